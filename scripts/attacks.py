@@ -248,7 +248,7 @@ def _child(
 
 def _count_calls(file: int, kill_call: int) -> None:
     """Count the calls that change the disk, in the first 8 bytes of a file; SIGKILL before the call `kill_call`."""
-    from weightsmith.store import disk
+    from weightsmith.outputs.local import disk
 
     count = 0
     plain_open, plain_pwrite = os.open, os.pwrite
@@ -437,9 +437,9 @@ def kills(args: argparse.Namespace, folder: Path) -> int:
 
 def _in_a_hurry() -> None:
     """Hardly any waits between attempts."""
-    from weightsmith.buckets import client
+    from weightsmith.remote import retries
 
-    client.MOST_WAIT_SECONDS = 0.005
+    retries.PATIENCE = retries.Patience(most_seconds=0.005)
 
 
 def store_case(server: Any, recipe: str, inputs: Path, wanted: dict[str, str], rng: random.Random) -> int:
@@ -478,7 +478,7 @@ def store_case(server: Any, recipe: str, inputs: Path, wanted: dict[str, str], r
 
 
 def _store_command(recipe: str) -> tuple[str, list[str]]:
-    from tests.buckets.test_runs import RECIPES
+    from tests.outputs.bucket.test_runs import RECIPES
 
     command, _, options = RECIPES[recipe]
     flags = {"max_shard_bytes": "--max-shard-size", "quantize": "--quantize"}
@@ -488,7 +488,7 @@ def _store_command(recipe: str) -> tuple[str, list[str]]:
 
 def stores(args: argparse.Namespace, folder: Path) -> int:
     from tests.bucket_help import GOOGLE, MOTO, GoogleFront, GoogleServer, S3Server, environment_of, serving
-    from tests.buckets.test_runs import RECIPES, make_llamas
+    from tests.outputs.bucket.test_runs import RECIPES, make_llamas
 
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR"))]:
         del os.environ[name]

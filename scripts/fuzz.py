@@ -339,7 +339,7 @@ def mutate_model(rng: Rng, data: bytes) -> bytes:
 
 def mutate_checksummed(rng: Rng, data: bytes) -> bytes:
     """A manifest with other values and the checksum that goes with them; or a damaged one."""
-    from weightsmith.store.checksum import hash_bytes
+    from weightsmith.outputs.checksum import hash_bytes
 
     if rng.random() < 0.1:
         return mutate_bytes(rng, data)
@@ -548,13 +548,13 @@ def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith.store.target import check_vacant
-    from weightsmith.store.unfinished import find_unfinished
+    from weightsmith.outputs.local.target import check_vacant
+    from weightsmith.outputs.local.unfinished import find_folders
 
     yield lambda: weightsmith.verify("made")
     yield lambda: weightsmith.inspect("made")
     yield lambda: weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "made"}]})
-    yield lambda: find_unfinished(Path())
+    yield lambda: find_folders(Path())
     yield lambda: check_vacant(Path("made").absolute(), overwrite=True)
     if rng.random() < 0.2:
         yield lambda: weightsmith.merge(LINEAR, "made", threads=1, fsync=False, overwrite=True)
@@ -567,32 +567,29 @@ def _use_plan(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith.store.unfinished import find_unfinished
+    from weightsmith.outputs.local.unfinished import find_folders
 
-    yield lambda: find_unfinished(Path())
+    yield lambda: find_folders(Path())
     yield lambda: _merge(LINEAR)
 
 
 def _unfinished_upload() -> Any:
     """A bucket in memory with the unfinished work of a small checkpoint, the same each time."""
     from tests.bucket_help import MemoryBucket
-    from tests.store_help import NAMES, layout, put
-    from weightsmith.buckets import parts, staging
-    from weightsmith.buckets.prefix import Prefix
+    from tests.output_help import NAMES, layout, open_staging, put
+    from weightsmith.outputs.bucket import backend, parts
 
     MemoryBucket.stores.clear()
-    staging.open_bucket = MemoryBucket.open  # type: ignore[assignment]
+    backend.open_bucket = MemoryBucket.open  # type: ignore[assignment]
     parts.PART_BYTES = 200
 
     def build(names: Sequence[str], *, publish: bool) -> None:
-        out = Prefix("s3", "bkt", "models/out")
-        open_out = staging.BucketStaging.open
-        with open_out(out, layout(), "plan", facts={"seed": "1"}, resume=True, overwrite=False, reads=()) as opened:
-            put(opened, names)  # type: ignore[arg-type]
+        with open_staging("s3://bkt/models/out", layout(), "plan", facts={"seed": "1"}) as opened:
+            put(opened, names)
             if publish:
                 opened.publish({})
             else:
-                opened._opened().drain()
+                opened.backend.weights.drain()
 
     build(NAMES[:4], publish=False)
     return MemoryBucket("bkt"), lambda: build(NAMES, publish=True)
@@ -608,7 +605,7 @@ def _make_bucket_journal() -> None:
 
 def _use_bucket_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     def run() -> None:
-        from tests.store_help import BY_NAME, data, layout
+        from tests.output_help import BY_NAME, data, layout
 
         bucket, finish = _unfinished_upload()
         bucket.put(_UPLOAD_JOURNAL, Path(file).read_bytes())

@@ -25,12 +25,12 @@ from urllib.parse import parse_qs, quote, unquote
 
 import pytest
 
-from weightsmith.buckets.client import Head, Missing, NoConditions, Object, Run, etag_of, md5_of
-from weightsmith.buckets.prefix import Prefix
+from weightsmith.outputs.bucket.client import Head, Missing, NoConditions, Object, Run, etag_of, md5_of
+from weightsmith.outputs.bucket.prefix import Prefix
 
 
 class MemoryBucket:
-    """`buckets.client.Bucket` in memory, with the behaviour of S3. All buckets of one name are one.
+    """`outputs.bucket.client.Bucket` in memory, with the behaviour of S3. All buckets of one name are one.
 
     before  called with the name of each method, before it does anything
     """

@@ -17,10 +17,10 @@ from weightsmith.containers.safetensors import make_layout
 from weightsmith.engine.local import Resources, Workload, run
 from weightsmith.engine.tiles import TILE_BYTES
 from weightsmith.engine.unwritten import DiscardedOutput
+from weightsmith.outputs.interface import Finished
 from weightsmith.planner.decide import decide
 from weightsmith.planner.logical import split_fused
 from weightsmith.plans import Made, ModelInput, Plan, Read, Settings, Step
-from weightsmith.store.journal import Finished
 from weightsmith.structure.fused import SubMatrix
 from weightsmith.tensors import DTYPES, DType, TensorSpec
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.buckets.test_runs import RECIPES, make_llamas
+from tests.outputs.bucket.test_runs import RECIPES, make_llamas
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "attacks.py"
 

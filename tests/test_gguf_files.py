@@ -22,10 +22,10 @@ from tests.llama_cpp import needs_llama_cpp
 from tests.mini import write_checkpoint
 from weightsmith.containers import GGUF
 from weightsmith.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError
+from weightsmith.outputs.verify import verify
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import Table, plan_from_json
 from weightsmith.quantisation.gguf_types import MIXTURES, Shape, type_of
-from weightsmith.store import verify
 from weightsmith.stored.gguf.header import read_gguf_header
 from weightsmith.stored.gguf.imatrix import of_sums, read_imatrix
 from weightsmith.stored.gguf.layout import BLOCKS, Value, encode_metadata, make_layout

@@ -22,7 +22,7 @@ import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith.errors import CannotResume, NonFinite, NoSpace, ParameterError, StoreError
 from weightsmith.identity import program_digest
-from weightsmith.store.area import staging_folder
+from weightsmith.outputs.local.area import staging_folder
 
 RECIPE = """
 merge_method: {method}

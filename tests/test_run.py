@@ -28,10 +28,10 @@ from tests.cli_help import CONFIG, Cli
 from tests.mini import write_checkpoint
 from weightsmith.cli.run import parse_part
 from weightsmith.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
+from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.local.products import read_product, write_product
 from weightsmith.plans import plan_from_json
 from weightsmith.plans.parts import part_of
-from weightsmith.store import staging_folder
-from weightsmith.store.products import read_product, write_product
 
 LAYERS = 4
 
@@ -137,9 +137,7 @@ def test_four_processes_do_a_part_each_one_dies_and_the_last_one_publishes(here:
 
 
 def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.store import staging
-
-    monkeypatch.setattr(staging, "ATTACH_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith.outputs.local.backend.ATTACH_SECONDS", 0.2)
     plan, found = weightsmith.plan("ties.yml"), []
 
     def try_others(now: weightsmith.Progress) -> None:
@@ -158,9 +156,7 @@ def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monke
 
 
 def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.store import staging
-
-    monkeypatch.setattr(staging, "ATTACH_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith.outputs.local.backend.ATTACH_SECONDS", 0.2)
     plan, found = weightsmith.plan("ties.yml"), []
 
     def try_part(now: weightsmith.Progress) -> None:
@@ -180,7 +176,7 @@ def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monke
         made.append(name)
         return write_product(folder, name, arrays)
 
-    monkeypatch.setattr("weightsmith.store.staging.write_product", write)
+    monkeypatch.setattr("weightsmith.outputs.local.backend.write_product", write)
     plan = weightsmith.plan("ties.yml")
     for part in ((1, 2), (2, 2)):
         weightsmith.run(plan, "out", part=part)
@@ -234,7 +230,7 @@ def test_an_older_journal_of_a_part_does_not_outweigh_the_newer_one_of_the_whole
     plan = weightsmith.plan("ties.yml")
     weightsmith.run(plan, "out", part=(1, 2), allow_nonfinite=True)
     with monkeypatch.context() as patch:
-        patch.setattr("weightsmith.store.staging.Staging.publish", interrupt)
+        patch.setattr("weightsmith.outputs.staging.Staging.publish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             weightsmith.run(plan, "out")
     assert weightsmith.run(plan, "out").resumed == len(plan.steps)  # type: ignore[union-attr]
@@ -263,7 +259,7 @@ def test_tensors_made_from_other_numbers_of_a_product_are_made_again(here: Path,
         return None if arrays is None else [array + array.dtype.type(1) for array in arrays]
 
     with monkeypatch.context() as patch:
-        patch.setattr("weightsmith.store.staging.read_product", read)
+        patch.setattr("weightsmith.outputs.local.backend.read_product", read)
         assert weightsmith.merge("ties.yml", "other").resumed == 0
         weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(2, 2))
     merged = weightsmith.run(weightsmith.plan("ties.yml"), "out")

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from weightsmith.errors import WeightsmithError as WeightsmithError
     from weightsmith.errors import WorkerLost as WorkerLost
     from weightsmith.execution import Merged as Merged
-    from weightsmith.hub_outputs.verify import verify as verify
     from weightsmith.look.comparison import Comparison as Comparison
     from weightsmith.look.diff import diff as diff
     from weightsmith.look.inspect import Inspection as Inspection
@@ -66,9 +65,10 @@ if TYPE_CHECKING:
     from weightsmith.methods.user import PerModel as PerModel
     from weightsmith.methods.user import block_method as block_method
     from weightsmith.methods.user import tensor_method as tensor_method
+    from weightsmith.outputs.save import save_file as save_file
+    from weightsmith.outputs.save import save_model as save_model
+    from weightsmith.outputs.verify import verify as verify
     from weightsmith.plans import Plan as Plan
-    from weightsmith.store.save import save_file as save_file
-    from weightsmith.store.save import save_model as save_model
 
 _HOMES = {
     "Busy": "errors",
@@ -121,11 +121,11 @@ _HOMES = {
     "preview": "look.preview",
     "quantize": "api",
     "run": "api",
-    "save_file": "store.save",
-    "save_model": "store.save",
+    "save_file": "outputs.save",
+    "save_model": "outputs.save",
     "tensor_method": "methods.user",
     "transplant_tokenizer": "api",
-    "verify": "hub_outputs.verify",
+    "verify": "outputs.verify",
 }
 
 __all__ = [

@@ -21,9 +21,9 @@ from weightsmith.recipe.yaml import read_yaml
 from weightsmith.sources import Tensors
 from weightsmith.stored import installed_code
 
-ROOTS = ("engine", "checkpoint", "buckets.parts")
+ROOTS = ("engine", "checkpoint", "outputs.staging", "outputs.local", "outputs.bucket.parts")
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
-opened, and which bytes an uploaded part has."""
+opened, how bytes are written and taken over, and which bytes an uploaded part has."""
 PACKAGES = ("numpy", "numba", "torch", "libgguf")
 """Packages whose numbers may differ between versions."""
 

@@ -22,12 +22,12 @@ from weightsmith.activations.statistics import STATISTICS, fisher, gram
 from weightsmith.errors import CheckpointError, PlanError, UnknownName
 from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RunOptions
+from weightsmith.outputs.staging import Staging
 from weightsmith.planner import Prepared, prepare
 from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step, plan_from_json
 from weightsmith.plans.statistics import StatisticRequest
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays
-from weightsmith.store.staging import Staging
 
 Found = dict[str, npt.NDArray[Any]]
 KINDS = tuple(STATISTICS)

@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 
 from tests import fake_hub
 from tests.cli_help import CONFIG, Cli, cli, work
-from tests.store_help import layout, put
+from tests.output_help import layout, open_staging, put
 from weightsmith.errors import Finding
-from weightsmith.store import Staging, staging_folder
+from weightsmith.outputs.local.area import staging_folder
 from weightsmith.stored.gguf.layout import Value, encode_metadata, make_layout
 from weightsmith.tensors import DTYPES, TensorSpec
 from weightsmith.text import code, json_text, markdown, table
@@ -260,7 +260,7 @@ def test_names_of_outputs_and_plans_forge_no_line(bad: Path, cli: Cli) -> None:
     trying.before.add(bad / name / f"{name}.safetensors")
     trying("verify", name, code=4)
     trying("verify", name, "--json", code=4)
-    with Staging.open(bad / f"{name}2", layout(), HOSTILE) as staging:
+    with open_staging(bad / f"{name}2", layout(), HOSTILE) as staging:
         put(staging)
     trying.before |= set(bad.rglob("*"))
     for more in ([], ["--json"], ["--yes"]):

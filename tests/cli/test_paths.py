@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_help import LINEAR, Cli, cli
-from tests.store_help import tree
+from tests.output_help import tree
 
 __all__ = ["cli"]
 

@@ -11,8 +11,8 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsmith.containers import Layout, make_layout
 from weightsmith.errors import StoreError
-from weightsmith.store import Layout, make_layout
 from weightsmith.tensors import DTYPES, TensorSpec
 
 

@@ -20,7 +20,7 @@ from weightsmith.distributed.work import Answer, Lost, Order, Share
 PART_BYTES = 20_000
 WORK = f"""
 import os, pickle, sys, time
-from weightsmith.buckets import parts, uploads
+from weightsmith.outputs.bucket import parts, uploads
 from weightsmith.distributed.work import do
 parts.PART_BYTES, uploads.SAVE_SECONDS = {PART_BYTES}, 0.0
 upload = uploads.Uploads._upload

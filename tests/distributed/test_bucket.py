@@ -6,7 +6,7 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,26 @@ import pytest
 
 import weightsmith
 from tests.bucket_help import MemoryBucket
-from tests.buckets.conftest import memory, spool
 from tests.distributed.threads import Died, Threads
-from tests.store_help import tree
+from tests.output_help import open_staging, tree
+from tests.outputs.bucket.conftest import memory, spool
 from tests.test_run import big_model
 from weightsmith import execution
 from weightsmith.api import prepare_any
-from weightsmith.buckets import lock, parts, uploads
-from weightsmith.buckets.journal import FollowedParts, State
-from weightsmith.buckets.prefix import parse_prefix
-from weightsmith.buckets.staging import BucketStaging, together
 from weightsmith.distributed import driver
 from weightsmith.distributed.driver import share_out
 from weightsmith.distributed.work import Answer, Failed, Lost, Order, Share, do
 from weightsmith.errors import ParameterError, StoreError, WorkerLost
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith.outputs.bucket import lock, parts, uploads
+from weightsmith.outputs.bucket.backend import together
+from weightsmith.outputs.bucket.journal import FollowedParts, State
+from weightsmith.outputs.bucket.prefix import parse_prefix
+from weightsmith.outputs.interface import Built, Finished
+from weightsmith.outputs.staging import Staging
 from weightsmith.plans import Plan
 from weightsmith.plans.parts import parts_of
-from weightsmith.store.journal import Built, Finished
 
 __all__ = ["memory", "spool"]
 
@@ -118,7 +119,7 @@ def test_the_objects_are_the_files_of_one_process(here: Path, memory: MemoryBuck
     assert memory.pending == {}
     assert merged.resumed == 0
     assert memory.calls.count("upload") == part_count(merged.plan), "each part once"
-    if "quantize" not in options:  # there, one process must do a file: see `buckets.staging.together`
+    if "quantize" not in options:  # there, one process must do a file: see `bucket.backend.together`
         assert len(workers.started) > 3
 
 
@@ -149,15 +150,15 @@ def test_a_store_that_wants_equal_parts_has_one_worker_for_each_file(here: Path,
 
 @pytest.mark.parametrize("cut", ["other groups", "more parts"])
 def test_a_worker_that_cuts_the_files_otherwise_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
-    plain = BucketStaging.hand_over
+    plain = Staging.hand_over
 
-    def hand_over(self: BucketStaging) -> Built:
+    def hand_over(self: Staging) -> Built:
         built = plain(self)
         if cut == "more parts":
             return built._replace(groups={key: (*etags, etags[0]) for key, etags in built.groups.items()})
         return built._replace(groups={(*key[:3], key[3] + 1): etags for key, etags in built.groups.items()})
 
-    monkeypatch.setattr(BucketStaging, "hand_over", hand_over)
+    monkeypatch.setattr(Staging, "hand_over", hand_over)
     with pytest.raises(StoreError, match="a worker has cut the weight files into other parts"):
         merge(Threads(1), LINEAR)
 
@@ -211,16 +212,16 @@ def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_uploaded(
 ) -> None:
     wanted = alone()
     finished: list[str] = []
-    plain = BucketStaging.finish
+    plain = Staging.finish
 
-    def finish(self: BucketStaging, name: str, done: Any) -> None:
+    def finish(self: Staging, name: str, done: Any) -> None:
         plain(self, name, done)
         finished.append(name)
         if len(finished) == 2:
-            self._opened().drain()
+            self.backend.weights.drain()
             raise Died
 
-    monkeypatch.setattr(BucketStaging, "finish", finish)
+    monkeypatch.setattr(Staging, "finish", finish)
     workers = Threads(1)
     merged = merge(workers)
     assert len(workers.started) == len(set(workers.started)) + 1
@@ -283,12 +284,12 @@ def test_a_driver_that_was_killed_leaves_work_that_the_next_one_adopts(
     class Killed(BaseException):
         pass
 
-    def adopt(self: BucketStaging, built: Built) -> None:
+    def adopt(self: Staging, built: Built) -> None:
         raise Killed
 
     with monkeypatch.context() as broken:
-        broken.setattr(BucketStaging, "adopt", adopt)
-        broken.setattr(BucketStaging, "close", lambda self: self._lock.release() if self._part else None)
+        broken.setattr(Staging, "adopt", adopt)
+        broken.setattr(Staging, "close", lambda self: self.backend.lock.release() if self._spec.part else None)
         with pytest.raises(Killed):
             merge(Threads(1))
     del memory.objects[f"{STAGING}/lock"]  # as it is after a while
@@ -323,9 +324,9 @@ def test_a_worker_that_is_cut_off_and_goes_on_after_the_end_changes_nothing(
             published.set()
             super().join()
 
-    cut_off, write_now = list[BucketStaging](), BucketStaging.write
+    cut_off, write_now = list[Staging](), Staging.write
 
-    def write(self: BucketStaging, name: str, start: int, buffer: Any) -> None:
+    def write(self: Staging, name: str, start: int, buffer: Any) -> None:
         if not cut_off:
             cut_off.append(self)
             workers.lose()
@@ -334,7 +335,7 @@ def test_a_worker_that_is_cut_off_and_goes_on_after_the_end_changes_nothing(
             assert memory.contents("models/out") == wanted
         write_now(self, name, start, buffer)
 
-    monkeypatch.setattr(BucketStaging, "write", write)
+    monkeypatch.setattr(Staging, "write", write)
     workers = CutOff(1)
     merge(workers)
     (answer,) = answers
@@ -349,9 +350,9 @@ def test_bytes_that_a_cut_off_worker_computes_differently_are_replaced(
 ) -> None:
     wanted = alone()
     changed: list[tuple[str, int]] = []
-    plain = BucketStaging.adopt
+    plain = Staging.adopt
 
-    def adopt(self: BucketStaging, built: Built) -> None:
+    def adopt(self: Staging, built: Built) -> None:
         plain(self, built)
         if built.groups and not changed:
             ((file, number, _, _), *_) = built.groups
@@ -359,7 +360,7 @@ def test_bytes_that_a_cut_off_worker_computes_differently_are_replaced(
                 uploaded[number] = bytes(len(uploaded[number]))
             changed.append((file, number))
 
-    monkeypatch.setattr(BucketStaging, "adopt", adopt)
+    monkeypatch.setattr(Staging, "adopt", adopt)
     merge(Threads(2))
     assert changed
     assert memory.contents("models/out") == wanted
@@ -397,17 +398,16 @@ def test_progress_counts_what_workers_have_finished_of_their_parts(here: Path, m
 def test_a_worker_ends_soon_after_its_driver(here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "RENEW_SECONDS", 0.05)
     plan = weightsmith.plan(LINEAR)
-    named: Mapping[str, Any] = {"facts": {}, "resume": True, "overwrite": False, "reads": ()}
-    opened: Callable[..., BucketStaging] = partial(BucketStaging.open, parse_prefix(OUT), plan.layout)
+    opened: Callable[..., Staging] = partial(open_staging, OUT, plan.layout)
     with pytest.raises(StoreError, match="the process that this one works for has ended"):
-        opened("plan", part="1-of-2", names={*plan.layout.places}, **named)
-    with opened("plan", names=set(), **named) as leading, leading.shared():
+        opened("plan", part="1-of-2", names={*plan.layout.places})
+    with opened("plan", names=set()) as leading, leading.shared():
         with pytest.raises(StoreError, match="another run has taken the unfinished work"):
-            opened("other", part="1-of-2", names={*plan.layout.places}, **named)
-        worker = opened("plan", part="1-of-2", names={*plan.layout.places}, **named)
-        worker._opened().check()
+            opened("other", part="1-of-2", names={*plan.layout.places})
+        worker = opened("plan", part="1-of-2", names={*plan.layout.places})
+        worker.backend.weights.check()
     deadline = time.monotonic() + 5
-    while worker._lock._id:  # type: ignore[union-attr]
+    while worker.backend.lock._id:  # type: ignore[union-attr]
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with pytest.raises(StoreError, match="the process that this one works for has ended"):

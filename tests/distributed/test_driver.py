@@ -17,6 +17,7 @@ import weightsmith
 from tests.cli_help import CONFIG
 from tests.distributed.threads import Died, Threads
 from tests.mini import write_checkpoint
+from tests.output_help import open_staging
 from tests.test_run import big_model, files
 from weightsmith import execution
 from weightsmith.api import prepare_any
@@ -26,9 +27,12 @@ from weightsmith.distributed.work import Share
 from weightsmith.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.store import Staging, disk, staging_folder
-from weightsmith.store.locks import is_held
-from weightsmith.store.staging import staged_plan
+from weightsmith.outputs.interface import OutputBackend, OutputSpec
+from weightsmith.outputs.local import disk
+from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.local.backend import staged_plan
+from weightsmith.outputs.local.locks import is_held
+from weightsmith.outputs.staging import Staging
 
 TIES = {
     "merge_method": "ties",
@@ -143,9 +147,9 @@ def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, mo
     lost = threading.Event()
     plain, shares = Staging.open.__func__, []  # type: ignore[attr-defined]
 
-    def opened(cls: type, *arguments: Any, **options: Any) -> Staging:
-        staging: Staging = plain(cls, *arguments, **options)
-        if options.get("part", "").startswith("1-of") and not shares:
+    def opened(cls: type, backend: OutputBackend, spec: OutputSpec) -> Staging:
+        staging: Staging = plain(cls, backend, spec)
+        if spec.part.startswith("1-of") and not shares:
             shares.append(staging)  # it keeps the lock
             raise Died
         return staging
@@ -166,7 +170,7 @@ def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPat
     def before(share: Share) -> None:
         if share.part is not None and share.part[0] == 1 and not held:
             (staging_folder(here / "out") / "parts").mkdir(exist_ok=True)
-            held.append(Staging.open("out", prepared.plan.layout, order().identity, part=f"1-of-{share.part[1]}"))
+            held.append(open_staging("out", prepared.plan.layout, order().identity, part=f"1-of-{share.part[1]}"))
 
     held: list[Staging] = []
     workers = Threads(1, before)
@@ -187,7 +191,7 @@ def test_a_slow_part_is_done_by_a_second_worker_and_the_first_answer_counts(
 ) -> None:
     weightsmith.merge(TIES, "whole", progress=False)
     monkeypatch.setattr(driver, "SLOW_SECONDS", 0.2)
-    monkeypatch.setattr("weightsmith.store.staging.ATTACH_SECONDS", 1)  # the first worker finds nothing
+    monkeypatch.setattr("weightsmith.outputs.local.backend.ATTACH_SECONDS", 1)  # the first worker finds nothing
     go_on = threading.Event()
 
     def before(share: Share) -> None:
@@ -292,14 +296,14 @@ def test_locks_that_other_machines_do_not_see_are_an_error_before_a_tensor_is_wr
     with pytest.raises(StoreError, match="the locks of this folder are not shared between machines") as caught:
         merge(Threads(1))
     assert "NFS: without nolock" in str(caught.value)
-    with Staging.open("out", weightsmith.plan(TIES).layout, staged_plan("out")) as staging:
+    with open_staging("out", weightsmith.plan(TIES).layout, staged_plan("out")) as staging:
         assert not staging.holds_work
 
 
 def test_a_worker_that_does_not_see_the_folder_is_an_error(
     here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsmith.store.staging.ATTACH_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith.outputs.local.backend.ATTACH_SECONDS", 0.2)
     own_disk = tmp_path_factory.mktemp("other")
     workers = Threads(1)
     begin = workers.begin

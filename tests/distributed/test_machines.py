@@ -15,16 +15,16 @@ import pytest
 
 import weightsmith
 from tests.bucket_help import Server, environment_at, environment_of
-from tests.buckets.conftest import front, moto, new_server, ports, server, spool
 from tests.distributed.processes import PART_BYTES, Processes, environment
-from tests.store_help import tree
+from tests.output_help import tree
+from tests.outputs.bucket.conftest import front, moto, new_server, ports, server, spool
 from weightsmith import execution
 from weightsmith.api import prepare_any
-from weightsmith.buckets import parts, uploads
 from weightsmith.distributed import driver
 from weightsmith.distributed.driver import share_out
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith.outputs.bucket import parts, uploads
 from weightsmith.planner import Prepared
 
 __all__ = ["front", "moto", "new_server", "ports", "server", "spool"]
@@ -157,7 +157,7 @@ from pathlib import Path
 from tests.bucket_help import environment_at
 from tests.distributed.processes import PART_BYTES, Processes
 from tests.distributed.test_machines import merge
-from weightsmith.buckets import parts, uploads
+from weightsmith.outputs.bucket import parts, uploads
 from weightsmith.distributed import driver
 driver.PART_BYTES = parts.PART_BYTES = PART_BYTES
 uploads.SAVE_SECONDS = 0.0

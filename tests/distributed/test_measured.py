@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.bucket_help import MemoryBucket
-from tests.buckets.conftest import memory, spool
 from tests.distributed.threads import Threads
 from tests.lora.test_lora import DOWN, INNER, H, Q, adapter, base, factors
-from tests.store_help import tree
+from tests.output_help import tree
+from tests.outputs.bucket.conftest import memory, spool
 from weightsmith import execution
 from weightsmith.adapters.extract import prepare_extraction
-from weightsmith.buckets import parts
 from weightsmith.distributed import driver
 from weightsmith.distributed.driver import share_out
 from weightsmith.options import ExtractSettings, RunOptions
+from weightsmith.outputs.bucket import parts
 from weightsmith.planner import Prepared
 
 pytest.importorskip("torch")

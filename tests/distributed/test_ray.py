@@ -17,14 +17,14 @@ import pytest
 
 import weightsmith
 from tests.bucket_help import Server
-from tests.buckets.conftest import front, moto, new_server, ports, spool
-from tests.store_help import tree
+from tests.output_help import tree
+from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
 from tests.test_run import big_model, files
-from weightsmith.buckets import parts
 from weightsmith.distributed import on_ray
 from weightsmith.errors import NonFinite, ParameterError
-from weightsmith.store import staging_folder
-from weightsmith.store.locks import is_held
+from weightsmith.outputs.bucket import parts
+from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.local.locks import is_held
 
 __all__ = ["front", "moto", "new_server", "ports", "spool"]
 
@@ -46,7 +46,7 @@ def slow(self, *arguments):
 local.Run._do = slow
 """
 SMALL_PARTS = """
-from weightsmith.buckets import parts, uploads
+from weightsmith.outputs.bucket import parts, uploads
 parts.PART_BYTES, uploads.SAVE_SECONDS = 200_000, 0.0
 """
 

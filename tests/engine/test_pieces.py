@@ -15,8 +15,8 @@ import pytest
 from tests.mini import Memory, as_bytes, write_checkpoint
 from weightsmith.checkpoint import open_checkpoint
 from weightsmith.engine.local import Outcome, Resources, Workload, run
+from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith.plans import Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
-from weightsmith.store.checksum import combine, grain_bytes, hash_grains
 from weightsmith.tensors import DTYPES, TensorSpec
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -15,12 +15,12 @@ from weightsmith.engine.merger import Merger
 from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.errors import Unsupported
 from weightsmith.jobs.combination import CombinationJob
+from weightsmith.outputs.interface import Finished
 from weightsmith.plans import Made, ModelInput, Plan, Product, Read, Settings, Step
 from weightsmith.products import ProductContext, ProductKind, base
 from weightsmith.products.base import Arrays
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.views import view_of
-from weightsmith.store.journal import Finished
 from weightsmith.tensors import DTYPES, TensorSpec
 
 NAMES = ("a", "b", "c")

@@ -20,10 +20,10 @@ from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.errors import NonFinite
+from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith.plans import COPY, PLAIN, Made, ModelInput, Plan, Read, Settings, Step
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.views import view_of
-from weightsmith.store.checksum import combine, grain_bytes, hash_grains
 from weightsmith.stored import find_encoding
 from weightsmith.tensors import DTYPES, TensorSpec
 

@@ -19,7 +19,7 @@ from tests.fake_hub import ATTRIBUTES, FakeHub, environment, serve, silent, use
 from tests.test_cards import RECIPE
 from tests.test_cards import here as here
 from weightsmith.errors import PushFailed
-from weightsmith.hub_outputs.push import check_push, push
+from weightsmith.outputs.hub.push import check_push, push
 
 pytestmark = pytest.mark.slow
 

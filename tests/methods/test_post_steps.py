@@ -15,7 +15,7 @@ from tests.cases.task_vectors import GTA, MEAN
 from tests.methods.test_methods import ulp_error
 from tests.mini import run_method, write_checkpoint
 from weightsmith import merge, methods, open_checkpoint
-from weightsmith.store.manifest import MANIFEST_NAME
+from weightsmith.outputs.manifest import MANIFEST_NAME
 from weightsmith.tensors import DTYPES
 
 OWN = [{}, {"weight": 0.7, "density": 0.3}, {"weight": 0.5, "density": 0.3}]

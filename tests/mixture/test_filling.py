@@ -19,9 +19,9 @@ from weightsmith.engine.local import Progress
 from weightsmith.engine.product_graph import ProductGraph
 from weightsmith.errors import CannotResume, CheckpointError, PlanError, Unsupported, WeightsmithError
 from weightsmith.mixture.routing import product
+from weightsmith.outputs.manifest import MANIFEST_NAME
 from weightsmith.plans import Product
 from weightsmith.products import ProductContext
-from weightsmith.store.manifest import MANIFEST_NAME
 
 __all__ = ["models"]
 
@@ -162,7 +162,7 @@ def test_router_weights_are_not_computed_twice(
     damaged: bool, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted after they were computed; what is damaged on the disk is computed again."""
-    from weightsmith.store import staging
+    from weightsmith.outputs import staging
 
     recipe = recipe_of(models, told(0, 1))
 

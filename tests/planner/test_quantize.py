@@ -20,10 +20,10 @@ from tests.golden import inputs
 from tests.golden.cases import recipe
 from weightsmith.api import run
 from weightsmith.errors import Corrupt, NonFinite, PlanError
+from weightsmith.outputs.staging import Staging
 from weightsmith.planner import Plan
 from weightsmith.planner.encode import ignored_modules, stored_plain
 from weightsmith.plans import plan_from_json
-from weightsmith.store import Staging
 from weightsmith.structure import analyse
 from weightsmith.tensors import DTYPES, TensorSpec
 

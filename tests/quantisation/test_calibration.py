@@ -31,6 +31,8 @@ from weightsmith.checkpoint import open_checkpoint
 from weightsmith.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
 from weightsmith.execution import execute
 from weightsmith.options import QuantizeSettings, RunOptions
+from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.staging import Staging
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import Product, plan_from_json
 from weightsmith.products import find_kind
@@ -39,7 +41,6 @@ from weightsmith.quantisation.calibration import layer
 from weightsmith.quantisation.calibration.schemes import dequantise, split
 from weightsmith.quantisation.exl2 import matrix
 from weightsmith.quantisation.formats import followed
-from weightsmith.store.staging import Staging, staging_folder
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +340,7 @@ def _errors(out: Path) -> list[float]:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from weightsmith.store import staging
+from weightsmith.outputs import staging
 at, place = int(sys.argv[1]), sys.argv[2]
 plain, count = staging.Staging.keep, 0
 def keep(self, product, arrays):

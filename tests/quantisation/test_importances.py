@@ -15,7 +15,8 @@ from weightsmith.activations import statistic
 from weightsmith.activations.rows import rows_of, text_source
 from weightsmith.errors import FormatError, PlanError
 from weightsmith.options import QuantizeSettings
-from weightsmith.store.staging import Staging, staging_folder
+from weightsmith.outputs.local.area import staging_folder
+from weightsmith.outputs.staging import Staging
 from weightsmith.stored.gguf.imatrix import imatrix_bytes, read_imatrix
 
 pytestmark = pytest.mark.slow

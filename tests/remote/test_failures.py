@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from weightsmith.buckets import client
-from weightsmith.buckets.s3 import S3Bucket
 from weightsmith.errors import CheckpointError, StoreError
+from weightsmith.outputs.bucket import client
+from weightsmith.outputs.bucket.s3 import S3Bucket
 from weightsmith.remote import retries
 from weightsmith.remote.failures import Panicked, causes, lasting, no_panic, passes
 from weightsmith.remote.retries import Again
@@ -78,7 +78,7 @@ def test_an_answer_in_parts_that_is_cut_off_is_asked_for_again(monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            for _ in range(2 * client.ATTEMPTS):
+            for _ in range(2 * (retries.PATIENCE.failures + 1)):
                 connection, _ = server.accept()
                 with connection:
                     requests.append(connection.recv(9999))
@@ -90,9 +90,9 @@ def test_an_answer_in_parts_that_is_cut_off_is_asked_for_again(monkeypatch: pyte
             monkeypatch.setenv(f"AWS_{name}", value)
         bucket = S3Bucket("bucket")
         for look in (lambda: bucket.read("key", 100), lambda: list(bucket.names("key"))):
-            with pytest.raises(client.Passing, match="does not answer"):
+            with pytest.raises(client.TransientError, match="does not answer"):
                 look()
-    assert len(requests) == 2 * client.ATTEMPTS == len(slept) + 2
+    assert len(requests) == 2 * (retries.PATIENCE.failures + 1) == len(slept) + 2
 
 
 def test_causes_that_go_in_circles_end() -> None:
@@ -155,11 +155,11 @@ def _clients(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> lis
     import obstore
     from botocore.endpoint import Endpoint
 
-    from weightsmith.buckets.azure import AzureBucket
-    from weightsmith.buckets.gcs import GoogleBucket
-    from weightsmith.buckets.s3 import S3Bucket
-    from weightsmith.hub_outputs.address import parse_hub_address
-    from weightsmith.hub_outputs.repository import HubRepository
+    from weightsmith.outputs.bucket.azure import AzureBucket
+    from weightsmith.outputs.bucket.gcs import GoogleBucket
+    from weightsmith.outputs.bucket.s3 import S3Bucket
+    from weightsmith.outputs.hub.address import parse_hub_address
+    from weightsmith.outputs.hub.repository import HubRepository
     from weightsmith.remote.addresses import parse_address
     from weightsmith.remote.http import HttpFile
     from weightsmith.remote.stores import Store
@@ -214,9 +214,9 @@ def test_what_passes_is_asked_again_by_every_client(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_bound_of_buckets_is_for_what_passes() -> None:
-    assert isinstance(client.unanswered(TimeoutError(), "s3://b", "AWS_ENDPOINT_URL", "run again"), client.Passing)
+    assert isinstance(client.unanswered(TimeoutError(), "s3://b", "AWS_ENDPOINT_URL", "run again"), client.TransientError)
     stays = client.unanswered(ValueError("no"), "s3://b", "AWS_ENDPOINT_URL", "run again")
-    assert not isinstance(stays, client.Passing)
+    assert not isinstance(stays, client.TransientError)
     assert "run again" not in str(stays)
     with pytest.raises(Again):
         raise Again("it passes")

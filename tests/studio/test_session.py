@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.store_help import tree
+from tests.output_help import tree
 from tests.studio.models import make, recipe
 from weightsmith.look.nonfinite import NonFinite
 from weightsmith.look.preview import GroupPreview, Kept, Preview

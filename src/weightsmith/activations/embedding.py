@@ -15,7 +15,7 @@ from weightsmith.structure.vocabulary import is_embedding
 
 def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.activations.running import PhaseProgress, decoder_of
-    from weightsmith.store.products import release_pages
+    from weightsmith.outputs.local.products import release_pages
 
     work = EmbeddingWork.of(bench.product)
     decoder = decoder_of(work.base)

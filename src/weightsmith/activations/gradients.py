@@ -104,7 +104,7 @@ def _of_layer(bench: ProductContext, work: GradientWork) -> Arrays:
 
     from weightsmith.activations.running import layer_rows
     from weightsmith.activations.sums import Outputs
-    from weightsmith.store.products import release_pages
+    from weightsmith.outputs.local.products import release_pages
 
     leaving = bench.arrays(work.gradients)[0]
     gradients, norms, squares = bench.create()

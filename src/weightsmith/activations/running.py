@@ -20,8 +20,8 @@ from weightsmith.activations.work import LayerWork
 from weightsmith.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith.jobs.matrix import one_thread
 from weightsmith.jobs.requires import usable_device
+from weightsmith.outputs.local.products import release_pages
 from weightsmith.products.base import Floats, ProductContext
-from weightsmith.store.products import release_pages
 
 WORK_BYTES = 4 << 30
 """Limit of the sums that are held at once, and of what is computed of them, if the run has no limit."""

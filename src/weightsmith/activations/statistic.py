@@ -32,7 +32,7 @@ def shapes_of(
 def _compute(bench: ProductContext) -> Arrays:
     from weightsmith.activations.running import layer_rows
     from weightsmith.activations.sums import use_sums
-    from weightsmith.store.products import release_pages
+    from weightsmith.outputs.local.products import release_pages
 
     work = StatisticWork.of(bench.product)
     statistic = find_statistic(work.kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,32 +30,14 @@ def clean(
     In a bucket, aborts the uploads of interrupted runs.
     """
     with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
-        from weightsmith.buckets.prefix import parse_prefix
-        from weightsmith.buckets.unfinished import UnfinishedUpload, find_uploads, remove_upload
-        from weightsmith.errors import NotFound, printable
-        from weightsmith.formats.files import is_folder
-        from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
-        from weightsmith.store.target import is_address
-        from weightsmith.store.unfinished import Unfinished, find_unfinished, remove_unfinished
+        from weightsmith.errors import printable
+        from weightsmith.outputs.unfinished import find_unfinished
 
-        found: list[Unfinished | UnfinishedUpload] = []
-        for folder in folders or ["."]:
-            if is_hub_address(folder):
-                name = parse_hub_address(folder).local_name
-                found += [each for each in find_unfinished(Path()) if each.out.name.startswith(name)]
-            elif is_address(folder):
-                found += find_uploads(parse_prefix(folder, folder=True))
-            elif is_folder(Path(folder)):
-                found += find_unfinished(Path(folder))
-            else:
-                raise NotFound("no such folder", where=folder, fix="name the parent of the output folder")
+        found = [each for folder in folders or ["."] for each in find_unfinished(folder)]
         removable = [each for each in found if not each.reason]
         if yes:
             for each in removable:
-                if isinstance(each, Unfinished):
-                    remove_unfinished(each)
-                else:
-                    remove_upload(each)
+                each.remove()
                 wrote(f"Removed: {printable(str(each.folder))}")
         if as_json:
             facts = [

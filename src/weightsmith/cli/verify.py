@@ -24,7 +24,7 @@ def verify(
     Names each damaged tensor and file. Requires nothing but OUT.
     """
     with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
-        from weightsmith.hub_outputs.verify import verify as check
+        from weightsmith.outputs.verify import verify as check
 
         with meter(quiet=quiet) as shown:
             report = check(

@@ -162,18 +162,16 @@ def interrupted(out: str) -> str:
     import glob
     import shlex
 
-    from weightsmith.hub_outputs.address import is_hub_address, parse_hub_address
-    from weightsmith.store.area import staging_folder
-    from weightsmith.store.target import absolute, is_address
+    from weightsmith.outputs.local.area import staging_folder
+    from weightsmith.outputs.places import place_of
 
     # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
     command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
     resume = f"\n  -> Resume with the same command: {command}"
-    if is_hub_address(out):
-        out = parse_hub_address(out).local_name
-    elif is_address(out):
+    place = place_of(out)
+    if place.capabilities.publication == "requests":
         return f"Interrupted. Uploaded parts are kept at {out}{resume}"
-    target = absolute(out)
+    target = place.local
     folder = staging_folder(target)
     if not folder.exists():  # the result of another recipe, that this one uses, may be there
         pattern = f"{glob.escape(target.name)}.stage-*"

@@ -5,7 +5,7 @@ other run can take it. It alone decides what is done again:
 
 * A part whose worker was lost is done by another one, which keeps the finished tensors whose checksums are right. In a folder,
   the lock of the part keeps it out until the lost worker, if it still runs somewhere, has really ended. In a bucket, both may
-  upload: see `buckets.staging`.
+  upload: see `outputs.bucket.staging`.
 * A part that takes long when no other part waits is done by a second worker too, and the first answer counts. Both write the
   same bytes to the same places, and each has a journal of its own. This is not so where torch computes whole matrices, which
   another machine may round differently, and not for products: these have one worker.
@@ -30,18 +30,18 @@ from weightsmith.engine.local import Progress
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.errors import Busy, WorkerLost
-from weightsmith.execution import Callbacks, Helped, built_together
+from weightsmith.execution import Callbacks, Helped
 from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
 from weightsmith.jobs.requires import named_device
 from weightsmith.options import RunOptions, named
+from weightsmith.outputs.places import place_of
 from weightsmith.planner import Prepared
 from weightsmith.plans import COPY, Plan
 from weightsmith.plans.parts import Together, parts_of, units_of
-from weightsmith.store.target import is_address
 
 if TYPE_CHECKING:
-    from weightsmith.execution.output import Shared
+    from weightsmith.outputs.staging import Staging
 
 PART_BYTES = 256 << 20
 """Parts are not smaller than that without need: each costs a worker some tens of milliseconds."""
@@ -63,7 +63,7 @@ EDGE_BYTES = 4 << 20
 
 def share_out(
     prepared: Prepared,
-    staging: Shared,
+    staging: Staging,
     out: str | os.PathLike[str],
     options: RunOptions,
     callbacks: Callbacks,
@@ -76,7 +76,7 @@ def share_out(
     raise. All workers have ended then, and what they finished can be resumed.
     """
     workers.begin(_order(prepared, out, options))
-    driver = Driver(prepared, staging, built_together(out, prepared.plan), workers, callbacks)
+    driver = Driver(prepared, staging, place_of(out).together(prepared.plan.layout), workers, callbacks)
     with staging.shared():
         try:
             driver.go()
@@ -92,7 +92,7 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
         data = json.dumps(plan.to_json(), separators=(",", ":")).encode()
     return Order(
         plan=data,
-        out=str(out) if is_address(out) else str(Path(out).absolute()),
+        out=place_of(out).absolute,
         folder=str(Path.cwd()),
         options=replace(options, ray=None, resume=True, push=None, commit_message=None, device=named_device(options.device)),
         allow_code=plan.made.code is not None,
@@ -114,7 +114,9 @@ class _State:
 class Driver:
     """The shares of one plan: which wait, which run, what was done."""
 
-    def __init__(self, prepared: Prepared, staging: Shared, together: Together, workers: Workers, callbacks: Callbacks) -> None:
+    def __init__(
+        self, prepared: Prepared, staging: Staging, together: Together, workers: Workers, callbacks: Callbacks
+    ) -> None:
         plan = prepared.plan
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, callbacks
         self.helped = Helped()

@@ -21,12 +21,12 @@ from weightsmith.execution import PRODUCTS_LABEL, PartDone, execute_part, execut
 from weightsmith.formats.collector import collector_paused
 from weightsmith.identity import facts, work_identity
 from weightsmith.options import RunOptions, named
+from weightsmith.outputs.local.target import is_address
+from weightsmith.outputs.resume import changes
 from weightsmith.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith.planner.reopen import reopen
 from weightsmith.plans import plan_from_json
 from weightsmith.plans.parts import label
-from weightsmith.store.resume import changes
-from weightsmith.store.target import is_address
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith.jobs.job import Bytes, Scratch
-from weightsmith.store.weight_file import PAGE_BYTES
+from weightsmith.outputs.local.weight_file import PAGE_BYTES
 
 
 class Buffers:

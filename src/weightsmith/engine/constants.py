@@ -15,8 +15,8 @@ from weightsmith.engine.tiles import Cut
 from weightsmith.errors import Finding, NonFinite
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.finite import first_nonfinite
+from weightsmith.outputs.interface import Finished
 from weightsmith.plans import CAST, PRODUCTS, Step
-from weightsmith.store.journal import Finished
 from weightsmith.tensors import DType, TensorSpec
 
 UNPUBLISHED = (

@@ -11,11 +11,11 @@ from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.constants import Finite
 from weightsmith.engine.encoder import Encoder
 from weightsmith.engine.measurer import Measurer
-from weightsmith.engine.output import Output
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.tiles import Cut
+from weightsmith.outputs.interface import Output
+from weightsmith.outputs.local.disk import copies_by_reference
 from weightsmith.plans import Gather
-from weightsmith.store.disk import copies_by_reference
 
 
 class Copier:

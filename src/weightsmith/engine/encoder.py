@@ -7,13 +7,13 @@ import numpy as np
 from weightsmith.engine.active import ActiveStep, Gathered, LeafPass
 from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.constants import UNPUBLISHED
-from weightsmith.engine.output import Output
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.tiles import Cut
 from weightsmith.errors import NonFinite
 from weightsmith.jobs.job import Bytes
 from weightsmith.kernels.codecs import decode
 from weightsmith.kernels.finite import first_nonfinite
+from weightsmith.outputs.interface import Output
 from weightsmith.plans import Step
 from weightsmith.stored import Encoding, find_encoding
 from weightsmith.stored.base import WHOLE, array_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from weightsmith.jobs.job import Bytes
-from weightsmith.store.checksum import DIGEST_BYTES, combine, grain_bytes, hash_grains
+from weightsmith.outputs.checksum import DIGEST_BYTES, combine, grain_bytes, hash_grains
 from weightsmith.tensors import TensorSpec
 
 

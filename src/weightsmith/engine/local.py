@@ -23,7 +23,6 @@ from weightsmith.engine.copier import Copier
 from weightsmith.engine.encoder import Encoder
 from weightsmith.engine.measurer import Measurer
 from weightsmith.engine.merger import Merger
-from weightsmith.engine.output import Output
 from weightsmith.engine.passes import visits
 from weightsmith.engine.product_graph import Computation, Means, ProductGraph
 from weightsmith.engine.reader import Reader
@@ -34,11 +33,11 @@ from weightsmith.engine.unwritten import DiscardedOutput, MemoryOutput
 from weightsmith.jobs.requires import named_device
 from weightsmith.kernels.watch import is_compiling, leave
 from weightsmith.options import SPOOL_BYTES
+from weightsmith.outputs.interface import Finished, Output
 from weightsmith.plans import COPY, Plan, Product, Step
 from weightsmith.products.targets import Target
 from weightsmith.remote.ahead import ReadAhead
 from weightsmith.sources.base import Tensors
-from weightsmith.store.journal import Finished
 
 
 @dataclass(frozen=True, slots=True)

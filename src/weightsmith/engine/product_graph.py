@@ -17,7 +17,6 @@ import numpy as np
 from weightsmith.engine.active import ReductionPass, Task
 from weightsmith.engine.buffers import Buffers
 from weightsmith.engine.constants import Finite
-from weightsmith.engine.output import Output
 from weightsmith.engine.reader import Reader
 from weightsmith.engine.results import Results
 from weightsmith.engine.schedule import Scheduler
@@ -26,6 +25,7 @@ from weightsmith.errors import WeightsmithError
 from weightsmith.heap import return_freed
 from weightsmith.jobs.job import Matrix, Tile
 from weightsmith.kernels.watch import leave
+from weightsmith.outputs.interface import Output
 from weightsmith.plans import Plan, Product, Step
 from weightsmith.products import find_kind
 from weightsmith.products.base import Arrays, Cancelled, ProductContext

@@ -13,8 +13,8 @@ import xxhash
 
 from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes, Result
+from weightsmith.outputs.local.products import release_pages
 from weightsmith.plans import Plan, Product
-from weightsmith.store.products import release_pages
 from weightsmith.tensors import DType, TensorSpec
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from weightsmith.formats.files import Extent
 from weightsmith.jobs.job import Bytes
+from weightsmith.outputs.interface import Finished
 from weightsmith.plans import Product
 from weightsmith.products.base import Arrays
 from weightsmith.products.targets import Target
-from weightsmith.store.journal import Finished
 
 
 class DiscardedOutput:

@@ -13,7 +13,6 @@ from weightsmith.execution.execute import PartDone as PartDone
 from weightsmith.execution.execute import execute as execute
 from weightsmith.execution.execute import execute_part as execute_part
 from weightsmith.execution.execute import execute_products as execute_products
-from weightsmith.execution.output import built_together as built_together
 from weightsmith.execution.output import check_options as check_options
 from weightsmith.execution.run import NO_CALLBACKS as NO_CALLBACKS
 from weightsmith.execution.run import Callbacks as Callbacks

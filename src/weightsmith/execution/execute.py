@@ -7,11 +7,11 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from weightsmith.errors import Finding, ParameterError
 from weightsmith.execution.measured import measured
-from weightsmith.execution.output import built_together, check_options
+from weightsmith.execution.output import check_options
 from weightsmith.execution.run import (
     NO_CALLBACKS,
     Callbacks,
@@ -25,13 +25,13 @@ from weightsmith.execution.run import (
 )
 from weightsmith.execution.stages import check_computable, stages_written, without_stages
 from weightsmith.options import RunOptions
+from weightsmith.outputs.interface import Place
 from weightsmith.planner.loading import Check
 from weightsmith.planner.prepared import Prepared, missing_files
 from weightsmith.plans.parts import label, part_of
 
 if TYPE_CHECKING:
-    from weightsmith.execution.output import Output, Shared
-    from weightsmith.store.journal import Built
+    from weightsmith.outputs.interface import Built
 
 PRODUCTS_LABEL = "products-alone"
 """Of the process that computes the products of all parts; `lock-products` is held by any process that computes some."""
@@ -70,7 +70,7 @@ def execute(
         merged = run_plan(following, out, options, callbacks, began, helpers=helpers, check=check)
     found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
-    kept = tuple(stage.out for stage in stages if isinstance(stage.out, Path)) if options.keep_stages else ()
+    kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()
     return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
 
 
@@ -104,9 +104,9 @@ def execute_part(
     """
     from weightsmith.engine.results import Results
 
-    _check_part(prepared, out, options, bool(helping))
+    place = _check_part(prepared, out, options, bool(helping))
     plan = prepared.plan
-    steps = part_of(plan, *part, built_together(out, plan))
+    steps = part_of(plan, *part, place.together(plan.layout))
     with staged(prepared, out, options, callbacks, helping or label(part), steps, bool(helping)) as (staging, run):
         if products := plan.products_for(steps):
             with staging.only_process(callbacks.waiting):  # other processes reuse these products
@@ -119,7 +119,7 @@ def execute_part(
         for model in prepared.inputs:
             model.check_unchanged()
         moved = outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes
-        return PartDone(_shared(staging).hand_over(), len(done), *moved)
+        return PartDone(staging.hand_over(), len(done), *moved)
 
 
 def execute_products(
@@ -132,15 +132,11 @@ def execute_products(
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
         for model in prepared.inputs:
             model.check_unchanged()
-        return PartDone(_shared(staging).hand_over(), read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+        return PartDone(staging.hand_over(), read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
 
 
-def _shared(staging: Output) -> Shared:
-    return cast("Shared", staging)  # `check_options` refuses parts of an output on the Hub
-
-
-def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:
-    check_options(out, options, part=not helping)
+def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> Place:
+    place = check_options(out, options, part=not helping)
     if not options.resume:
         fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)
@@ -149,3 +145,4 @@ def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOpt
     if prepared.plan.then is not None:
         raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
     check_computable(prepared)
+    return place

@@ -10,13 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, StoreError
-from weightsmith.execution.output import beside, check_options, check_output
+from weightsmith.execution.output import check_options, check_output, sibling
 from weightsmith.execution.run import Callbacks, Following, kept_products, protected_paths, staged
 from weightsmith.options import RunOptions
+from weightsmith.outputs.local.area import left_behind
 from weightsmith.planner import Prepared
 from weightsmith.planner.loading import Beside
 from weightsmith.plans import Made, PlanDraft
-from weightsmith.store.area import left_behind
 
 if TYPE_CHECKING:
     from weightsmith.products.base import Arrays
@@ -37,7 +37,7 @@ def measured(
     plan = draft.finish()
     with (
         _asking(prepared) as built,
-        staged(replace(prepared, plan=plan), beside(out, ".measurement"), options, callbacks) as (staging, run),
+        staged(replace(prepared, plan=plan), sibling(out, ".measurement"), options, callbacks) as (staging, run),
     ):
         results = kept_products(plan, staging)
         found = run(results=results).results

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsmith.distance import Moved, distance_by_layer
 from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith.execution.files import RECIPE_NAME, other_bytes, other_files, provenance
-from weightsmith.execution.output import check_options, check_output, name_of, open_output, repo_of
-from weightsmith.hub_outputs.address import HubAddress
+from weightsmith.execution.output import check_options, check_output, models_read
 from weightsmith.identity import facts, merges_on_device, work_identity
 from weightsmith.jobs.requires import named_device, usable_device
 from weightsmith.options import RunOptions
+from weightsmith.outputs.interface import Address, OutputSpec
+from weightsmith.outputs.places import open_output
 from weightsmith.planner.loading import Check
 from weightsmith.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith.plans import Plan, Product, Step
 
 if TYPE_CHECKING:
-    from weightsmith.buckets.prefix import Prefix
     from weightsmith.engine.local import Outcome, Progress, Resources
     from weightsmith.engine.results import Results
-    from weightsmith.execution.output import Output
+    from weightsmith.outputs.interface import Finished
+    from weightsmith.outputs.staging import Staging
     from weightsmith.products import Report
     from weightsmith.products.base import Arrays
-    from weightsmith.store.journal import Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Merged:
     stages         folders with the results of other recipes, if they are kept
     """
 
-    out: Path | Prefix | HubAddress
+    out: Path | Address
     plan: Plan
     resumed: int
     read_bytes: int
@@ -112,7 +112,7 @@ class Helpers(Protocol):
     """Other processes, which do the parts of a plan."""
 
     def __call__(
-        self, prepared: Prepared, staging: Output, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+        self, prepared: Prepared, staging: Staging, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
     ) -> Helped:
         """Have all parts done, in the staging folder that is open here. What remains undone, the caller does."""
 
@@ -154,11 +154,11 @@ def run_plan(
     check  of the output: nothing is published before it is done, and if it fails, the run ends at once
     """
     from weightsmith.engine.constants import copied
-    from weightsmith.hub_outputs.push import check_push, push
+    from weightsmith.outputs.hub.push import check_push, push
 
     prepared = following.prepared
     plan, inputs = prepared.plan, prepared.inputs
-    check_options(out, options)
+    place = check_options(out, options)
     hub = check_push(options.push) if options.push is not None else None
     check = Check(None) if check is None else check
     watched = _Watched(check, callbacks.progress)
@@ -192,18 +192,18 @@ def run_plan(
         found += copied(outcome.finished)
         found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
         shown = [*plan.warnings, *found]
-        named = other_files(prepared, name_of(out), repo_of(out, options), outcome.distances, distance, reports, shown, options)
+        repo = place.spec if hub is None else hub.address.spec
+        named = other_files(prepared, place.name, repo, outcome.distances, distance, reports, shown, options)
         for name, data in {**named, **following.files}.items():
             staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
-        folder = staging.publish({**provenance(plan, distance), **more}, fsync=options.fsync)
+        published = staging.publish({**provenance(plan, distance), **more}, fsync=options.fsync)
         found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
-    url = folder.url if isinstance(folder, HubAddress) else ""
-    if hub is not None and isinstance(folder, Path):
-        url = push(hub, folder, public=options.public, message=options.commit_message or plan.made.title)
+    message = options.commit_message or plan.made.title
+    url = place.url if hub is None else push(hub, place.local, public=options.public, message=message)
     return Merged(
-        out=folder,
+        out=published,
         plan=plan,
         resumed=len(done) if helpers is None else helped.resumed,
         read_bytes=outcome.read_bytes + helped.read_bytes,
@@ -226,15 +226,14 @@ def staged(
     part: str = "",
     steps: Iterable[Step] | None = None,
     helping: bool = False,
-) -> Iterator[tuple[Output, Callable[..., Outcome]]]:
+) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
     """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan.
 
     part     its label
     steps    of the part: what an earlier run has finished of them is taken over; None: of all
-    helping  see `Staging.open`
+    helping  see `OutputSpec`
     """
     from weightsmith.engine.local import Workload, run
-    from weightsmith.hub_outputs.staging import HubStaging
 
     plan, inputs = prepared.plan, prepared.inputs
     if options.device != "cpu" and merges_on_device(plan):
@@ -248,22 +247,25 @@ def staged(
             device=named_device(options.device),
         )
     _download(prepared, out, options)
-    with open_output(
-        out,
-        plan,
+    spec = OutputSpec(
+        plan.layout,
         work_identity(plan, inputs, options.device),
-        options,
-        part,
-        protected_paths(prepared),
-        callbacks.uploading,
+        part=part,
         names=None if steps is None else {out.name for step in steps for out in step.outs},
         helping=helping,
         facts=facts(plan, inputs, options.device),
+        resume=options.resume,
+        overwrite=options.overwrite,
+        protected=protected_paths(prepared),
+        reads=models_read(plan),
         other_bytes=other_bytes(plan, inputs[plan.donor], options),
         threads=resources.workers,
         progress=callbacks.rechecking,
-    ) as staging:
-        on_hub = staging if isinstance(staging, HubStaging) else None
+        uploading=callbacks.uploading,
+        public=options.public,
+        message=options.commit_message or plan.made.title,
+    )
+    with open_output(out, spec) as staging:
 
         def go(**selected: Any) -> Outcome:
             folders = [model.folder for model in inputs]
@@ -275,8 +277,8 @@ def staged(
                 resources,
                 workload,
                 progress=callbacks.progress,
-                in_order=on_hub is not None,
-                abandon=on_hub.abandon if on_hub is not None else lambda: None,
+                in_order=staging.capabilities.in_order,
+                abandon=staging.abandon,
             )
 
         yield staging, go
@@ -319,7 +321,7 @@ def protected_paths(prepared: Prepared) -> tuple[Path, ...]:
 
 def kept_products(
     plan: Plan,
-    staging: Output,
+    staging: Staging,
     known: Mapping[str, Arrays] = MappingProxyType({}),
     wanted: Sequence[Product] | None = None,
 ) -> Results:
@@ -335,7 +337,7 @@ def kept_products(
 
 
 def finished_steps(
-    plan: Plan, staging: Output, results: Results, allow_nonfinite: bool, steps: Sequence[Step] | None = None
+    plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool, steps: Sequence[Step] | None = None
 ) -> dict[str, Finished]:
     """The output tensors (`Step.out`) that an earlier run or another process has finished. steps: of the plan; None: all.
 

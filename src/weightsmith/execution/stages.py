@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsmith.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
-from weightsmith.execution.output import beside, check_options, check_output
+from weightsmith.execution.output import check_options, check_output, sibling
 from weightsmith.execution.run import Callbacks, Following, Helpers, Merged, protected_paths, resources_of, run_plan
 from weightsmith.identity import work_identity
 from weightsmith.options import RunOptions
@@ -35,16 +35,14 @@ def stages_written(
     Each is a run of its own, which resumes; its folder remains until the output is published. One that an earlier run has
     finished, from the same plan and the same files, is verified and used again.
     """
-    from weightsmith.store.target import is_address
-
-    check_options(out, options)
+    place = check_options(out, options)
     wanted = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
     if not wanted:
         yield prepared, []
         return
     if prepared.reopen is None or any(stage.reopen is None for stage in wanted):
         raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
-    if helpers is not None and is_address(out):
+    if helpers is not None and place.capabilities.publication != "rename":
         raise ParameterError(
             f"the result of {wanted[0].label} must be written first, to a folder that other machines do not see",
             where="--ray",
@@ -66,15 +64,15 @@ def stages_written(
 
 def without_stages(stages: Sequence[Merged]) -> list[Finding]:
     """Remove results that were written only to be read; a warning for each that stays."""
-    from weightsmith.store.manifest import read_manifest
-    from weightsmith.store.target import remove_checkpoint
+    from weightsmith.outputs.local.target import remove_checkpoint
+    from weightsmith.outputs.manifest import read_manifest
 
     found = []
     for stage in stages:
-        assert isinstance(stage.out, Path)
+        folder = Path(str(stage.out))  # of a local output, always
         try:
-            if read_manifest(stage.out).data.get(STAGE) is True:  # one of an earlier run may be there to be kept
-                remove_checkpoint(stage.out)
+            if read_manifest(folder).data.get(STAGE) is True:  # one of an earlier run may be there to be kept
+                remove_checkpoint(folder)
         except WeightsmithError as error:
             found.append(
                 Finding(f"not removed: {error.finding.what}", str(stage.out), error.finding.details, "remove it yourself")
@@ -84,8 +82,8 @@ def without_stages(stages: Sequence[Merged]) -> list[Finding]:
 
 def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks, helpers: Helpers | None) -> Merged:
     """Write the result of one recipe for others, unless it is there."""
-    from weightsmith.store.manifest import read_manifest
-    from weightsmith.store.verify import verify
+    from weightsmith.outputs.manifest import read_manifest
+    from weightsmith.outputs.verify import verify
 
     began, plan = time.monotonic(), prepared.plan
     more = {STAGE: not options.keep_stages}
@@ -109,7 +107,7 @@ def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
     name = re.sub(r"[^\w.-]", "_", path)[:80]
     if name != path:
         name += f"-{hashlib.sha256(path.encode()).hexdigest()[:6]}"
-    return beside(out, f".stage-{name}")
+    return sibling(out, f".stage-{name}")
 
 
 def check_computable(prepared: Prepared) -> None:

@@ -15,9 +15,9 @@ from weightsmith.checkpoint import Checkpoint, ModelFolder
 from weightsmith.errors import Finding
 from weightsmith.formats.copied import MAX_COPIED_BYTES
 from weightsmith.formats.files import exists, expand_user, is_folder, read_bounded
+from weightsmith.outputs.manifest import check_file_name
 from weightsmith.plans import Plan
 from weightsmith.recipe import ModelRef, Recipe
-from weightsmith.store.target import check_file_name
 
 if TYPE_CHECKING:
     from weightsmith.engine.computed import Computed

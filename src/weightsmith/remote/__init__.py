@@ -8,7 +8,7 @@ http.py       one request for a run of bytes, checked
 stores.py     the same of S3, GCS and Azure, by the package obstore
 files.py      a file elsewhere as sources read it
 ahead.py      what a plan will read, fetched before it is read, in large requests, several at a time
-spool.py      where bytes wait: those that were fetched, and those that `weightsmith.buckets` uploads
+spool.py      where bytes wait: those that were fetched, and those that `outputs.bucket` uploads
 folder.py     a model's folder behind https or in an object store
 
 The Hub itself is in `weightsmith.hub`, which uses these.

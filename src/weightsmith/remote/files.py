@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weightsmith.formats.files import FileState, RandomAccess, open_local
-from weightsmith.remote.retries import Ranges, fetch, retry
+from weightsmith.remote.retries import Ranges, fetch, retry_request
 
 HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of most shards
 RANGE_BYTES = 4 << 10  # read at least, elsewhere
@@ -108,7 +108,7 @@ class RemoteFile:
 
     def check_unchanged(self) -> None:
         """See `RemoteBytes`."""
-        retry(self.ranges.check_unchanged, self.ranges.where)
+        retry_request(self.ranges.check_unchanged, self.ranges.where)
 
     def _fetch(self, first: int, out: memoryview) -> None:
         def put(at: int, piece: bytes) -> None:

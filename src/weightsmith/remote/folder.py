@@ -20,7 +20,7 @@ from weightsmith.formats.files import RandomAccess, show
 from weightsmith.remote.addresses import STORES, Address, is_file_name
 from weightsmith.remote.files import RemoteFile, opened, read_starts
 from weightsmith.remote.http import HttpFile, ask, check_status, tag_of
-from weightsmith.remote.retries import Ranges, fetch, retry
+from weightsmith.remote.retries import Ranges, fetch, retry_request
 from weightsmith.remote.stores import Store
 
 MAX_INDEX_BYTES = 64 << 20
@@ -154,7 +154,7 @@ def _in_store(address: Address, only: str) -> dict[str, Ranges]:
     def look() -> None:
         found[:] = store.objects()
 
-    retry(look, str(address))
+    retry_request(look, str(address))
     files: dict[str, Ranges] = {}
     for meta in found:
         name, size, tag = str(meta["path"]), meta["size"], str(meta.get("e_tag") or "")
@@ -194,7 +194,7 @@ def _probe(address: Address, name: str) -> HttpFile | None:
             tag = tag_of(response.headers)
             found.append(HttpFile(url, where, int(length), tag, {}, tag=tag))
 
-    retry(look, where)
+    retry_request(look, where)
     return found[0] if found else None
 
 

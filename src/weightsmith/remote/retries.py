@@ -1,4 +1,7 @@
-"""Byte ranges from a server that may fail: a request is retried a limited number of times, from where it stopped."""
+"""Requests that failed and may succeed: made again, within the bounds of `PATIENCE`, which all parts of the program share.
+
+Whether one may succeed is for `failures` to say. A run of bytes is asked for again from where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from weightsmith.errors import CheckpointError
 
+_Result = TypeVar("_Result")
 Put = Callable[[int, bytes], None]
 """Takes in bytes, and where they begin in the file."""
 
@@ -72,19 +76,35 @@ class Patience:
     slow_seconds: float = 30.0
     slow_bytes: int = 16 << 10
 
+    def delay(self, failures: int, error: Exception) -> float:
+        """Seconds to wait after so many failures in a row, the last of which was `error`; at least what a server asks for."""
+        delay = min(self.most_seconds, self.first_seconds * 2.0 ** (failures - 1))
+        asked = error.wait_seconds if isinstance(error, Again) else 0.0
+        return max(asked, delay * random.uniform(0.5, 1.0))  # not all connections at the same moment
+
 
 PATIENCE = Patience()
 
 
-def retry(call: Callable[[], None], where: str) -> None:
-    """Call until it does not raise Again. Raises CheckpointError after too many failures."""
-    failures = 0
-    while True:
+def retry(call: Callable[[], _Result], may_pass: Callable[[Exception], bool], patience: Patience | None = None) -> _Result:
+    """Call until it does not raise what may pass, within the bounds of a patience (default: `PATIENCE`)."""
+    patience = patience or PATIENCE
+    for failures in range(1, patience.failures + 1):
         try:
             return call()
-        except Again as error:
-            failures += 1
-            _wait(error, failures, where, None)
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            time.sleep(patience.delay(failures, error))
+    return call()
+
+
+def retry_request(call: Callable[[], None], where: str) -> None:
+    """Call until it does not raise Again. Raises CheckpointError after too many failures."""
+    try:
+        retry(call, lambda error: isinstance(error, Again) and error.wait_seconds <= PATIENCE.asked_seconds)
+    except Again as error:
+        raise _given_up(error, where) from error
 
 
 def fetch(ranges: Ranges, first: int, end: int, put: Put, stop: threading.Event | None = None) -> None:
@@ -111,20 +131,19 @@ def fetch(ranges: Ranges, first: int, end: int, put: Put, stop: threading.Event 
             if at - counted >= PATIENCE.progress_bytes:
                 failures, counted = 0, at
             failures += 1
-            _wait(error, failures, ranges.where, stop)
+            if failures > PATIENCE.failures or error.wait_seconds > PATIENCE.asked_seconds:
+                raise _given_up(error, ranges.where) from error
+            delay = PATIENCE.delay(failures, error)
+            if stop is None:
+                time.sleep(delay)
+            elif stop.wait(delay):
+                raise Stopped from None
 
 
-def _wait(error: Again, failures: int, where: str, stop: threading.Event | None) -> None:
-    """Wait before the next attempt; give up after too many."""
-    if failures > PATIENCE.failures:
-        what = f"cannot be read: {error.why}, after {PATIENCE.failures} more attempts"
-        raise CheckpointError(what, where=where, fix="Check the network, and run the same command again to resume.") from error
+def _given_up(error: Again, where: str) -> CheckpointError:
+    """The error for bytes that are not asked for again."""
     if error.wait_seconds > PATIENCE.asked_seconds:
         what = f"cannot be read now: {error.why}, and the server asks to wait {error.wait_seconds:,.0f} s"
-        raise CheckpointError(what, where=where, fix="Run the same command again later to resume.") from error
-    delay = min(PATIENCE.most_seconds, PATIENCE.first_seconds * 2 ** (failures - 1))
-    delay = max(error.wait_seconds, delay * random.uniform(0.5, 1.0))  # not all connections at the same moment
-    if stop is None:
-        time.sleep(delay)
-    elif stop.wait(delay):
-        raise Stopped
+        return CheckpointError(what, where=where, fix="Run the same command again later to resume.")
+    what = f"cannot be read: {error.why}, after {PATIENCE.failures} more attempts"
+    return CheckpointError(what, where=where, fix="Check the network, and run the same command again to resume.")

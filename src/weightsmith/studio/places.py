@@ -13,10 +13,10 @@ from pathlib import Path
 from weightsmith.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
 from weightsmith.formats.copied import is_weights
 from weightsmith.formats.files import expand_user, real_path
+from weightsmith.outputs.local.target import absolute, check_out
 from weightsmith.planner.patterns import is_pattern
 from weightsmith.recipe import ModelRef
 from weightsmith.remote.addresses import is_address
-from weightsmith.store.target import absolute, check_out
 
 RESULTS = "results"
 """Where results go: a folder of their own, beside no model of the user's."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from weightsmith.api import merge
 from weightsmith.errors import Busy, WeightsmithError, report
+from weightsmith.outputs.local.area import staging_folder
 from weightsmith.progress import Meter, Rates, Reading, show_progress
-from weightsmith.store.area import staging_folder
 
 if TYPE_CHECKING:
     from weightsmith.engine.local import Progress

@@ -3,6 +3,7 @@
 from weightsmith.testing.encodings import EncodingTests
 from weightsmith.testing.formats import StoredFormatTests
 from weightsmith.testing.methods import MethodCase, MethodTests
+from weightsmith.testing.outputs import OutputCase, OutputTests
 from weightsmith.testing.products import ProductCase, ProductTests
 from weightsmith.testing.sources import SourceCase, SourceTests
 
@@ -10,6 +11,8 @@ __all__ = [
     "EncodingTests",
     "MethodCase",
     "MethodTests",
+    "OutputCase",
+    "OutputTests",
     "ProductCase",
     "ProductTests",
     "SourceCase",

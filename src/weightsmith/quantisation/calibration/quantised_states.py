@@ -15,7 +15,7 @@ from weightsmith.quantisation.calibration.work import QuantisedStatesWork
 def _compute(bench: ProductContext) -> Arrays:
     import torch
 
-    from weightsmith.store.products import release_pages
+    from weightsmith.outputs.local.products import release_pages
 
     work = QuantisedStatesWork.of(bench.product)
     specs = {step.out.name: step.out for step in bench.product.steps}

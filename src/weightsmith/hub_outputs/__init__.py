@@ -1,7 +1,0 @@
-"""Outputs on the Hub: `hf://org/name`, whose weight files are uploaded one by one, and `--push` of a finished folder.
-
-Reading order: `address`, `repository` (requests, retries, errors), `contents` (what may be overwritten), `files` (weight files
-between their first byte and their upload), `staging` (build and publish), `push`, `verify`.
-"""
-
-from __future__ import annotations

@@ -1,0 +1,214 @@
+"""The tests that every place of outputs must pass.
+
+class TestMyStore(OutputTests):
+    @pytest.fixture
+    def case(self, tmp_path):
+        store = start_my_store()
+        return OutputCase(lambda: MyPlace(store, "models/out"), lambda: store.files("models/out"), store.put)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsmith.containers import Layout, make_layout
+from weightsmith.errors import Busy, CannotResume, OutputExists, StoreError
+from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
+from weightsmith.outputs.interface import Finished, OutputSpec, Place
+from weightsmith.outputs.manifest import MANIFEST_NAME
+from weightsmith.outputs.staging import Staging
+from weightsmith.plans import Product
+from weightsmith.tensors import DTYPES, TensorSpec
+
+_SPECS = [
+    TensorSpec("a", DTYPES["BF16"], (30, 8)),
+    TensorSpec("b", DTYPES["F32"], (40,)),
+    TensorSpec("empty", DTYPES["F16"], (0, 4)),
+    TensorSpec("z", DTYPES["BF16"], (30, 8)),
+]
+_NAMES = tuple(spec.name for spec in _SPECS)
+_PRODUCT = Product("sums", "sums", (TensorSpec("sums.0", DTYPES["F32"], (3,)),), {})
+
+
+@dataclass(frozen=True, slots=True)
+class OutputCase:
+    """A place to test.
+
+    place  where nothing is; the same place each time
+    files  the files that are visible there, by relative name
+    put    write a file there, as another program does; given its relative name
+    """
+
+    place: Callable[[], Place]
+    files: Callable[[], Mapping[str, bytes]]
+    put: Callable[[str, bytes], object]
+
+
+class OutputTests:
+    """The tests. A subclass defines a fixture `case`, an `OutputCase`; pytest does not collect this class itself."""
+
+    def test_what_is_written_in_any_order_is_published(self, case: OutputCase) -> None:
+        names = _NAMES if case.place().capabilities.in_order else _NAMES[::-1]
+        with _open(case) as staging:
+            _put(staging, names)
+            staging.add_file("config.json", b"{}")
+            staging.publish({"recipe": "none"})
+            assert not staging.is_open
+        _check(case, extra={"config.json": b"{}"})
+
+    def test_nothing_is_visible_before_it_is_published(self, case: OutputCase) -> None:
+        before = dict(case.files())
+        with _open(case) as staging:
+            _put(staging)
+            staging.add_file("config.json", b"{}")
+            assert dict(case.files()) == before
+        assert dict(case.files()) == before
+
+    def test_interrupted_work_is_resumed(self, case: OutputCase) -> None:
+        with _open(case) as staging:
+            _put(staging, ["a", "b"])
+        with _open(case) as staging:
+            assert staging.finished <= {"a", "b"}
+            _put(staging)
+            staging.publish({})
+        _check(case)
+
+    def test_work_of_another_plan_is_not_mixed(self, case: OutputCase) -> None:
+        with _open(case) as staging:
+            staging.keep(_PRODUCT, [np.ones(3, np.float32)])
+            _put(staging, seed=1)
+        with _open(case) as staging:  # some backends keep less than was finished
+            held = staging.holds_work
+        if held:
+            with _raises(CannotResume), _open(case, plan_hash="other"):
+                pass
+        with _open(case, plan_hash="other", resume=False) as staging:
+            assert not staging.finished
+            assert not staging.products
+            _put(staging)
+            staging.publish({})
+        _check(case)
+
+    def test_products_are_kept_for_the_next_run(self, case: OutputCase) -> None:
+        wanted = np.arange(3, dtype=np.float32)
+        with _open(case) as staging:
+            staging.product(_PRODUCT)
+            arrays = staging.create(_PRODUCT) or [np.zeros(3, np.float32)]
+            arrays[0][:] = wanted
+            assert (staging.keep(_PRODUCT, arrays)[0] == wanted).all()
+        with _open(case) as staging:
+            found = staging.product(_PRODUCT)
+            assert found is not None
+            assert (found[0] == wanted).all()
+            staging.forget(_PRODUCT)
+            assert staging.product(_PRODUCT) is None
+
+    def test_an_output_that_is_not_complete_is_not_published(self, case: OutputCase) -> None:
+        before = dict(case.files())
+        with _open(case) as staging:
+            _put(staging, ["a", "b", "empty"])
+            with _raises(StoreError):
+                staging.publish({})
+        assert dict(case.files()) == before
+
+    def test_names_places_and_checksums_are_checked(self, case: OutputCase) -> None:
+        with _open(case) as staging:
+            with _raises(ValueError):
+                staging.write("a", 470, np.zeros(11, np.uint8))
+            with _raises(KeyError):
+                staging.finish("unknown", Finished("0" * 32))
+            with _raises(ValueError):
+                staging.finish("a", Finished("none"))
+            for name in ("../config.json", "model.safetensors", MANIFEST_NAME):
+                with _raises(StoreError):
+                    staging.add_file(name, b"")
+            staging.add_file("config.json", b"{}")
+            with _raises(StoreError):
+                staging.add_file("config.json", b"{}")
+
+    def test_two_runs_do_not_build_the_same_output(self, case: OutputCase) -> None:
+        with _open(case), _raises(Busy), _open(case):
+            pass
+
+    def test_overwrite_replaces_what_weightsmith_wrote(self, case: OutputCase) -> None:
+        _build(case, seed=1)
+        with _raises(OutputExists), _open(case, plan_hash="other"):
+            pass
+        _build(case, overwrite=True, plan_hash="other")
+        _check(case)
+
+    def test_overwrite_replaces_nothing_else(self, case: OutputCase) -> None:
+        _build(case)
+        case.put("notes.txt", b"mine")
+        before = dict(case.files())
+        with _raises(OutputExists), _open(case, plan_hash="other", overwrite=True):
+            pass
+        with _raises(OutputExists):
+            case.place().check_free(overwrite=True, protected=(), reads=())
+        assert dict(case.files()) == before
+
+    def test_discarded_work_is_gone(self, case: OutputCase) -> None:
+        with _open(case) as staging:
+            _put(staging, ["a", "b"])
+            staging.discard()
+        with _open(case, plan_hash="other") as staging:
+            assert not staging.finished
+
+
+@contextmanager
+def _raises(kind: type[Exception]) -> Iterator[None]:
+    """pytest is not needed to import this module."""
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def _layout() -> Layout:
+    return make_layout(_SPECS, 600)
+
+
+def _open(case: OutputCase, *, plan_hash: str = "plan", resume: bool = True, overwrite: bool = False) -> Staging:
+    spec = OutputSpec(_layout(), plan_hash, resume=resume, overwrite=overwrite, message="a model")
+    return Staging.open(case.place().backend(spec), spec)
+
+
+def _data(spec: TensorSpec, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *spec.name.encode()]).integers(0, 256, spec.nbytes, dtype=np.uint8)
+
+
+def _put(staging: Staging, names: Iterable[str] = _NAMES, seed: int = 0) -> None:
+    """Write and finish those of these tensors that are not finished, each from its second half on."""
+    specs = {spec.name: spec for spec in _SPECS}
+    for name in names:
+        if name not in staging.finished:
+            raw = _data(specs[name], seed)
+            staging.write(name, raw.size // 2, raw[raw.size // 2 :])
+            staging.write(name, 0, raw[: raw.size // 2])
+            staging.finish(name, Finished(combine(hash_grains(raw, grain_bytes(specs[name])))))
+
+
+def _build(case: OutputCase, *, plan_hash: str = "plan", seed: int = 0, overwrite: bool = False) -> None:
+    with _open(case, plan_hash=plan_hash, overwrite=overwrite) as staging:
+        _put(staging, seed=seed)
+        staging.publish({})
+
+
+def _check(case: OutputCase, extra: Mapping[str, bytes] = {}) -> None:
+    """The visible files are those of the layout, with the right bytes, and `verify` finds nothing wrong."""
+    layout, found = _layout(), case.files()
+    index = set() if layout.index is None else {"model.safetensors.index.json"}
+    assert {*found} - {".gitattributes"} == {MANIFEST_NAME, *index, *extra, *(shard.name for shard in layout.shards)}
+    assert {name: found[name] for name in extra} == dict(extra)
+    for shard in layout.shards:
+        assert found[shard.name].startswith(shard.header)
+        for spec in shard.tensors:
+            place = layout.places[spec.name]
+            assert found[shard.name][place.offset : place.offset + place.nbytes] == _data(spec).tobytes()
+    verified = case.place().verify(threads=1, progress=None)
+    assert (verified.tensors, verified.extra) == (len(_SPECS), ())
