@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from benchmarks.bench import WORK
 from benchmarks.planning import NAMES, Mixture, recipes
-from weightsmith.api import prepare_any
+from weightsmith.any_recipe import prepare_any
 from weightsmith.distributed import driver
 from weightsmith.distributed.driver import PARTS_PER_SLOT, share_out
 from weightsmith.distributed.work import Answer, Order, Share, _open, do

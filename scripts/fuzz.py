@@ -539,7 +539,7 @@ def _use_adapter(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith.api import prepare_any
+    from weightsmith.any_recipe import prepare_any
     from weightsmith.options import QuantizeSettings, RecipeOptions
 
     lenient = rng.random() < 0.5

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
-from weightsmith.adapters.recipes import assemble_merge, assemble_models
+from weightsmith.adapters.recipes import assemble_merge
+from weightsmith.any_recipe import prepare_any
 from weightsmith.distributed import execute
 from weightsmith.execution import Callbacks, Merged, execute_part
 from weightsmith.options import ExtractSettings, QuantizeSettings, RecipeOptions, RunOptions, TransplantSettings, read_options
 from weightsmith.options.keywords import ExtractKeywords, Keywords, PlanKeywords, RunKeywords, TransplantKeywords
-from weightsmith.planner import Assembled, Prepared
-from weightsmith.planner.build import assemble_source
 from weightsmith.plans import Plan
 from weightsmith.progress import callbacks, watched_meter
 from weightsmith.quantisation import quantised
-from weightsmith.recipe import Recipe, Surgery, Upcycling
+from weightsmith.recipe import Source
 
 if TYPE_CHECKING:
     from weightsmith.engine.local import Progress
 
-RecipeSource = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""Path of a YAML file, YAML text (with a newline), a mapping, or a list of mappings, as the documents of a YAML file."""
-
 _ALL = RecipeOptions, QuantizeSettings, RunOptions
 
 
-def plan(recipe: RecipeSource, **options: Unpack[PlanKeywords]) -> Plan:
+def plan(recipe: Source, **options: Unpack[PlanKeywords]) -> Plan:
     """Plan a recipe of `merge` or `moe`: every output tensor with its op, inputs and parameters.
 
     Reads only headers and writes nothing. options: see `RecipeOptions` and `QuantizeSettings` in
@@ -42,24 +38,8 @@ def plan(recipe: RecipeSource, **options: Unpack[PlanKeywords]) -> Plan:
         return prepared.plan
 
 
-def prepare_any(recipe: RecipeSource, options: RecipeOptions, settings: QuantizeSettings, *, check: bool = False) -> Prepared:
-    """The plan and open checkpoints of a recipe, of `merge` or `moe` depending on its keys; see `plan`.
-
-    check  ask transformers now whether it could load the output
-    """
-
-    def make(loaded: Recipe | Upcycling | Surgery, *more: Any, **places: Any) -> Assembled:
-        if isinstance(loaded, Recipe):
-            return assemble_models(loaded, *more, **places)
-        from weightsmith.mixture.build import assemble_mixture
-
-        return assemble_mixture(loaded, *more, **places)
-
-    return quantised(lambda: assemble_source(recipe, None, options, make), options.quantize, settings).finish(check=check)
-
-
 def merge(
-    recipe: RecipeSource,
+    recipe: Source,
     out: str | os.PathLike[str],
     *,
     progress: Callable[[Progress], None] | bool = True,
@@ -86,7 +66,7 @@ def merge(
 
 
 def moe(
-    recipe: RecipeSource,
+    recipe: Source,
     out: str | os.PathLike[str],
     *,
     progress: Callable[[Progress], None] | bool = True,

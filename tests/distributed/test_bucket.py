@@ -20,7 +20,7 @@ from tests.output_help import open_staging, tree
 from tests.outputs.bucket.conftest import memory, spool
 from tests.test_run import big_model
 from weightsmith import execution
-from weightsmith.api import prepare_any
+from weightsmith.any_recipe import prepare_any
 from weightsmith.distributed import driver
 from weightsmith.distributed.driver import share_out
 from weightsmith.distributed.work import Answer, Failed, Lost, Order, Share, do

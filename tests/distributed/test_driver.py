@@ -20,7 +20,7 @@ from tests.mini import write_checkpoint
 from tests.output_help import open_staging
 from tests.test_run import big_model, files
 from weightsmith import execution
-from weightsmith.api import prepare_any
+from weightsmith.any_recipe import prepare_any
 from weightsmith.distributed import driver
 from weightsmith.distributed.driver import edges, is_portable, part_count, share_out
 from weightsmith.distributed.work import Share

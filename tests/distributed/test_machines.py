@@ -19,7 +19,7 @@ from tests.distributed.processes import PART_BYTES, Processes, environment
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, server, spool
 from weightsmith import execution
-from weightsmith.api import prepare_any
+from weightsmith.any_recipe import prepare_any
 from weightsmith.distributed import driver
 from weightsmith.distributed.driver import share_out
 from weightsmith.execution import NO_CALLBACKS, Callbacks, Merged

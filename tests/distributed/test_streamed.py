@@ -17,7 +17,7 @@ from tests.fake_hub import COMMIT
 from tests.remote.servers import model, serve, write
 from tests.remote.test_streaming import RECIPES, WEIGHTS, content, needed, run, served, stack
 from weightsmith import execution
-from weightsmith.api import prepare_any
+from weightsmith.any_recipe import prepare_any
 from weightsmith.distributed.driver import share_out
 from weightsmith.execution import Merged
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions

@@ -6,15 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from weightsmith.adapters.built import WEIGHT, Built, is_expert
 from weightsmith.adapters.cores import ZERO, Adapted, Space
 from weightsmith.adapters.factors import Form, Target
 from weightsmith.adapters.placing import Places
 from weightsmith.adapters.shared import MERGE_MODELS, different_bases, find_modules, whole_tensors
-from weightsmith.checkpoint import Checkpoint
+from weightsmith.checkpoint import Checkpoint, locate
 from weightsmith.errors import Unsupported, WeightsmithError
-from weightsmith.lora import Adapter, find_places, is_adapter, open_adapter
+from weightsmith.formats.files import exists
+from weightsmith.lora import Adapter, find_places, open_adapter
+from weightsmith.lora.records import CONFIG_NAME
 from weightsmith.methods.base import BaseRole
 from weightsmith.planner.describing import built_names
 from weightsmith.planner.inputs import at, open_models
@@ -204,3 +207,14 @@ class _Specs(StateDict):
     def __init__(self, specs: Sequence[TensorSpec], where: str) -> None:
         super().__init__({}, where)
         self.specs = {spec.name: spec for spec in specs}
+
+
+def is_adapter(ref: ModelRef) -> bool:
+    """Whether a model is a local folder with an adapter in it."""
+    if ref.lora is not None:
+        return False
+    try:
+        place = locate(ref.path, ref.revision or None)
+    except WeightsmithError:
+        return False
+    return isinstance(place, Path) and exists(place / CONFIG_NAME) and not exists(place / "config.json")

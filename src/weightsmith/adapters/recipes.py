@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from weightsmith.adapters.opening import is_adapter
 from weightsmith.errors import WeightsmithError
-from weightsmith.lora import is_adapter
 from weightsmith.options import RecipeOptions, find_option, named, option_error
 from weightsmith.planner.build import assemble_recipe, assemble_source
 from weightsmith.planner.prepared import Assembled

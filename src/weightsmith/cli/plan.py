@@ -63,7 +63,7 @@ def plan(
     """
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json):
         answer(context, quiet=quiet)
-        from weightsmith.api import prepare_any
+        from weightsmith.any_recipe import prepare_any
 
         with prepare_any(options.recipe_source(recipe), planning, settings, check=True) as prepared:
             show_warnings(prepared)

@@ -44,7 +44,7 @@ def preview(
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
-        from weightsmith.api import prepare_any
+        from weightsmith.any_recipe import prepare_any
         from weightsmith.cli.summary import summarise
         from weightsmith.look.pages import preview_page
         from weightsmith.look.preview import preview_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith.api import RecipeSource, prepare_any
+from weightsmith.any_recipe import prepare_any
 from weightsmith.checkpoint import Checkpoint
 from weightsmith.distance import share_of
 from weightsmith.engine.computed import Computed
@@ -33,6 +33,7 @@ from weightsmith.options.keywords import PlanKeywords
 from weightsmith.planner.prepared import download
 from weightsmith.planner.prepared import stream as stream_weights
 from weightsmith.plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
+from weightsmith.recipe import Source
 from weightsmith.sources.memory import StateDict
 from weightsmith.sources.views import view_of
 from weightsmith.structure import analyse
@@ -154,7 +155,7 @@ def _group_json(group: GroupPreview) -> dict[str, Any]:
 
 
 def preview(
-    recipe: RecipeSource,
+    recipe: Source,
     *,
     full: bool = False,
     threads: int | None = None,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith.checkpoint import CARD_NAME, Checkpoint, HubModel, ModelFolder, locate, open_place
-from weightsmith.errors import FormatError, NotFound, Unsupported, WeightsmithError
+from weightsmith.errors import FormatError, NotFound, Unsupported
 from weightsmith.formats.copied import is_tokenizer
-from weightsmith.formats.files import exists, file_names, is_folder, show
+from weightsmith.formats.files import file_names, is_folder, show
 from weightsmith.formats.strict_json import read_object
 from weightsmith.lora.patterns import PatternError, Patterns
 from weightsmith.lora.records import CONFIG_NAME, Adapter, Factors, Parameter, Stacked
@@ -27,7 +27,6 @@ from weightsmith.text import count
 
 if TYPE_CHECKING:
     from weightsmith.hub import Repository
-    from weightsmith.recipe import ModelRef
     from weightsmith.remote.addresses import Address
     from weightsmith.remote.folder import RemoteFolder
 
@@ -304,17 +303,6 @@ class _Scalings:
         why, *pattern = error.args
         shown = f" {show(pattern[0])}" if pattern else ""
         return FormatError(f"{key} has a pattern{shown} that is not read: {why}", where=self._where, fix=_NAMES)
-
-
-def is_adapter(ref: ModelRef) -> bool:
-    """Whether a model is a local folder with an adapter in it."""
-    if ref.lora is not None:
-        return False
-    try:
-        place = locate(ref.path, ref.revision or None)
-    except WeightsmithError:
-        return False
-    return isinstance(place, Path) and exists(place / CONFIG_NAME) and not exists(place / "config.json")
 
 
 # ---- LoRA adapters in single files, as kohya's scripts write them: `lora_down`, `lora_up` and `alpha` of each module.

@@ -13,11 +13,7 @@ import xxhash
 from weightsmith.tensors import TensorSpec, grain_elements
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from typing_extensions import Buffer
-
-    BytesLike = Buffer | NDArray[np.generic]  # before Python 3.12, numpy's types do not say that arrays are buffers
+    from weightsmith.outputs.interface import BytesLike
 
 DIGEST_BYTES = 8  # of one grain
 

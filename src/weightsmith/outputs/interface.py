@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    from typing_extensions import Buffer
 
     from weightsmith.containers import Layout
     from weightsmith.errors import Finding
     from weightsmith.formats.files import Extent
-    from weightsmith.outputs.checksum import BytesLike
     from weightsmith.plans import Product
     from weightsmith.plans.parts import Together
+
+    BytesLike = Buffer | npt.NDArray[np.generic]  # before Python 3.12, numpy's types do not say that arrays are buffers
 
     Arrays = Sequence[npt.NDArray[Any]]
 

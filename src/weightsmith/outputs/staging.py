@@ -24,8 +24,7 @@ from weightsmith.outputs.manifest import check_file_name, encode_manifest
 
 if TYPE_CHECKING:
     from weightsmith.formats.files import Extent
-    from weightsmith.outputs.checksum import BytesLike
-    from weightsmith.outputs.interface import Address, Arrays
+    from weightsmith.outputs.interface import Address, Arrays, BytesLike
     from weightsmith.plans import Product
 
 BOOKKEEPING_BYTES = 400

@@ -57,8 +57,7 @@ from weightsmith.outputs.resume import is_resumable, layout_hash
 from weightsmith.remote.spool import spool_folder
 
 if TYPE_CHECKING:
-    from weightsmith.outputs.checksum import BytesLike
-    from weightsmith.outputs.interface import Arrays
+    from weightsmith.outputs.interface import Arrays, BytesLike
     from weightsmith.plans import Product
 
 JOURNAL, LOCK, PARTS, PRODUCTS = "journal", "lock", "parts", "products"

@@ -30,8 +30,7 @@ from weightsmith.outputs.resume import is_resumable, layout_hash
 from weightsmith.outputs.staging import BOOKKEEPING_BYTES
 
 if TYPE_CHECKING:
-    from weightsmith.outputs.checksum import BytesLike
-    from weightsmith.outputs.interface import Address, Arrays
+    from weightsmith.outputs.interface import Address, Arrays, BytesLike
     from weightsmith.plans import Product
 
 ATTACH_SECONDS = 60

@@ -17,7 +17,7 @@ from weightsmith.outputs.local.target import create_file
 from weightsmith.outputs.manifest import MANIFEST_NAME, hash_file, list_files
 
 if TYPE_CHECKING:
-    from weightsmith.outputs.checksum import BytesLike
+    from weightsmith.outputs.interface import BytesLike
 
 _COPY_BYTES = 1 << 20
 
