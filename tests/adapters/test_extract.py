@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,8 +23,9 @@ from tests.mini import as_bytes, write_checkpoint
 from weightsmith.adapters import factors as factors_module
 from weightsmith.adapters.extract import prepare_extraction
 from weightsmith.adapters.factors import KIND, FactorWork
-from weightsmith.errors import FormatError, PlanError, WeightsmithError
+from weightsmith.errors import FormatError, OutputExists, PlanError, WeightsmithError
 from weightsmith.options import ExtractSettings
+from weightsmith.outputs.staging import Staging
 from weightsmith.plans import plan_from_json
 
 pytest.importorskip("torch")
@@ -187,6 +189,32 @@ def test_interrupted_work_is_resumed_and_what_was_decomposed_serves_other_ranks(
     assert tensors_of(out).keys() == tensors_of(fresh.out).keys()
     assert all(a.tobytes() == tensors_of(fresh.out)[n].tobytes() for n, a in tensors_of(out).items())
     assert not list(tmp_path.glob(".*staging"))
+
+
+def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process died between the two."""
+    changes = {n: 0.1 * normal(*a.shape) for n, a in base_tensors().items() if a.ndim == 2 and "layers" in n}
+    model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
+
+    def die(staging: Staging) -> None:
+        raise KeyboardInterrupt
+
+    left = [tmp_path / f".{name}.measurement.weightsmith-staging" for name in ("out", "other")]
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "discard", die)
+        for name in ("out", "other"):
+            with pytest.raises(KeyboardInterrupt):
+                extract(fine, model, tmp_path / name, max_rank=8)
+    assert (tmp_path / "out" / "weightsmith.json").exists()
+    shutil.rmtree(tmp_path / "other")  # a measurement without an output is kept
+    extract(fine, model, tmp_path / "else", max_rank=8).out.rename(tmp_path / "other")
+    (tmp_path / "other/weightsmith.json").write_bytes((tmp_path / "base/config.json").read_bytes())
+    for name in ("out", "other"):
+        with pytest.raises(OutputExists):
+            extract(fine, model, tmp_path / name, max_rank=8)
+    assert [folder.exists() for folder in left] == [False, True]
 
 
 # ---- which modules

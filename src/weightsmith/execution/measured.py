@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith.errors import NOTHING_WRITTEN, Finding, PlanError, StoreError
+from weightsmith.errors import NOTHING_WRITTEN, Finding, OutputExists, PlanError, StoreError, WeightsmithError
 from weightsmith.execution.output import check_options, check_output, sibling
-from weightsmith.execution.run import Callbacks, Following, kept_products, protected_paths, staged
+from weightsmith.execution.run import MEASUREMENT, Callbacks, Following, kept_products, protected_paths, staged
 from weightsmith.options import RunOptions
-from weightsmith.outputs.local.area import left_behind
+from weightsmith.outputs.journal import read_journal
+from weightsmith.outputs.local.area import left_behind, staging_folder
+from weightsmith.outputs.local.claim import JOURNAL
+from weightsmith.outputs.local.unfinished import remove_work
+from weightsmith.outputs.manifest import read_manifest
 from weightsmith.planner import Prepared
 from weightsmith.planner.loading import Beside
 from weightsmith.plans import Made, PlanDraft
@@ -30,14 +35,18 @@ def measured(
 
     left  warnings: what could not be removed at the end, when the output is published
     """
-    check_options(out, options)
-    check_output(out, prepared.plan, options, protected_paths(prepared))
+    place, folder = check_options(out, options), sibling(out, ".measurement")
+    try:
+        check_output(out, prepared.plan, options, protected_paths(prepared))
+    except OutputExists:
+        _remove_used(folder, place.local)
+        raise
     draft = PlanDraft.of(prepared.plan)
     draft.made, draft.steps, draft.then = Made("measurement"), [], None  # it serves any number of bits, any mixture
     plan = draft.finish()
     with (
         _asking(prepared) as built,
-        staged(replace(prepared, plan=plan), sibling(out, ".measurement"), options, callbacks) as (staging, run),
+        staged(replace(prepared, plan=plan), folder, options, callbacks) as (staging, run),
     ):
         results = kept_products(plan, staging)
         found = run(results=results).results
@@ -48,11 +57,18 @@ def measured(
             if error.state == NOTHING_WRITTEN:
                 staging.discard()
             raise
-        yield following
+        yield replace(following, measurement=staging.plan_hash)
         try:
             staging.discard()
         except (OSError, StoreError) as error:
             left.append(left_behind(error, staging.folder))
+
+
+def _remove_used(measurement: Path, out: Path) -> None:
+    """Remove the measurement of a run that died after its output, a local folder, was published."""
+    with suppress(WeightsmithError, OSError):
+        if read_journal(staging_folder(measurement) / JOURNAL).plan == read_manifest(out).data.get(MEASUREMENT):
+            remove_work(measurement)
 
 
 def _extracts(prepared: Prepared) -> bool:

@@ -82,6 +82,9 @@ class Callbacks:
 
 NO_CALLBACKS = Callbacks()
 
+MEASUREMENT = "measurement"
+"""Key of the manifest: the identity of the measurement that the output follows from."""
+
 
 @dataclass(frozen=True, slots=True)
 class Following:
@@ -90,12 +93,14 @@ class Following:
     arrays   of products that both have, by name
     files    to add to the output
     reports  besides those of the products
+    measurement  identity of the work that made the arrays, for the manifest
     """
 
     prepared: Prepared
     arrays: Mapping[str, Arrays] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     reports: Mapping[str, Report] = field(default_factory=dict)
+    measurement: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +203,8 @@ def run_plan(
             staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
-        published = staging.publish({**provenance(plan, distance), **more}, fsync=options.fsync)
+        measured = {MEASUREMENT: following.measurement} if following.measurement else {}
+        published = staging.publish({**provenance(plan, distance), **measured, **more}, fsync=options.fsync)
         found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
     message = options.commit_message or plan.made.title
     url = place.url if hub is None else push(hub, place.local, public=options.public, message=message)

@@ -24,7 +24,7 @@ def find_folders(parent: Path) -> Iterator[Unfinished]:
         raise StoreError(f"cannot be read: {error.strerror}", where=str(parent), fix="change its permissions") from error
     for folder in (parent / name for name in names if name.startswith(".") and name.endswith(STAGING_SUFFIX)):
         area = StagingArea(folder.parent / folder.name[1:].removesuffix(STAGING_SUFFIX))
-        found = partial(Unfinished, area.out, folder, remove=partial(_remove, area))
+        found = partial(Unfinished, area.out, folder, remove=partial(remove_work, area.out))
         try:
             check_kinds(folder)
             entries = read_journal(folder / JOURNAL)
@@ -37,12 +37,13 @@ def find_folders(parent: Path) -> Iterator[Unfinished]:
             yield found(0, 0, folder.lstat().st_mtime, error.finding.what)
 
 
-def _remove(area: StagingArea) -> None:
-    """Remove a staging folder, or finish the publishing that was cut off in it.
+def remove_work(out: Path) -> None:
+    """Remove the staging folder of an output, or finish the publishing that was cut off in it.
 
     Raises Busy while a process works in it, StoreError for a folder that is not ours, or that holds a checkpoint replaced by an
     interrupted --overwrite.
     """
+    area = StagingArea(out)
     with closing(area.locks):
         area.recover(area.locks.take())
         if area.locks.held:
