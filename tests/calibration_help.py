@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.zoo import SIZES
 from weightsmith.activations.model import TextRun, result_of, text_for
 from weightsmith.activations.rows import rows_of, text_source
-from weightsmith.engine.local import Resources, run
+from weightsmith.engine.local import Resources, Workload, run
 from weightsmith.engine.unwritten import DiscardedOutput
 from weightsmith.execution import Merged, execute
 from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
@@ -115,7 +115,7 @@ def captured(prepared: Prepared, products: Sequence[Product], memory: int | None
     output = Captured()
     folders = [model.folder for model in prepared.inputs]
     resources = Resources(threads, product_bytes=memory)
-    run(prepared.plan, prepared.inputs, output, resources, steps=(), products=products, folders=folders)
+    run(prepared.plan, prepared.inputs, output, resources, Workload(steps=(), products=products, folders=folders))
     return output
 
 

@@ -401,7 +401,8 @@ def test_the_plan_says_what_becomes_of_each_result(models: Path, tmp_path: Path,
     assert cli("plan", str(tmp_path / "r.yml"), "--distance").code != 0
     (tmp_path / "one.yml").write_text(_at(models, f"{LINEAR}---\n{TIES}"))
     summary = json.loads(cli("plan", str(tmp_path / "one.yml"), "--json").out)["summary"]
-    stage = {"name": "one", "method": "linear", "models": [str(models / "a"), str(models / "b")], "tensors": 15, "bytes": 544}
+    inputs = [str(models / "a"), str(models / "b")]
+    stage = {"name": "one", "method": "linear", "models": inputs, "tensors": 15, "bytes": 544, "why": ""}
     assert summary["stages"] == [stage]
     assert summary["read_bytes_at_most"] == 2 * (544 * 2 + 544 * 2)  # base and B, and the two models of the result; twice
 

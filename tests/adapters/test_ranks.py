@@ -117,7 +117,7 @@ def test_a_budget_is_spent_where_a_parameter_keeps_most() -> None:
             if sum(r * s.size for r, s in zip(c, spectra, strict=True)) <= budget
         ]
         assert gain(tuple(ranks)) >= 0.8 * max(map(gain, fitting))
-    with pytest.raises(ParameterError, match="max_parameters is 5, and the smallest factors take 8"):
+    with pytest.raises(ParameterError, match="must be at least 8, which the smallest factors take, not 5"):
         choose_ranks(spectra, energy=None, max_parameters=5, sv_epsilon=0)
 
 

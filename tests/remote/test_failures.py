@@ -181,7 +181,7 @@ def _clients(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> lis
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: type("Client", (), {"build_request": broken}))
 
     def listed() -> None:
-        retries.retry(lambda: store.objects() and None, "s3://bucket/model")
+        retries.retry_request(lambda: store.objects() and None, "s3://bucket/model")
 
     def fetched() -> None:
         retries.fetch(store.file("f", 10, "e"), 0, 5, lambda at, piece: None)
