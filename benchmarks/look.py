@@ -21,11 +21,11 @@ import numpy as np
 
 from benchmarks.models import ROOT, SCALES, build
 from benchmarks.process import Measured, run
-from weightsmith.checkpoint import open_checkpoint
+from weightsmith._models.checkpoint import open_checkpoint
 
 _READ = """
 import sys
-from weightsmith.checkpoint import open_checkpoint
+from weightsmith._models.checkpoint import open_checkpoint
 buffer = bytearray(1 << 20)
 for folder in sys.argv[1:]:
     with open_checkpoint(folder) as model:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from benchmarks.bench import WORK
 from benchmarks.process import Measured, run
-from weightsmith.containers.safetensors import INDEX_NAME, make_layout
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._files.containers.safetensors import INDEX_NAME, make_layout
 
 SHARD_BYTES = 5_000_000_000
 NAMES = ("base", "a", "b")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith.judge import Judge
+from weightsmith._reports.judge import Judge
 
 DOMAINS = ("fr", "de", "py", "en")
 

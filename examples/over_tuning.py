@@ -20,7 +20,7 @@ from measured import mean
 from smollm2 import build_base, build_once
 
 import weightsmith
-from weightsmith.judge import ROW_TOKENS
+from weightsmith._reports.judge import ROW_TOKENS
 
 HERE = Path(__file__).resolve().parent
 OVER = "over"

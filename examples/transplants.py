@@ -22,7 +22,7 @@ from gemma3 import build_gemma
 from smollm2 import build_base
 
 import weightsmith
-from weightsmith.transplant.approximations import all_approximations
+from weightsmith._features.transplant.approximations import all_approximations
 
 HERE = Path(__file__).resolve().parent
 DOMAINS = ("en", "fr", "de", "py")

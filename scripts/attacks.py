@@ -233,7 +233,7 @@ def _child(
         if kill_seconds:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
             signal.setitimer(signal.ITIMER_REAL, kill_seconds)
-        from weightsmith.cli import main
+        from weightsmith._app.cli import main
 
         try:
             main()
@@ -248,7 +248,7 @@ def _child(
 
 def _count_calls(file: int, kill_call: int) -> None:
     """Count the calls that change the disk, in the first 8 bytes of a file; SIGKILL before the call `kill_call`."""
-    from weightsmith.outputs.local import disk
+    from weightsmith._outputs.local import disk
 
     count = 0
     plain_open, plain_pwrite = os.open, os.pwrite
@@ -437,7 +437,7 @@ def kills(args: argparse.Namespace, folder: Path) -> int:
 
 def _in_a_hurry() -> None:
     """Hardly any waits between attempts."""
-    from weightsmith.remote import retries
+    from weightsmith._files.remote import retries
 
     retries.PATIENCE = retries.Patience(most_seconds=0.005)
 
@@ -530,7 +530,7 @@ def main() -> int:
     args.cases = args.cases or {"kills": 500, "stores": 200}[args.attack]
     sys.path.insert(0, str(ROOT))
     # Imported once, not in each process. Nothing may be computed here: threads do not survive a fork.
-    for module in ("tokenizers", "torch", "transformers", "weightsmith.cli"):
+    for module in ("tokenizers", "torch", "transformers", "weightsmith._app.cli"):
         importlib.import_module(module)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory(prefix="attacks-") as name:

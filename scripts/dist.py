@@ -20,7 +20,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-IN_WHEEL = ("weightsmith/py.typed", "weightsmith/cli/app.py", "dist-info/licenses/LICENSE", "dist-info/entry_points.txt")
+IN_WHEEL = ("weightsmith/py.typed", "weightsmith/_app/cli/app.py", "dist-info/licenses/LICENSE", "dist-info/entry_points.txt")
 IN_SDIST = (
     "README.md",
     "CHANGELOG.md",

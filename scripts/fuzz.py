@@ -339,7 +339,7 @@ def mutate_model(rng: Rng, data: bytes) -> bytes:
 
 def mutate_checksummed(rng: Rng, data: bytes) -> bytes:
     """A manifest with other values and the checksum that goes with them; or a damaged one."""
-    from weightsmith.outputs.checksum import hash_bytes
+    from weightsmith._outputs.checksum import hash_bytes
 
     if rng.random() < 0.1:
         return mutate_bytes(rng, data)
@@ -488,9 +488,9 @@ def _merge(recipe: Any, **options: Any) -> Any:
 
 def _use_config(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith.mixture import layouts
-    from weightsmith.mixture.build import prepare_moe
-    from weightsmith.options import RecipeOptions
+    from weightsmith._base.options import RecipeOptions
+    from weightsmith._features.mixture import layouts
+    from weightsmith._features.mixture.build import prepare_moe
 
     def moe(recipe: dict[str, Any]) -> None:
         prepare_moe(recipe, RecipeOptions()).close()
@@ -539,8 +539,8 @@ def _use_adapter(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith.any_recipe import prepare_any
-    from weightsmith.options import QuantizeSettings, RecipeOptions
+    from weightsmith._base.options import QuantizeSettings, RecipeOptions
+    from weightsmith._features.any_recipe import prepare_any
 
     lenient = rng.random() < 0.5
     yield lambda: prepare_any(file, RecipeOptions(lenient=lenient), QuantizeSettings()).close()
@@ -548,8 +548,8 @@ def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith.outputs.local.target import check_vacant
-    from weightsmith.outputs.local.unfinished import find_folders
+    from weightsmith._outputs.local.target import check_vacant
+    from weightsmith._outputs.local.unfinished import find_folders
 
     yield lambda: weightsmith.verify("made")
     yield lambda: weightsmith.inspect("made")
@@ -567,7 +567,7 @@ def _use_plan(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith.outputs.local.unfinished import find_folders
+    from weightsmith._outputs.local.unfinished import find_folders
 
     yield lambda: find_folders(Path())
     yield lambda: _merge(LINEAR)
@@ -577,7 +577,7 @@ def _unfinished_upload() -> Any:
     """A bucket in memory with the unfinished work of a small checkpoint, the same each time."""
     from tests.bucket_help import MemoryBucket
     from tests.output_help import NAMES, layout, open_staging, put
-    from weightsmith.outputs.bucket import backend, parts
+    from weightsmith._outputs.bucket import backend, parts
 
     MemoryBucket.stores.clear()
     backend.open_bucket = MemoryBucket.open  # type: ignore[assignment]
@@ -647,8 +647,8 @@ _QUANTISED = ("gptq-3", "gptq-4-act-order", "awq-4", "bnb-nf4-nested", "bnb-int8
 
 def _make_quantised() -> None:
     from tests.mini import write_checkpoint
-    from tests.stored.exl2.test_reading import write
-    from tests.stored.quantised import CASES
+    from tests.models.formats.exl2.test_reading import write
+    from tests.models.formats.quantised import CASES
 
     write(Path(_EXL2), 0, 96)
     for name in _QUANTISED:
@@ -664,8 +664,8 @@ def _make_gguf() -> None:
     """A model of one layer, whose header is most of the file."""
     import numpy as np
 
-    from weightsmith.stored.gguf.layout import Value, encode_metadata, make_layout
-    from weightsmith.tensors import BLOCKS, DTYPES, TensorSpec
+    from weightsmith._base.tensors import BLOCKS, DTYPES, TensorSpec
+    from weightsmith._models.formats.gguf.layout import Value, encode_metadata, make_layout
 
     f32, q8_0 = DTYPES["F32"], BLOCKS["Q8_0"]
     tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "ab", "\u2581a", "\u2581ab", "<|x|>"]
@@ -698,9 +698,9 @@ def _make_imatrix() -> None:
     import numpy as np
 
     from tests.calibration_help import save_model
-    from weightsmith.stored.gguf.imatrix import imatrix_bytes
-    from weightsmith.stored.gguf.layout import encode_metadata, make_layout
-    from weightsmith.tensors import DTYPES, TensorSpec
+    from weightsmith._base.tensors import DTYPES, TensorSpec
+    from weightsmith._models.formats.gguf.imatrix import imatrix_bytes
+    from weightsmith._models.formats.gguf.layout import encode_metadata, make_layout
 
     save_model(Path("m"))
     widths = {f"blk.{i}.{name}.weight": 64 for i in range(2) for name in ("attn_q", "attn_output", "ffn_up")}
@@ -738,9 +738,9 @@ def mutate_imatrix(rng: Rng, data: bytes) -> bytes:
 def _make_measurement() -> None:
     """`m`, a model, and the measurement of its blocks."""
     import weightsmith
-    from tests.quantisation.test_exl2_format import write
-    from weightsmith.quantisation.exl2.format import prepare_model
-    from weightsmith.quantisation.exl2.measurement import Measured, measurement_json
+    from tests.features.quantisation.test_exl2_format import write
+    from weightsmith._features.quantisation.exl2.format import prepare_model
+    from weightsmith._features.quantisation.exl2.measurement import Measured, measurement_json
 
     write(Path("m"))
     blocks = prepare_model(weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]})).blocks
@@ -816,7 +816,7 @@ def mutate_text(rng: Rng, data: bytes) -> bytes:
 
 
 def _use_texts(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith.activations.rows import rows_of, text_source
+    from weightsmith._activations.rows import rows_of, text_source
 
     text = file if file.startswith("t") else rng.choice(_TEXTS)
     yield lambda: rows_of(text_source(text, rng.choice((None, 2)), 16, 0), Path("m"), 64, 1)
@@ -879,8 +879,8 @@ def _make_looked_at() -> None:
 
 def _use_looks(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith.look import pages
-    from weightsmith.pages.html import to_html
+    from weightsmith._base.pages.html import to_html
+    from weightsmith._reports.look import pages
 
     def look(found: Any, page: Callable[[Any], Any]) -> None:
         json.dumps(found.to_json(), allow_nan=False)
@@ -942,8 +942,8 @@ def _make_plan() -> None:
     }
     for name, recipe in recipes.items():
         Path(f"plans/{name}.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
-    from weightsmith.mixture.build import prepare_moe
-    from weightsmith.options import RecipeOptions
+    from weightsmith._base.options import RecipeOptions
+    from weightsmith._features.mixture.build import prepare_moe
 
     with prepare_moe(
         {"base_model": "a", "experts": [{"source_model": n} for n in "ab"], "gate_mode": "random"}, RecipeOptions()
@@ -974,17 +974,17 @@ def _make_products() -> None:
     """`products/NAME.json` for each of `PRODUCTS`; `m`, a model that transformers builds."""
     import weightsmith
     from tests.calibration_help import save_model, settings
-    from weightsmith.adapters.extract import prepare_extraction
-    from weightsmith.look.comparison import alignments
-    from weightsmith.look.differences import differences
-    from weightsmith.look.inspect import statistics_product
-    from weightsmith.look.models import with_needs
-    from weightsmith.look.sampling import survivals
-    from weightsmith.mixture.build import prepare_moe
-    from weightsmith.options import ExtractSettings, RecipeOptions, TransplantSettings
-    from weightsmith.planner import Prepared
-    from weightsmith.plans import COPY, Plan, Read, Step
-    from weightsmith.transplant.plan import prepare_transplant
+    from weightsmith._base.options import ExtractSettings, RecipeOptions, TransplantSettings
+    from weightsmith._features.adapters.extract import prepare_extraction
+    from weightsmith._features.mixture.build import prepare_moe
+    from weightsmith._features.transplant.plan import prepare_transplant
+    from weightsmith._planning.planner import Prepared
+    from weightsmith._plans import COPY, Plan, Read, Step
+    from weightsmith._reports.look.comparison import alignments
+    from weightsmith._reports.look.differences import differences
+    from weightsmith._reports.look.inspect import statistics_product
+    from weightsmith._reports.look.models import with_needs
+    from weightsmith._reports.look.sampling import survivals
 
     _make_tokenizers()
     save_model(Path("m"))
@@ -1173,7 +1173,7 @@ def _hang() -> None:
 
 
 def _long_message() -> None:
-    from weightsmith.errors import PlanError, StoreError
+    from weightsmith._base.errors import PlanError, StoreError
 
     raise PlanError([StoreError("x" * 900, details=["y" * 900] * 40)])
 
@@ -1201,7 +1201,7 @@ def run_case(kind: str, seed: int, case: int, folder: Path) -> Iterator[Callable
 
 def problem_of(error: BaseException) -> str:
     """What is wrong with an exception as the end of a call; "" if it is a good one."""
-    from weightsmith.errors import WeightsmithError
+    from weightsmith._base.errors import WeightsmithError
 
     if not isinstance(error, WeightsmithError):
         return f"{type(error).__name__}: {str(error)[:200]}"
@@ -1214,8 +1214,8 @@ def problem_of(error: BaseException) -> str:
 
 def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
     """Run cases one after another in this process; lines of JSON to stdout. good: a folder with the good inputs."""
-    from weightsmith.errors import WeightsmithError
-    from weightsmith.planner import loading
+    from weightsmith._base.errors import WeightsmithError
+    from weightsmith._planning.planner import loading
 
     loading.installed = lambda: False  # transformers is not what is tested, and takes seconds for each stack
     signal.signal(signal.SIGALRM, lambda *_: _too_late("by the clock"))

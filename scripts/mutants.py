@@ -1,7 +1,7 @@
 """Changes one token of the program at a time, and looks whether the tests of its room notice.
 
     python scripts/mutants.py                       # 200 mutants of all rooms
-    python scripts/mutants.py --rooms store engine --count 40 --seed 7
+    python scripts/mutants.py --rooms outputs engine --count 40 --seed 7
     python scripts/mutants.py --results mutants.jsonl                # saves results; an interrupted run resumes
     python scripts/mutants.py --again mutants.jsonl                  # reruns the survivors against the current tests
 
@@ -49,79 +49,83 @@ SWAPS = {
 }
 BESIDE = {
     "__init__.py": ["test_imports.py"],
-    "__main__.py": ["cli/test_terminal.py"],
-    "adapters": ["test_imports.py"],
-    "api.py": ["test_merge.py", "test_run.py", "test_stages.py", "cli"],
-    "cards.py": ["cli"],
-    "checkpoint.py": ["sources", "stored", "hub"],
-    "cli/extract_lora.py": ["adapters"],
-    "cli/moe.py": ["mixture"],
-    "cli/options.py": ["test_options.py", "test_quantize_commands.py"],
-    "cli/quantize.py": ["test_quantize_commands.py"],
-    "cli/run.py": ["test_run.py", "cli/test_plan.py"],
-    "citations.py": ["cli/test_methods.py", "test_cards.py"],
-    "containers": ["outputs"],
-    "containers/peft.py": ["adapters"],
-    "activations": ["quantisation/test_calibration.py", "quantisation/test_losses.py", "mixture/test_gates.py"],
-    "distance.py": ["cli", "test_merge.py"],
-    "engine": ["test_merge.py", "test_run.py", "products", "mixture/test_surgery.py"],
-    "errors.py": ["test_errors.py", "cli"],
-    "execution": ["test_merge.py", "test_run.py", "test_stages.py", "cli"],
-    "formats": ["sources", "test_checkpoint.py", "attacks"],
-    "formats/files.py": ["test_hostile_input.py"],
-    "formats/state_pickle.py": ["formats/test_pytorch.py", "sources/test_pytorch.py"],
-    "formats/zip_records.py": ["formats/test_pytorch.py", "sources/test_pytorch.py"],
-    "identity.py": ["test_run.py", "test_merge.py"],
-    "jobs": ["methods", "products", "engine"],
-    "kernels": ["methods", "jobs", "test_merge.py"],
-    "kernels/divergence.py": ["products", "quantisation/test_full_measurement.py"],
-    "kernels/exl2.py": ["quantisation/test_exl2_matrix.py", "stored/exl2"],
-    "kernels/packed.py": ["stored"],
-    "kernels/trellis.py": ["stored/test_quantised.py"],
-    "kernels/blocks.py": ["stored"],
-    "kernels/codes.py": ["stored"],
-    "kernels/fp8.py": ["stored"],
-    "kernels/lora.py": ["lora"],
-    "kernels/perturb.py": ["mixture/test_upcycling.py"],
-    "kernels/reference.py": ["stored"],
-    "look": ["cli/test_look.py"],
-    "lora": ["adapters", "cli/test_merge.py"],
-    "methods": ["products"],
-    "mixture": ["quantisation/test_exl2_format.py"],
-    "options": ["cli", "test_run.py"],
-    "pages": ["look", "cli/test_look.py"],
-    "planner": ["test_merge.py", "test_stages.py", "cli/test_plan.py", "structure"],
-    "planner/account.py": ["cli/test_plan.py", "cli/test_merge.py"],
-    "planner/encode.py": ["planner/test_quantize.py", "test_quantize_commands.py"],
-    "planner/reopen.py": ["test_run.py", "test_hostile_input.py", "test_gguf_files.py"],
-    "planner/state_dicts.py": ["test_memory.py"],
-    "planner/vocabulary.py": ["planner/test_vocabulary.py", "tokenizers"],
-    "plans": ["test_run.py", "engine", "test_hostile_input.py", "cli/test_plan.py"],
-    "products": ["activations/test_decoder.py", "methods/test_own_method.py", "methods/test_methods.py"],
-    "progress.py": ["cli/test_progress.py", "test_python.py"],
-    "quantisation": ["test_quantize_commands.py", "planner/test_quantize.py"],
-    "quantisation/gguf.py": ["test_gguf_files.py", "quantisation/test_importances.py"],
-    "quantisation/gguf_types.py": ["test_gguf_files.py"],
-    "recipe": [
-        "cli/test_messages.py",
-        "cli/test_recipe_options.py",
-        "cli/test_init.py",
-        "planner/test_parameters.py",
-        "mixture",
+    "__main__.py": ["app/cli/test_terminal.py"],
+    "_features/adapters": ["test_imports.py"],
+    "_app/api.py": ["test_merge.py", "execution/test_run.py", "execution/test_stages.py", "app/cli"],
+    "_execution/cards.py": ["app/cli"],
+    "_models/checkpoint.py": ["models/sources", "models/formats", "files/hub"],
+    "_app/cli/extract_lora.py": ["features/adapters"],
+    "_app/cli/moe.py": ["features/mixture"],
+    "_app/cli/options.py": ["base/test_options.py", "app/test_quantize_commands.py"],
+    "_app/cli/quantize.py": ["app/test_quantize_commands.py"],
+    "_app/cli/run.py": ["execution/test_run.py", "app/cli/test_plan.py"],
+    "_base/citations.py": ["app/cli/test_methods.py", "execution/test_cards.py"],
+    "_files/containers": ["outputs"],
+    "_files/containers/peft.py": ["features/adapters"],
+    "_activations": [
+        "features/quantisation/test_calibration.py",
+        "features/quantisation/test_losses.py",
+        "features/mixture/test_gates.py",
     ],
-    "recipe/tokenizers.py": ["planner/test_vocabulary.py", "tokenizers"],
-    "sources": ["test_checkpoint.py", "planner/test_quantize.py"],
-    "sources/adapted.py": ["lora", "adapters"],
-    "sources/memory.py": ["test_memory.py"],
-    "outputs": ["test_merge.py", "test_run.py", "cli/test_verify.py", "cli/test_housekeeping.py"],
-    "stored": ["planner/test_quantize.py", "test_quantize_commands.py"],
-    "stored/exl2": ["quantisation/test_exl2_format.py", "quantisation/test_exl2_matrix.py"],
-    "stored/gguf": ["test_gguf_files.py", "quantisation/test_importances.py"],
-    "structure": ["planner", "mixture/test_layouts.py"],
-    "tensors.py": ["engine", "formats", "containers", "stored", "cli/test_plan.py", "test_python.py"],
-    "testing": ["sources", "stored"],
-    "text.py": ["cli/test_terminal.py", "test_python.py", "cli"],
-    "tokenizers": ["planner/test_vocabulary.py", "formats", "test_gguf_files.py"],
+    "_execution/distance.py": ["app/cli", "test_merge.py"],
+    "_engine": ["test_merge.py", "execution/test_run.py", "engine/products", "features/mixture/test_surgery.py"],
+    "_base/errors.py": ["base/test_errors.py", "app/cli"],
+    "_execution": ["test_merge.py", "execution/test_run.py", "execution/test_stages.py", "app/cli"],
+    "_files": ["models/sources", "models/test_checkpoint.py", "attacks"],
+    "_base/files.py": ["test_hostile_input.py"],
+    "_files/state_pickle.py": ["files/test_pytorch.py", "models/sources/test_pytorch.py"],
+    "_files/zip_records.py": ["files/test_pytorch.py", "models/sources/test_pytorch.py"],
+    "_execution/identity.py": ["execution/test_run.py", "test_merge.py"],
+    "_methods/jobs": ["methods", "engine/products", "engine"],
+    "_kernels": ["methods", "methods/jobs", "test_merge.py"],
+    "_kernels/divergence.py": ["engine/products", "features/quantisation/test_full_measurement.py"],
+    "_kernels/exl2.py": ["features/quantisation/test_exl2_matrix.py", "models/formats/exl2"],
+    "_kernels/packed.py": ["models/formats"],
+    "_kernels/trellis.py": ["models/formats/test_quantised.py"],
+    "_kernels/blocks.py": ["models/formats"],
+    "_kernels/codes.py": ["models/formats"],
+    "_kernels/fp8.py": ["models/formats"],
+    "_kernels/lora.py": ["models/lora"],
+    "_kernels/perturb.py": ["features/mixture/test_upcycling.py"],
+    "_kernels/reference.py": ["models/formats"],
+    "_reports/look": ["app/cli/test_look.py"],
+    "_models/lora": ["features/adapters", "app/cli/test_merge.py"],
+    "_methods": ["engine/products"],
+    "_features/mixture": ["features/quantisation/test_exl2_format.py"],
+    "_base/options": ["app/cli", "execution/test_run.py"],
+    "_base/pages": ["reports/look", "app/cli/test_look.py"],
+    "_planning/planner": ["test_merge.py", "execution/test_stages.py", "app/cli/test_plan.py", "models/structure"],
+    "_planning/planner/account.py": ["app/cli/test_plan.py", "app/cli/test_merge.py"],
+    "_planning/planner/encode.py": ["planning/planner/test_quantize.py", "app/test_quantize_commands.py"],
+    "_planning/planner/reopen.py": ["execution/test_run.py", "test_hostile_input.py", "models/formats/gguf/test_gguf_files.py"],
+    "_planning/planner/state_dicts.py": ["execution/test_memory.py"],
+    "_planning/planner/vocabulary.py": ["planning/planner/test_vocabulary.py", "models/tokenizers"],
+    "_plans": ["execution/test_run.py", "engine", "test_hostile_input.py", "app/cli/test_plan.py"],
+    "_engine/products": ["activations/test_decoder.py", "methods/test_own_method.py", "methods/test_methods.py"],
+    "_execution/progress.py": ["app/cli/test_progress.py", "app/test_python.py"],
+    "_features/quantisation": ["app/test_quantize_commands.py", "planning/planner/test_quantize.py"],
+    "_features/quantisation/gguf.py": ["models/formats/gguf/test_gguf_files.py", "features/quantisation/test_importances.py"],
+    "_features/quantisation/gguf_types.py": ["models/formats/gguf/test_gguf_files.py"],
+    "_planning/recipe": [
+        "app/cli/test_messages.py",
+        "app/cli/test_recipe_options.py",
+        "app/cli/test_init.py",
+        "planning/planner/test_parameters.py",
+        "features/mixture",
+    ],
+    "_planning/recipe/tokenizers.py": ["planning/planner/test_vocabulary.py", "models/tokenizers"],
+    "_models/sources": ["models/test_checkpoint.py", "planning/planner/test_quantize.py"],
+    "_models/sources/adapted.py": ["models/lora", "features/adapters"],
+    "_models/sources/memory.py": ["execution/test_memory.py"],
+    "_outputs": ["test_merge.py", "execution/test_run.py", "app/cli/test_verify.py", "app/cli/test_housekeeping.py"],
+    "_models/formats": ["planning/planner/test_quantize.py", "app/test_quantize_commands.py"],
+    "_models/formats/exl2": ["features/quantisation/test_exl2_format.py", "features/quantisation/test_exl2_matrix.py"],
+    "_models/formats/gguf": ["models/formats/gguf/test_gguf_files.py", "features/quantisation/test_importances.py"],
+    "_models/structure": ["planning/planner", "features/mixture/test_layouts.py"],
+    "_base/tensors.py": ["engine", "files", "files/containers", "models/formats", "app/cli/test_plan.py", "app/test_python.py"],
+    "testing": ["models/sources", "models/formats"],
+    "_base/text.py": ["app/cli/test_terminal.py", "app/test_python.py", "app/cli"],
+    "_models/tokenizers": ["planning/planner/test_vocabulary.py", "files", "models/formats/gguf/test_gguf_files.py"],
 }
 """Room, folder or module -> tests besides those in the folder of its name. The nearest come first."""
 MAX_PROCESSOR_S, STALLED_S = 600, 180
@@ -145,7 +149,7 @@ class Mutant:
 
     @property
     def room(self) -> str:
-        return self.file.relative_to(PACKAGE).parts[0]
+        return self.file.relative_to(PACKAGE).parts[0].strip("_")
 
     def apply(self, text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -313,13 +317,15 @@ def stages(file: Path, near: bool) -> Iterator[Stage]:
 
 
 def tests_of(file: Path) -> Iterator[tuple[str, ...]]:
-    """The tests of a module, nearest first: those named for it or its folder, those of its room, those beside its room."""
+    """The tests of a module, nearest first: those named for it, then those of each folder around it."""
     inside = file.relative_to(PACKAGE)
-    room = inside.parts[0].removesuffix(".py")
-    folders = [str(folder) for folder in (inside, *inside.parents) if len(folder.parts) > 1]
-    named = [f"{room}/test_{inside.stem}.py", *(test for folder in folders for test in BESIDE.get(folder, []))]
+    groups = []
+    for place in (inside, *inside.parents[:-1]):
+        mirror = Path(*(part.lstrip("_") for part in place.parts))
+        own = mirror.with_name(f"test_{mirror.name}") if place == inside else mirror
+        groups.append([str(own), *BESIDE.get(str(place), [])])
     seen: set[Path] = set()
-    for group in (named, [room, f"test_{room}.py"], BESIDE.get(inside.parts[0], [])):
+    for group in groups:
         places = [ROOT / "tests" / name for name in group]
         files = [file for place in places for file in (sorted(place.rglob("test_*.py")) if place.is_dir() else [place])]
         tests = [test for test in dict.fromkeys(files) if test not in seen and test.exists()]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weightsmith.structure.counts import is_count_key
+from weightsmith._models.structure.counts import is_count_key
 
 LAYERS = 4
 Specs = dict[str, tuple[str, tuple[int, ...]]]
@@ -136,7 +136,7 @@ def build(config: Any, model_class: Any) -> tuple[dict[str, Any], Specs] | None:
 
 def write(folder: Path, config: Mapping[str, Any], specs: Specs) -> str:
     """Write config.json, and a sparse model.safetensors without data; the folder."""
-    from weightsmith.tensors import BY_TORCH_NAME
+    from weightsmith._base.tensors import BY_TORCH_NAME
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weightsmith.engine.local import Resources, Run, Workload, run
-from weightsmith.engine.reader import Reader
-from weightsmith.engine.unwritten import DiscardedOutput
-from weightsmith.mixture.assembly import Assembly, Donor
-from weightsmith.plans import PlanDraft, Product
-from weightsmith.products import ProductContext
+from weightsmith._engine.local import Resources, Run, Workload, run
+from weightsmith._engine.products import ProductContext
+from weightsmith._engine.reader import Reader
+from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._features.mixture.assembly import Assembly, Donor
+from weightsmith._plans import PlanDraft, Product
 
 
 def bench_of(

@@ -13,16 +13,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.zoo import SIZES
-from weightsmith.activations.model import TextRun, result_of, text_for
-from weightsmith.activations.rows import rows_of, text_source
-from weightsmith.engine.local import Resources, Workload, run
-from weightsmith.engine.unwritten import DiscardedOutput
-from weightsmith.execution import Merged, execute
-from weightsmith.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith.planner import Prepared, assemble
-from weightsmith.plans import Product
-from weightsmith.products.base import Arrays
-from weightsmith.quantisation import quantised
+from weightsmith._activations.model import TextRun, result_of, text_for
+from weightsmith._activations.rows import rows_of, text_source
+from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._execution import Merged, execute
+from weightsmith._features.quantisation import quantised
+from weightsmith._planning.planner import Prepared, assemble
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays
 
 TINY = {**SIZES, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
 TEXT = " ".join(f"The {word} has {n} {word}s, and {n * n} more." for n, word in enumerate("cat dog bird fish".split() * 9))

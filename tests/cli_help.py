@@ -35,7 +35,7 @@ class Cli:
         self.capsys = capsys
 
     def __call__(self, *args: object) -> Ran:
-        from weightsmith.cli import main
+        from weightsmith._app.cli import main
 
         self.monkeypatch.setattr(sys, "argv", ["weightsmith", *map(str, args)])
         self.capsys.readouterr()

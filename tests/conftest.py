@@ -18,7 +18,7 @@ import numba.core.config  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from weightsmith.planner import answers, loading  # noqa: E402
+from weightsmith._planning.planner import answers, loading  # noqa: E402
 
 
 def fsync(fd: int) -> None:

@@ -10,7 +10,7 @@ import gguf
 import libgguf
 import numpy as np
 
-from weightsmith.stored.gguf.layout import TYPE_IDS
+from weightsmith._models.formats.gguf.layout import TYPE_IDS
 
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 PIECES = [

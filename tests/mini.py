@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith import methods
-from weightsmith.checkpoint import open_checkpoint
-from weightsmith.containers.safetensors import make_layout
-from weightsmith.engine.local import Resources, Workload, run
-from weightsmith.engine.tiles import TILE_BYTES
-from weightsmith.engine.unwritten import DiscardedOutput
-from weightsmith.outputs.interface import Finished
-from weightsmith.planner.decide import decide
-from weightsmith.planner.logical import split_fused
-from weightsmith.plans import Made, ModelInput, Plan, Read, Settings, Step
-from weightsmith.structure.fused import SubMatrix
-from weightsmith.tensors import DTYPES, DType, TensorSpec
+from weightsmith import _methods as methods
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.tiles import TILE_BYTES
+from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._models.structure.fused import SubMatrix
+from weightsmith._planning.planner.decide import decide
+from weightsmith._planning.planner.logical import split_fused
+from weightsmith._plans import Made, ModelInput, Plan, Read, Settings, Step
+from weightsmith.abc.output import Finished
 
 NUMPY = {d.numpy: d for d in DTYPES.values()}
 

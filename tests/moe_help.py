@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.zoo import HEADS, SIZES
-from weightsmith.api import moe
+from weightsmith._app.api import moe
 
 LATENT = {
     **{key: value for key, value in SIZES.items() if key != "num_key_value_heads"},

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests import zoo
 from tests.mini import write_checkpoint
-from weightsmith.checkpoint import open_checkpoint
+from weightsmith._models.checkpoint import open_checkpoint
 
 E = 4
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith.containers import Layout, make_layout
-from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith.outputs.interface import Finished, OutputSpec
-from weightsmith.outputs.places import open_output
-from weightsmith.outputs.staging import Staging
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._files.containers import Layout, make_layout
+from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
+from weightsmith._outputs.places import open_output
+from weightsmith._outputs.staging import Staging
+from weightsmith.abc.output import Finished, OutputSpec
 
 SPECS = [
     TensorSpec("embed", DTYPES["BF16"], (30, 8)),

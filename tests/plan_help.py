@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.mini import write_checkpoint
-from weightsmith.errors import PlanError, WeightsmithError
-from weightsmith.options import RecipeOptions
-from weightsmith.planner import Plan, prepare
+from weightsmith._base.errors import PlanError, WeightsmithError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._planning.planner import Plan, prepare
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LAYER = {

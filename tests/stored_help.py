@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weightsmith import stored
+from weightsmith._models import formats as stored
 
 
 def package(folder: Path, points: str, **modules: str) -> None:

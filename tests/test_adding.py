@@ -19,14 +19,14 @@ import weightsmith
 from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
 from tests.stored_help import installed, package
-from weightsmith.engine.local import Resources, Workload, run
-from weightsmith.engine.unwritten import DiscardedOutput
-from weightsmith.errors import Unsupported
-from weightsmith.options import RecipeOptions
-from weightsmith.planner import prepare
-from weightsmith.plans import Product
-from weightsmith.stored import Encoding, StoredFormat
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.options import RecipeOptions
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._models.formats import Encoding, StoredFormat
+from weightsmith._planning.planner import prepare
+from weightsmith._plans import Product
 from weightsmith.testing import EncodingTests, StoredFormatTests
 
 Page = Callable[[str, str], types.ModuleType]
@@ -48,11 +48,11 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Page:
 
 
 def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith import products
-    from weightsmith.methods import get
+    from weightsmith._engine import products
+    from weightsmith._methods import get
 
-    files("adding-a-product.md", "weightsmith.products.largest")
-    monkeypatch.setitem(products.KINDS, "largest", "weightsmith.products.largest")
+    files("adding-a-product.md", "weightsmith._engine.products.largest")
+    monkeypatch.setitem(products.KINDS, "largest", "weightsmith._engine.products.largest")
     rng = np.random.default_rng(0)
     models = [{"a.weight": rng.normal(0, 1, (300, 700)).astype(np.float32), "b.weight": np.ones(9, np.float32)} for _ in "abc"]
     models[1]["b.weight"][3] = 99
@@ -65,7 +65,7 @@ def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytes
     }
     method = get("task_arithmetic")
     product = Product("largest", "largest", (TensorSpec("largest", DTYPES["F64"], (2,)),), {}, models=(1, 2))
-    from weightsmith.planner import build
+    from weightsmith._planning.planner import build
 
     needing = replace(method, needs=lambda shared: True, product=lambda merged: product)
     monkeypatch.setattr(build.methods, "find", lambda *_, **__: needing)
@@ -81,11 +81,11 @@ def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytes
 def test_a_statistic_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.activations.test_statistics import Whole, assert_near, computed, models_of, requests_for, with_statistics
     from tests.calibration_help import settings
-    from weightsmith.activations import statistics
-    from weightsmith.activations.model import array_name
+    from weightsmith._activations import statistics
+    from weightsmith._activations.model import array_name
 
-    files("adding-a-statistic.md", "weightsmith.activations.statistics.mean_abs")
-    monkeypatch.setitem(statistics.STATISTICS, "mean_abs", "weightsmith.activations.statistics.mean_abs")
+    files("adding-a-statistic.md", "weightsmith._activations.statistics.mean_abs")
+    monkeypatch.setitem(statistics.STATISTICS, "mean_abs", "weightsmith._activations.statistics.mean_abs")
     recipe, given = models_of(tmp_path), settings(tmp_path)
     with prepare(recipe) as prepared:
         [request] = requests_for(prepared, given, ("mean_abs",), 1)
@@ -170,9 +170,9 @@ def test_files_of_a_format_in_an_installed_package(file_of: Callable[[str], str]
 
 def test_an_expert_layout_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.moe_help import Models, recipe
-    from weightsmith.mixture import layouts
+    from weightsmith._features.mixture import layouts
 
-    files("adding-an-expert-layout.md", "weightsmith.mixture.layouts.toy_moe")
+    files("adding-an-expert-layout.md", "weightsmith._features.mixture.layouts.toy_moe")
     monkeypatch.setattr(layouts, "NAMES", (*layouts.NAMES, "toy_moe"))
     dense = Models(tmp_path).dense("llama")
     weightsmith.moe(recipe(dense, architecture="toy_moe"), tmp_path / "toy")

@@ -12,19 +12,19 @@ SOURCES = Path(weightsmith.__file__).parent
 MOST = 8
 ALLOWED = {
     # Keywords of commands and of plug-ins are read from the signature.
-    "cli/moe.py:moe",
-    "cli/plan.py:plan",
-    "cli/quantize.py:_copy",
-    "cli/quantize.py:quantize",
-    "methods/breadcrumbs.py:breadcrumbs",
-    "methods/breadcrumbs_ties.py:breadcrumbs_ties",
-    "methods/signature.py:merge_method",
-    "methods/task_vectors.py:task_vectors",
+    "_app/cli/moe.py:moe",
+    "_app/cli/plan.py:plan",
+    "_app/cli/quantize.py:_copy",
+    "_app/cli/quantize.py:quantize",
+    "_methods/breadcrumbs.py:breadcrumbs",
+    "_methods/breadcrumbs_ties.py:breadcrumbs_ties",
+    "_methods/signature.py:merge_method",
+    "_methods/task_vectors.py:task_vectors",
     # To become records.
-    "adapters/placing.py:adapter_config",
-    "kernels/blocks.py:dequantise",
-    "kernels/packed.py:dequantise_rows",
-    "kernels/trellis.py:dequantise_trellis",
+    "_features/adapters/placing.py:adapter_config",
+    "_kernels/blocks.py:dequantise",
+    "_kernels/packed.py:dequantise_rows",
+    "_kernels/trellis.py:dequantise_trellis",
 }
 
 

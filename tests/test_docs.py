@@ -34,13 +34,13 @@ from types import ModuleType
 import pytest
 
 from tests.cli_help import environment
-from weightsmith import recipe as recipes
-from weightsmith.containers.safetensors import make_layout
-from weightsmith.errors import PlanError
-from weightsmith.methods import all_methods
-from weightsmith.mixture.build import prepare_moe
-from weightsmith.planner import prepare
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import PlanError
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.mixture.build import prepare_moe
+from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._methods import all_methods
+from weightsmith._planning import recipe as recipes
+from weightsmith._planning.planner import prepare
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -313,7 +313,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 def test_the_commands_of_the_gallery_can_be_run() -> None:
     from typer.main import get_command
 
-    from weightsmith.cli.app import app
+    from weightsmith._app.cli.app import app
 
     text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
     sections = load(ROOT / "examples" / "gallery.py").sections(text)
@@ -333,7 +333,7 @@ def test_the_commands_of_the_gallery_can_be_run() -> None:
 def test_every_command_is_in_the_readme_or_a_page_and_every_one_there_exists() -> None:
     from typer.main import get_command
 
-    from weightsmith.cli.app import app
+    from weightsmith._app.cli.app import app
 
     commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     assert commands == {name for page in PAGES for name in re.findall(r"\bweightsmith ([a-z]+(?:-[a-z]+)*)", code(page))}
@@ -450,8 +450,8 @@ def test_a_block_that_no_page_has_or_two_have_or_nothing_makes_is_an_error(pages
 
 
 def test_every_key_of_every_recipe_is_in_a_table_of_the_reference() -> None:
-    from weightsmith.recipe.grammar import LEVELS
-    from weightsmith.recipe.moe_grammar import MOE_LEVELS
+    from weightsmith._planning.recipe.grammar import LEVELS
+    from weightsmith._planning.recipe.moe_grammar import MOE_LEVELS
 
     text = "".join((ROOT / "docs" / name).read_text() for name in docs_script().WITH_BLOCKS)
     for level in (*LEVELS, *MOE_LEVELS):

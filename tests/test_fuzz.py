@@ -8,7 +8,7 @@ import pytest
 
 import weightsmith
 from scripts import fuzz
-from weightsmith.errors import PlanError
+from weightsmith._base.errors import PlanError
 
 CASES = 40
 
@@ -50,7 +50,7 @@ def test_a_line_of_a_recipe_may_have_tabs() -> None:
 
 
 def test_every_kind_of_product_is_in_a_plan_that_is_mutated() -> None:
-    from weightsmith.products import KINDS
+    from weightsmith._engine.products import KINDS
 
     assert sorted(op for ops in fuzz.PRODUCTS.values() for op in ops) == sorted(KINDS)
 

@@ -19,14 +19,14 @@ import pytest
 
 import weightsmith
 from tests import plan_help
+from tests.features.mixture.test_bad_input import model as dense
 from tests.mini import write_checkpoint
-from tests.mixture.test_bad_input import model as dense
-from weightsmith.errors import FormatError, NotFound, OutputExists, PlanError, StoreError, WeightsmithError, legible
-from weightsmith.formats import state_pickle
-from weightsmith.formats.files import open_regular
-from weightsmith.mixture.build import prepare_moe
-from weightsmith.options import RecipeOptions
-from weightsmith.plans import plan_from_json
+from weightsmith._base.errors import FormatError, NotFound, OutputExists, PlanError, StoreError, WeightsmithError, legible
+from weightsmith._base.files import open_regular
+from weightsmith._base.options import RecipeOptions
+from weightsmith._features.mixture.build import prepare_moe
+from weightsmith._files import state_pickle
+from weightsmith._plans import plan_from_json
 
 LINEAR = {"merge_method": "linear", "models": [{"model": name, "parameters": {"weight": 0.5}} for name in ("a", "b")]}
 
@@ -117,7 +117,7 @@ Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
 try:
     weightsmith.open_checkpoint(sys.argv[1])
-except weightsmith.errors.WeightsmithError as error:
+except weightsmith._base.errors.WeightsmithError as error:
     print(status("VmHWM") - before, str(error))
 """
 
@@ -373,7 +373,7 @@ def test_no_home_and_no_such_user(here: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_kernels_are_not_kept_where_there_is_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.kernels import compiler
+    from weightsmith._kernels import compiler
 
     def none(*_: object) -> None:
         raise KeyError("no entry")

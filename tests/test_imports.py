@@ -89,7 +89,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 _COMMANDS = """
 import sys
-from weightsmith.cli import main
+from weightsmith._app.cli import main
 
 for command in (["plan", "linear.yml"], ["merge", "linear.yml", "out"]):
     sys.argv = ["weightsmith", *command, "--quiet"]
@@ -129,7 +129,9 @@ sys.meta_path.insert(0, Blocker())
 def test_merging_works_where_torch_transformers_and_safetensors_are_not_installed(tmp_path: Path) -> None:
     make_models(tmp_path)
     (tmp_path / "linear.yml").write_text(LINEAR)
-    ran = run_process("merge", "linear.yml", "out", code=_BLOCKED + "from weightsmith.cli import main; main()", cwd=tmp_path)
+    ran = run_process(
+        "merge", "linear.yml", "out", code=_BLOCKED + "from weightsmith._app.cli import main; main()", cwd=tmp_path
+    )
     assert ran.code == 0, ran.err
     assert (tmp_path / "out/model.safetensors").exists()
 

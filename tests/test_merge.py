@@ -20,9 +20,9 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
-from weightsmith.errors import CannotResume, NonFinite, NoSpace, ParameterError, StoreError
-from weightsmith.identity import program_digest
-from weightsmith.outputs.local.area import staging_folder
+from weightsmith._base.errors import CannotResume, NonFinite, NoSpace, ParameterError, StoreError
+from weightsmith._execution.identity import program_digest
+from weightsmith._outputs.local.area import staging_folder
 
 RECIPE = """
 merge_method: {method}
@@ -118,7 +118,7 @@ def test_killed_at_any_point_and_run_again_gives_the_same_bytes(here: Path, meth
     weightsmith.merge(f"{method}.yml", "whole")
     expected = weights(here / "whole")
     code = (
-        "import os, signal; from weightsmith.engine import local; w = local.Run._do; n = [0]\n"
+        "import os, signal; from weightsmith._engine import local; w = local.Run._do; n = [0]\n"
         "def die(self, *a):\n"
         "    n[0] += 1\n"
         "    if n[0] == {tiles}: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -202,7 +202,7 @@ def test_what_changed_since_work_was_interrupted_is_said_in_the_terms_of_the_rec
         weightsmith.merge("ties.yml", "out")
     (here / "ties.yml").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weightsmith.identity.__version__", "9.9")
+        patch.setattr("weightsmith._execution.identity.__version__", "9.9")
         program_digest.cache_clear()
         with pytest.raises(CannotResume, match=r"program version: .* -> 9\.9"):
             weightsmith.merge("ties.yml", "out")
@@ -233,7 +233,7 @@ def test_a_full_disk_is_found_before_the_work(here: Path) -> None:
 
     code = """
 import weightsmith
-from weightsmith.errors import NoSpace
+from weightsmith._base.errors import NoSpace
 try:
     weightsmith.merge("ties.yml", "out", progress=lambda p: print("worked"))
 except NoSpace as error:
@@ -337,7 +337,7 @@ def test_a_copy_that_the_file_system_does_not_finish_is_finished_by_us(
             return 0
         return copy(source, target, count if after == "all" else min(1000, count), *offsets)
 
-    monkeypatch.setattr("weightsmith.engine.copier.copies_by_reference", lambda fd: True)
+    monkeypatch.setattr("weightsmith._engine.copier.copies_by_reference", lambda fd: True)
     monkeypatch.setattr(os, "copy_file_range", copy_some)
     weightsmith.merge(recipe, tmp_path / "by the file system", threads=1)
     assert calls

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weightsmith.errors import WeightsmithError
+from weightsmith._base.errors import WeightsmithError
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "examples", "benchmarks", "scripts")
@@ -68,7 +68,7 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
     pytest.importorskip("transformers")
     import weightsmith
     from tests.calibration_help import quantise, save_model, settings
-    from weightsmith.judge import Judge
+    from weightsmith._reports.judge import Judge
 
     model = save_model(tmp_path / "m")
     marks = tmp_path / "run", tmp_path / "asked"

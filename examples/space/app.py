@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 
-from weightsmith.studio.page import launch
-from weightsmith.studio.places import Places
+from weightsmith._app.studio.page import launch
+from weightsmith._app.studio.places import Places
 
 folder = tempfile.mkdtemp(prefix="weightsmith-")
 launch(Places.of([folder], f"{folder}/results"), host="0.0.0.0", port=7860)

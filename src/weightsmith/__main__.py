@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsmith.cli import main
+from weightsmith._app.cli import main
 
 if __name__ == "__main__":
     main()

@@ -18,18 +18,18 @@ from tests.bench_help import bench_of
 from tests.cli_help import run_process
 from tests.mini import write_checkpoint
 from tests.zoo import HEADS, SIZES
-from weightsmith.activations.decoder import Base
-from weightsmith.activations.decoder.forward import Decoder, _Memory, build
-from weightsmith.checkpoint import open_checkpoint
-from weightsmith.errors import WeightsmithError
-from weightsmith.mixture.assembly import Assembly, Donor
-from weightsmith.mixture.dense import Dense, dense_parts
-from weightsmith.options import RecipeOptions
-from weightsmith.planner import assemble
-from weightsmith.plans import Made
-from weightsmith.products.base import Cancelled
-from weightsmith.products.targets import SomeRows
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.decoder.forward import Decoder, _Memory, build
+from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.mixture.assembly import Assembly, Donor
+from weightsmith._features.mixture.dense import Dense, dense_parts
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._planning.planner import assemble
+from weightsmith._plans import Made
+from weightsmith.abc.product import Cancelled
+from weightsmith.abc.product_targets import SomeRows
 
 SLIDING = {"sliding_window": 4}
 CONFIGS: dict[str, Any] = {
@@ -147,7 +147,7 @@ def test_rows_are_found_however_their_bytes_come(step: int) -> None:
 @pytest.mark.parametrize("merge", [{"density": 0.5}, {"density": 0.5, "scope": "model"}])
 def test_a_base_that_is_merged_on_the_way_has_the_states_of_the_merge(tmp_path: Path, merge: dict[str, Any]) -> None:
     """`scope: model` must see all layers, though the engine makes one at a time."""
-    from weightsmith.api import merge as run_merge
+    from weightsmith._app.api import merge as run_merge
 
     for seed, name in enumerate("abc"):
         save_model(tmp_path / name, CONFIGS["llama"](), seed=seed)
@@ -192,11 +192,11 @@ LAYERS, HIDDEN, INTERMEDIATE = 12, 768, 3072
 MEASURE = """
 import sys
 from pathlib import Path
-from weightsmith.checkpoint import open_checkpoint
-from weightsmith.mixture.assembly import Assembly
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._features.mixture.assembly import Assembly
 from tests.activations.test_decoder import bench_of
 from tests.activations.test_decoder import decoder_of
-from weightsmith.plans import Made
+from weightsmith._plans import Made
 import transformers.models.llama.modeling_llama
 
 def peak():

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.calibration_help import save_model
-from weightsmith.activations import rows
-from weightsmith.activations.rows import rows_of, text_source
-from weightsmith.errors import FormatError, WeightsmithError
+from weightsmith._activations import rows
+from weightsmith._activations.rows import rows_of, text_source
+from weightsmith._base.errors import FormatError, WeightsmithError
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_a_bomb_of_parquet_takes_neither_memory_nor_time(llama: Path, tmp_path: 
     code = f"""
 import resource, time
 from pathlib import Path
-from weightsmith.activations.rows import rows_of, text_source
+from weightsmith._activations.rows import rows_of, text_source
 print(rows_of(text_source({str(path)!r}, None, 64, 0), Path({str(llama)!r}), 256, 1).shape)
 [peak] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
 print(int(peak) >> 10, time.process_time())
@@ -248,7 +248,7 @@ print(used.ru_maxrss >> 10, used.ru_utime + used.ru_stime)
 
 def test_a_parquet_file_needs_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
-    monkeypatch.setattr("weightsmith.activations.rows.find_spec", lambda name: None)
+    monkeypatch.setattr("weightsmith._activations.rows.find_spec", lambda name: None)
     with pytest.raises(WeightsmithError, match="a parquet file needs pyarrow"):
         text_source(str(tmp_path / "t.parquet"), None, None, 0)
 

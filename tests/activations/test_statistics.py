@@ -17,17 +17,17 @@ from safetensors.numpy import load_file
 
 import weightsmith
 from tests.calibration_help import captured, changed, rows_for, save_model, settings
-from weightsmith.activations.model import array_name, input_of, result_of, statistic_products, text_for
-from weightsmith.activations.statistics import STATISTICS, fisher, gram
-from weightsmith.errors import CheckpointError, PlanError, UnknownName
-from weightsmith.execution import execute
-from weightsmith.options import QuantizeSettings, RunOptions
-from weightsmith.outputs.staging import Staging
-from weightsmith.planner import Prepared, prepare
-from weightsmith.plans import COPY, PRODUCTS, Product, Read, Step, plan_from_json
-from weightsmith.plans.statistics import StatisticRequest
-from weightsmith.products import find_kind
-from weightsmith.products.base import Arrays
+from weightsmith._activations.model import array_name, input_of, result_of, statistic_products, text_for
+from weightsmith._activations.statistics import STATISTICS, fisher, gram
+from weightsmith._base.errors import CheckpointError, PlanError, UnknownName
+from weightsmith._base.options import QuantizeSettings, RunOptions
+from weightsmith._engine.products import find_kind
+from weightsmith._execution import execute
+from weightsmith._outputs.staging import Staging
+from weightsmith._planning.planner import Prepared, prepare
+from weightsmith._plans import COPY, PRODUCTS, Product, Read, Step, plan_from_json
+from weightsmith._plans.statistics import StatisticRequest
+from weightsmith.abc.product import Arrays
 
 Found = dict[str, npt.NDArray[Any]]
 KINDS = tuple(STATISTICS)
@@ -264,7 +264,7 @@ def test_packages_that_are_missing_are_those_of_a_calibration(
     packages: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with prepare(models_of(tmp_path)) as prepared:
-        monkeypatch.setattr("weightsmith.activations.packages.find_spec", lambda name: None if name in packages else name)
+        monkeypatch.setattr("weightsmith._activations.packages.find_spec", lambda name: None if name in packages else name)
         with pytest.raises(PlanError, match=r"Run pip install 'weightsmith\[calibration\]'\.") as caught:
             requests_for(prepared, settings(tmp_path), ("gram",), 0)
     assert all(name in str(caught.value) for name in packages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from weightsmith.errors import CheckpointError, FormatError, Unsupported
+from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 
 
 def build(header: str | bytes, data: bytes = b"") -> bytes:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hostile import CASES, GOOD, Case, build, entry
 
-from weightsmith.errors import WeightsmithError
-from weightsmith.formats import safetensors
-from weightsmith.formats.safetensors import read_header
+from weightsmith._base.errors import WeightsmithError
+from weightsmith._files import safetensors
+from weightsmith._files.safetensors import read_header
 
 
 def test_the_file_that_the_cases_spoil_is_good(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from tests.cases.case import Arrays, Case, deltas, f64
-from weightsmith.jobs.selection import kept_ranks
-from weightsmith.jobs.task_vectors import random_key
-from weightsmith.kernels import reference
+from weightsmith._kernels import reference
+from weightsmith._methods.jobs.selection import kept_ranks
+from weightsmith._methods.jobs.task_vectors import random_key
 
 GTA = {"normalize": False, "rescale": "none", "lambda": 1.0, "int8_mask": False}
 MEAN = GTA | {"normalize": True}

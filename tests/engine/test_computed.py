@@ -15,18 +15,18 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
-from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.active import ActiveStep, LeafPass
-from weightsmith.engine.computed import Computed, SharedPasses
-from weightsmith.engine.local import Resources, open_merge
-from weightsmith.engine.tiles import Cut
-from weightsmith.errors import NonFinite
-from weightsmith.jobs.job import Bytes, Job, Tile
-from weightsmith.options import RecipeOptions
-from weightsmith.planner import prepare
-from weightsmith.plans import Step
-from weightsmith.sources.base import Tensors, read
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import NonFinite
+from weightsmith._base.options import RecipeOptions
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.active import ActiveStep, LeafPass
+from weightsmith._engine.computed import Computed, SharedPasses
+from weightsmith._engine.local import Resources, open_merge
+from weightsmith._engine.tiles import Cut
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._planning.planner import prepare
+from weightsmith._plans import Step
+from weightsmith.abc.job import Bytes, Job, Tile
+from weightsmith.abc.tensors import Tensors, read
 from weightsmith.testing import SourceCase, SourceTests
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -228,8 +228,8 @@ def test_a_copied_tensor_is_where_its_model_has_it(folder: Path) -> None:
 
 def test_jobs_that_are_forgotten_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = written(folder, METHODS["dare_ties"], tmp_path / "out")
-    monkeypatch.setattr("weightsmith.engine.computed._FEW", 1)
-    monkeypatch.setattr("weightsmith.engine.computed._HELD_BYTES", 0)
+    monkeypatch.setattr("weightsmith._engine.computed._FEW", 1)
+    monkeypatch.setattr("weightsmith._engine.computed._HELD_BYTES", 0)
     source = computed(folder, METHODS["dare_ties"])
     source.set_run(tile_bytes=1)
     for rows in (slice(0, 500), slice(500, 1100)):

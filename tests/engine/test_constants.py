@@ -16,11 +16,11 @@ from tests.cases import CASES
 from tests.cases.case import Case, fine_tunes
 from tests.methods.test_methods import run_case
 from tests.mini import write_checkpoint
-from weightsmith.engine.reader import Reader
-from weightsmith.errors import NonFinite
-from weightsmith.jobs.job import Job
-from weightsmith.plans import Step
-from weightsmith.tensors import DTYPES
+from weightsmith._base.errors import NonFinite
+from weightsmith._base.tensors import DTYPES
+from weightsmith._engine.reader import Reader
+from weightsmith._plans import Step
+from weightsmith.abc.job import Job
 
 BF16 = DTYPES["BF16"]
 SPOTS = {(0, 0): np.inf, (199, 516): np.nan, (200, 7): -np.inf}

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.mini import Memory, write_checkpoint
-from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.local import Resources, Workload, run
-from weightsmith.errors import FormatError, NonFinite
-from weightsmith.plans import COPY, Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import FormatError, NonFinite
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._plans import COPY, Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 OWN, FIRST, SECOND = [2, -1, -1, -1, 0, -1], [9, 1, 0, -1, 1, -1], [-1, -1, 3, 2, -1, -1]

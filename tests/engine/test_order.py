@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weightsmith.engine.schedule import Scheduler
+from weightsmith._engine.schedule import Scheduler
 
 
 @pytest.mark.parametrize(("in_order", "first"), [(False, ["a", "c", "e"]), (True, ["a"])])

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from tests.mini import Memory, as_bytes, write_checkpoint
-from weightsmith.checkpoint import open_checkpoint
-from weightsmith.engine.local import Outcome, Resources, Workload, run
-from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith.plans import Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.local import Outcome, Resources, Workload, run
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
+from weightsmith._plans import Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 NONE = Settings({}, ({},))

@@ -10,18 +10,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from weightsmith.engine.local import Outcome, Resources, Run, Workload, run
-from weightsmith.engine.merger import Merger
-from weightsmith.engine.unwritten import DiscardedOutput
-from weightsmith.errors import Unsupported
-from weightsmith.jobs.combination import CombinationJob
-from weightsmith.outputs.interface import Finished
-from weightsmith.plans import Made, ModelInput, Plan, Product, Read, Settings, Step
-from weightsmith.products import ProductContext, ProductKind, base
-from weightsmith.products.base import Arrays
-from weightsmith.sources.memory import StateDict
-from weightsmith.sources.views import view_of
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.local import Outcome, Resources, Run, Workload, run
+from weightsmith._engine.merger import Merger
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._files.views import view_of
+from weightsmith._methods.jobs.combination import CombinationJob
+from weightsmith._models.sources.memory import StateDict
+from weightsmith._plans import Made, ModelInput, Plan, Product, Read, Settings, Step
+from weightsmith.abc import product as base
+from weightsmith.abc.output import Finished
+from weightsmith.abc.product import Arrays
 
 NAMES = ("a", "b", "c")
 SHAPE = (1500, 300)
@@ -148,8 +149,8 @@ def test_a_run_that_ended_in_a_pass_is_done_again_from_the_last_finished_tensor(
 def products(monkeypatch: pytest.MonkeyPatch, compute: Any) -> tuple[Product, ...]:
     """x, then y, which needs x and is transient, then z, which needs y."""
     kind = ProductKind("counting", compute=compute, transient=True)
-    monkeypatch.setattr("weightsmith.engine.product_graph.find_kind", lambda op: kind)
-    monkeypatch.setattr("weightsmith.engine.passes.find_kind", lambda op: kind)
+    monkeypatch.setattr("weightsmith._engine.product_graph.find_kind", lambda op: kind)
+    monkeypatch.setattr("weightsmith._engine.passes.find_kind", lambda op: kind)
 
     def of(name: str, needs: Sequence[str] = (), *, transient: bool = False) -> Product:
         return Product(name, "counting", (TensorSpec(name, DTYPES["I64"], (1,)),), {}, needs=tuple(needs), transient=transient)
@@ -221,8 +222,8 @@ def test_a_product_sees_the_tensors_it_asked_for(monkeypatch: pytest.MonkeyPatch
         return [np.array([1])]
 
     kind = ProductKind("looking", compute=compute)
-    monkeypatch.setattr("weightsmith.engine.product_graph.find_kind", lambda op: kind)
-    monkeypatch.setattr("weightsmith.engine.passes.find_kind", lambda op: kind)
+    monkeypatch.setattr("weightsmith._engine.product_graph.find_kind", lambda op: kind)
+    monkeypatch.setattr("weightsmith._engine.passes.find_kind", lambda op: kind)
     product = Product("p", "looking", (TensorSpec("p", DTYPES["I64"], (1,)),), {}, steps=(step,))
     plan = plan_of("linear", {"normalize": True}, (product,))
     go(plan, Kept(plan), steps=())

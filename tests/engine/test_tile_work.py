@@ -9,23 +9,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from weightsmith.engine.active import APPLY, ActiveStep, LeafPass
-from weightsmith.engine.buffers import Buffers
-from weightsmith.engine.constants import Finite
-from weightsmith.engine.copier import Copier
-from weightsmith.engine.encoder import Encoder
-from weightsmith.engine.measurer import Measurer
-from weightsmith.engine.merger import Merger
-from weightsmith.engine.reader import Reader
-from weightsmith.engine.results import Results
-from weightsmith.engine.unwritten import DiscardedOutput
-from weightsmith.errors import NonFinite
-from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith.plans import COPY, PLAIN, Made, ModelInput, Plan, Read, Settings, Step
-from weightsmith.sources.memory import StateDict
-from weightsmith.sources.views import view_of
-from weightsmith.stored import find_encoding
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import NonFinite
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.active import APPLY, ActiveStep, LeafPass
+from weightsmith._engine.buffers import Buffers
+from weightsmith._engine.constants import Finite
+from weightsmith._engine.copier import Copier
+from weightsmith._engine.encoder import Encoder
+from weightsmith._engine.measurer import Measurer
+from weightsmith._engine.merger import Merger
+from weightsmith._engine.reader import Reader
+from weightsmith._engine.results import Results
+from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._files.views import view_of
+from weightsmith._models.formats import find_encoding
+from weightsmith._models.sources.memory import StateDict
+from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
+from weightsmith._plans import COPY, PLAIN, Made, ModelInput, Plan, Read, Settings, Step
 
 SHAPE = (600, 300)
 """Three grains."""

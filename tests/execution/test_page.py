@@ -11,7 +11,7 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
-from weightsmith.execution.page import BY_LAYER_NAME, MOVED_NAME, PAGE_NAME
+from weightsmith._execution.page import BY_LAYER_NAME, MOVED_NAME, PAGE_NAME
 
 LAYERS = 3
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS, "hidden_size": 32}

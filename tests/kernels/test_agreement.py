@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from weightsmith.kernels import reference
-from weightsmith.kernels.agreement import SURVIVAL, agreement, sketch_deltas, survival
-from weightsmith.kernels.codecs import BLOCK
-from weightsmith.look.differences import WIDTH, sparse_signs
-from weightsmith.tensors import DTYPES
+from weightsmith._base.tensors import DTYPES
+from weightsmith._kernels import reference
+from weightsmith._kernels.agreement import SURVIVAL, agreement, sketch_deltas, survival
+from weightsmith._kernels.codecs import BLOCK
+from weightsmith._reports.look.differences import WIDTH, sparse_signs
 
 
 def tensors(count: int, size: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:

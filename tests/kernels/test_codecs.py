@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsmith.kernels.codecs import BLOCK, decode, encode
-from weightsmith.tensors import DTYPES
+from weightsmith._base.tensors import DTYPES
+from weightsmith._kernels.codecs import BLOCK, decode, encode
 
 SMALL = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 

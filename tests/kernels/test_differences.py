@@ -6,12 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from weightsmith.kernels import reference
-from weightsmith.kernels.combine import LANES
-from weightsmith.kernels.differences import DIFFERENCE_SUMS, STATISTICS, Sketch, difference, project, statistics
-from weightsmith.kernels.records import Encoded, Inputs
-from weightsmith.look.differences import WIDTH, sparse_signs
-from weightsmith.tensors import DTYPES
+from weightsmith._base.tensors import DTYPES
+from weightsmith._kernels import reference
+from weightsmith._kernels.combine import LANES
+from weightsmith._kernels.differences import DIFFERENCE_SUMS, STATISTICS, Sketch, difference, project, statistics
+from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._reports.look.differences import WIDTH, sparse_signs
 
 CODES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
 

@@ -19,9 +19,9 @@ from numba.core import event
 
 from tests.cli_help import run_process
 from tests.mini import write_checkpoint
-from weightsmith.kernels import compiler, internals
-from weightsmith.kernels.jit import Switch, kernel
-from weightsmith.kernels.watch import Abandoned, is_compiling, leave
+from weightsmith._kernels import compiler, internals
+from weightsmith._kernels.jit import Switch, kernel
+from weightsmith._kernels.watch import Abandoned, is_compiling, leave
 
 EVEN, ODD = Switch("parity", [0]), Switch("parity", [1])
 compiled = pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="numba does not compile")

@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from weightsmith.kernels import reference
-from weightsmith.kernels.codecs import BLOCK
-from weightsmith.kernels.combine import LANES, combine, gram
-from weightsmith.kernels.divergence import NEAR, exponentials, logarithms, row_divergence
-from weightsmith.kernels.finite import first_nonfinite
-from weightsmith.kernels.philox import random_words
-from weightsmith.kernels.records import Encoded, Inputs
-from weightsmith.kernels.rows import SHORT, descending, keep_band, keep_by_rank, keep_in_groups, keep_ranks, ranks
-from weightsmith.kernels.select import (
+from weightsmith._base.tensors import DTYPES
+from weightsmith._kernels import reference
+from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.combine import LANES, combine, gram
+from weightsmith._kernels.divergence import NEAR, exponentials, logarithms, row_divergence
+from weightsmith._kernels.finite import first_nonfinite
+from weightsmith._kernels.philox import random_words
+from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.rows import SHORT, descending, keep_band, keep_by_rank, keep_in_groups, keep_ranks, ranks
+from weightsmith._kernels.select import (
     HIGH_BINS,
     MAX_PATTERNS,
     TABLE,
@@ -30,7 +31,7 @@ from weightsmith.kernels.select import (
     find_bin,
     index_of_tie,
 )
-from weightsmith.kernels.task_vector import (
+from weightsmith._kernels.task_vector import (
     BY_COUNT,
     BY_WEIGHT,
     ELECT_NONE,
@@ -48,8 +49,7 @@ from weightsmith.kernels.task_vector import (
     l1_norms,
     merge_task_vectors,
 )
-from weightsmith.kernels.vectors import combine_columns, combine_rows, gram_columns, gram_rows
-from weightsmith.tensors import DTYPES
+from weightsmith._kernels.vectors import combine_columns, combine_rows, gram_columns, gram_rows
 
 F32 = DTYPES["F32"].code
 SIZES = st.integers(1, 3 * LANES) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17])

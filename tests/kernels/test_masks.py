@@ -12,12 +12,12 @@ import pytest
 
 from tests.cases.task_vectors import GTA
 from tests.mini import run_method
-from weightsmith.jobs import task_vectors
-from weightsmith.jobs.task_vectors import TaskVectorJob
-from weightsmith.kernels.codecs import BLOCK
-from weightsmith.kernels.select import VARIANCE, Scores, select_scores
-from weightsmith.kernels.task_vector import KEEP_GIVEN, KEEP_RANDOM, keep_given, keep_large, keep_random
-from weightsmith.tensors import DTYPES
+from weightsmith._base.tensors import DTYPES
+from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.select import VARIANCE, Scores, select_scores
+from weightsmith._kernels.task_vector import KEEP_GIVEN, KEEP_RANDOM, keep_given, keep_large, keep_random
+from weightsmith._methods.jobs import task_vectors
+from weightsmith._methods.jobs.task_vectors import TaskVectorJob
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

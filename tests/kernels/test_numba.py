@@ -10,18 +10,18 @@ import numba
 import pytest
 
 from tests.cli_help import LINEAR, make_models, run_process
-from weightsmith.kernels import compiler
+from weightsmith._kernels import compiler
 
 PLAIN = """
 import sys, numba
 {change}
-from weightsmith.cli import main
+from weightsmith._app.cli import main
 sys.argv = ["weightsmith", "merge", "linear.yml", sys.argv[1], "--no-fsync"]
 main()
 """
 CHANGES = {
     "newer": "numba.__version__ = '0.99.1'",
-    "missing": "sys.modules['weightsmith.kernels.internals'] = None",  # as if one of its imports had failed
+    "missing": "sys.modules['weightsmith._kernels.internals'] = None",  # as if one of its imports had failed
     "other": "import numba.core.codegen; del numba.core.codegen.JITCodeLibrary",
 }
 

@@ -16,11 +16,11 @@ from tests.cases.case import f64, fine_tunes
 from tests.cases.gram import KARCHER, SLERP, STOCK
 from tests.methods.test_methods import ulp_error
 from tests.mini import run_method, write_checkpoint
-from weightsmith.jobs import vectors
-from weightsmith.methods.geometric_median import median_coefficients
-from weightsmith.methods.karcher import karcher_coefficients
-from weightsmith.methods.model_stock import stock_coefficients
-from weightsmith.tensors import DTYPES
+from weightsmith._base.tensors import DTYPES
+from weightsmith._methods.geometric_median import median_coefficients
+from weightsmith._methods.jobs import vectors
+from weightsmith._methods.karcher import karcher_coefficients
+from weightsmith._methods.model_stock import stock_coefficients
 
 BF16, F64 = DTYPES["BF16"], DTYPES["F64"]
 

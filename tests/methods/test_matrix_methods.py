@@ -19,19 +19,19 @@ import weightsmith
 from tests import cli_help
 from tests.cases.case import deltas, f64, fine_tunes
 from tests.mini import run_method, write_checkpoint
-from weightsmith import methods
-from weightsmith.engine.active import ActivePass, ActiveStep, LeafPass
-from weightsmith.engine.schedule import Scheduler
-from weightsmith.engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
-from weightsmith.errors import CannotResume, ParameterError, PlanError
-from weightsmith.identity import merges_on_device, work_identity
-from weightsmith.jobs.decompose import polar, thin_svd
-from weightsmith.jobs.job import Bytes, Job, Matrix, Tile
-from weightsmith.jobs.matrix import Deltas, one_thread
-from weightsmith.methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
-from weightsmith.plans import Step
-from weightsmith.structure.roles import role_of
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith import _methods as methods
+from weightsmith._base.errors import CannotResume, ParameterError, PlanError
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.active import ActivePass, ActiveStep, LeafPass
+from weightsmith._engine.schedule import Scheduler
+from weightsmith._engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
+from weightsmith._execution.identity import merges_on_device, work_identity
+from weightsmith._methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
+from weightsmith._methods.jobs.decompose import polar, thin_svd
+from weightsmith._methods.jobs.matrix import Deltas, one_thread
+from weightsmith._models.structure.roles import role_of
+from weightsmith._plans import Step
+from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
 SHAPES = [(40, 24), (24, 40), (30, 30)]
 

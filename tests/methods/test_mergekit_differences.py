@@ -11,7 +11,7 @@ import numpy as np
 from tests.cases.case import fine_tunes
 from tests.cases.task_vectors import GTA
 from tests.mini import run_method
-from weightsmith.tensors import DTYPES
+from weightsmith._base.tensors import DTYPES
 
 
 def test_breadcrumbs_keep_the_deltas_of_small_tensors(tmp_path: Path) -> None:

@@ -19,12 +19,13 @@ from tests.cli_help import Cli, cli, make_models, work
 from tests.mini import run_method, write_checkpoint
 from tests.plan_help import only
 from tests.test_docs import blocks_of, sessions
-from weightsmith import PerModel, block_method, methods, tensor_method
-from weightsmith.errors import CannotResume, MethodError, NonFinite, PlanError, UnknownName
-from weightsmith.methods.user import OwnMethod, method_of
-from weightsmith.methods.user_files import GROUP, at_hand, installed_names, load_file
-from weightsmith.plans import plan_from_json
-from weightsmith.tensors import DTYPES
+from weightsmith import PerModel, block_method, tensor_method
+from weightsmith import _methods as methods
+from weightsmith._base.errors import CannotResume, MethodError, NonFinite, PlanError, UnknownName
+from weightsmith._base.tensors import DTYPES
+from weightsmith._methods.user import OwnMethod, method_of
+from weightsmith._methods.user_files import GROUP, at_hand, installed_names, load_file
+from weightsmith._plans import plan_from_json
 
 __all__ = ["cli", "work"]
 

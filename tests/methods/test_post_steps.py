@@ -14,9 +14,10 @@ from tests.cases.case import deltas, f64, fine_tunes, mixed
 from tests.cases.task_vectors import GTA, MEAN
 from tests.methods.test_methods import ulp_error
 from tests.mini import run_method, write_checkpoint
-from weightsmith import merge, methods, open_checkpoint
-from weightsmith.outputs.manifest import MANIFEST_NAME
-from weightsmith.tensors import DTYPES
+from weightsmith import _methods as methods
+from weightsmith import merge, open_checkpoint
+from weightsmith._base.tensors import DTYPES
+from weightsmith._outputs.manifest import MANIFEST_NAME
 
 OWN = [{}, {"weight": 0.7, "density": 0.3}, {"weight": 0.5, "density": 0.3}]
 
@@ -116,7 +117,7 @@ def test_a_resumed_merge_says_the_same_distance(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     whole = merge(recipe, tmp_path / "out")
 
-    import weightsmith.engine.local as local
+    import weightsmith._engine.local as local
 
     real = local.Run._do
 

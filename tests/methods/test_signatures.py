@@ -15,13 +15,14 @@ import pytest
 
 import weightsmith
 from tests.cli_help import Cli, cli, make_models, work
-from weightsmith import PerModel, block_method, methods
-from weightsmith.errors import MethodError, PlanError
-from weightsmith.jobs.job import Job, Matrix
-from weightsmith.methods.base import Parameter
-from weightsmith.methods.family import check_probabilities
-from weightsmith.methods.signature import Booleans, Bounds, Ignored, bound, merge_method, parameters_of, values
-from weightsmith.methods.user_files import at_hand
+from weightsmith import PerModel, block_method
+from weightsmith import _methods as methods
+from weightsmith._base.errors import MethodError, PlanError
+from weightsmith._methods.base import Parameter
+from weightsmith._methods.family import check_probabilities
+from weightsmith._methods.signature import Booleans, Bounds, Ignored, bound, merge_method, parameters_of, values
+from weightsmith._methods.user_files import at_hand
+from weightsmith.abc.job import Job, Matrix
 
 __all__ = ["cli", "work"]
 
@@ -218,7 +219,7 @@ def test_the_example_of_the_page_runs_from_a_recipe_that_names_its_file(example:
 def test_the_example_becomes_a_method_of_weightsmiths_by_its_file_and_its_name(
     example: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    module = load(example, "weightsmith.methods.unit_mean")
+    module = load(example, "weightsmith._methods.unit_mean")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(methods, "NAMES", (*methods.NAMES, "unit_mean"))
     shown = cli("methods", "unit_mean").out

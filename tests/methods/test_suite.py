@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cases import CASES
-from weightsmith import methods
+from weightsmith import _methods as methods
 from weightsmith.testing import MethodCase, MethodTests
 
 IDENTITY = {case.method: case.identity for case in reversed(CASES.values())}

@@ -15,12 +15,12 @@ from tests.cases import CASES
 from tests.cases.case import Case, fine_tunes
 from tests.mini import write_checkpoint
 from tests.plan_help import plan
-from weightsmith import methods
-from weightsmith.jobs.task_vectors import random_key
-from weightsmith.kernels import reference
-from weightsmith.memory import merge_state_dicts
-from weightsmith.methods.base import Method
-from weightsmith.planner import prepare
+from weightsmith import _methods as methods
+from weightsmith._execution.memory import merge_state_dicts
+from weightsmith._kernels import reference
+from weightsmith._methods.base import Method
+from weightsmith._methods.jobs.task_vectors import random_key
+from weightsmith._planning.planner import prepare
 
 SHAPES = {
     "model.embed_tokens.weight": (50, 20),

@@ -8,8 +8,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsmith.outputs.checksum import GrainHasher, byte_view, combine, grain_bytes, hash_bytes, hash_grains
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._outputs.checksum import GrainHasher, byte_view, combine, grain_bytes, hash_bytes, hash_grains
 
 
 def test_a_grain_digest_is_xxh3_64_little_endian() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightsmith.outputs.journal import Finished, Journal, read_further, read_journal
-from weightsmith.outputs.local.followed import FollowedJournals
+from weightsmith._outputs.journal import Finished, Journal, read_further, read_journal
+from weightsmith._outputs.local.followed import FollowedJournals
 
 NAMES = ["a", "b.weight", 'quo"te', "back\\slash", "ümlaut", "a,b"]
 

@@ -12,7 +12,7 @@ MEASURE = """
 import re, sys
 sys.path[:0] = sys.argv[3:]
 import numpy as np
-from weightsmith.outputs.save import save_file, save_model
+from weightsmith._outputs.save import save_file, save_model
 
 def resident(key):
     return int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
@@ -54,7 +54,7 @@ def test_saving_200_mb_takes_less_than_16_mib_more(tmp_path: Path, library: str)
 def test_saving_numpy_arrays_needs_no_torch_and_no_safetensors(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
-        "import numpy as np; from weightsmith.outputs.save import save_model; from weightsmith import verify\n"
+        "import numpy as np; from weightsmith._outputs.save import save_model; from weightsmith import verify\n"
         "save_model({'a': np.ones((3, 4)).T}, sys.argv[1]); verify(sys.argv[1])\n"
         "assert not {'torch', 'safetensors', 'transformers', 'numba'} & set(sys.modules), 'heavy'\n"
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightsmith.outputs import reread
-from weightsmith.outputs.checksum import combine, hash_grains
-from weightsmith.outputs.reread import Stored
+from weightsmith._outputs import reread
+from weightsmith._outputs.checksum import combine, hash_grains
+from weightsmith._outputs.reread import Stored
 
 DATA = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()
 

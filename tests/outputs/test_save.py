@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.output_help import layout, open_staging, put, tree
-from weightsmith.errors import CannotResume, OutputExists, StoreError
-from weightsmith.outputs.local.area import StagingArea
-from weightsmith.outputs.save import save_file, save_model
-from weightsmith.outputs.staging import Staging
-from weightsmith.outputs.verify import verify
-from weightsmith.sources import views
-from weightsmith.tensors import BY_TORCH_NAME, DTYPES
+from weightsmith._base.errors import CannotResume, OutputExists, StoreError
+from weightsmith._base.tensors import BY_TORCH_NAME, DTYPES
+from weightsmith._files import views
+from weightsmith._outputs.local.area import StagingArea
+from weightsmith._outputs.save import save_file, save_model
+from weightsmith._outputs.staging import Staging
+from weightsmith._outputs.verify import verify
 
 
 def read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -399,7 +399,7 @@ def test_an_existing_file_is_kept_on_request(tmp_path: Path) -> None:
 
 def test_a_file_that_appears_meanwhile_is_kept_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = check({"a": np.ones(2)}, tmp_path)
-    monkeypatch.setattr("weightsmith.outputs.save._check_file", lambda *_: None)  # lost the race
+    monkeypatch.setattr("weightsmith._outputs.save._check_file", lambda *_: None)  # lost the race
     with pytest.raises(OutputExists):
         save_file({"b": np.ones(2)}, path, overwrite=False)
     assert set(read(path)) == {"a"}

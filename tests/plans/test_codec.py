@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import pytest
 
-from weightsmith.errors import FormatError
-from weightsmith.plans import Product
-from weightsmith.plans.codec import OMITTED, decode, encode, has_type
-from weightsmith.plans.forms import ProductSettings
+from weightsmith._base.errors import FormatError
+from weightsmith._plans import Product
+from weightsmith._plans.codec import OMITTED, decode, encode, has_type
+from weightsmith._plans.forms import ProductSettings
 
 
 @dataclass(frozen=True)

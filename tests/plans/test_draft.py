@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import weightsmith
-from weightsmith.errors import FormatError, StoreError
-from weightsmith.plans import (
+from weightsmith._base.errors import FormatError, StoreError
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._plans import (
     COPY,
     PRODUCTS,
     Block,
@@ -27,7 +28,6 @@ from weightsmith.plans import (
     Table,
     plan_from_json,
 )
-from weightsmith.tensors import DTYPES, TensorSpec
 
 SOURCE = Path(weightsmith.__file__).parent
 WEIGHT = TensorSpec("w", DTYPES["F32"], (2, 3))

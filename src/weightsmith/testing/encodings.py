@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith.errors import NonFinite, Unsupported
-from weightsmith.stored import Encoding
-from weightsmith.stored.base import WHOLE
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.formats import Encoding
+from weightsmith.abc.stored import WHOLE
 
 _BANDS = 5
 _ROWS = 32

@@ -13,13 +13,13 @@ from contextlib import closing
 
 import numpy as np
 
-from weightsmith.errors import WeightsmithError
-from weightsmith.sources.base import Tensors, read
-from weightsmith.sources.memory import StateDict
-from weightsmith.sources.views import view_of
-from weightsmith.stored.base import Encoding, StoredFormat
-from weightsmith.stored.config import config_entries
-from weightsmith.tensors import TensorSpec
+from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._files.views import view_of
+from weightsmith._models.formats.config import config_entries
+from weightsmith._models.sources.memory import StateDict
+from weightsmith.abc.stored import Encoding, StoredFormat
+from weightsmith.abc.tensors import Tensors, read
 from weightsmith.testing.encodings import encoded, example_rows, example_spec
 
 _NORM = "model.norm.weight"

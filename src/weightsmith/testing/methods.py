@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith.engine.local import Resources, Workload, run
-from weightsmith.engine.unwritten import DiscardedOutput
-from weightsmith.errors import NonFinite
-from weightsmith.methods.base import Method
-from weightsmith.planner.state_dicts import plan_state_dicts
-from weightsmith.sources.memory import StateDict
-from weightsmith.tensors import DTYPES
+from weightsmith._base.errors import NonFinite
+from weightsmith._base.tensors import DTYPES
+from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._methods.base import Method
+from weightsmith._models.sources.memory import StateDict
+from weightsmith._planning.planner.state_dicts import plan_state_dicts
 
 _BF16 = DTYPES["BF16"].numpy
 _NAME = "model.layers.0.mlp.up_proj.weight"

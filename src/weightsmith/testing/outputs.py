@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsmith.containers import Layout, make_layout
-from weightsmith.errors import Busy, CannotResume, OutputExists, StoreError
-from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith.outputs.interface import Finished, OutputSpec, Place
-from weightsmith.outputs.manifest import MANIFEST_NAME
-from weightsmith.outputs.staging import Staging
-from weightsmith.plans import Product
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._files.containers import Layout, make_layout
+from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
+from weightsmith._outputs.manifest import MANIFEST_NAME
+from weightsmith._outputs.staging import Staging
+from weightsmith._plans import Product
+from weightsmith.abc.output import Finished, OutputSpec, Place
 
 _SPECS = [
     TensorSpec("a", DTYPES["BF16"], (30, 8)),

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from weightsmith.checkpoint import Checkpoint
-from weightsmith.engine.local import Resources, Workload, run
-from weightsmith.engine.results import Results
-from weightsmith.engine.unwritten import DiscardedOutput
-from weightsmith.plans import Plan, plan_from_json
-from weightsmith.products import find_kind
+from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.products import find_kind
+from weightsmith._engine.results import Results
+from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._plans import Plan, plan_from_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from unittest import SkipTest
 
 import numpy as np
 
-from weightsmith.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
-from weightsmith.sources.base import Tensors, read
+from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
+from weightsmith.abc.tensors import Tensors, read
 
 _THREADS = 8
 

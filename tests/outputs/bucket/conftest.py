@@ -24,7 +24,7 @@ from tests.bucket_help import (
     environment_of,
     serving,
 )
-from weightsmith.outputs.bucket import backend, unfinished, verify
+from weightsmith._outputs.bucket import backend, unfinished, verify
 
 
 @pytest.fixture(autouse=True)

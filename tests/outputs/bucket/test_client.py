@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.bucket_help import AZURITE, GOOGLE, MOTO, SEAWEED, MemoryBucket, Server, environment_at
-from weightsmith.errors import ParameterError, StoreError
-from weightsmith.outputs.bucket import azure, client, gcs
-from weightsmith.outputs.bucket.client import Bucket, Damaged, Empty, Missing, NoConditions, Refused, TransientError, md5_of
-from weightsmith.outputs.bucket.lock import Lock
-from weightsmith.outputs.bucket.prefix import parse_prefix
-from weightsmith.outputs.bucket.s3 import S3Bucket
-from weightsmith.outputs.bucket.stores import open_bucket
-from weightsmith.remote import retries
+from weightsmith._base.errors import ParameterError, StoreError
+from weightsmith._files.remote import retries
+from weightsmith._outputs.bucket import azure, client, gcs
+from weightsmith._outputs.bucket.client import Bucket, Damaged, Empty, Missing, NoConditions, Refused, TransientError, md5_of
+from weightsmith._outputs.bucket.lock import Lock
+from weightsmith._outputs.bucket.prefix import parse_prefix
+from weightsmith._outputs.bucket.s3 import S3Bucket
+from weightsmith._outputs.bucket.stores import open_bucket
 
 MEMORY = "memory"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.bucket_help import MemoryBucket
-from weightsmith.outputs.bucket import parts
-from weightsmith.outputs.bucket.place import bucket_place
+from weightsmith._outputs.bucket import parts
+from weightsmith._outputs.bucket.place import bucket_place
 from weightsmith.testing import OutputCase, OutputTests
 
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsmith.containers.safetensors import make_layout
-from weightsmith.errors import ParameterError, StoreError
-from weightsmith.execution.output import sibling
-from weightsmith.outputs.bucket import parts
-from weightsmith.outputs.bucket.parts import cut
-from weightsmith.outputs.bucket.prefix import parse_prefix
-from weightsmith.outputs.local.target import is_address
-from weightsmith.stored.gguf.layout import make_layout as make_gguf_layout
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import ParameterError, StoreError
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._execution.output import sibling
+from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._models.formats.gguf.layout import make_layout as make_gguf_layout
+from weightsmith._outputs.bucket import parts
+from weightsmith._outputs.bucket.parts import cut
+from weightsmith._outputs.bucket.prefix import parse_prefix
+from weightsmith._outputs.local.target import is_address
 
 SIZES = st.lists(st.integers(0, 5000), min_size=0, max_size=30)
 

@@ -38,11 +38,11 @@ from tests.bucket_help import (
 from tests.cli_help import Cli, cli, environment
 from tests.mini import write_checkpoint
 from tests.output_help import tree
-from weightsmith.errors import OutputExists, ParameterError, StoreError
-from weightsmith.outputs.bucket import parts
-from weightsmith.outputs.bucket.prefix import parse_prefix
-from weightsmith.outputs.bucket.stores import open_bucket
-from weightsmith.remote import retries
+from weightsmith._base.errors import OutputExists, ParameterError, StoreError
+from weightsmith._files.remote import retries
+from weightsmith._outputs.bucket import parts
+from weightsmith._outputs.bucket.prefix import parse_prefix
+from weightsmith._outputs.bucket.stores import open_bucket
 
 __all__ = ["cli"]
 
@@ -157,7 +157,7 @@ def test_parts_of_many_megabytes_and_an_output_that_is_replaced(
 
 KILLED = """
 import os, sys
-from weightsmith.outputs.bucket import parts, uploads
+from weightsmith._outputs.bucket import parts, uploads
 import weightsmith
 parts.PART_BYTES, uploads.SAVE_SECONDS = 20_000, 0.0
 upload, count = uploads.Uploads._upload, 0
@@ -173,8 +173,8 @@ weightsmith.merge("r.yml", sys.argv[1], progress=False)
 MAIN = """
 import os, signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
-from weightsmith.outputs.bucket import parts, uploads
-from weightsmith.cli import main
+from weightsmith._outputs.bucket import parts, uploads
+from weightsmith._app.cli import main
 parts.PART_BYTES = 200_000
 upload = uploads.Uploads._upload
 uploads.Uploads._upload = lambda self, each: (time.sleep(float(os.environ["SLOW"])), upload(self, each))
@@ -440,7 +440,7 @@ def test_what_a_bucket_does_not_have_is_refused(here: Path, out: str, options: d
 @pytest.mark.parametrize("part", [(1, 2), "products"])
 def test_a_part_of_a_plan_needs_a_local_folder(here: Path, monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
     plan = weightsmith.plan(RECIPES["linear"][1])
-    monkeypatch.setattr("weightsmith.execution.run._download", lambda *given: pytest.fail("it downloads"))
+    monkeypatch.setattr("weightsmith._execution.run._download", lambda *given: pytest.fail("it downloads"))
     with pytest.raises(ParameterError, match="parts of a plan share a local folder"):
         weightsmith.run(plan, "s3://bkt/out", part=part, progress=False)
 

@@ -13,20 +13,20 @@ import pytest
 
 from tests.bucket_help import MemoryBucket, tag
 from tests.output_help import BY_NAME, NAMES, build, data, layout, open_staging, put, tree
-from weightsmith.containers import make_layout
-from weightsmith.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
-from weightsmith.formats.files import Extent
-from weightsmith.outputs.bucket import lock, parts, uploads
-from weightsmith.outputs.bucket.client import md5_of
-from weightsmith.outputs.bucket.journal import read_state
-from weightsmith.outputs.bucket.prefix import Prefix
-from weightsmith.outputs.bucket.unfinished import check_free, find_uploads
-from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith.outputs.interface import Finished
-from weightsmith.outputs.staging import Staging
-from weightsmith.outputs.verify import verify
-from weightsmith.remote.files import RemoteFile
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
+from weightsmith._base.files import Extent
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._files.containers import make_layout
+from weightsmith._files.remote.files import RemoteFile
+from weightsmith._outputs.bucket import lock, parts, uploads
+from weightsmith._outputs.bucket.client import md5_of
+from weightsmith._outputs.bucket.journal import read_state
+from weightsmith._outputs.bucket.prefix import Prefix
+from weightsmith._outputs.bucket.unfinished import check_free, find_uploads
+from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
+from weightsmith._outputs.staging import Staging
+from weightsmith._outputs.verify import verify
+from weightsmith.abc.output import Finished
 
 OUT = Prefix("s3", "bkt", "models/out")
 
@@ -361,7 +361,7 @@ def test_the_lock_of_a_process_of_this_machine_that_is_dead_is_taken_over_at_onc
     monkeypatch.setattr(lock, "_this_process", lambda: f"{machine} 999999999@1")
     first = open_out()
     monkeypatch.undo()
-    monkeypatch.setattr("weightsmith.outputs.bucket.backend.open_bucket", MemoryBucket.open)
+    monkeypatch.setattr("weightsmith._outputs.bucket.backend.open_bucket", MemoryBucket.open)
     open_out().close()
     first.close()
 
@@ -667,7 +667,7 @@ def test_parts_and_products_of_another_program_are_left_alone(memory: MemoryBuck
 
 
 def test_a_part_does_not_write_over_the_journal_of_another_program(memory: MemoryBucket) -> None:
-    from weightsmith.outputs.bucket.products import put_product
+    from weightsmith._outputs.bucket.products import put_product
 
     with open_out() as staging:
         memory.put(f"{OUT.staging}/parts/journal", b"mine")
@@ -823,7 +823,7 @@ def test_a_journal_of_unknown_origin_is_one_error_or_ignored(memory: MemoryBucke
 
 
 def test_padding_between_tensors_is_zeros(memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.stored.gguf.layout import make_layout as make_gguf_layout
+    from weightsmith._models.formats.gguf.layout import make_layout as make_gguf_layout
 
     specs = [TensorSpec(f"t{i}", DTYPES["F32"], (33,)) for i in range(9)]
     padded = make_gguf_layout(specs, 1 << 40, b"header")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fake_hub import FakeHub, serve, use
 from tests.outputs.bucket.test_runs import make_llamas
-from weightsmith.outputs.hub import repository
+from weightsmith._outputs.hub import repository
 
 
 @pytest.fixture

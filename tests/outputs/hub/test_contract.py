@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_hub import FakeHub
-from weightsmith.outputs.hub.place import hub_place
+from weightsmith._outputs.hub.place import hub_place
 from weightsmith.testing import OutputCase, OutputTests
 
 

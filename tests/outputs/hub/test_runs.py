@@ -23,17 +23,17 @@ from tests.cli_help import Cli, cli
 from tests.fake_hub import ATTRIBUTES, CUT, LOST, TOKEN, FakeHub, Fault, Seen, no_fault
 from tests.output_help import tree
 from tests.outputs.bucket.test_runs import MODELS, RECIPES
-from weightsmith.adapters.recipes import assemble_merge
-from weightsmith.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
-from weightsmith.execution import Callbacks, execute
-from weightsmith.execution.output import check_options
-from weightsmith.options import RecipeOptions, RunOptions
-from weightsmith.outputs.hub import repository
-from weightsmith.outputs.hub.address import parse_hub_address
-from weightsmith.outputs.hub.files import FILLED, UPLOADS, StreamedUploads
-from weightsmith.outputs.hub.repository import Content, HubRepository
-from weightsmith.outputs.local.backend import FolderBackend
-from weightsmith.outputs.local.place import LocalFolder
+from weightsmith._base.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
+from weightsmith._base.options import RecipeOptions, RunOptions
+from weightsmith._execution import Callbacks, execute
+from weightsmith._execution.output import check_options
+from weightsmith._features.adapters.recipes import assemble_merge
+from weightsmith._outputs.hub import repository
+from weightsmith._outputs.hub.address import parse_hub_address
+from weightsmith._outputs.hub.files import FILLED, UPLOADS, StreamedUploads
+from weightsmith._outputs.hub.repository import Content, HubRepository
+from weightsmith._outputs.local.backend import FolderBackend
+from weightsmith._outputs.local.place import LocalFolder
 
 __all__ = ["cli"]
 
@@ -271,7 +271,7 @@ def test_no_more_of_a_manifest_is_read_than_one_can_have(here: Path, hub: FakeHu
 
 
 def test_the_model_that_is_read_is_not_replaced(here: Path, hub: FakeHub) -> None:
-    from weightsmith.outputs.hub.contents import check_not_read
+    from weightsmith._outputs.hub.contents import check_not_read
 
     check_not_read(parse_hub_address("hf://org/a@new"), ["org/a", "./x", "s3://org/a"])
     for read in ("org/a", "hf://org/a", "org/a@main+org/adapter", "./x+org/a"):
@@ -631,7 +631,7 @@ def test_the_hub_is_asked_about_a_hundred_uploaded_files_at_a_time(hub: FakeHub,
 
 
 def test_the_disk_is_looked_at_before_anything_is_computed(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.outputs.local import disk
+    from weightsmith._outputs.local import disk
 
     monkeypatch.setattr(disk, "available_bytes", lambda folder: 4 * SHARD)
     with pytest.raises(weightsmith.NoSpace, match="until they are uploaded") as caught:
@@ -691,7 +691,7 @@ def test_other_commands_and_streamed_models(here: Path, hub: FakeHub, kind: str,
     for name in MODELS:
         hub.put(f"org/{name}", tree(here / name))
     weights = [{"model": f"hf://org/{name}", "parameters": {"weight": 0.5}} for name in ("a", "b")]
-    monkeypatch.setattr("weightsmith.execution.run.repo_of", lambda out, options: "org/out")
+    monkeypatch.setattr("weightsmith._execution.run.repo_of", lambda out, options: "org/out")
     for out in (OUT, str(here / "out")):
         if kind == "streamed":
             recipe = {"merge_method": "linear", "models": weights}

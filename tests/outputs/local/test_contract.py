@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.output_help import tree
-from weightsmith.outputs.local.place import LocalFolder
+from weightsmith._outputs.local.place import LocalFolder
 from weightsmith.testing import OutputCase, OutputTests
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.output_help import NAMES, build, layout, open_staging, put, tree
-from weightsmith.errors import OutputExists
-from weightsmith.outputs.local import disk
-from weightsmith.outputs.local.area import StagingArea, staging_folder
-from weightsmith.outputs.verify import verify
+from weightsmith._base.errors import OutputExists
+from weightsmith._outputs.local import disk
+from weightsmith._outputs.local.area import StagingArea, staging_folder
+from weightsmith._outputs.verify import verify
 
 CALLS = ("mkdir", "rename", "unlink", "rmdir", "write", "pwrite", "ftruncate", "fsync", "fdatasync")
 
@@ -164,7 +164,7 @@ def test_an_overwrite_cut_off_between_two_renames_gives_the_old_checkpoint_its_n
 
 
 def test_a_new_folder_in_the_place_of_an_interrupted_overwrite_is_not_touched(tmp_path: Path) -> None:
-    from weightsmith.errors import StoreError
+    from weightsmith._base.errors import StoreError
 
     out = build(tmp_path / "out", "old")
     with open_staging(out, layout(), "new", overwrite=True) as staging:

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from tests.output_help import NAMES, build, layout, open_staging, put, tree
-from weightsmith.errors import CannotResume, Finding, StoreError
-from weightsmith.outputs.journal import Journal
-from weightsmith.outputs.local import disk, target
-from weightsmith.outputs.local.area import StagingArea, staging_folder
-from weightsmith.outputs.local.backend import staged_plan
-from weightsmith.outputs.local.products import product_path, read_product, write_product
-from weightsmith.outputs.save import save_model
-from weightsmith.outputs.verify import verify
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import CannotResume, Finding, StoreError
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._outputs.journal import Journal
+from weightsmith._outputs.local import disk, target
+from weightsmith._outputs.local.area import StagingArea, staging_folder
+from weightsmith._outputs.local.backend import staged_plan
+from weightsmith._outputs.local.products import product_path, read_product, write_product
+from weightsmith._outputs.save import save_model
+from weightsmith._outputs.verify import verify
 
 
 @pytest.fixture

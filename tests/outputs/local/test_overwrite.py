@@ -15,13 +15,13 @@ import weightsmith
 from tests.mini import write_checkpoint
 from tests.output_help import build, layout, open_staging, put, tree
 from tests.plan_help import model
-from weightsmith.errors import OutputExists, StoreError
-from weightsmith.outputs.local import disk
-from weightsmith.outputs.local.area import staging_folder
-from weightsmith.outputs.local.other_files import OtherFiles
-from weightsmith.outputs.reread import Stored, reread
-from weightsmith.outputs.save import save_model
-from weightsmith.outputs.verify import verify
+from weightsmith._base.errors import OutputExists, StoreError
+from weightsmith._outputs.local import disk
+from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.local.other_files import OtherFiles
+from weightsmith._outputs.reread import Stored, reread
+from weightsmith._outputs.save import save_model
+from weightsmith._outputs.verify import verify
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: P
         read[0] += len(tensors)
         return reread(tensors, **more)
 
-    monkeypatch.setattr(sys.modules["weightsmith.outputs.local.verify"], "reread", counted)
+    monkeypatch.setattr(sys.modules["weightsmith._outputs.local.verify"], "reread", counted)
     merge("out", a)
     assert read[0] == 0, "nothing has touched it"
     merge("copy", a)
@@ -188,7 +188,7 @@ def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: P
 
 
 def test_a_manifest_that_names_files_elsewhere_deletes_none(here: Path) -> None:
-    from weightsmith.outputs.checksum import hash_bytes
+    from weightsmith._outputs.checksum import hash_bytes
 
     a = model(here / "a")
     merge("out", a)
@@ -287,7 +287,7 @@ def test_a_lone_file_is_protected_and_its_folder_is_not(here: Path) -> None:
 
 
 def test_adapters_are_protected(here: Path) -> None:
-    from tests.lora.test_lora import adapter, base
+    from tests.models.lora.test_lora import adapter, base
 
     a, lora = base(here / "a"), adapter(here / "lora")
     out = Path(model(here / "out"))
@@ -316,7 +316,7 @@ def test_it_is_checked_before_tensor_data_is_read(here: Path, monkeypatch: pytes
     a = model(here / "a")
     merge("out", a)
     (here / "out" / "notes.txt").write_text("mine")
-    monkeypatch.setattr("weightsmith.engine.local.run", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr("weightsmith._engine.local.run", lambda *_, **__: pytest.fail("read"))
     refused(here, "out", a)
 
 
@@ -358,7 +358,7 @@ def test_save_model_keeps_what_is_not_its_own(here: Path) -> None:
 
 @pytest.mark.parametrize("key", ["prompts_file", "held_out_file"])
 def test_texts_of_a_mixture_are_protected(here: Path, key: str) -> None:
-    from tests.mixture.test_moe import config, llama, recipe
+    from tests.features.mixture.test_moe import config, llama, recipe
 
     models = {name: write_checkpoint(here / name, llama(seed), config()) for seed, name in enumerate(("base", "a", "b"))}
     out = Path(model(here / "out"))

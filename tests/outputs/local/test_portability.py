@@ -18,12 +18,12 @@ import pytest
 import weightsmith
 from tests.mini import write_checkpoint
 from tests.output_help import layout, open_staging, put
-from weightsmith.engine.local import Resources, processors
-from weightsmith.errors import Busy, StoreError
-from weightsmith.formats import files
-from weightsmith.outputs.local import disk
-from weightsmith.outputs.save import save_file
-from weightsmith.outputs.verify import verify
+from weightsmith._base import files
+from weightsmith._base.errors import Busy, StoreError
+from weightsmith._engine.local import Resources, processors
+from weightsmith._outputs.local import disk
+from weightsmith._outputs.save import save_file
+from weightsmith._outputs.verify import verify
 
 RECIPE: dict[str, Any] = {
     "merge_method": "ties",

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from tests.output_help import NAMES, layout, open_staging, put
-from weightsmith.containers import make_layout
-from weightsmith.errors import NoSpace, StoreError
-from weightsmith.outputs.local import disk
-from weightsmith.outputs.local.area import staging_folder
-from weightsmith.outputs.save import save_file, save_model
-from weightsmith.outputs.verify import verify
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import NoSpace, StoreError
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._files.containers import make_layout
+from weightsmith._outputs.local import disk
+from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.save import save_file, save_model
+from weightsmith._outputs.verify import verify
 
 MIB = 1 << 20
 
@@ -48,11 +48,11 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 sys.path[:0] = sys.argv[2:]
 import numpy as np
-from weightsmith.errors import NoSpace, StoreError
-from weightsmith.containers import make_layout
-from weightsmith.outputs.save import save_file
+from weightsmith._base.errors import NoSpace, StoreError
+from weightsmith._files.containers import make_layout
+from weightsmith._outputs.save import save_file
 from tests.output_help import open_staging
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
 for work in (
     lambda: open_staging(sys.argv[1] + "/out", make_layout([TensorSpec("big", DTYPES["U8"], (2 << 20,))], 9 << 20), "p"),
     lambda: save_file({"big": np.zeros(2 << 20, "u1")}, sys.argv[1] + "/big.safetensors"),
@@ -213,7 +213,7 @@ def test_a_merge_counts_what_is_carried(tmp_path: Path, monkeypatch: pytest.Monk
     with (tmp_path / "a" / "tokenizer.json").open("wb") as file:
         file.truncate(30 * MIB)
     monkeypatch.setattr(disk, "available_bytes", lambda _: 20 * MIB)
-    monkeypatch.setattr("weightsmith.engine.local.run", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr("weightsmith._engine.local.run", lambda *_, **__: pytest.fail("read"))
     recipe = {"merge_method": "linear", "models": [{"model": a}], "parameters": {"weight": 1}}
     with pytest.raises(NoSpace, match="no space for the output"):
         weightsmith.merge(recipe, tmp_path / "out")
@@ -232,7 +232,7 @@ def test_a_disk_that_is_full_at_the_end_says_what_is_missing(
     with open_staging(tmp_path / "out", layout(), "plan") as staging:
         put(staging)
         monkeypatch.setattr(disk, "available_bytes", lambda _: 0)
-        monkeypatch.setattr("weightsmith.outputs.local.other_files.create_file", full)
+        monkeypatch.setattr("weightsmith._outputs.local.other_files.create_file", full)
         with pytest.raises(NoSpace) as caught:
             staging.add_file("tokenizer.json", tmp_path / "tokenizer.json" if as_file else bytes(12_345))
         assert "needed     12,345 bytes" in str(caught.value)
@@ -252,7 +252,7 @@ def test_an_input_that_cannot_be_read_is_not_a_failure_to_write(tmp_path: Path, 
 
     with open_staging(tmp_path / "out", layout(), "plan") as staging:
         put(staging)
-        monkeypatch.setattr("weightsmith.outputs.local.other_files.open_regular", lambda path: Bad(path))
+        monkeypatch.setattr("weightsmith._outputs.local.other_files.open_regular", lambda path: Bad(path))
         with pytest.raises(StoreError) as caught:
             staging.add_file("tokenizer.json", tmp_path / "tokenizer.json")
     message = str(caught.value)

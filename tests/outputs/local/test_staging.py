@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 
 from tests.output_help import NAMES, build, data, layout, open_staging, put, tree
-from weightsmith.containers import make_layout
-from weightsmith.errors import Busy, CannotResume, OutputExists, StoreError
-from weightsmith.outputs.interface import Finished
-from weightsmith.outputs.local import disk
-from weightsmith.outputs.local.area import staging_folder
-from weightsmith.outputs.local.backend import FolderBackend, staged_plan
-from weightsmith.outputs.local.locks import Locks
-from weightsmith.outputs.local.weights import Weights
-from weightsmith.outputs.staging import Staging
-from weightsmith.outputs.verify import verify
-from weightsmith.plans import Product
-from weightsmith.tensors import DTYPES, TensorSpec
+from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._files.containers import make_layout
+from weightsmith._outputs.local import disk
+from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.local.backend import FolderBackend, staged_plan
+from weightsmith._outputs.local.locks import Locks
+from weightsmith._outputs.local.weights import Weights
+from weightsmith._outputs.staging import Staging
+from weightsmith._outputs.verify import verify
+from weightsmith._plans import Product
+from weightsmith.abc.output import Finished
 
 ZERO = "0" * 32
 
@@ -127,7 +127,7 @@ def test_an_empty_folder_at_the_final_name_is_fine(out: Path, fsync: bool) -> No
 def test_a_folder_made_meanwhile_is_not_replaced_and_the_work_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_staging(out, layout(), "plan") as staging:
         put(staging)
-        monkeypatch.setattr("weightsmith.outputs.local.backend.check_vacant", lambda *_, **__: None)  # lost the race
+        monkeypatch.setattr("weightsmith._outputs.local.backend.check_vacant", lambda *_, **__: None)  # lost the race
         out.mkdir()
         (out / "theirs").write_text("x")
         with pytest.raises(OutputExists, match="meanwhile"):
@@ -517,8 +517,8 @@ def test_two_stagings_in_one_process_exclude_each_other(out: Path) -> None:
 
 def test_threads_write_and_finish_at_once(out: Path) -> None:
     count = 200
-    from weightsmith.outputs.checksum import combine, grain_bytes, hash_grains
-    from weightsmith.tensors import DTYPES, TensorSpec
+    from weightsmith._base.tensors import DTYPES, TensorSpec
+    from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 
     specs = [TensorSpec(f"t{i}", DTYPES["U8"], (50,)) for i in range(count)]
     with open_staging(out, make_layout(specs, 1000), "plan") as staging:
@@ -628,8 +628,8 @@ def test_a_source_file_that_is_missing_is_named(out: Path, tmp_path: Path) -> No
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith.cli.work import interrupted
-    from weightsmith.outputs.save import save_file, save_model
+    from weightsmith._app.cli.work import interrupted
+    from weightsmith._outputs.save import save_file, save_model
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -726,7 +726,7 @@ def test_closing_twice_after_an_interrupted_close_is_fine(out: Path, monkeypatch
 
 
 def test_parts_enter_a_folder_that_is_shared_and_no_other_run(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsmith.outputs.local.backend.ATTACH_SECONDS", 0.1)
+    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.1)
     with open_staging(out, layout(), "plan") as staging:
         with pytest.raises(Busy):
             open_staging(out, layout(), "plan", part="1-of-2")
@@ -740,7 +740,7 @@ def test_parts_enter_a_folder_that_is_shared_and_no_other_run(out: Path, monkeyp
 
 
 def test_a_part_that_stays_keeps_the_folder_from_being_taken_back(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsmith.outputs.local.backend.ATTACH_SECONDS", 0.1)
+    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.1)
     with open_staging(out, layout(), "plan") as staging, ExitStack() as stack:
         with pytest.raises(Busy, match="still doing a part of it"), staging.shared():
             stack.enter_context(open_staging(out, layout(), "plan", part="1-of-2"))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests.output_help import NAMES, build, layout, tree
-from weightsmith.errors import Corrupt, FormatError, NotFound, Unsupported, WeightsmithError
-from weightsmith.outputs.checksum import hash_bytes
-from weightsmith.outputs.manifest import MANIFEST_NAME
-from weightsmith.outputs.save import save_model
-from weightsmith.outputs.verify import verify
+from weightsmith._base.errors import Corrupt, FormatError, NotFound, Unsupported, WeightsmithError
+from weightsmith._outputs.checksum import hash_bytes
+from weightsmith._outputs.manifest import MANIFEST_NAME
+from weightsmith._outputs.save import save_model
+from weightsmith._outputs.verify import verify
 
 
 def flip(path: Path, bit: int) -> None:

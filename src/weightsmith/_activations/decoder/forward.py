@@ -1,0 +1,445 @@
+"""The hidden states of a decoder, with one layer's weights in memory at a time.
+
+transformers builds the module from config.json without allocating weights. A first forward pass records the arguments (masks,
+positions) of each layer. Then each layer in turn is loaded, runs on all prompts, and frees its memory for the next. Arithmetic
+is float32 on every device, whatever dtype the weights have: few CPUs have fast 16-bit arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.decoder.unfused import put_back, unfuse
+from weightsmith._base.errors import ShapeError, Unsupported, WeightsmithError, first_line
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._engine.products import ProductContext
+
+BATCH_TOKENS = 2048
+"""Per batch, including padding: enough to keep a processor busy while attention masks stay small."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """One layer's inputs for each prompt: float32 [tokens, hidden], prompts in the caller's order, no padding.
+
+    index      of the layer
+    entering   the residual stream before the layer (transformers' hidden_states[index])
+    mlp_input  the input of the layer's MLP, after attention and its norm; a router in its place receives the same
+    """
+
+    index: int
+    entering: Sequence[Tensor]
+    mlp_input: Sequence[Tensor]
+
+
+class Decoder:
+    """A transformers module without weights, and the model that has them. Created by `build`."""
+
+    def __init__(
+        self,
+        base: Base,
+        specs: Mapping[str, TensorSpec],
+        body: Any,
+        layers: nn.ModuleList,
+        embedding: str,
+    ) -> None:
+        """Use `build`."""
+        self._base = base
+        self._specs = specs
+        self._body = body
+        self._layers = layers
+        self._embedding = embedding
+        self._owner, self._stack = _place(base)
+
+    @property
+    def max_tokens(self) -> int:
+        """The model's maximum number of positions."""
+        return int(getattr(self._body.config, "max_position_embeddings", None) or 1 << 30)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return self._specs[self._name(self._embedding)].shape[0]
+
+    @property
+    def logit_cap(self) -> float | None:
+        """c, where logits are c · tanh(x / c); None where they are not. transformers' default if config.json does not say."""
+        return getattr(self._body.config, "final_logit_softcapping", None)
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Stored size of each layer's weights."""
+        names = [[f"{self._base.prefix}{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(self._layers)]
+        return [sum(self._specs[name].nbytes for name in own) for own in names]
+
+    def embeddings(self, source: ProductContext, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The stored embeddings of the tokens of each prompt: float32 [tokens, hidden]."""
+        table, place = self._rows(source, prompts)
+        return [table[[place[token] for token in ids]] for ids in prompts]
+
+    def states(
+        self, source: ProductContext, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
+    ) -> Iterator[LayerStates]:
+        """Yield each layer's inputs for the prompts.
+
+        source   supplies the weights
+        prompts  token ids, not empty
+        device   a torch device name
+        batch_tokens  tokens per batch, including padding; affects the states only by float rounding
+
+        Memory: one layer in float32 (on the CPU, and on the device if different), and five times [all tokens, hidden]
+        float32.
+        """
+        with torch.inference_mode():
+            batches = [_Batch(prompts, chosen, device) for chosen in _batches(prompts, batch_tokens)]
+            self._begin(source, batches, prompts, device)
+            memory = _Memory(source, device)
+            for i, layer in enumerate(self._layers):
+                weights = {name: f"{self._base.prefix}{i}.{name}" for name, _ in layer.named_parameters()}
+                with _loaded(layer, weights, memory):
+                    yield self._run(i, layer, batches, len(prompts))
+
+    def embedded(self, source: ProductContext, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """What enters the first layer, for rows of token ids without padding: float32 [tokens, hidden] each."""
+        with torch.no_grad():
+            place = self._embed(source, rows, "cpu")
+            for ids in rows:
+                found = torch.tensor([[place[token] for token in ids]])
+                yield record(self._body, self._layers, input_ids=found)[0][0]
+
+    @contextmanager
+    def layer(
+        self, i: int, source: ProductContext, tokens: int, device: str = "cpu", given: Mapping[str, Tensor] | None = None
+    ) -> Iterator[Layer]:
+        """Layer i with its weights, for rows of so many tokens.
+
+        source  supplies weights; matrices that transformers fuses may be stored one by one
+        given   weights to use instead of the source's, by name
+
+        Raises ShapeError if its tensors are not those of the module.
+        """
+        given = given or {}
+        layer, prefix = self._layers[i], f"{self._base.prefix}{i}."
+        shapes = {step.out.name: step.out.shape for step in source.product.steps}
+        with _Weightless():
+            names, replaced = unfuse(layer, prefix, shapes)
+        try:
+            wanted = {names[name]: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+            if wrong := _wrong_shapes(wanted, shapes):
+                fix = f"check its config.json{self._base.instead}"
+                raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=fix)
+            self._to(device)
+            with torch.no_grad():
+                hidden = torch.zeros(1, tokens, self._base.hidden, device=device)
+                call = record(self._body, self._layers, inputs_embeds=hidden)[1][i]
+                with _loaded(layer, {name: own for name, own in names.items() if own not in given}, _Memory(source, device)):
+                    for name, own in names.items():
+                        if own in given:
+                            _register(layer, name, given[own].to(device))
+                    linear = {names[f"{n}.weight"]: m for n, m in layer.named_modules() if isinstance(m, nn.Linear)}
+                    yield Layer(layer, linear, *call, self._base.instead)
+        finally:
+            put_back(layer, replaced)
+
+    @contextmanager
+    def final_norm(self, source: ProductContext, device: str = "cpu") -> Iterator[Any]:
+        """The norm after the last layer, whose output enters the head: a module, with its weights."""
+        norm = self._body.norm
+        with _loaded(norm, {name: self._name(f"norm.{name}") for name, _ in norm.named_parameters()}, _Memory(source, device)):
+            yield norm
+
+    def _rows(self, source: ProductContext, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
+        """The embedding rows of all tokens in the prompts, and the row index of each token."""
+        used = sorted({token for ids in prompts for token in ids})
+        rows = torch.from_numpy(source.rows(self._name(self._embedding), used))
+        return rows, {token: i for i, token in enumerate(used)}
+
+    def _name(self, parameter: str) -> str:
+        """The model's name for a parameter of the body."""
+        return f"{self._owner}.{parameter}" if self._owner else parameter
+
+    def _begin(self, source: ProductContext, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
+        """Embed every batch and record the arguments of every layer, by running the body without its layers."""
+        place = self._embed(source, prompts, device)
+        for batch in batches:
+            batch.record(self._body, self._layers, place)
+
+    def _embed(self, source: ProductContext, prompts: Sequence[Sequence[int]], device: str) -> dict[int, int]:
+        """Give the body the embedding rows of these tokens, and all else it needs outside its layers. Returns token → row."""
+        table, place = self._rows(source, prompts)
+        module = self._body.get_submodule(self._embedding.removesuffix(".weight"))
+        module.padding_idx = None  # rows are renumbered
+        module.weight = nn.Parameter(table.to(device), requires_grad=False)
+        rest = {n: self._name(n) for n, p in self._body.named_parameters() if p.is_meta and not n.startswith(f"{self._stack}.")}
+        _assign(self._body, rest, _Memory(source, device))
+        self._to(device)
+        return place
+
+    def _to(self, device: str) -> None:
+        """Move the buffers: positions, scales."""
+        for name, buffer in self._body.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            self._body.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+
+    def _run(self, i: int, layer: nn.Module, batches: Sequence[_Batch], count: int) -> LayerStates:
+        entering: list[Any] = [None] * count
+        mlp_input: list[Any] = [None] * count
+        seen: list[Tensor] = []
+        mlp: Any = layer.mlp
+        hook = mlp.register_forward_pre_hook(lambda _module, args, kwargs: seen.append(_first(args, kwargs)), with_kwargs=True)
+        try:
+            for batch in batches:
+                before, after = batch.through(i, layer)
+                for row, (prompt, tokens) in enumerate(zip(batch.chosen, batch.lengths, strict=True)):
+                    entering[prompt] = before[row, :tokens]
+                    mlp_input[prompt] = seen[-1].view(after.shape)[row, :tokens].clone()
+                seen.clear()
+        finally:
+            hook.remove()
+        return LayerStates(i, entering, mlp_input)
+
+
+def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithError:
+    """The module of a model, without weights; an error if transformers cannot build it or its tensors do not match.
+
+    specs  of all the model's tensors, by name; {} leaves the check to `Decoder.layer`
+
+    Works for any transformers class that calls its layers in sequence.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(base.config)
+    model_type = settings.pop("model_type", "")
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+        with _Weightless():
+            whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+        owner, stack = _place(base)
+        body = whole.get_submodule(owner)
+        layers = body.get_submodule(stack)
+        table = body.get_input_embeddings().weight
+    except Exception as error:  # a bad config can raise anything in transformers
+        what = f"transformers cannot build a model of type '{model_type}': {first_line(error)}"
+        return Unsupported(what, where=base.label, fix=f"check its config.json{base.instead}")
+    embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
+    wanted = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}
+    stored = {name: spec.shape for name, spec in specs.items()}
+    wrong = _wrong_shapes(wanted, stored) if specs else []
+    if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
+        return ShapeError(_MISMATCH, where=base.label, details=wrong, fix=f"check its config.json{base.instead}")
+    return Decoder(base, specs, body, layers, embedding)
+
+
+_MISMATCH = "the tensors do not match the model that transformers builds from config.json"
+
+
+def _wrong_shapes(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The first five tensors that are missing or have another shape."""
+    wrong = [
+        f"{name}: {list(shape)} by its config.json, {list(stored[name]) if name in stored else 'missing'} in its files"
+        for name, shape in wanted.items()
+        if stored.get(name) != shape
+    ]
+    return wrong[:5]
+
+
+def _place(base: Base) -> tuple[str, str]:
+    """The names of the module that has the layers and of its list of layers: `model` and `layers`."""
+    owner, _, stack = base.prefix.removesuffix(".").rpartition(".")
+    return owner, stack
+
+
+class _Weightless(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch has no types for it
+    """Makes `torch.empty`, which torch layers use for their weights, allocate no memory. Buffers are not affected."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        more = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **{**(kwargs or {}), **more})
+
+
+class _Recorded(Exception):
+    """The last layer has been called; stops the forward pass."""
+
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""What a layer is called with, besides hidden states: masks and positions."""
+
+
+def record(body: Any, layers: nn.ModuleList, **inputs: Tensor) -> tuple[Tensor, list[Call]]:
+    """Run the body without its layers: what enters the first, and what each is called with."""
+    calls: list[Call] = []
+    entering: list[Tensor] = []
+
+    def note(*args: Any, **kwargs: Any) -> Tensor:
+        hidden = _first(args, kwargs)
+        entering.append(hidden)
+        calls.append((args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}))
+        if len(calls) == len(layers):
+            raise _Recorded
+        return hidden
+
+    for layer in layers:
+        layer.forward = note
+    try:
+        with contextlib.suppress(_Recorded):
+            body(**inputs, use_cache=False)
+    finally:
+        for layer in layers:
+            del layer.forward
+    assert len(calls) == len(layers)
+    return entering[0], calls
+
+
+_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm")
+"""Names of `Layer.before_mlp`: the first that a layer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer with its weights.
+
+    module        transformers'
+    linears       its linear layers, by the stored name of their weights
+    args, kwargs  what it is called with, besides hidden states
+    instead       as `Base.instead`
+    """
+
+    module: Any
+    linears: Mapping[str, nn.Linear]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    instead: str = ""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Run one row, float32 [tokens, hidden]. Thread-safe."""
+        after = self.module(hidden[None], *self.args, **self.kwargs)
+        found: Tensor = (after if isinstance(after, Tensor) else after[0])[0]
+        return found
+
+    def linear(self, weight: str) -> nn.Linear:
+        """A linear layer, by the stored name of its weight. Raises Unsupported if there is none."""
+        if weight not in self.linears:
+            raise Unsupported(
+                "transformers has no linear layer of this name", where=weight, fix=f"check its config.json{self.instead}"
+            )
+        return self.linears[weight]
+
+    @property
+    def before_mlp(self) -> nn.Module:
+        """The norm that gets the residual stream between attention and MLP."""
+        found: nn.Module = next(getattr(self.module, name) for name in _BEFORE_MLP if hasattr(self.module, name))
+        return found
+
+
+class _Batch:
+    """Right-padded prompts; between layers, their hidden states [prompts, tokens, hidden]."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], chosen: Sequence[int], device: str) -> None:
+        self.chosen = chosen
+        self.lengths = [len(prompts[k]) for k in chosen]
+        self._ids = [list(prompts[k]) for k in chosen]
+        self._device = device
+        self._hidden: Tensor = torch.empty(0)
+        self._calls: list[Call] = []
+
+    def record(self, body: Any, layers: nn.ModuleList, place: Mapping[int, int]) -> None:
+        """Run the body with layers that record their arguments. place: token → row of the embedding."""
+        width = max(self.lengths)
+        ids = torch.zeros(len(self._ids), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, own in enumerate(self._ids):
+            ids[row, : len(own)] = torch.tensor([place[token] for token in own])
+            mask[row, : len(own)] = 1
+
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        self._hidden, self._calls = record(body, layers, input_ids=ids, attention_mask=mask)
+
+    def through(self, i: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        """Run the batch through layer i. Returns hidden states before the layer and inputs of its MLP."""
+        before = self._hidden
+        args, kwargs = self._calls[i]
+        after = layer(before, *args, **kwargs)
+        self._hidden = after if isinstance(after, Tensor) else after[0]
+        return before, self._hidden
+
+
+def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    assert isinstance(hidden, Tensor)
+    return hidden
+
+
+def _batches(prompts: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of prompts, grouped by similar length into batches."""
+    batch: list[int] = []
+    for k in sorted(range(len(prompts)), key=lambda k: (len(prompts[k]), k)):
+        if batch and (len(batch) + 1) * len(prompts[k]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(k)
+    if batch:
+        yield batch
+
+
+class _Memory:
+    """Buffers for weights, reused for the next layer: freeing and allocating takes longer than filling them."""
+
+    def __init__(self, source: ProductContext, device: str) -> None:
+        self._source = source
+        self._device = "cpu" if torch.device(device).type == "cpu" else device
+        self._free: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
+
+    def filled(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """The model's tensors in float32 on the device. shapes: by name."""
+        staged = {name: self._take("cpu", shape) for name, shape in shapes.items()}
+        self._source.fill({name: tensor.numpy() for name, tensor in staged.items()})
+        if self._device == "cpu":
+            return staged
+        found = {name: self._take(self._device, shape).copy_(staged[name]) for name, shape in shapes.items()}
+        self.free(staged.values())
+        return found
+
+    def free(self, tensors: Iterable[Tensor]) -> None:
+        """Release tensors for reuse."""
+        for tensor in tensors:
+            where = "cpu" if tensor.device.type == "cpu" else self._device
+            self._free.setdefault((where, tuple(tensor.shape)), []).append(tensor)
+
+    def _take(self, device: str, shape: tuple[int, ...]) -> Tensor:
+        free = self._free.get((device, shape))
+        return free.pop() if free else torch.empty(shape, dtype=torch.float32, device=device)
+
+
+@contextmanager
+def _loaded(layer: nn.Module, names: Mapping[str, str], memory: _Memory) -> Iterator[None]:
+    """Load the layer's weights; release them on exit."""
+    try:
+        _assign(layer, names, memory)
+        yield
+    finally:
+        for module in layer.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if not parameter.is_meta:
+                    module.register_parameter(name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+                    memory.free([parameter.data])
+
+
+def _assign(module: nn.Module, names: Mapping[str, str], memory: _Memory) -> None:
+    """Load parameters in float32. names: the module's parameters → the model's tensors."""
+    made = memory.filled({stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()})
+    for name, stored in names.items():
+        _register(module, name, made[stored])
+
+
+def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,174 @@
+"""The `gradients` product: how much the model's predictions depend on what passes through a layer.
+
+For each token of a row, a label is drawn from the model's own prediction p, and log p(label) is differentiated. The expected
+square of such gradients g is the Fisher information (Martens and Grosse 2015, https://arxiv.org/abs/1503.05671, section 2): a
+small error δ anywhere in the model changes its predictions by KL(p, p') = ½ E[(g · δ)²] nats, to the second order. The next
+tokens of the text itself would measure how surprising the text is.
+
+One product turns the states after the last layer into gradients. Each layer's product then passes them on, from the last layer
+to the first. It also keeps what the layer's measurement needs of the gradients at the outputs of its linear layers.
+
+**Determinism.** A row runs on one thread, and rows are added in order. Labels depend on the seed and the row alone. On a GPU,
+the gradients of some kernels are sums in any order: a measurement there may differ in its last digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weightsmith._activations.work import GradientWork
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._models.structure.vocabulary import is_head
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays, Floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightsmith._activations.running import NumberedRow
+
+LAST_FIRST = "measuring from the last layer to the first"
+"""The progress of gradients and losses, after that of the states."""
+
+TOKENS_AT_ONCE = 64
+"""Whose predictions are held in memory: as many numbers as the vocabulary has tokens, for each."""
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    work = GradientWork.of(bench.product)
+    return _of_head(bench, work) if work.layer == work.base.layers else _of_layer(bench, work)
+
+
+def _of_head(bench: ProductContext, work: GradientWork) -> Arrays:
+    """The gradients of what leaves the last layer."""
+    import torch
+
+    from weightsmith._activations.running import decoder_of, rows_of_states
+
+    rows = rows_of_states(bench, work, 0, 0, back=True)
+    [gradients] = bench.create()
+    head = next(step.out for step in bench.product.steps if is_head(step.out))
+    numbers = np.empty(head.shape, np.float32)
+    bench.fill({head.name: numbers})
+    weight = torch.from_numpy(numbers).to(rows.device)
+    decoder = decoder_of(work.base)
+    cap = decoder.logit_cap
+    with decoder.final_norm(bench, rows.device) as norm:
+
+        def gradient(numbered: NumberedRow) -> Tensor:
+            row, hidden = numbered
+            draws = np.random.default_rng([work.seed, row]).random(len(hidden), np.float32)
+            with torch.enable_grad():
+                final = norm(hidden.requires_grad_())
+                parts = zip(
+                    final.detach().split(TOKENS_AT_ONCE),
+                    torch.from_numpy(draws).to(rows.device).split(TOKENS_AT_ONCE),
+                    strict=True,
+                )
+                found = [_of_logits(x, weight, cap, draw) for x, draw in parts]
+                return torch.autograd.grad(final, hidden, torch.cat(found))[0]
+
+        rows.fill(gradients, gradient, "the gradient of the prediction")
+    return [gradients]
+
+
+def _of_logits(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> Tensor:
+    """The gradient of Σ log p(label) with respect to the inputs of the head. draws: for labels, 0 … 1, one for each token.
+
+    That of the logits is 1 for the label, minus p. autograd would keep five arrays of the size of the logits; here are two.
+    """
+    import torch
+
+    with torch.no_grad():
+        p = final @ head.T
+        slope = None
+        if cap is not None:
+            p.div_(cap).tanh_()
+            slope = 1 - p.square()
+            p.mul_(cap)
+        p.sub_(p.amax(1, keepdim=True)).exp_()
+        p.div_(p.sum(1, keepdim=True))
+        below = p.cumsum(1)
+        labels = torch.searchsorted(below, (draws * below[:, -1])[:, None], right=True).clamp_(max=p.shape[1] - 1)
+        del below
+        of_logits = p.neg_().scatter_add_(1, labels, torch.ones_like(draws)[:, None])
+        return (of_logits if slope is None else of_logits.mul_(slope)) @ head
+
+
+def _of_layer(bench: ProductContext, work: GradientWork) -> Arrays:
+    """The gradients of what enters a layer, and what is kept of those of its linear layers."""
+    import torch
+
+    from weightsmith._activations.running import layer_rows
+    from weightsmith._activations.sums import Outputs
+    from weightsmith._outputs.local.products import release_pages
+
+    leaving = bench.arrays(work.gradients)[0]
+    gradients, norms, squares = bench.create()
+    with layer_rows(bench, work, 0, 0.3, back=True) as rows:
+        outputs = Outputs(rows.layer, work.weights)
+
+        def run(numbered: NumberedRow) -> list[Floats]:
+            row, hidden = numbered
+            with torch.enable_grad():
+                hidden.requires_grad_()
+                found = outputs.begin()
+                left = rows.layer(hidden)
+                given = torch.from_numpy(np.array(leaving[row])).to(rows.device)
+                gradient, *inside = torch.autograd.grad(left, [hidden, *found.values()], given)
+            rows.check_finite(gradient, f"the gradient of layer {work.layer}", row)
+            gradients[row] = gradient.cpu().numpy()
+            sums = [np.zeros(0, np.float32)] * len(work.weights)
+            for name, g in zip(found, inside, strict=True):
+                place, g = work.weights.index(name), g.reshape(-1, g.shape[-1])
+                norms[place, row, : len(g)] = g.norm(dim=1).cpu().numpy()
+                sums[place] = g.square().sum(0).cpu().numpy()
+            return sums
+
+        try:
+            for some in rows.each(run):
+                for sums in some:
+                    for place, total in enumerate(sums):
+                        squares[place, : len(total)] += total
+                release_pages(gradients)
+        finally:
+            outputs.close()
+    return [gradients, norms, squares]
+
+
+def shapes_of(states: tuple[int, ...], weights: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What is kept of the gradients at the outputs of linear layers: the norm of each token's [weights, rows, tokens], and the
+    sum of the squares of each feature's [weights, features].
+
+    states   shape of what enters the layer: [rows, tokens, hidden]
+    weights  shapes of the weights
+    """
+    return (len(weights), *states[:2]), (len(weights), max((shape[0] for shape in weights), default=0))
+
+
+def _check(product: Product) -> str:
+    if problem := GradientWork.check(product):
+        return problem
+    work = GradientWork.of(product)
+    if work.seed < 0:
+        return "its seed is negative"
+    outs = [(out.dtype.name, out.shape) for out in product.outs]
+    if not outs or outs[0][0] != "F32" or len(outs[0][1]) != 3:
+        return "it does not make gradients"
+    if work.layer == work.base.layers:
+        if len(outs) != 1 or not any(is_head(step.out) and len(step.out.shape) == 2 for step in product.steps):
+            return "it has no step for the head, or other arrays"
+        return ""
+    specs = {step.out.name: step.out.shape for step in product.steps}
+    if not all(len(specs.get(name, ())) == 2 for name in work.weights):
+        return "it has no step for a weight"
+    norms, squares = shapes_of(outs[0][1], [specs[name] for name in work.weights])
+    if outs[1:] != [("F32", norms), ("F64", squares)]:
+        return "its arrays are not those of its weights"
+    return "" if work.gradients else "it does not need what its settings name"
+
+
+KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True, transient=True)

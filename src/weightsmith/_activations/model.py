@@ -1,0 +1,330 @@
+"""The products of a text that runs through a model, for a plan. Planning reads headers, the text and the tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.gradients import shapes_of as gradient_shapes
+from weightsmith._activations.packages import missing, package_version
+from weightsmith._activations.rows import TOKENIZER, rows_of, text_source
+from weightsmith._activations.sites import site_of
+from weightsmith._activations.statistic import shapes_of
+from weightsmith._activations.statistics import find_statistic
+from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork, StatisticWork, Work
+from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.files import read_bounded
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._files.copied import MAX_COPIED_BYTES
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import Structure, analyse
+from weightsmith._models.structure.configs import count_of
+from weightsmith._models.structure.roles import role_of
+from weightsmith._models.structure.vocabulary import is_embedding, is_head
+from weightsmith._planning.planner.dtypes import kept_specs
+from weightsmith._plans import CAST, COPY, FileRead, PlanDraft, Product, Read, Step
+from weightsmith._plans.statistics import StatisticRequest, TextSource
+from weightsmith._plans.values import arrays_of, needs_of
+
+PACKAGES = ("torch", "transformers", "tokenizers")
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model that text runs through: steps of a plan for its tensors, and the checkpoint whose tokenizer it has.
+
+    label       as the user named it
+    number      index of the checkpoint in the plan
+    config      its config.json
+    structure   of its tensors
+    needs       (step) → the products that must be finished before it
+    tokenizes   whether the checkpoint's tokenizer is the model's
+    instead     what else the user may do, for errors: `; or use …`
+    """
+
+    label: str
+    number: int
+    checkpoint: Checkpoint
+    config: Mapping[str, Any] | None
+    steps: tuple[Step, ...]
+    structure: Structure
+    needs: Callable[[Step], Collection[str]] = lambda step: ()
+    tokenizes: bool = True
+    instead: str = ""
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return next((step.out.shape[0] for step in self.steps if is_embedding(step.out)), 0)
+
+    @property
+    def bos(self) -> int | None:
+        """The token that begins a text, by config.json."""
+        found = (self.config or {}).get("bos_token_id")
+        return found if type(found) is int else None
+
+
+def result_of(draft: PlanDraft, inputs: Sequence[Checkpoint], steps: Sequence[Step], instead: str = "") -> TextModel:
+    """The model that a plan makes. steps: for its plain tensors, with the names of the model that transformers builds."""
+    donor, structure, maker = (
+        inputs[draft.donor],
+        analyse([step.out for step in steps], draft.config),
+        arrays_of(draft.products),
+    )
+    label, own, needs = draft.models[draft.donor].ref, TOKENIZER not in draft.files, partial(needs_of, maker=maker)
+    return TextModel(label, draft.donor, donor, draft.config, tuple(steps), structure, needs, own, instead)
+
+
+def input_of(inputs: Sequence[Checkpoint], number: int, instead: str = "") -> TextModel:
+    """An input of a plan, by its index."""
+    checkpoint = inputs[number]
+    steps = []
+    for name, kept in kept_specs(checkpoint).items():
+        op = COPY if kept.dtype is checkpoint.specs[name].dtype else CAST
+        steps.append(Step(kept, op, (Read(number, name),)))
+    structure = analyse([step.out for step in steps], checkpoint.config)
+    return TextModel(checkpoint.ref, number, checkpoint, checkpoint.config, tuple(steps), structure, instead=instead)
+
+
+def text_for(
+    model: TextModel, path: str | None, rows: int | None, tokens: int | None, seed: int, most_rows: int | None = None
+) -> TextSource:
+    """A text for a model: checked, with the number of its rows.
+
+    path       of the file; None or `built-in`: the built-in text
+    rows       None: as many as the text has, at most `rows.MAX_ROWS`
+    tokens     of a row; None: `rows.TOKENS`
+    most_rows  that are used, if `rows` or the text allow more
+
+    Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
+    """
+    problems = missing(PACKAGES, "calibration texts", "calibration", model.instead)
+    found = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
+    text = TextSource("", "", 0, 0, 0)
+    try:
+        text = text_source(path, rows, tokens, seed)
+    except WeightsmithError as error:
+        problems.append(error)
+    try:
+        text = replace(text, tokenizer=_tokenizer_hash(model))
+    except WeightsmithError as error:
+        found.append(error)
+    if problems := [*problems, *found]:
+        raise PlanError(problems)
+    try:
+        count = len(rows_of(text, model.checkpoint.folder, model.vocabulary, model.bos))
+    except WeightsmithError as error:
+        raise PlanError([error]) from error
+    return replace(text, rows=min(count, most_rows or count))
+
+
+def _no_decoder(model: TextModel) -> WeightsmithError:
+    return Unsupported("it is not a decoder with a config.json", where=model.label, fix=f"choose a decoder{model.instead}")
+
+
+def _tokenizer_hash(model: TextModel) -> str:
+    if not model.tokenizes:
+        fix = f"merge first, and use the result{model.instead}"
+        raise Unsupported("a text cannot run through a merge that changes the tokenizer", where=model.label, fix=fix)
+    checkpoint = model.checkpoint
+    if TOKENIZER not in checkpoint.files:
+        fix = f"put the model's tokenizer.json next to its weights{model.instead}"
+        raise NotFound("a calibration text needs the model's tokenizer.json", where=checkpoint.ref, fix=fix)
+    checkpoint.fetch([TOKENIZER])
+    return hashlib.sha256(read_bounded(checkpoint.folder / TOKENIZER, MAX_COPIED_BYTES)).hexdigest()
+
+
+class TextRun:
+    """Makes the products of a text that runs through a model, one after the other."""
+
+    def __init__(self, model: TextModel, text: TextSource, prefix: str = "") -> None:
+        """
+        text    from `text_for`
+        prefix  of the names of the products and their arrays
+
+        Raises PlanError for a model that is not a decoder.
+        """
+        stack, config = model.structure.main, model.config
+        if stack is None or config is None:
+            raise PlanError([_no_decoder(model)])
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        hidden = count_of(config, "hidden_size") or 0
+        self.text = text
+        self._model = model
+        self._prefix = prefix
+        self.base = Base(model.label, model.number, config, stack.prefix, stack.n_layers, hidden, model.instead)
+        self.packages = {name: package_version(name) for name in PACKAGES}
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.base.layers
+
+    def steps(self, layer: int) -> list[Step]:
+        """The steps for the tensors of a layer; for the number of layers, those outside the layers."""
+        where = (self._model.structure.main, layer) if layer < self.layers else None
+        return [step for step in self._model.steps if self._model.structure.locate(step.out.name) == where]
+
+    def names(self, layer: int) -> list[str]:
+        """The tensors of a layer."""
+        return [step.out.name for step in self.steps(layer)]
+
+    def linear(self, layer: int) -> tuple[str, ...]:
+        """The weights of the linear layers of a layer. Experts that are one tensor are not among them."""
+        return tuple(step.out.name for step in self.steps(layer) if role_of(step.out) == "linear")
+
+    def embedding(self) -> Product:
+        """What enters the first layer."""
+        work = EmbeddingWork(self.base, self.packages, self.text, self._model.bos)
+        steps = [step for step in self.steps(self.layers) if not is_head(step.out)]
+        files = (FileRead(self._model.number, TOKENIZER, self.text.tokenizer),)
+        return self.product("states 0", "embedding", (self.rows("states 0"),), work, steps, files=files, transient=True)
+
+    def states(self, layer: int, states: Product) -> Product:
+        """What leaves a layer. states: what enters it."""
+        name, work = f"states {layer + 1}", LayerWork(self.base, self.packages, layer, states.name)
+        return self.product(name, "states", (self.rows(name),), work, self.steps(layer), (states,), transient=True)
+
+    def head_gradients(self, states: Product) -> Product:
+        """The gradients of what leaves the last layer. states: what leaves it."""
+        name = f"gradients {self.layers}"
+        work = GradientWork(self.base, self.packages, self.layers, states.name, "", (), self.text.seed)
+        steps = self.steps(self.layers)
+        return self.product(name, "gradients", (self.rows(name),), work, steps, (states,), transient=True)
+
+    def gradients(self, layer: int, states: Product, leaving: Product, weights: tuple[str, ...] = ()) -> Product:
+        """The gradients of what enters a layer, and what is kept of those of its weights. leaving: of what leaves it."""
+        work = GradientWork(self.base, self.packages, layer, states.name, leaving.name, weights, self.text.seed)
+        name, steps = f"gradients {layer}", self.steps(layer)
+        shapes = {step.out.name: step.out.shape for step in steps}
+        own = self.rows(name)
+        norms, squares = gradient_shapes(own.shape, [shapes[weight] for weight in weights])
+        outs = own, self.array(f"norms of layer {layer}", "F32", norms), self.array(f"squares of layer {layer}", "F64", squares)
+        return self.product(name, "gradients", outs, work, steps, (states, leaving), transient=True)
+
+    def statistic(
+        self, kind: str, layer: int, states: Product, weights: Iterable[str], leaving: Product | None = None
+    ) -> Product:
+        """A statistic of linear layers of a layer.
+
+        kind     a name of `statistics.STATISTICS`
+        leaving  the gradients of what leaves the layer, for a statistic that has them
+        """
+        names, steps = tuple(weights), self.steps(layer)
+        work = StatisticWork(self.base, self.packages, layer, states.name, kind, leaving.name if leaving else "", names)
+        shapes = shapes_of(find_statistic(kind), names, {step.out.name: step.out.shape for step in steps})
+        outs = tuple(self.array(f"{kind} of {key}", "F32", shape) for key, shape in shapes.items())
+        needs = (states,) if leaving is None else (states, leaving)
+        return self.product(f"{kind} {layer}", "statistic", outs, work, steps, needs)
+
+    def forward(self, measure: Callable[[int, Product], Iterable[Product]]) -> tuple[Product, ...]:
+        """The products of a pass from the first layer to the last. measure: (layer, what enters it) → the products to add."""
+        return _needed(self._ahead(measure))
+
+    def _ahead(self, measure: Callable[[int, Product], Iterable[Product]]) -> list[Product]:
+        products = [self.embedding()]
+        states = products[0]
+        for layer in range(self.layers):
+            products += measure(layer, states)
+            states = self.states(layer, states)
+            products.append(states)
+        return products
+
+    def backward(
+        self,
+        measure: Callable[[int, Product, Product, Product], Iterable[Product]],
+        weights: Callable[[int], tuple[str, ...]] = lambda layer: (),
+        before: Callable[[int, Product], Iterable[Product]] = lambda layer, states: (),
+    ) -> tuple[Product, ...]:
+        """The products of a pass to the head, and back with the gradients.
+
+        measure  (layer, what enters it, the gradients of that, those of what leaves it) → the products to add
+        weights  whose gradients are looked at, by layer
+        before   as `measure` of `forward`
+        """
+        products = self._ahead(before)
+        states = [product for product in products if product.op in ("embedding", "states")]
+        gradients = self.head_gradients(states[-1])
+        products.append(gradients)
+        for layer in reversed(range(self.layers)):
+            leaving, gradients = gradients, self.gradients(layer, states[layer], gradients, weights(layer))
+            products += [gradients, *measure(layer, states[layer], gradients, leaving)]
+        return _needed(products)
+
+    def rows(self, name: str) -> TensorSpec:
+        """The array of states or gradients: float32 [rows, tokens, hidden]."""
+        return self.array(name, "F32", (self.text.rows, self.text.tokens, self.base.hidden))
+
+    def array(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+        """An array of a product."""
+        return TensorSpec(self._prefix + name, DTYPES[dtype], shape)
+
+    def product(
+        self,
+        name: str,
+        op: str,
+        outs: tuple[TensorSpec, ...],
+        work: Work,
+        steps: Iterable[Step],
+        needs: Iterable[Product] = (),
+        files: tuple[FileRead, ...] = (),
+        *,
+        transient: bool = False,
+    ) -> Product:
+        """A product of this run, which needs what the steps need."""
+        steps = tuple(steps)
+        merged = {need: None for step in steps for need in sorted(self._model.needs(step))}
+        named = (*merged, *(product.name for product in needs))
+        return Product(self._prefix + name, op, outs, work.to_json(), steps, (), named, files, transient)
+
+
+def _needed(products: Sequence[Product]) -> tuple[Product, ...]:
+    """Without what only other products read, if none does."""
+    names = {name for product in products for name in product.needs}
+    return tuple(product for product in products if not product.transient or product.name in names)
+
+
+def statistic_products(models: Callable[[int], TextModel], requests: Iterable[StatisticRequest]) -> tuple[Product, ...]:
+    """The products of statistics of all linear layers of a model. Requests of one model and text share its states.
+
+    models  by index in the plan
+
+    Their arrays are named by `array_name`. They do not depend on the number of threads.
+
+    Raises PlanError; UnknownName for an unknown kind.
+    """
+    texts: dict[tuple[int, TextSource], list[str]] = {}
+    for request in dict.fromkeys(requests):
+        texts.setdefault((request.model, request.text), []).append(request.kind)
+    found = [_products(TextRun(models(number), text, _prefix(number, text)), kinds) for (number, text), kinds in texts.items()]
+    return tuple(product for products in found for product in products)
+
+
+def _products(run: TextRun, kinds: Iterable[str]) -> tuple[Product, ...]:
+    plain: list[str] = []
+    deep: list[str] = []
+    for kind in kinds:
+        (deep if find_statistic(kind).gradients else plain).append(kind)
+
+    def ahead(layer: int, states: Product) -> list[Product]:
+        return [run.statistic(kind, layer, states, run.linear(layer)) for kind in plain]
+
+    def back(layer: int, states: Product, _gradients: Product, leaving: Product) -> list[Product]:
+        return [run.statistic(kind, layer, states, run.linear(layer), leaving) for kind in deep]
+
+    return run.backward(back, before=ahead) if deep else run.forward(ahead)
+
+
+def array_name(request: StatisticRequest, weight: str) -> str:
+    """The name of the array that a request makes for a linear layer, by the name of its weight; steps read it as a tensor."""
+    key = weight if find_statistic(request.kind).gradients else site_of(weight)
+    return f"{_prefix(request.model, request.text)}{request.kind} of {key}"
+
+
+def _prefix(number: int, text: TextSource) -> str:
+    digest = hashlib.sha256(repr(sorted(asdict(text).items())).encode()).hexdigest()[:12]
+    return f"model {number}, text {digest}: "

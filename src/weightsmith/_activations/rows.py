@@ -1,0 +1,300 @@
+"""Rows of calibration tokens: a text, tokenised with the model's own tokenizer, cut into rows of equal length.
+
+Half of the rows begin with the model's BOS token, as a prompt does; the others begin in the middle of a text. A text is read
+until it has `SPARE` times the tokens that the rows take; the rows are drawn from these with the seed. It is read in pieces, so
+that it takes little memory however large it is; a parquet file is decoded in a process of its own (`parquet_script.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import itertools
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from codecs import BOM_UTF8, getincrementaldecoder
+from collections.abc import Generator, Iterable, Iterator
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._activations.packages import missing
+from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line
+from weightsmith._base.files import expand_user, open_bounded, show
+from weightsmith._base.options import option_error
+from weightsmith._base.strict_json import MAX_MEMORY, JsonError, parse
+from weightsmith._base.text import status
+from weightsmith._files.remote.failures import no_panic
+from weightsmith._plans.statistics import TextSource
+
+TOKENIZER = "tokenizer.json"
+"""The file that cuts a text into tokens."""
+
+BUILT_IN = "built-in"
+"""The text that comes with the package: `texts/`, one document per file."""
+
+MAX_ROWS = 128
+"""Rows taken from a text if their number is not given."""
+TOKENS = 512
+"""Tokens per row if not given."""
+MAX_TEXT_BYTES = 256 << 20
+"""Of a file, and of what a parquet file holds when it is decompressed."""
+MAX_DECODING_BYTES = 512 << 20
+"""Memory that decoding a parquet file takes, besides pyarrow's code."""
+DECODING_SECONDS = 10
+"""Processor time that it takes, and a second more for each 4 MiB of the file."""
+PIECE_CHARACTERS = 1 << 20
+"""Of a document that are encoded at once, at most."""
+SPARE = 8
+"""A text is read until it has so many times the tokens that the rows take."""
+
+
+def text_source(path: str | None, rows: int | None, tokens: int | None, seed: int) -> TextSource:
+    """A text file, not yet cut by a tokenizer; None or `built-in`: the built-in text. rows: 0 until they are counted.
+
+    Raises WeightsmithError for an unusable file.
+    """
+    if seed < 0:
+        raise option_error("seed", f"must be at least 0 for a calibration, not {seed}")
+    if path is None or path == BUILT_IN:
+        digest = hashlib.sha256(b"\0".join(text.encode() for text in _built_in())).hexdigest()
+        return TextSource(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
+    file = expand_user(path).absolute()
+    if file.suffix not in _READERS:
+        what = f"the calibration text {show(path)} is of an unknown kind"
+        raise option_error("calibration", what, f"use a file that ends in {', '.join(_READERS)}, or none")
+    if file.suffix == ".parquet" and find_spec("pyarrow") is None:
+        what = "a parquet file needs pyarrow, which is not installed"
+        raise Unsupported(what, where=path, fix="run pip install pyarrow, or convert the text to .jsonl")
+    return TextSource(str(file), _sha256(file), rows or 0, tokens or TOKENS, seed)
+
+
+def rows_of(text: TextSource, folder: Path, vocabulary: int, bos: int | None) -> npt.NDArray[np.int32]:
+    """The rows: int32 [rows, tokens].
+
+    folder      of the model, with tokenizer.json
+    vocabulary  rows of the embedding
+    bos         the token that begins half of the rows; None, or a number without a row: no such token
+
+    Raises ParameterError if the text is too short; CheckpointError if it has changed; NotFound without a tokenizer; FormatError
+    for a text that cannot be read or encoded.
+    """
+    status("tokenizing the calibration text")
+    tokenizer = _tokenizer(folder)
+    enough, ids = SPARE * (text.rows or MAX_ROWS) * text.tokens, []
+    count = 0
+    with contextlib.closing(read_pieces(text)) as texts:
+        for piece in texts:
+            try:
+                found = np.array(tokenizer.encode(piece, add_special_tokens=False).ids, np.int32)
+            except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
+                what = f"the tokenizer cannot encode the calibration text: {first_line(error)}"
+                raise FormatError(what, where=str(folder / TOKENIZER), fix="use another text") from error
+            ids.append(found)
+            count += len(found)
+            if count >= enough:
+                break
+    stream = np.concatenate(ids) if ids else np.empty(0, np.int32)
+    available = len(stream) // text.tokens
+    rows = text.rows or min(available, MAX_ROWS)
+    where = f"--calibration {text.source}"
+    if not 0 < rows <= available:
+        need = max(rows, 1) * text.tokens
+        wants = f"{max(rows, 1):,} rows of {text.tokens:,} take {need:,}"
+        what = f"the calibration text has {len(stream):,} tokens, but {wants}"
+        raise ParameterError(what, where=where, fix="give a longer text, or fewer or shorter rows")
+    if stream.max() >= vocabulary:
+        what = f"the tokenizer produces token {stream.max()}, but the embedding has {vocabulary} rows"
+        raise Unsupported(what, where=str(folder / TOKENIZER), fix="use the model's own tokenizer")
+    chosen = np.sort(np.random.default_rng(text.seed).choice(available, rows, replace=False))
+    cut = stream[: available * text.tokens].reshape(available, text.tokens)[chosen]
+    if bos is not None and 0 <= bos < vocabulary:
+        cut[1::2, 1:] = cut[1::2, :-1].copy()
+        cut[1::2, 0] = bos
+    return cut
+
+
+def read_pieces(text: TextSource) -> Generator[str, None, None]:
+    """The documents of a text, in pieces. Raises CheckpointError if it has changed since the plan was made.
+
+    Reads no more of the file than the pieces that are asked for take.
+    """
+    if text.source == BUILT_IN:
+        texts = _built_in()
+        found = hashlib.sha256(b"\0".join(text.encode() for text in texts)).hexdigest()
+        _check(found, text)
+        for document in texts:
+            yield from pieces([document])
+        return
+    path = Path(text.source)
+    if path.suffix not in _READERS:
+        raise FormatError("a calibration text of an unknown kind", where=str(path), fix="plan again")
+    _check(_sha256(path), text)
+    with open_bounded(path, MAX_TEXT_BYTES) as file:
+        yield from _READERS[path.suffix](file, path)
+
+
+def pieces(document: Iterable[str]) -> Iterator[str]:
+    """A document in pieces of at most `PIECE_CHARACTERS`, which end where a paragraph does; else a line, else a word.
+
+    document  as it is read, in parts of any length
+    """
+    rest = ""
+    for part in document:
+        text, start = rest + part, 0
+        while len(text) - start > PIECE_CHARACTERS:
+            end = start + PIECE_CHARACTERS
+            places = ((text.rfind(mark, start, end), len(mark)) for mark in ("\n\n", "\n", " "))
+            end = next((place + length for place, length in places if place >= 0), end)
+            yield text[start:end]
+            start = end
+        rest = text[start:]
+    if rest:
+        yield rest
+
+
+def _check(found: str, text: TextSource) -> None:
+    if found != text.sha256:
+        raise CheckpointError("the calibration text has changed", where=text.source, fix="plan again")
+
+
+def _built_in() -> list[str]:
+    folder = files("weightsmith._activations") / "texts"
+    return [path.read_text("utf-8") for path in sorted(folder.iterdir(), key=lambda p: p.name) if path.name.endswith(".txt")]
+
+
+def _sha256(path: Path) -> str:
+    with open_bounded(path, MAX_TEXT_BYTES) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _plain(file: io.FileIO, path: Path) -> Iterator[str]:
+    return pieces(_decoded(file, path))
+
+
+def _decoded(file: io.FileIO, path: Path) -> Iterator[str]:
+    decoder = getincrementaldecoder("utf-8")()
+    at = file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
+    data = b"?"
+    while data:
+        data, kept = file.read(_READ_BYTES), len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            what = f"the calibration text is not UTF-8: byte 0x{error.object[error.start]:02x} at offset"
+            raise FormatError(f"{what} {at - kept + error.start:,}", where=str(path), fix="save it as UTF-8") from error
+        yield text
+        at += len(data)
+
+
+def _json_lines(file: io.FileIO, path: Path) -> Iterator[str]:
+    """The `text` of each line, or all of its strings."""
+    with io.BufferedReader(file) as lines:
+        for number in itertools.count(1):
+            line = lines.readline(MAX_MEMORY)  # a longer one is more than `parse` takes
+            if not line:
+                return
+            line = line.removeprefix(BOM_UTF8) if number == 1 else line
+            if not line.strip():
+                continue
+            try:
+                value = parse(line, unique=False)
+            except JsonError as error:
+                raise FormatError(f"line {number} {error}", where=str(path), fix="correct the line, or delete it") from error
+            yield from pieces([_text_of(value)])
+
+
+def _text_of(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        return ""
+    own = value.get("text")
+    return own if isinstance(own, str) else " ".join(each for each in value.values() if isinstance(each, str))
+
+
+def _parquet(file: io.FileIO, path: Path) -> Iterator[str]:
+    """The same of each row. Decoding is bounded in memory, and in time by the size of the file."""
+    seconds = DECODING_SECONDS + (os.fstat(file.fileno()).st_size >> 22)
+    command = [sys.executable, "-P", str(_SCRIPT), str(MAX_DECODING_BYTES), str(seconds)]
+    env = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve memory that they never use
+    with tempfile.TemporaryFile() as complaint:
+        with subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, stderr=complaint, env=env) as process:
+            assert process.stdout is not None
+            try:
+                yield from _documents(process.stdout, path)
+                return
+            except EOFError:
+                status = process.wait()
+            finally:
+                process.kill()
+        complaint.seek(0, os.SEEK_SET)
+        lines = complaint.read(_READ_BYTES).decode(errors="replace").strip().splitlines()
+    if status == -signal.SIGXCPU:
+        why = f"decoding it takes more than {seconds} seconds"
+    else:
+        why = lines[-1][:500] if lines else f"the process that decodes it ended with status {status}"
+    fix = "make the file again, with smaller rows, or use another text"
+    raise FormatError(f"the calibration text cannot be read: {why}", where=str(path), fix=fix)
+
+
+def _documents(stream: IO[bytes], path: Path) -> Iterator[str]:
+    """The texts of `parquet_script.py`, in pieces. Raises EOFError if it ends without its last word."""
+    nbytes = 0
+    ended = False
+
+    def parts() -> Iterator[str]:
+        nonlocal nbytes, ended
+        while length := struct.unpack("<i", _exactly(stream, 4))[0]:
+            if length < 0:
+                ended = True
+                return
+            nbytes += length
+            if nbytes > MAX_TEXT_BYTES:
+                what = f"the calibration text has more than {MAX_TEXT_BYTES:,} bytes when it is decompressed"
+                raise FormatError(what, where=str(path), fix="use a part of it")
+            yield _exactly(stream, length).decode()
+
+    while not ended:
+        yield from pieces(parts())
+
+
+def _exactly(stream: IO[bytes], nbytes: int) -> bytes:
+    data = stream.read(nbytes)
+    if len(data) < nbytes:
+        raise EOFError
+    return data
+
+
+_READ_BYTES = 1 << 20
+_SCRIPT = Path(__file__).with_name("parquet_script.py")
+_READERS = {".txt": _plain, ".jsonl": _json_lines, ".parquet": _parquet}
+
+
+def _tokenizer(folder: Path) -> Any:
+    path = folder / TOKENIZER
+    if problems := missing(("tokenizers",), "calibration texts", "calibration"):
+        raise problems[0]
+    from tokenizers import Tokenizer
+
+    if not path.is_file():
+        fix = "put the model's tokenizer.json next to its weights"
+        raise NotFound("a calibration text needs the model's tokenizer.json", where=show(str(path)), fix=fix)
+    try:
+        with no_panic():
+            tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # bad files can raise anything
+        what = f"the tokenizer cannot be loaded: {first_line(error)}"
+        raise FormatError(what, where=str(path), fix="restore the file") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

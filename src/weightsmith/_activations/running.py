@@ -1,0 +1,169 @@
+"""How the products of a text run: the decoder, rows of states, threads, progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.decoder.forward import Decoder, Layer, build
+from weightsmith._activations.work import LayerWork
+from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
+from weightsmith._methods.jobs.matrix import one_thread
+from weightsmith._methods.jobs.requires import usable_device
+from weightsmith._outputs.local.products import release_pages
+from weightsmith.abc.product import Floats, ProductContext
+
+WORK_BYTES = 4 << 30
+"""Limit of the sums that are held at once, and of what is computed of them, if the run has no limit."""
+
+NumberedRow = tuple[int, Tensor]
+"""A row's number, and its states [tokens, hidden]."""
+
+T = TypeVar("T")
+
+
+def decoder_of(base: Base) -> Decoder:
+    """The module of a model, without weights. Raises PlanError."""
+    return _decoder(json.dumps(asdict(base), sort_keys=True))
+
+
+@lru_cache(maxsize=1)
+def _decoder(text: str) -> Decoder:
+    found = build(Base(**json.loads(text)), {})
+    if isinstance(found, WeightsmithError):
+        raise PlanError([found])
+    return found
+
+
+def device_of(bench: ProductContext) -> str:
+    """The torch device. Raises PlanError for one that cannot be used."""
+    try:
+        return usable_device(bench.device)
+    except ParameterError as error:
+        raise PlanError([error]) from error
+
+
+def budget(bench: ProductContext) -> int:
+    """The bytes that the sums of a product may take, and what is computed of them likewise: half of its memory each."""
+    return WORK_BYTES if bench.memory_bytes is None else bench.memory_bytes // 2
+
+
+@contextmanager
+def workers(threads: int, device: str) -> Iterator[ThreadPoolExecutor]:
+    """Threads on each of which torch computes alone. A GPU gets its work from one."""
+    with one_thread(), ThreadPoolExecutor(threads if torch.device(device).type == "cpu" else 1) as pool:
+        yield pool
+
+
+class PhaseProgress:
+    """Reports the progress of all products of a phase as one: each layer counts `UNITS`.
+
+    first, last  the part of the layer's units that this product takes
+    """
+
+    UNITS = 1000
+
+    def __init__(self, bench: ProductContext, base: Base, layer: int, first: float, last: float) -> None:
+        self._bench = bench
+        self._total = base.layers * self.UNITS
+        self._start = (layer + first) * self.UNITS
+        self._span = (last - first) * self.UNITS
+
+    def __call__(self, share: float) -> None:
+        """share: how much of this product is done, 0 … 1. Raises Cancelled."""
+        self._bench.progress(min(self._total, round(self._start + share * self._span)), self._total)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of states, and what a product does with them.
+
+    states  float32 [rows, tokens, hidden]
+    """
+
+    bench: ProductContext
+    base: Base
+    states: Floats
+    device: str
+    progress: PhaseProgress
+
+    def batches(self, span: tuple[float, float] = (0, 1)) -> Iterator[list[NumberedRow]]:
+        """The rows, some at a time, as tensors of their own. span: of the product's progress."""
+        first, last = span
+        for start in range(0, len(self.states), self.bench.threads):
+            self.progress(first + (last - first) * start / len(self.states))
+            numbers = range(start, min(start + self.bench.threads, len(self.states)))
+            yield [(r, torch.from_numpy(np.array(self.states[r])).to(self.device)) for r in numbers]
+            release_pages(self.states)
+
+    def each(self, function: Callable[[NumberedRow], T]) -> Iterator[list[T]]:
+        """What a function makes of each row, on any thread: in order, some at a time."""
+        with workers(self.bench.threads, self.device) as pool:
+            for rows in self.batches():
+                yield list(pool.map(function, rows))
+
+    def fill(self, array: Floats, function: Callable[[NumberedRow], Tensor], what: str) -> None:
+        """Fill an array with what a function makes of each row. what: for `check_finite`."""
+
+        def run(numbered: NumberedRow) -> None:
+            found = function(numbered)
+            self.check_finite(found, what, numbered[0])
+            array[numbered[0]] = found.cpu().numpy()
+
+        for _ in self.each(run):
+            release_pages(array)
+
+    def check_finite(self, x: Tensor, what: str, row: int) -> None:
+        """Raise NonFinite, with the layer and the row, unless all numbers have finite squares."""
+        if not bool(torch.isfinite(x.abs().max() ** 2)):
+            raise NonFinite(
+                f"{what} is NaN, infinite or too large in row {row} of the calibration text",
+                where=self.base.label,
+                fix=f"check the model with another program{self.base.instead}",
+                state="Nothing was published. Finished layers are kept; with a changed model or calibration, add --no-resume.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows(Rows):
+    """A layer with its weights, and the rows of states that enter it."""
+
+    layer: Layer
+
+
+def rows_of_states(bench: ProductContext, work: LayerWork, first: float, last: float, *, back: bool = False) -> Rows:
+    """The rows that enter a layer, or the head.
+
+    first, last  the part of the layer's progress that this product takes
+    back         whether the phase goes from the last layer to the first
+    """
+    [states] = bench.arrays(work.states)
+    number = max(work.base.layers - 1 - work.layer, 0) if back else work.layer
+    return Rows(bench, work.base, states, device_of(bench), PhaseProgress(bench, work.base, number, first, last))
+
+
+@contextmanager
+def layer_rows(
+    bench: ProductContext,
+    work: LayerWork,
+    first: float,
+    last: float,
+    *,
+    back: bool = False,
+    given: Mapping[str, Tensor] | None = None,
+) -> Iterator[LayerRows]:
+    """A layer with the rows that enter it. given: weights to use instead of the model's, by name; else as `rows_of_states`."""
+    rows = rows_of_states(bench, work, first, last, back=back)
+    decoder = decoder_of(work.base)
+    with decoder.layer(work.layer, bench, rows.states.shape[1], rows.device, given) as layer:
+        yield LayerRows(rows.bench, rows.base, rows.states, rows.device, rows.progress, layer)

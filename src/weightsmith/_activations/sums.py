@@ -1,0 +1,267 @@
+"""Sums over the tokens of a text, for each linear layer of a layer.
+
+**Determinism.** A row of tokens runs through the layer on one thread, and rows are added in order: of each part of a sum one
+thread adds all rows. The result is the same for any number of threads. On a GPU, the gradients of some kernels are sums in any
+order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weightsmith._activations.decoder.forward import Layer
+from weightsmith._activations.running import LayerRows, NumberedRow, budget, workers
+from weightsmith._activations.sites import by_site
+from weightsmith._activations.statistics import Statistic
+from weightsmith._activations.statistics.gram import STATISTIC as GRAM
+from weightsmith.abc.product import Floats
+
+ROWS_SHARE = 0.4
+"""Of the progress of `use_sums`: the rows; the rest is the use."""
+
+Scales = Mapping[str, Floats]
+"""For each weight, float32 [rows, tokens]: of the tokens that reach it, in their order."""
+
+
+class Outputs:
+    """What leaves linear layers while rows run through a layer. Any number of threads."""
+
+    def __init__(self, layer: Layer, weights: Sequence[str]) -> None:
+        self._found = threading.local()
+        self._hooks = [
+            layer.linear(name).register_forward_hook(lambda _module, _args, out, name=name: self._note(name, out))
+            for name in weights
+        ]
+
+    def _note(self, name: str, out: Tensor) -> None:
+        self._found.outputs[name] = out
+
+    def begin(self) -> dict[str, Tensor]:
+        """The outputs of the row that this thread runs next, by weight."""
+        self._found.outputs = {}
+        found: dict[str, Tensor] = self._found.outputs
+        return found
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Inputs:
+    """What enters linear layers while rows run through a layer. Any number of threads."""
+
+    def __init__(
+        self,
+        rows: LayerRows,
+        weights: Sequence[str],
+        *,
+        last: str = "",
+        scales: Scales | None = None,
+        leaving: Floats | None = None,
+    ) -> None:
+        """
+        weights  the linear layers to look at, by the name of their weight
+        last     the site after which the rest of the layer need not run; "" runs all of it
+        scales   of the tokens of each weight: its inputs are given once more, times these, under the name of the weight
+        leaving  gradients of what leaves the layer, [rows, tokens, hidden]: each weight then has its own inputs, and gradients
+        """
+        self._rows = rows
+        self._found = threading.local()
+        self._last = last
+        self._scales = scales or {}
+        self._leaving = leaving
+        self.sites = by_site(weights)
+        self._outputs = Outputs(rows.layer, () if leaving is None else weights)
+        self._hooks = [
+            rows.layer.linear(own[0]).register_forward_pre_hook(lambda _module, args, site=site: self._note(site, args[0]))
+            for site, own in self.sites.items()
+        ]
+
+    def keys(self, site: str) -> list[str]:
+        """What the inputs of a site are given under: its own name, and those of weights with scales; with gradients, all."""
+        own = self.sites[site]
+        return own if self._leaving is not None else [site, *(weight for weight in own if weight in self._scales)]
+
+    def shapes(self, site: str) -> dict[str, tuple[int, int]]:
+        """The shape of the weight of each of the keys of a site."""
+        own = self.sites[site]
+        return {key: self._shape(key if key in own else own[0]) for key in self.keys(site)}
+
+    def _shape(self, weight: str) -> tuple[int, int]:
+        linear = self._rows.layer.linear(weight)
+        return int(linear.out_features), int(linear.in_features)
+
+    def width(self, site: str) -> int:
+        """Input features of a site."""
+        return self._shape(self.sites[site][0])[1]
+
+    def _note(self, site: str, x: Tensor) -> None:
+        self._found.inputs[site] = x.reshape(-1, x.shape[-1])
+        if site == self._last:
+            raise _StopForward
+
+    def of(self, numbered: NumberedRow) -> dict[str, tuple[Tensor, ...]]:
+        """Run one row: of each key that it reaches the inputs [tokens, K], and the gradients [tokens, N] if there are any.
+
+        Raises NonFinite.
+        """
+        row, hidden = numbered
+        found: dict[str, Tensor] = {}
+        self._found.inputs = found
+        gradients = {} if self._leaving is None else self._gradients(row, hidden, self._leaving)
+        if self._leaving is None:
+            try:
+                with torch.no_grad():
+                    self._rows.layer(hidden)
+            except _StopForward:
+                pass
+        for site, x in found.items():
+            self._rows.check_finite(x, f"the input of {self.sites[site][0].removesuffix('.weight')}", row)
+        if gradients:
+            weights = [(site, weight) for site in found for weight in self.sites[site] if weight in gradients]
+            return {weight: (found[site].detach(), gradients[weight]) for site, weight in weights}
+        return {site: (x,) for site, x in found.items()} | {
+            weight: (x * torch.from_numpy(self._scales[weight][row, : len(x)].copy()).to(x.device)[:, None],)
+            for site, x in found.items()
+            for weight in self.sites[site]
+            if weight in self._scales
+        }
+
+    def _gradients(self, row: int, hidden: Tensor, leaving: Floats) -> dict[str, Tensor]:
+        outputs = self._outputs.begin()
+        with torch.enable_grad():
+            left = self._rows.layer(hidden.requires_grad_())
+            given = torch.from_numpy(np.array(leaving[row])).to(hidden.device)
+            found = torch.autograd.grad(left, list(outputs.values()), given) if outputs else ()
+        gradients = {weight: g.reshape(-1, g.shape[-1]) for weight, g in zip(outputs, found, strict=True)}
+        for weight, g in gradients.items():
+            if len(g):
+                self._rows.check_finite(g, f"the gradient at the output of {weight.removesuffix('.weight')}", row)
+        return gradients
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._outputs.close()
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _StopForward(Exception):
+    """The last site is reached."""
+
+
+class Sums:
+    """The sums of a statistic: one for each key, on the device.
+
+    reached  tokens that reached each key
+    """
+
+    def __init__(self, statistic: Statistic, shapes: Mapping[str, tuple[int, int]], device: str = "cpu") -> None:
+        """shapes: of the weights, by key."""
+        kind = torch.float64 if statistic.precise else torch.float32
+        self._statistic = statistic
+        self._sums = {key: torch.zeros(statistic.shape(*shape), dtype=kind, device=device) for key, shape in shapes.items()}
+        self.reached = dict.fromkeys(shapes, 0)
+
+    def add(self, rows: Sequence[Mapping[str, tuple[Tensor, ...]]], pool: ThreadPoolExecutor) -> None:
+        """Add what some rows give (`Inputs.of`), in order."""
+        for row in rows:
+            for key, (x, *_) in row.items():
+                self.reached[key] += len(x)
+        step = self._statistic.tile
+        tasks = [
+            (key, slice(first, min(first + (step or len(total)), len(total))))
+            for key, total in self._sums.items()
+            for first in range(0, len(total), step or len(total))
+        ]
+
+        def run(task: tuple[str, slice]) -> None:
+            key, part = task
+            with torch.no_grad():
+                for row in rows:
+                    if key in row:
+                        self._statistic.add(self._sums[key], part, *row[key])
+
+        list(pool.map(run, tasks))
+
+    def finish(self, key: str, tokens: int = 0) -> Any:
+        """The array of a key, float32 numpy, whose memory it gives up; None if no token reached it. tokens: of the text."""
+        total = self._sums.pop(key)
+        if not self.reached[key]:
+            return None
+        with torch.no_grad():
+            found = self._statistic.finish(total, self.reached[key], tokens)
+        return found.float().cpu().numpy()
+
+
+def batches(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
+    """Sites in batches whose sums take at most `limit_bytes` together; one alone may take more. sizes: bytes of each site.
+
+    >>> batches({"q": 40, "o": 40, "down": 90}, 80)
+    [['q', 'o'], ['down']]
+    """
+    found: list[list[str]] = []
+    taken = 0
+    for site, nbytes in sizes.items():
+        if not found or taken + nbytes > limit_bytes:
+            found.append([])
+            taken = 0
+        found[-1].append(site)
+        taken += nbytes
+    return found
+
+
+def use_sums(
+    rows: LayerRows,
+    weights: Sequence[str],
+    use: Callable[[Inputs, str, Callable[[str], Any]], None],
+    statistic: Statistic = GRAM,
+    *,
+    span: tuple[float, float] = (0, 1),
+    last: str = "",
+    scales: Scales | None = None,
+    leaving: Floats | None = None,
+) -> None:
+    """Call `use` for each site, on any thread: with the inputs, the site, and what gives the array of a key (`Sums.finish`).
+
+    rows  run through the layer once for each of the `batches` that the product's memory allows; so `use` may not change the
+          layer
+    span  of the progress
+    last, scales, leaving  as for `Inputs`
+    """
+    tokens = rows.states.shape[0] * rows.states.shape[1]
+
+    def inputs_of(names: Sequence[str]) -> Inputs:
+        return Inputs(rows, names, last=last, scales=scales, leaving=leaving)
+
+    every = inputs_of(weights)
+    every.close()
+    width = 8 if statistic.precise else 4
+    sizes = {
+        site: sum(width * int(np.prod(statistic.shape(*shape))) for shape in every.shapes(site).values())
+        for site in every.sites
+    }
+    parts = batches(sizes, budget(rows.bench))
+    share = (span[1] - span[0]) / max(1, len(parts))
+    with workers(rows.bench.threads, rows.device) as pool:
+        for number, sites in enumerate(parts):
+            first = span[0] + number * share
+            inputs = inputs_of([weight for site in sites for weight in every.sites[site]])
+            sums = Sums(statistic, {k: s for site in sites for k, s in inputs.shapes(site).items()}, rows.device)
+            try:
+                for some in rows.batches((first, first + share * ROWS_SHARE)):
+                    sums.add(list(pool.map(inputs.of, some)), pool)
+            finally:
+                inputs.close()
+            tasks = [partial(use, inputs, site, partial(sums.finish, tokens=tokens)) for site in sites]
+            for done, _ in enumerate(pool.map(lambda task: task(), tasks), 1):
+                rows.progress(first + share * (ROWS_SHARE + (1 - ROWS_SHARE) * done / len(tasks)))

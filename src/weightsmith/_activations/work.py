@@ -1,0 +1,126 @@
+"""Settings of the products of a text that runs through a model, as records and as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from weightsmith._activations.decoder import Base
+from weightsmith._plans import Product
+from weightsmith._plans.codec import has_type
+from weightsmith._plans.statistics import TextSource
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every product depends on.
+
+    base      the model
+    packages  versions of the packages that its forward pass depends on
+    """
+
+    base: Base
+    packages: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """To the settings of a product."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, product: Product) -> Self:
+        """From the settings of a product."""
+        data = dict(product.settings)
+        return cls(**data | {"base": Base(**data["base"])})
+
+    @classmethod
+    def check(cls, product: Product) -> str:
+        """Why the settings of a product are invalid, or ""."""
+        return "" if has_type(product.settings, cls) else "its settings are not those of a text that runs through a model"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingWork(Work):
+    """The states that enter the first layer.
+
+    text  whose rows are embedded
+    bos   token that begins half of the rows; None: no such token
+    """
+
+    text: TextSource
+    bos: int | None
+
+    @classmethod
+    def of(cls, product: Product) -> Self:
+        """From the settings of a product."""
+        data = dict(product.settings)
+        return cls(**data | {"base": Base(**data["base"]), "text": TextSource(**data["text"])})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork(Work):
+    """One layer.
+
+    layer   its index; where `HEAD` allows it, the number of layers: what follows the last one, the final norm and the head
+    states  the product of what enters it
+    """
+
+    HEAD = False
+
+    layer: int
+    states: str
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states}
+
+    @classmethod
+    def check(cls, product: Product) -> str:
+        """Why the settings of a product are invalid, or ""."""
+        if not has_type(product.settings, cls):
+            return "its settings are not those of a text that runs through a model"
+        work = cls.of(product)
+        if not 0 <= work.layer < work.base.layers + cls.HEAD:
+            return f"there is no layer {work.layer}"
+        return "" if work.needs <= set(product.needs) else "it does not need what its settings name"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientWork(LayerWork):
+    """The gradients of what enters a layer.
+
+    gradients  the product whose first array is the gradients of what leaves it; "" after the last layer
+    weights    the linear layers at whose outputs gradients are looked at, in the order of the arrays
+    seed       of the labels
+    """
+
+    HEAD = True
+
+    gradients: str
+    weights: tuple[str, ...]
+    seed: int
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, *filter(None, [self.gradients])}
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticWork(LayerWork):
+    """A statistic of the linear layers of a layer.
+
+    kind       a name of `statistics.STATISTICS`
+    gradients  the product of the gradients of what leaves the layer; "" if the statistic has none
+    weights    names of the linear layers' weights
+    """
+
+    kind: str
+    gradients: str
+    weights: tuple[str, ...]
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, *filter(None, [self.gradients])}

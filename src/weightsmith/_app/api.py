@@ -1,0 +1,267 @@
+"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, `extract_lora`, `transplant_tokenizer` and `run`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Unpack
+
+from weightsmith._base.options import (
+    ExtractSettings,
+    QuantizeSettings,
+    RecipeOptions,
+    RunOptions,
+    TransplantSettings,
+    read_options,
+)
+from weightsmith._base.options.keywords import ExtractKeywords, Keywords, PlanKeywords, RunKeywords, TransplantKeywords
+from weightsmith._execution import Callbacks, Merged, execute_part
+from weightsmith._execution.distributed import execute
+from weightsmith._execution.progress import callbacks, watched_meter
+from weightsmith._features.adapters.recipes import assemble_merge
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation import quantised
+from weightsmith._planning.recipe import Source
+from weightsmith._plans import Plan
+
+if TYPE_CHECKING:
+    from weightsmith._engine.local import Progress
+
+_ALL = RecipeOptions, QuantizeSettings, RunOptions
+
+
+def plan(recipe: Source, **options: Unpack[PlanKeywords]) -> Plan:
+    """Plan a recipe of `merge` or `moe`: every output tensor with its op, inputs and parameters.
+
+    Reads only headers and writes nothing. options: see `RecipeOptions` and `QuantizeSettings` in
+    `weightsmith._base.options`.
+
+    Raises PlanError with all problems of the recipe and the models.
+    """
+    planning, settings = read_options("plan", options, RecipeOptions, QuantizeSettings)
+    with prepare_any(recipe, planning, settings, check=True) as prepared:
+        return prepared.plan
+
+
+def merge(
+    recipe: Source,
+    out: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[Keywords],
+) -> Merged:
+    """Merge checkpoints into a new folder, as described by a recipe.
+
+    recipe      path of a YAML file, YAML text, a mapping, or a list of mappings: recipes that use each other's results
+    out         output folder, or an address: s3://, gs://, az://, hf://org/name[@branch]; created only when complete
+    progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
+    rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
+    options     see docs/cli.md: those of recipes (seed, out_dtype, …), of quantised formats, and of the run (threads, …)
+
+    Raises PlanError for problems of recipe, models and options, and leaves nothing of this run on disk; StoreError for problems
+    with the output, CheckpointError if an input changes or cannot be read, PushFailed if the finished output cannot be
+    uploaded. After KeyboardInterrupt or a crash, the same call resumes.
+    """
+    began = time.monotonic()
+    planning, settings, running = read_options("merge", options, *_ALL)
+    with quantised(lambda: assemble_merge(recipe, planning), planning.quantize, settings).finish() as prepared:
+        with _watched("merging", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
+
+
+def moe(
+    recipe: Source,
+    out: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[Keywords],
+) -> Merged:
+    """Build a mixture-of-experts checkpoint in a new folder, as described by a recipe.
+
+    Accepts mergekit-moe's recipes and weightsmith's own keys; see docs/moe.md. Arguments and errors are as for `merge`.
+
+    Hidden states are computed while the engine copies, on torch's threads, and need memory for one layer in float32 besides
+    the engine's. A PlanError for the prompts or the base's config may be raised at that point. Nothing of this run is then
+    left on disk; work of an earlier one is kept.
+    """
+    from weightsmith._features.mixture.build import assemble_moe
+
+    began = time.monotonic()
+    planning, settings, running = read_options("moe", options, *_ALL)
+    with quantised(lambda: assemble_moe(recipe, planning), planning.quantize, settings).finish() as prepared:
+        with _watched("copying", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
+
+
+def quantize(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    format: str,
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[Keywords],
+) -> Merged:
+    """Store a model in a quantised format, in a new folder.
+
+    model    folder, hub id or `base+adapter`, as in a recipe; a quantised one is dequantised first
+    format   `fp8-dynamic`; `weightsmith._features.quantisation.formats.FORMATS` lists all
+    options  see `weightsmith._base.options`: the format's `QuantizeSettings`, out_dtype, max_shard_bytes, seed, and RunOptions
+
+    Everything else is as for `merge`. Raises PlanError for an unknown format, a setting that the format does not read, and a
+    model that it cannot store.
+
+    >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
+    ('fp8-dynamic',)
+    """
+    return _copy("quantize", model, out, {"format": format, **options}, "quantising", progress, rechecking)
+
+
+def dequantize(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[Keywords],
+) -> Merged:
+    """Copy a model of any stored format into a new folder with plain weights.
+
+    dtype  dtype of floating-point tensors: a string, a numpy dtype or a torch dtype; None: the model's own
+
+    Everything else is as for `quantize`.
+
+    >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
+    """
+    return _copy("dequantize", model, out, {"dtype": dtype, **options}, "dequantising", progress, rechecking)
+
+
+def _copy(
+    function: str,
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    doing: str,
+    progress: Callable[[Progress], None] | bool,
+    rechecking: Callable[[int, int], None] | None,
+) -> Merged:
+    from weightsmith._features.quantisation.copies import prepare_copy
+
+    began = time.monotonic()
+    planning, settings, running = read_options(function, options, *_ALL)
+    with prepare_copy(model, planning, settings) as prepared:
+        with _watched(doing, progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
+
+
+def extract_lora(
+    finetuned: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[ExtractKeywords],
+) -> Merged:
+    """Extract a LoRA adapter from a fine-tune and its base into a new folder, as PEFT reads it.
+
+    finetuned, base  folders or hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
+    dtype            dtype of the factors: a string, a numpy dtype or a torch dtype; None: that of the fine-tune's weights
+    options          see `weightsmith._base.options`: `ExtractSettings` and `RunOptions`
+
+    `Merged.reports["extraction"]` has the share of each matrix's change that the adapter keeps. Everything else is as for
+    `merge`. Raises PlanError for models that do not belong together, and if nothing differs.
+
+    >>> weightsmith.extract_lora("tuned", "base", "adapter", energy=0.9).reports["extraction"].parameters  # doctest: +SKIP
+    4884480
+    """
+    from weightsmith._features.adapters.extract import prepare_extraction
+
+    began = time.monotonic()
+    settings, running = read_options("extract_lora", {"dtype": dtype, **options}, ExtractSettings, RunOptions)
+    with prepare_extraction(finetuned, base, settings) as prepared:
+        with _watched("storing", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
+
+
+def transplant_tokenizer(
+    model: str | os.PathLike[str],
+    donor: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[TransplantKeywords],
+) -> Merged:
+    """Give a model the tokenizer of another, in a new folder.
+
+    model    folder, hub id or `base+adapter`, stored in any format that weightsmith reads
+    donor    the same; or, for approximations that do not need its embeddings, a folder with a tokenizer alone
+    options  see `weightsmith._base.options`: `TransplantSettings` and `RunOptions`
+
+    Shared tokens keep the model's rows; the others are approximated. `Merged.reports["rows of missing tokens"]` describes the
+    approximation and its error; without missing tokens there is no such report. Everything else is as for `merge`. Raises
+    PlanError for a donor without embeddings where they are needed, and for a model without a tokenizer.
+
+    >>> weightsmith.transplant_tokenizer("model", "donor", "out").plan.vocabulary["rows"]  # doctest: +SKIP
+    49152
+    """
+    from weightsmith._features.transplant import prepare_transplant
+
+    began = time.monotonic()
+    settings, running = read_options("transplant_tokenizer", options, TransplantSettings, RunOptions)
+    with prepare_transplant(model, donor, settings) as prepared:
+        with _watched("copying", progress, rechecking) as watching:
+            return execute(prepared, out, running, watching, began=began)
+
+
+def run(
+    plan: Plan | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    part: tuple[int, int] | None = None,
+    allow_code: bool = False,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[RunKeywords],
+) -> Merged | None:
+    """Run an existing plan, possibly from another process.
+
+    plan  a Plan, or the path of a JSON file with the output of `Plan.to_json`
+    part  (k, n): run part k of n of the plan (k from 1) without publishing, and return None. Several processes on one machine
+          may run different parts at once. When all parts are done, a run without `part` publishes
+
+    Everything else is as for `merge`. Relative paths of models start at the current folder, as in the recipe. Raises PlanError
+    if the models are not those of the plan.
+    """
+    from weightsmith._planning.planner.reopen import load_plan, reopen
+
+    began = time.monotonic()
+    (running,) = read_options("run", options, RunOptions)
+    with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
+        with _watched("running", progress, rechecking) as watching:
+            if part is not None:
+                execute_part(prepared, out, part, running, watching)
+                return None
+            return execute(prepared, out, running, watching, began=began)
+
+
+@contextmanager
+def _watched(
+    doing: str, progress: Callable[[Progress], None] | bool, rechecking: Callable[[int, int], None] | None
+) -> Iterator[Callbacks]:
+    """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks."""
+    if not isinstance(progress, bool):
+        yield Callbacks(progress, rechecking)
+    elif not progress:
+        yield Callbacks(None, rechecking)
+    else:
+        with watched_meter() as shown:
+            own = callbacks(shown, doing)
+            yield Callbacks(own[0], rechecking or own[1], *own[2:])

@@ -1,0 +1,85 @@
+"""The command line: parses arguments, calls the Python API and prints results. Makes no decisions.
+
+    app.py             the commands together
+    merge.py moe.py quantize.py extract_lora.py transplant_tokenizer.py inspect.py diff.py preview.py plan.py run.py verify.py
+    studio.py methods.py schema.py init.py clean.py doctor.py
+                       one command each, quantize.py two
+    presets/           the recipes of the papers
+    options.py         shared arguments, and flags made from the records of `weightsmith._base.options`
+    work.py            the frame of a command: status line, errors, progress bar, result
+    mergekit_flags.py  mergekit's flags: accepted, passed on or refused
+    summary.py         totals of a plan
+    failures.py exits.py    errors to messages and exit codes
+
+numpy, numba, yaml and the rest are imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from weightsmith._base.text import begin_status, end_status, prepare_streams
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+
+WORKING = (
+    "merge", "moe", "plan", "preview", "inspect", "diff", "studio", "quantize", "dequantize", "extract-lora",
+    "transplant-tokenizer", "run", "verify", "clean", "doctor",
+)  # fmt: skip
+"""Commands that take a while. Each shows a `status_line`."""
+
+_SILENT = {"--quiet", "--json", "--help", "-h"}
+
+
+def main() -> None:
+    """The `weightsmith` command: reads `sys.argv`, ends the process with one of the codes in `exits.py`."""
+    try:
+        prepare_streams()
+        if sys.argv[1:2] and sys.argv[1] in WORKING and not _SILENT & {*sys.argv}:
+            begin_status("starting")  # before anything is imported, which takes seconds on a busy machine
+        from weightsmith._app.cli.app import app
+        from weightsmith._base.heap import limit_malloc_arenas
+
+        limit_malloc_arenas()
+        code = _run(app)
+    except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
+        code = 130
+    end_status()
+    watch = sys.modules.get("weightsmith._kernels.watch")
+    if watch is not None and watch.is_left():  # all is closed, and printed; Python would wait for the compiler
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run(app: Typer) -> int:
+    """The exit code of a command line; one that cannot be read is reported as JSON too, if `--json` is in it."""
+    from typer import TyperException
+
+    from weightsmith._app.cli.failures import forget_written, tell_lost
+    from weightsmith._base.streams import ResultLost
+    from weightsmith._base.text import note
+
+    forget_written()
+    try:
+        code = int(app(prog_name="weightsmith", standalone_mode=False) or 0)
+        sys.stdout.flush()
+        return code
+    except ResultLost as error:
+        return tell_lost(error)
+    except TyperException as error:
+        shown = io.StringIO()
+        error.show(shown)  # type: ignore[attr-defined]
+        note(shown.getvalue().rstrip())
+        code = getattr(error, "exit_code", 2)
+        if "--json" in sys.argv:
+            from weightsmith._app.cli.exits import Exit
+            from weightsmith._app.cli.failures import print_json
+            from weightsmith._base.errors import Finding
+
+            print_json([Finding(error.format_message())], ["usage"], Exit(code))
+        return code

@@ -1,0 +1,164 @@
+"""`weightsmith init`: a recipe to begin with, for some models and a goal, or one of the papers'."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightsmith._app.cli.failures import failures, wrote
+from weightsmith._app.goals import GOALS, Goal
+from weightsmith._base.errors import nearest, printable
+from weightsmith._base.redaction import has_secret
+from weightsmith._base.text import note, result, say, show_table
+
+_PRESETS = Path(__file__).parent / "presets"
+
+
+def preset_names(incomplete: str = "") -> list[str]:
+    """Presets, for shell completion."""
+    return sorted(file.stem for file in _PRESETS.glob(f"{glob.escape(incomplete)}*.yml"))
+
+
+def goal_names(incomplete: str) -> list[str]:
+    """Goals, for shell completion."""
+    return [name for name in GOALS if name.startswith(incomplete)]
+
+
+def init(
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Recipe to write; - for standard output.")] = "recipe.yml",
+    goal: Annotated[
+        str,
+        typer.Option(
+            "--goal",
+            metavar="GOAL",
+            show_default=False,
+            help=f"Goal ({', '.join(GOALS)}).",
+            autocompletion=goal_names,
+        ),
+    ] = "",
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="MODEL", show_default=False, help="Model, a folder or Hub id (repeatable)."),
+    ] = None,
+    base: Annotated[
+        str, typer.Option("--base", metavar="MODEL", show_default=False, help="Base model of the fine-tunes.")
+    ] = "",
+    preset: Annotated[
+        str,
+        typer.Option(
+            "--preset",
+            metavar="NAME",
+            show_default=False,
+            help="Recipe of a paper, such as ties-paper.",
+            autocompletion=preset_names,
+        ),
+    ] = "",
+    listed: Annotated[bool, typer.Option("--list", help="List goals and presets; write nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it already exists.")] = False,
+) -> None:
+    """Write a commented recipe to begin with.
+
+    On a terminal, asks for a goal and models that the options do not name. With --preset: the recipe of a paper, with
+    placeholders for the models.
+    """
+    with failures(interrupted=lambda: "Interrupted. Nothing was written."):
+        if listed:
+            _list()
+            return
+        target = None if file == "-" else Path(file)
+        if target is not None and not force and os.path.lexists(target):
+            raise _exists(file)
+        text = _preset(preset) if preset else _recipe(goal, [*(models or ())], base)
+        if has_secret(text):
+            hint = "the name of a model holds a password, a token or a key: give it by the environment, see docs/remote.md."
+            raise typer.BadParameter(hint, param_hint="--model")
+        if target is None:
+            result(text.rstrip("\n"))
+            return
+        try:
+            with target.open("w" if force else "x", encoding="utf-8") as written:
+                written.write(text)
+        except FileExistsError:
+            raise _exists(file) from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise typer.BadParameter(f"{printable(file)} cannot be written: {reason}.", param_hint="FILE") from None
+        command = "moe" if re.search(r"^experts:", text, re.MULTILINE) else "merge"
+        name = printable(file)
+        wrote(f"Recipe written: {name}")
+        say(f"wrote {name}; next: weightsmith plan {name}, then weightsmith {command} {name} OUT")
+
+
+def _exists(file: str) -> typer.BadParameter:
+    return typer.BadParameter(f"{printable(file)} already exists: name another file, or write --force.", param_hint="FILE")
+
+
+def _list() -> None:
+    show_table(("goal", ""), [(name, goal.words) for name, goal in GOALS.items()])
+    result()
+    show_table(("preset", ""), [(name, _title(name)) for name in preset_names()])
+
+
+def _title(preset: str) -> str:
+    """The first sentence of a preset's comment, cut to fit a line of 80."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), _text(preset).splitlines())
+    return textwrap.shorten(re.split(r"[.;] ", " ".join(line[2:] for line in comment))[0], 59, placeholder=" …")
+
+
+def _text(preset: str) -> str:
+    return (_PRESETS / f"{preset}.yml").read_text(encoding="utf-8")
+
+
+def _preset(name: str) -> str:
+    wanted, known = name.removesuffix(".yml").replace("_", "-"), preset_names()
+    if wanted not in known:
+        raise typer.BadParameter(
+            f"there is no preset {name!r}{nearest(wanted, known)}; `weightsmith init --list` lists them.", param_hint="--preset"
+        )
+    return _text(wanted)
+
+
+def _recipe(name: str, models: list[str], base: str) -> str:
+    asking = sys.stdin.isatty()
+    if not name:
+        if not asking:
+            raise typer.BadParameter(f"write one of {', '.join(GOALS)}; or --preset NAME.", param_hint="--goal")
+        name = _ask_goal()
+    if name not in GOALS:
+        raise typer.BadParameter(f"must be one of {', '.join(GOALS)}{nearest(name, GOALS)}, not {name!r}.", param_hint="--goal")
+    goal = GOALS[name]
+    if asking and goal.base == "needed" and not base:
+        base = _ask("the base, a folder or hub id")
+    while asking and len(models) < (goal.most or goal.least):
+        models.append(_ask("the adapter" if goal.adapter else f"model {len(models) + 1}"))
+    while asking and goal.most is None and (more := _ask("one more model (Enter: no more)", default="")):
+        models.append(more)
+    if len(models) < goal.least or (goal.most and len(models) > goal.most) or (goal.base == "needed" and not base):
+        raise typer.BadParameter(f"{name} takes {_wants(goal)}.", param_hint="--model")
+    return goal.recipe(models, base)
+
+
+def _wants(goal: Goal) -> str:
+    """Its models, as the command line names them."""
+    number = f"{goal.least}" if goal.most == goal.least else f"{goal.least} or more"
+    return f"{number} --model{' and --base' if goal.base == 'needed' else ''}"
+
+
+def _ask_goal() -> str:
+    for number, (name, goal) in enumerate(GOALS.items(), 1):
+        note(f"{number}  {name:<9} {goal.words}")
+    answer = _ask("goal, by number or name")
+    return list(GOALS)[int(answer) - 1] if answer in map(str, range(1, len(GOALS) + 1)) else answer
+
+
+def _ask(what: str, default: str | None = None) -> str:
+    answer: str = typer.prompt(what, default=default, show_default=False, err=True)
+    return answer.strip()

@@ -1,0 +1,36 @@
+"""`weightsmith merge`."""
+
+from __future__ import annotations
+
+import typer
+
+from weightsmith._app.cli import options
+from weightsmith._app.cli.mergekit_flags import answer
+from weightsmith._app.cli.work import show_warnings, working
+from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+
+
+@options.expand
+def merge(
+    context: typer.Context,
+    recipe: options.Recipe,
+    out: options.Out,
+    planning: RecipeOptions,
+    settings: QuantizeSettings,
+    running: RunOptions,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Merge checkpoints into OUT as RECIPE describes.
+
+    OUT is created only when complete. If interrupted, run the same command again to resume.
+    """
+    with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
+        answer(context, quiet=quiet)
+        from weightsmith._features.adapters.recipes import assemble_merge
+        from weightsmith._features.quantisation import quantised
+
+        source = options.recipe_source(recipe)
+        with quantised(lambda: assemble_merge(source, planning), planning.quantize, settings).finish() as prepared:
+            show_warnings(prepared)
+            work.make(prepared, running, "merging")

@@ -1,0 +1,95 @@
+"""Arguments and flags that several commands share; flags that are made from the records of `weightsmith._base.options`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from weightsmith._app.cli.failures import failures
+from weightsmith._base.errors import SyntaxProblem
+from weightsmith._base.options import Option, find_option, option_records, options_of, read_options
+
+_OUT = "Folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]"
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file; - for standard input.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, Hub id or base+adapter.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}.")]
+OutOrPlan = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}; not with --plan.", show_default=False)]
+PlanOnly = Annotated[bool, typer.Option("--plan", help="Show the plan, as `weightsmith plan` does; compute and write nothing.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress and summary; warnings and errors are still shown.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+PageFile = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Also write the result as a page: one HTML file, readable offline."),
+]
+
+
+def recipe_source(recipe: str) -> str:
+    """The path of a recipe, or for `-` the text on standard input."""
+    if recipe != "-":
+        return recipe
+    from weightsmith._planning.recipe import StandardInput
+    from weightsmith._planning.recipe.yaml import MAX_BYTES
+
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    try:
+        return StandardInput(f"{data.decode()}\n")  # text is known by its newline
+    except UnicodeDecodeError as error:
+        what = f"the recipe is not UTF-8 text: byte 0x{data[error.start]:02x}"
+        raise SyntaxProblem(what, where="<stdin>", fix="save it as UTF-8") from None
+
+
+def check_out(out: str, **unwritten: bool) -> None:
+    """Raise BadParameter unless there is either an output, or one of the flags that write none."""
+    given = [f"--{flag}" for flag, is_given in unwritten.items() if is_given]
+    if bool(out) == bool(given):
+        what = f"with {given[0]} nothing is written." if out else "name the folder to create."
+        raise typer.BadParameter(what, param_hint="OUT")
+
+
+def expand(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a command of a function whose parameters are option records: each option that it has becomes a flag."""
+    name, kinds = function.__name__, tuple(option_records())
+    parameters, flags, made = [], dict[str, Option](), dict[str, type[Any]]()
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if parameter.annotation in kinds:
+            made[parameter.name] = parameter.annotation
+            own = [each for each in options_of(parameter.annotation).values() if name in each.commands]
+            flags |= {each.keyword(name): each for each in own}
+            parameters += [_parameter(each, name) for each in own]
+        else:
+            parameters.append(parameter)
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        asked = {each: given.pop(each) for each in flags}
+        texts = {each: value for each, value in asked.items() if value is not None and value != []}
+        with failures(as_json=given.get("as_json", False), usage=True):
+            found = read_options(name, texts, *made.values(), text=True)
+        function(**given, **dict(zip(made, found, strict=True)))
+
+    command.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.flags = flags  # type: ignore[attr-defined]
+    return command
+
+
+def _parameter(option: Option, command: str) -> inspect.Parameter:
+    """The flag of an option, as typer reads it. Values are read by the option itself, not by typer."""
+    is_flag, is_list = option.type is bool, option.type in (tuple, Mapping)
+    kind: Any = (bool | None if option.optional else bool) if is_flag else list[str] if is_list else str | None
+    required = command in option.required
+    default: Any = inspect.Parameter.empty if required else option.default if is_flag else None
+    help = option.sentence(lambda name: find_option(name).flag(command))
+    if default_text := option.default_text():
+        help += f"  [default: {default_text}]"
+    shown = is_flag and not default_text
+    flag = typer.Option(*option.spellings(command), metavar=option.metavar or None, help=help, show_default=shown)
+    annotation: Any = Annotated[str if required else kind, flag]
+    return inspect.Parameter(option.keyword(command), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -1,0 +1,361 @@
+"""`weightsmith plan`."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightsmith._app.cli import options
+from weightsmith._app.cli.mergekit_flags import answer
+from weightsmith._app.cli.work import show_warnings, working
+from weightsmith._base.errors import printable
+from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._base.text import count, fact, heading, result, say, section, show_json, show_table, size
+
+if TYPE_CHECKING:
+    from weightsmith._app.cli.summary import Summary
+    from weightsmith._files.remote.ahead import TransferEstimate
+    from weightsmith._planning.planner import Prepared
+    from weightsmith._plans import Plan, Step
+
+_PIECES_SHOWN = 12
+AS_IT_IS = "as it is"
+
+
+@options.expand
+def plan(
+    context: typer.Context,
+    recipe: options.Recipe,
+    planning: RecipeOptions,
+    settings: QuantizeSettings,
+    running: RunOptions,
+    out: Annotated[
+        str, typer.Argument(metavar="[OUT]", help="Ignored, so that a command line of merge works here.", show_default=False)
+    ] = "",
+    explain: Annotated[
+        str,
+        typer.Option(
+            "--explain",
+            metavar="TENSOR",
+            show_default=False,
+            help="Show the parameters of one output tensor, or of all that match a pattern such as '*.mlp.*', and the line of "
+            "the recipe that sets each.",
+        ),
+    ] = "",
+    distance: Annotated[
+        bool,
+        typer.Option("--distance", help="Merge without writing; show the distance of each layer from the base."),
+    ] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show the plan of RECIPE. Writes nothing.
+
+    Reads headers only, unless --distance is given: those of Hub models by byte range. Shows the size of the download, or with
+    --stream of the transfer, and the modules that `modules:` in a recipe may name.
+
+    Accepts the options of merge, and of moe for a mixture. With --json: the whole plan, as `weightsmith run` takes it, and the
+    place of each tensor.
+    """
+    with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json):
+        answer(context, quiet=quiet)
+        from weightsmith._features.any_recipe import prepare_any
+
+        with prepare_any(options.recipe_source(recipe), planning, settings, check=True) as prepared:
+            show_warnings(prepared)
+            if quiet and not as_json:
+                return
+            if explain:
+                _explain(prepared, explain, as_json=as_json)
+            elif distance:
+                _distance(prepared, running, as_json=as_json)
+            else:
+                show_plan(prepared, running, as_json=as_json)
+
+
+def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
+    """Show a plan as text or as JSON."""
+    from weightsmith._app.cli.summary import summarise
+    from weightsmith._execution import check_computable
+
+    if as_json:
+        check_computable(prepared)
+    if running.stream:
+        from weightsmith._planning.planner.prepared import stream
+
+        stream(prepared.inputs)
+    summary = summarise(prepared, running)
+    if as_json:
+        show_json(_to_json(prepared.plan, summary), exact=True)
+    else:
+        _show(prepared.plan, summary, running.max_memory_bytes)
+
+
+def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
+    from weightsmith._execution import measure_distance
+    from weightsmith._execution.distance import to_json
+
+    moved = measure_distance(prepared, running)
+    if as_json:
+        show_json(to_json(moved))
+    elif not moved:
+        result("nothing is merged with a base, so there is no distance")
+    else:
+        rows = [(m.name, f"{m.delta:.4g}", m.percent(3)) for m in moved]
+        show_table(("", "‖merged - base‖", "share of the base"), rows, right={1, 2})
+
+
+def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
+    shards = plan.layout.shards
+    fact("method", plan.made.name)
+    for i, model in enumerate(plan.models):
+        fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
+    for stage in summary.stages:
+        nbytes = f"{count(stage.tensors, 'tensor')}, {size(stage.nbytes)}"
+        how = f"written first, because {stage.why}" if stage.why else "computed on the fly"
+        fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
+    if summary.downloads:
+        nbytes = size(sum(d.nbytes for d in summary.downloads))
+        fact(
+            "download", f"{nbytes} in {count(len(summary.downloads), 'file')}, before the merge begins; only headers were read"
+        )
+    if summary.transfer.needed_bytes:
+        fact("stream", _transfer(summary.transfer))
+    files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
+    if summary.measured:
+        fact("measured", "first: that decides how weights are stored, the sizes and config.json")
+        about = f"about {size(summary.out_bytes)}" if summary.out_bytes else "sizes follow from the measurement"
+        fact("output", f"{count(summary.tensors, 'tensor')}, {about}")
+    else:
+        fact("output", f"{count(summary.tensors, 'tensor')}, {size(summary.out_bytes)}, in {files}")
+    times = f" (inputs of {size(summary.input_bytes)}, read up to {summary.passes} times)" if summary.passes > 1 else ""
+    least = "; more when it is quantised then" if summary.measured else ""
+    fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}{least}")
+    if summary.survey_bytes:
+        fact("", f"{size(summary.survey_bytes)} of it before the first tensor is merged, for statistics of the whole model")
+    if not summary.measured:
+        fact("write", size(summary.file_bytes))
+    memory = summary.memory
+    over = "; this is the minimum" if max_memory is not None and memory.peak_bytes > max_memory else ""
+    fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
+    if memory.calibrates:
+        fact("", "plus the calibration: torch, transformers, a layer in float32 and its inputs")
+    section("output tensors by op")
+    ops = [(t.op, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
+    show_table(("op", "tensors", "" if summary.measured else "bytes"), ops, right={1, 2})
+    if summary.stored:
+        section("storage of tensors")
+        show_table(
+            ("stored as", "tensors", "bytes", "reason", "first tensor"),
+            [(_stored_as(s.encoding), f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored],
+            right={1, 2},
+        )
+    section("modules")
+    rows = [
+        (
+            m.name,
+            f"{m.tensors:,}",
+            ", ".join(f"{stack.prefix}0 to {stack.layers - 1}" for stack in m.stacks),
+            ", ".join(m.aliases),
+        )
+        for m in summary.modules
+    ]
+    show_table(("module", "tensors", "layers", "also called"), rows, right={1})
+    if summary.dropped:
+        section("not in the output")
+        show_table(
+            ("tensors", "model", "reason", "first tensor"),
+            [(f"{d.tensors:,}", d.model, d.reason, d.first) for d in summary.dropped],
+            right={0},
+        )
+    if summary.changes and not summary.measured:
+        from weightsmith._app.cli.summary import short
+
+        section("config.json")
+        show_table(("key", "was", "becomes"), [(c.key, short(c.old), short(c.new)) for c in summary.changes])
+    if plan.vocabulary is not None:
+        _vocabulary(plan.vocabulary)
+    if plan.files:
+        section("written")
+        say(printable(", ".join(plan.files)))
+    if plan.lacking:
+        section("files not in the output")
+        show_table(("model", "files"), [(model, ", ".join(files)) for model, files in plan.lacking.items()])
+    if plan.carried:
+        section(f"copied from {plan.models[plan.donor].ref}")
+        say(printable(", ".join(plan.carried)))
+
+
+def _transfer(transfer: TransferEstimate) -> str:
+    """The transfer of streamed models."""
+    text = f"{size(transfer.network_bytes)} in {count(transfer.requests, 'request')}, while the merge runs"
+    if transfer.passes < 2:
+        return text
+    again = transfer.network_bytes - transfer.needed_bytes
+    if not again:
+        return f"{text}; later passes read the disk cache"
+    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--max-spool)"
+
+
+def _vocabulary(found: Mapping[str, Any]) -> None:
+    """The tokenizer of the output, and the sources of its token rows."""
+    section("vocabulary")
+    if found.get("shared"):
+        fact("tokens", f"the tokenizer of {found['tokenizer']}, shared by all models")
+        return
+    new = found.get("new", [])
+    added = f", and {count(len(new), 'token')} added: {', '.join(new[:6])}{', ...' if len(new) > 6 else ''}" if new else ""
+    fact("tokens", f"{found['tokens']:,}, of {found['tokenizer']}{added}")
+    rows = f" instead of {found['rows_before']:,}" if found["rows"] != found["rows_before"] else ""
+    fact("rows", f"{found['rows']:,}{rows}")
+    show_table(("rows come from", "tokens"), [(name, f"{n:,}") for name, n in found["sources"].items()], right={1})
+    for name, n in found.get("left_out", {}).items():
+        say(printable(f"{count(n, 'token')} of {name} {'is' if n == 1 else 'are'} not in the output"))
+
+
+def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
+    """The plan's own JSON with the place of each tensor, and the totals under `summary`."""
+    shards, places = plan.layout.shards, plan.layout.places
+    return plan.to_json() | {
+        "places": {
+            name: {"file": shards[place.shard].name, "offset": place.offset, "bytes": place.nbytes}
+            for name, place in places.items()
+        },
+        "hash": plan.hash,
+        "files": [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in shards],
+        "summary": {
+            "tensors": summary.tensors,
+            "measured_first": summary.measured,
+            "bytes": summary.out_bytes,
+            "write_bytes": None if summary.measured else summary.file_bytes,
+            "input_bytes": summary.input_bytes,
+            "read_bytes_at_most": None if summary.measured else summary.read_bytes,
+            "survey_bytes": summary.survey_bytes,
+            "download_bytes": sum(d.nbytes for d in summary.downloads),
+            "stream": asdict(summary.transfer),
+            "peak_memory_bytes": summary.memory.peak_bytes,
+            "calibrates": summary.memory.calibrates,
+            "threads": summary.memory.threads,
+            "downloads": _records(summary.downloads),
+            "stages": _records(summary.stages),
+            "ops": _records(summary.ops),
+            "stored": _records(summary.stored),
+            "modules": _records(summary.modules),
+            "dropped": _records(summary.dropped),
+            "config_changes": _records(summary.changes),
+        },
+    }
+
+
+def _records(found: Sequence[Any]) -> list[dict[str, Any]]:
+    """Records as JSON: their fields, and `bytes` for `nbytes`."""
+    return [{"bytes" if name == "nbytes" else name: value for name, value in asdict(each).items()} for each in found]
+
+
+def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
+    from weightsmith._features.quantisation.calibration.weights import by_weight
+
+    prepared = replace(prepared, plan=by_weight(prepared.plan))
+    arrays = {out.name: step.out.name for step in prepared.plan.steps for out in step.outs}
+    names = [step.out.name for step in prepared.plan.steps]
+    found = [pattern] if pattern in names else [arrays[pattern]] if pattern in arrays else fnmatch.filter(names, pattern)
+    if not found:
+        prepared.explain(pattern)  # raises
+    if as_json:
+        data = [_explanation(prepared, name) for name in found]
+        show_json(data[0] if pattern in (*names, *arrays) else data)
+        return
+    for number, name in enumerate(found):
+        if number:
+            result()
+        _show_tensor(prepared, name)
+
+
+def _explanation(prepared: Prepared, tensor: str) -> dict[str, Any]:
+    from weightsmith._features.quantisation.calibration.weights import calibrated_weights
+
+    plan, step, refs = prepared.plan, _step(prepared, tensor), [m.ref for m in prepared.plan.models]
+    return {
+        "tensor": tensor,
+        "op": step.made_by,
+        "dtype": step.out.dtype.name,
+        "shape": list(step.out.shape),
+        "encoding": step.encoding if plan.then is None else None,
+        "stored": [
+            {"name": out.name, "dtype": out.dtype.name, "shape": list(out.shape)} for out in step.outs if plan.then is None
+        ],
+        "measured_first": plan.then is not None,
+        "calibrated": tensor in calibrated_weights(plan),
+        "inputs": [{"model": refs[model], "tensor": name} for model, name in _inputs(step)],
+        "pieces": [{"name": p.out.name, "shape": list(p.out.shape), "op": p.op} for p in step.pieces],
+        "parameters": [
+            {"parameter": o.parameter, "model": None if o.model is None else refs[o.model], "value": o.value, "where": o.where}
+            for o in prepared.explain(tensor)
+        ],
+    }
+
+
+def _step(prepared: Prepared, tensor: str) -> Step:
+    return next(step for step in prepared.plan.steps if step.out.name == tensor)
+
+
+def _inputs(step: Step) -> list[tuple[int, str]]:
+    return list(dict.fromkeys((i.model, i.tensor) for leaf in step.leaves for i in leaf.inputs))
+
+
+def _show_tensor(prepared: Prepared, tensor: str) -> None:
+    plan, step, origins = prepared.plan, _step(prepared, tensor), prepared.explain(tensor)
+    refs = [m.ref for m in plan.models]
+    result(f"{heading(printable(tensor))} {list(step.out.shape)} {step.out.dtype}, made by {step.made_by}")
+    for line in _notes(plan, step):
+        say(printable(line))
+    result()
+    show_table(("from model", "tensor"), [(refs[model], name) for model, name in _inputs(step)])
+    if step.pieces:
+        result()
+        result(f"{count(len(step.pieces), 'piece')}, each merged as a tensor of its own:")
+        listed = [(p.out.name, str(list(p.out.shape)), p.op) for p in step.pieces]
+        show_table(("piece", "shape", "made by"), listed[:_PIECES_SHOWN])
+        if len(listed) > _PIECES_SHOWN:
+            result(f"and {len(listed) - _PIECES_SHOWN:,} more")
+    if origins:
+        result()
+        rows = [(o.parameter, "" if o.model is None else refs[o.model], _value(o.value), o.where) for o in origins]
+        show_table(("parameter", "model", "value", "where"), rows)
+
+
+def _stored_as(encoding: str) -> str:
+    return AS_IT_IS if encoding == "plain" else encoding.removeprefix("plain ")
+
+
+def _notes(plan: Plan, step: Step) -> Iterator[str]:
+    """Notes on a tensor: its storage, and the reason if no model or method changes it."""
+    from weightsmith import _methods as methods
+    from weightsmith._features.quantisation.calibration.weights import CALIBRATED, calibrated_weights
+    from weightsmith._planning.planner.encode import stored_plain
+    from weightsmith._plans import PLAIN
+
+    if plan.then is not None:
+        yield f"the model is measured first, for {plan.then['format']}: that decides how this is stored"
+    if step.out.name in calibrated_weights(plan):
+        yield CALIBRATED
+    if step.encoding != PLAIN:
+        yield f"stored as {step.encoding}: {', '.join(f'{out.name} {out.dtype}' for out in step.outs)}"
+    elif plan.encodings:
+        yield f"stored as it is: {stored_plain(plan)[step.out.name]}"
+    if step.base and not step.pieces and not step.merges:
+        yield "the base's: no model takes part in it"
+    merged = [leaf for leaf in step.leaves if leaf.merges]
+    otherwise = methods.get(merged[0].op).otherwise if merged else ""
+    if otherwise and all(leaf.role != "linear" for leaf in merged):
+        yield f"{otherwise}: not a linear weight"
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

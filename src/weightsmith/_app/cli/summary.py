@@ -1,0 +1,303 @@
+"""Totals of a plan, for `weightsmith plan`. Pure: it reads only the headers of the inputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightsmith._base.options import RunOptions
+from weightsmith._engine.computed import Computed
+from weightsmith._engine.local import Resources
+from weightsmith._engine.passes import Passes, visits
+from weightsmith._engine.reader import Reader
+from weightsmith._engine.results import Results
+from weightsmith._engine.schedule import RESIDENT_BYTES
+from weightsmith._engine.tiles import fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
+from weightsmith._features.quantisation.calibration.weights import (
+    CALIBRATED,
+    by_weight,
+    calibrated_weights,
+    of_calibration,
+    steps_read,
+)
+from weightsmith._files.remote.ahead import TransferEstimate, estimate
+from weightsmith._models.structure import analyse
+from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.encode import stored_plain
+from weightsmith._plans import PLAIN, Plan, Read, Step
+from weightsmith._reports.look.files import Change, changes
+
+TORCH_BYTES = 250 << 20
+"""Memory of torch, imported and at work, measured with the CPU build."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Tensors of one op: their number, and their bytes in the output."""
+
+    op: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFacts:
+    """Output tensors with one encoding, or stored plain for one reason.
+
+    why     reason; also that they are calibrated
+    nbytes  in the output
+    """
+
+    encoding: str
+    why: str
+    tensors: int
+    nbytes: int
+    first: str
+
+
+@dataclass(frozen=True, slots=True)
+class StackFacts:
+    """A stack of layers: the prefix of their names, and their number."""
+
+    prefix: str
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFacts:
+    """One module, as `modules:` in a recipe names it.
+
+    tensors  output tensors
+    aliases  mergekit's names for it
+    """
+
+    name: str
+    stacks: tuple[StackFacts, ...]
+    tensors: int
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedFacts:
+    """Input tensors of one model that the output lacks for one reason."""
+
+    model: str
+    reason: str
+    tensors: int
+    first: str
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A file of a hub model that a merge would download."""
+
+    model: str
+    file: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak of resident memory, and its causes.
+
+    calibrates  plus a calibration: torch, transformers, a layer and its inputs
+    """
+
+    peak_bytes: int
+    threads: int
+    tile_bytes: int
+    calibrates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """The result of another recipe that the plan reads.
+
+    name    name of the recipe or of its result
+    why     why it is written before it is read; "" if it is computed on the fly
+    """
+
+    name: str
+    method: str
+    models: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Totals of a plan.
+
+    tensors      output weights, however many arrays each is stored as
+    measured     the model is measured first, which decides the storage; `out_bytes` is an estimate then, 0 for unknown
+    ops          output tensors by op, most bytes first
+    stored       output tensors by encoding, if some are encoded
+    input_bytes  input tensors, each use counted once
+    read_bytes   all passes; an upper bound, as a pass may prove needless
+    survey_bytes the part of read_bytes before the first tensor is merged, for statistics of the whole model
+    passes       maximum number of times that a tensor is read
+    downloads    files of Hub models that are neither cached nor streamed
+    transfer     streamed bytes
+    stages       other recipes whose results it reads, in the order of their dependencies
+    """
+
+    tensors: int
+    measured: bool
+    ops: tuple[Tally, ...]
+    stored: tuple[StoredFacts, ...]
+    out_bytes: int
+    file_bytes: int
+    input_bytes: int
+    read_bytes: int
+    survey_bytes: int
+    passes: int
+    modules: tuple[ModuleFacts, ...]
+    dropped: tuple[DroppedFacts, ...]
+    changes: tuple[Change, ...]
+    memory: Memory
+    transfer: TransferEstimate
+    downloads: tuple[Download, ...] = ()
+    stages: tuple[StageFacts, ...] = ()
+
+
+def summarise(prepared: Prepared, options: RunOptions) -> Summary:
+    """Totals of a prepared plan. options: as for `merge`."""
+    plan, reader = prepared.plan, Reader(prepared.plan, prepared.inputs, Results(prepared.plan))
+    shown = by_weight(plan)
+    ops: dict[str, tuple[int, int]] = {}
+    input_bytes = read_bytes = survey_bytes = most = 0
+    passes = Passes(plan, reader)
+    leaves = [leaf for step in plan.steps for leaf in step.leaves]
+    inner = {i: c.source for i, c in enumerate(prepared.inputs) if c.plan is not None and isinstance(c.source, Computed)}
+    once: dict[tuple[int, str], int] = {}
+
+    def nbytes_of(read: Read, size: int) -> int:
+        """Bytes of models that are read for a number of elements."""
+        if read.model not in inner:
+            return size * reader.dtype(read).itemsize
+        each, once[read.model, read.tensor] = inner[read.model].read_bytes(read.tensor)
+        return each * size // max(1, reader.source(read).specs[read.tensor].size)
+
+    for step in shown.steps:
+        nbytes = sum(out.nbytes for out in step.outs)
+        tensors, total = ops.get(step.made_by, (0, 0))
+        ops[step.made_by] = tensors + 1, total + nbytes
+    calibrating = [step for product in plan.products if of_calibration(product) for step in steps_read(product)]
+    leaves += [leaf for step in calibrating for leaf in step.leaves]
+    for step in (*(() if plan.then else plan.steps), *calibrating):
+        for leaf in step.leaves:
+            leaf_bytes = sum(nbytes_of(read, leaf.out.size) for read in leaf.inputs)
+            times = passes.of(leaf)
+            most = max(most, times)
+            input_bytes += leaf_bytes
+            read_bytes += leaf_bytes * times
+            survey_bytes += leaf_bytes * passes.before(leaf)
+    tallies = sorted((Tally(op, *sums) for op, sums in ops.items()), key=lambda t: -t.nbytes)
+    return Summary(
+        tensors=len(shown.steps),
+        measured=plan.then is not None,
+        ops=tuple(tallies),
+        stored=_stored(shown),
+        out_bytes=sum(t.nbytes for t in tallies) if plan.then is None else _expected_bytes(prepared),
+        file_bytes=plan.layout.total_bytes,
+        input_bytes=input_bytes,
+        read_bytes=read_bytes + survey_bytes + sum(once.values()),
+        survey_bytes=survey_bytes,
+        passes=most,
+        modules=_modules(prepared, shown),
+        dropped=_dropped(plan),
+        changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
+        transfer=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
+        downloads=_downloads(prepared),
+        stages=_stages(prepared),
+        memory=_memory(plan, options.threads, options.max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
+    )
+
+
+def _expected_bytes(prepared: Prepared) -> int:
+    from weightsmith._features.quantisation.formats import expected_bytes
+
+    return expected_bytes(prepared)
+
+
+def _stages(prepared: Prepared) -> tuple[StageFacts, ...]:
+    found = {stage.path: stage for stage in prepared.stages}.values()
+    return tuple(
+        StageFacts(
+            stage.label,
+            stage.plan.made.name,
+            tuple(model.ref for model in stage.plan.models),
+            len(stage.plan.steps),
+            sum(step.out.nbytes for step in stage.plan.steps),
+            stage.why,
+        )
+        for stage in found
+    )
+
+
+def _downloads(prepared: Prepared) -> tuple[Download, ...]:
+    repositories = [repository for checkpoint in prepared.inputs for repository in checkpoint.repositories]
+    found = {r.folder / name: Download(r.name, name, nbytes) for r in repositories for name, nbytes in r.missing.items()}
+    return tuple(found.values())
+
+
+def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
+    """Modules of the output, with aliases of the donor's modules. shown: the plan by weight."""
+    structure = analyse([step.out for step in shown.steps], prepared.plan.config)
+    return tuple(
+        ModuleFacts(
+            name,
+            tuple(StackFacts(s.prefix, s.n_layers) for s in structure.stacks_of(name)),
+            len(tensors),
+            tuple(alias for alias, owner in prepared.structure.aliases.items() if owner == name),
+        )
+        for name, tensors in structure.modules.items()
+    )
+
+
+def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
+    why = stored_plain(plan) | dict.fromkeys(calibrated_weights(plan), CALIBRATED)
+    found: dict[tuple[str, str], list[Step]] = {}
+    for step in plan.steps if plan.encodings else ():
+        found.setdefault((step.encoding, why.get(step.out.name, "")), []).append(step)
+    facts = [
+        StoredFacts(*key, len(steps), sum(out.nbytes for step in steps for out in step.outs), steps[0].out.name)
+        for key, steps in found.items()
+    ]
+    return tuple(sorted(facts, key=lambda fact: (fact.encoding == PLAIN, -fact.nbytes)))
+
+
+def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
+    found: dict[tuple[int, str], list[str]] = {}
+    for d in plan.dropped:
+        found.setdefault((d.model, d.reason), []).append(d.tensor)
+    return tuple(DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in found.items())
+
+
+def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None, resident: Sequence[int]) -> Memory:
+    threads = Resources(threads or 0).workers
+    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, plan.widest, plan.levels)
+    peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
+    if largest := max(resident, default=0):
+        # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
+        allowed = fit_resident_bytes(max_memory_bytes, threads, plan.widest, RESIDENT_BYTES, plan.levels)
+        peak += max(largest, min(allowed, largest * threads)) + TORCH_BYTES
+    return Memory(peak, threads, tile_bytes, any(map(of_calibration, plan.products)))
+
+
+def short(value: Any, length: int = 60) -> str:
+    """A config value on one line.
+
+    >>> short([1] * 40, 12)
+    '[1, 1, ... 40 items'
+    """
+    if value is None:
+        return "-"
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= length:
+        return text
+    more = f" {len(value)} items" if isinstance(value, Sequence) and not isinstance(value, str) else ""
+    return f"{text[: max(1, length - 4 - len(more))].rstrip()}...{more}" if not more else f"{text[:6].rstrip()} ...{more}"

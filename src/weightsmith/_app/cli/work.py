@@ -1,0 +1,181 @@
+"""The work of a command: from the first status line to the result, for every command that makes a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsmith._app.cli.failures import failures, wrote
+from weightsmith._base.errors import printable
+from weightsmith._base.options import RunOptions
+from weightsmith._base.text import count, duration, say, show_json, size, status, status_line, warn
+from weightsmith._execution.progress import callbacks, meter, no_bars_in_logs
+
+if TYPE_CHECKING:
+    from weightsmith._base.pages import Page
+    from weightsmith._execution import Callbacks, Merged
+    from weightsmith._planning.planner import Prepared
+    from weightsmith._plans import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A command at work.
+
+    began   when it began, by `time.monotonic`
+    page    file for the result as a page
+    """
+
+    out: str
+    quiet: bool
+    as_json: bool
+    began: float
+    page: Path | None = None
+
+    @property
+    def shows(self) -> bool:
+        """Whether the result is shown in words."""
+        return not self.quiet and not self.as_json
+
+    @contextmanager
+    def running(self, doing: str) -> Iterator[Callbacks]:
+        """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar."""
+        from weightsmith._execution import Callbacks
+
+        message = lambda: interrupted(self.out)  # noqa: E731
+        with failures(merging=True, as_json=self.as_json, interrupted=message), meter(quiet=self.quiet) as shown:
+            yield Callbacks(*callbacks(shown, doing))
+
+    def make(self, prepared: Prepared, options: RunOptions, doing: str) -> Merged:
+        """Run a plan with a progress bar, and report the result. doing: the verb of the bar."""
+        from weightsmith._execution.distributed import execute
+
+        with self.running(doing) as watching:
+            status("preparing the output")
+            merged = execute(prepared, self.out, options, watching, began=self.began)
+            wrote(f"The output is complete: {printable(merged.url or str(merged.out))}")
+        self.report(merged)
+        return merged
+
+    def report(self, merged: Merged) -> None:
+        """Show the warnings about the data, and the result."""
+        for finding in merged.warnings[len(merged.plan.warnings) :]:
+            warn(finding)
+        if self.as_json:
+            show_json(_to_json(merged))
+        elif not self.quiet:
+            say(_summary(merged))
+
+    def present(self, page: Callable[[], Page], data: Callable[[], Any], show: Callable[[], None]) -> None:
+        """Show a result as JSON or in words, and write its page."""
+        if self.page is not None:
+            from weightsmith._base.pages import write_page
+
+            write_page(self.page, page())
+            wrote(f"Page written: {printable(str(self.page))}")
+        if self.as_json:
+            show_json(data())
+        elif not self.quiet:
+            show()
+
+
+@contextmanager
+def working(
+    doing: str, *, out: str = "", quiet: bool = False, as_json: bool = False, page: Path | None = None
+) -> Iterator[Work]:
+    """Errors as messages, and a status line. doing: until there is a progress bar."""
+    work = Work(out, quiet, as_json, time.monotonic(), page)
+    message = (lambda: interrupted(out)) if out else (lambda: "Interrupted.")
+    with failures(as_json=as_json, interrupted=message), status_line(doing, quiet=quiet or as_json):
+        no_bars_in_logs(quiet=quiet)
+        if page is not None:
+            from weightsmith._base.pages import check_page
+
+            check_page(page)
+        yield work
+
+
+def show_warnings(prepared: Prepared) -> None:
+    """Show the warnings of a plan."""
+    for finding in prepared.plan.warnings:
+        warn(finding, prepared.source)
+
+
+def _summary(merged: Merged) -> str:
+    steps, weights = len(merged.plan.steps), _weights(merged.plan)
+    nbytes = sum(out.nbytes for step in merged.plan.steps for out in step.outs)
+    moved = merged.read_bytes + merged.written_bytes
+    them = "them" if weights == steps else f"the {steps:,} stored arrays"
+    resumed = f", {merged.resumed:,} of {them} by an earlier run" if merged.resumed else ""
+    speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
+    tensors = count(weights, "tensor")
+    done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
+    if merged.fetched_bytes:
+        done += f"\n{size(merged.fetched_bytes)} streamed"
+    if merged.url:
+        done += f"\nuploaded to {printable(merged.url)}"
+    for model, files in merged.plan.lacking.items():
+        done += f"\nnot in the output, files of {printable(model)}: {printable(', '.join(files))}"
+    if not merged.distance:
+        return done
+    whole = merged.distance[0]
+    return f"{done}\ndistance from the base: {whole.percent()} of its norm (for each layer: weightsmith.json)"
+
+
+def _weights(plan: Plan) -> int:
+    """The number of tensors of a plan; a calibrated weight is one."""
+    from weightsmith._features.quantisation.calibration.weights import by_weight
+
+    return len(by_weight(plan).steps)
+
+
+def _to_json(merged: Merged) -> dict[str, Any]:
+    from weightsmith._execution.distance import to_json
+
+    plan = merged.plan
+    return {
+        "out": str(merged.out),
+        "url": merged.url,
+        "method": plan.made.name,
+        "tensors": _weights(plan),
+        "resumed": merged.resumed,
+        "bytes": sum(out.nbytes for step in plan.steps for out in step.outs),
+        "files": [{"name": s.name, "bytes": s.nbytes} for s in plan.layout.shards],
+        "read_bytes": merged.read_bytes,
+        "written_bytes": merged.written_bytes,
+        "fetched_bytes": merged.fetched_bytes,
+        "seconds": round(merged.seconds, 3),
+        "dropped": len(plan.dropped),
+        "lacking": {model: list(files) for model, files in plan.lacking.items()},
+        "distance_from_base": to_json(merged.distance),
+        "warnings": [{"what": w.what, "where": w.where, "details": list(w.details), "fix": w.fix} for w in merged.warnings],
+    }
+
+
+def interrupted(out: str) -> str:
+    """The message after Ctrl-C: the place of the finished tensors, and the command that resumes."""
+    import glob
+    import shlex
+
+    from weightsmith._outputs.local.area import staging_folder
+    from weightsmith._outputs.places import place_of
+
+    # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
+    command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
+    resume = f"\n  -> Resume with the same command: {command}"
+    place = place_of(out)
+    if place.capabilities.publication == "requests":
+        return f"Interrupted. Uploaded parts are kept at {out}{resume}"
+    target = place.local
+    folder = staging_folder(target)
+    if not folder.exists():  # the result of another recipe, that this one uses, may be there
+        pattern = f"{glob.escape(target.name)}.stage-*"
+        folder = next((path for start in (".", "") for path in target.parent.glob(start + pattern)), folder)
+    if not folder.exists():
+        return "Interrupted. No unfinished work was left."
+    return f"Interrupted. Finished tensors are kept in {folder}{resume}"

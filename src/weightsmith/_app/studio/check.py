@@ -1,0 +1,133 @@
+"""What is wrong with a recipe, by line and column, before anything is read but headers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from weightsmith._app.api import plan
+from weightsmith._app.studio.draft import MAX_CHARACTERS, NO_BASE, NO_MODEL, as_text
+from weightsmith._app.studio.places import Places
+from weightsmith._base.errors import Finding, MethodError, NotFound, PlanError, SyntaxProblem, WeightsmithError, excerpt
+from weightsmith._base.files import expand_user
+from weightsmith._methods.user_files import names_file
+from weightsmith._models.tokenizers.files import TEMPLATES
+from weightsmith._planning.recipe import ModelRef, Recipe, load
+from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._plans import Plan
+
+_NAME = "<text>"
+"""Under which the planner names the recipe in positions."""
+_NAMED = frozenset({"auto", *TEMPLATES})
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A problem or a warning.
+
+    code        of the error; "" of a warning
+    line, column  in the recipe, from 1 on; 0: elsewhere
+    excerpt     the line, and carets under the word
+    """
+
+    level: Literal["error", "warning"]
+    code: str
+    line: int
+    column: int
+    finding: Finding
+    excerpt: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The place for people."""
+        return f"line {self.line}, column {self.column}" if self.line else self.finding.where
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A recipe that was checked. plan: None if something is wrong with it."""
+
+    notes: tuple[Note, ...]
+    plan: Plan | None = None
+
+
+def check(text: str, places: Places) -> Checked:
+    """Plan a recipe if it reads only what it may. Cost: reading headers; what takes longer, the merge checks."""
+    try:
+        found = plan(allowed(text, places), check_loading=False)
+    except PlanError as error:
+        return Checked(tuple(_note("error", each.code, each.finding, as_text(text)) for each in error.problems))
+    except WeightsmithError as error:
+        return Checked((_note("error", error.code, error.finding, as_text(text)),))
+    return Checked(tuple(_note("warning", "", finding, as_text(text)) for finding in found.warnings), found)
+
+
+def allowed(text: str, places: Places) -> str:
+    """The recipe, as YAML text that no function takes for a path.
+
+    Raises PlanError with every problem of the text, and everything in it that may not be read. Every function that reads what a
+    recipe names calls this first.
+    """
+    text = as_text(text)
+    if len(text) > MAX_CHARACTERS:
+        what = f"the recipe has more than {MAX_CHARACTERS:,} characters"
+        raise PlanError([SyntaxProblem(what, where=f"{_NAME}:1:1", fix="run it on the command line")])
+    loaded = load(text, "merge")
+    recipe, refs, refused = loaded.recipe, list(loaded.models), list[WeightsmithError]()
+    if isinstance(recipe, Recipe):
+        every = [recipe, *(stage for stage in recipe.stages.values() if stage is not None)]
+        refused += [problem for each in every for problem in _other_files(each, places)]
+        used = [ref for each in every for ref in each.references]
+        made = [
+            ref for ref in used if ref.path in recipe.stages
+        ]  # by other recipes of the text; adapters may be applied to them
+        refs += [*(ref for ref in used if ref not in made), *(ref.lora for ref in made if ref.lora is not None)]
+    refused += [problem for ref in dict.fromkeys(refs) if (problem := _unchosen(ref) or places.check(ref))]
+    # A recipe that was not parsed was not checked. Mixtures are not checked here either, though `plan` would accept them.
+    if refused or not isinstance(recipe, Recipe) or (loaded.problems and not loaded.models):
+        raise PlanError([*loaded.problems, *refused], (_NAME, text))
+    return text
+
+
+def _unchosen(ref: ModelRef) -> WeightsmithError | None:
+    if ref.path not in (NO_MODEL, NO_BASE):
+        return None
+    return NotFound("no model is chosen here yet", where=ref.where, fix="choose one from the list, or write its name")
+
+
+def _other_files(recipe: Recipe, places: Places) -> Iterator[WeightsmithError]:
+    """Files that a recipe names besides models."""
+    if names_file(recipe.merge_method):
+        what = "the studio runs no code: merge_method names a Python file"
+        yield MethodError(what, where=recipe.at("merge_method"), fix="run it on the command line, with --allow-code")
+    asked = recipe.chat_template
+    if asked and asked not in _NAMED and "{" not in asked and "\n" not in asked:
+        try:
+            inside = places.holds(expand_user(asked))
+        except (OSError, ValueError, RuntimeError):
+            inside = False
+        if not inside:
+            what = "the chat template is a file outside the folders that the studio was started with"
+            yield SyntaxProblem(what, where=recipe.at("chat_template"), fix="write the template itself, or auto")
+
+
+def _note(level: Literal["error", "warning"], code: str, finding: Finding, text: str) -> Note:
+    match = re.match(r"<text>:(\d+):(\d+)", finding.where)
+    line, column = (int(match[1]), int(match[2])) if match else (0, 0)
+    return Note(level, code, line, column, finding, tuple(excerpt(finding.where, _NAME, text)))
+
+
+def first_finding(error: WeightsmithError) -> Finding:
+    """What an error says, or the first of its problems."""
+    return error.problems[0].finding if isinstance(error, PlanError) else error.finding
+
+
+def model_allowed(name: str, places: Places) -> str:
+    """A single model that may be read. Raises PlanError."""
+    found = parse_reference(name, "")
+    problem = places.check(found) if isinstance(found, ModelRef) else found
+    if problem is not None:
+        raise PlanError([problem])
+    return name

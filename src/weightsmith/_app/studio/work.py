@@ -1,0 +1,149 @@
+"""One merge at a time, in a thread: started, watched, cancelled, resumed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from weightsmith._app.api import merge
+from weightsmith._base.errors import Busy, WeightsmithError, report
+from weightsmith._execution.progress import Meter, Rates, Reading, show_progress
+from weightsmith._outputs.local.area import staging_folder
+
+if TYPE_CHECKING:
+    from weightsmith._engine.local import Progress
+    from weightsmith._execution import Merged
+
+State = Literal["idle", "running", "cancelled", "failed", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a merge is.
+
+    out      its folder; None before the first one
+    doing    what is being done
+    reading  the last look at the work; None if there is nothing to measure
+    speed, left   bytes a second, and seconds; None while unknown
+    problem  why it failed
+    merged   the result
+    """
+
+    state: State = "idle"
+    out: Path | None = None
+    doing: str = ""
+    reading: Reading | None = None
+    speed: float | None = None
+    left: float | None = None
+    problem: str = ""
+    merged: Merged | None = None
+
+
+class Cancelled(KeyboardInterrupt):
+    """Raised in the thread of a merge, so that the engine stops as after Ctrl-C: finished tensors are kept."""
+
+
+class Work:
+    """The merge of this process. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._status = Status()
+        self._cancel = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def status(self) -> Status:
+        """How far it is, now."""
+        with self._lock:
+            return self._status
+
+    def start(self, recipe: str, out: Path, *, overwrite: bool = False, resume: bool = True) -> None:
+        """Begin a merge. recipe: YAML text that was checked; for the others see `RunOptions`. Raises Busy."""
+        with self._lock:
+            if self._status.state == "running":
+                raise Busy("a merge is running", where=str(self._status.out), fix="wait until it is done, or cancel it")
+            self._cancel.clear()
+            self._status = Status("running", out, "planning")
+        given = (recipe, out, overwrite, resume)
+        self._thread = threading.Thread(target=self._run, args=given, name="weightsmith-studio", daemon=True)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Stop the merge at its next tile. Finished tensors are kept, and the next `start` of the same merge resumes."""
+        self._cancel.set()
+
+    def wait(self, seconds: float | None = None) -> Status:
+        """Wait until nothing runs, or for so long."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self.status
+
+    def _run(self, recipe: str, out: Path, overwrite: bool, resume: bool) -> None:
+        watching = _Watching(self._update, self._cancel)
+        try:
+            merged = merge(
+                recipe,
+                out,
+                progress=watching.progress,
+                rechecking=watching.rechecking,
+                overwrite=overwrite,
+                resume=resume,
+                report=True,
+            )
+        except KeyboardInterrupt:
+            self._update(state="cancelled")
+        except WeightsmithError as error:
+            self._update(state="failed", problem=report(error))
+        except Exception as error:
+            self._update(state="failed", problem=f"{type(error).__name__}: {error}".rstrip(": "))
+        else:
+            self._update(state="done", merged=merged)
+
+    def _update(self, **values: object) -> None:
+        with self._lock:
+            self._status = replace(self._status, **values)  # type: ignore[arg-type]
+
+
+class _Watching(Meter):
+    """Keeps what a meter would show, and stops the run when asked to."""
+
+    def __init__(self, update: Callable[..., None], cancel: threading.Event) -> None:
+        self._update = update
+        self._cancel = cancel
+        self._rates = Rates(time.monotonic)
+
+    def progress(self, progress: Progress) -> None:
+        """Called about ten times a second."""
+        self._stop_if_asked()
+        show_progress(self, progress, "merging")
+
+    def rechecking(self, done: int, total: int) -> None:
+        """Called while finished tensors of an interrupted run are verified."""
+        self._stop_if_asked()
+        self.show(Reading("checking finished tensors", done, total, done))
+
+    def _stop_if_asked(self) -> None:
+        if self._cancel.is_set():
+            raise Cancelled
+
+    def show(self, reading: Reading) -> None:
+        """Keep it."""
+        speed, left = self._rates.take(reading)
+        self._update(doing=reading.label, reading=reading, speed=speed, left=left)
+
+    def say(self, text: str) -> None:
+        """Keep it."""
+        self._update(doing=text, reading=None)
+
+    def close(self) -> None:
+        """Nothing to clear up."""
+
+
+def unfinished(out: Path) -> bool:
+    """Whether an interrupted merge into this folder can be resumed."""
+    return staging_folder(out).is_dir()

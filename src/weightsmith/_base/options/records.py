@@ -1,0 +1,369 @@
+"""The options, in five records: of recipes, quantised formats, adapters, transplanted tokenizers, and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from weightsmith._base.errors import ParameterError
+from weightsmith._base.options.option import find_option, option, option_record
+from weightsmith._base.tensors import DTYPE_NAMES, DType
+
+SHARD_BYTES = 5_000_000_000
+ONE_FILE_BYTES = 50_000_000_000
+"""The largest file that the Hub takes: people expect one GGUF file, not one for each 5 GB."""
+SPOOL_BYTES = 20_000_000_000
+
+RECIPES = ("merge", "moe", "plan", "preview")
+COPIES = ("quantize", "dequantize")
+ADAPTERS = ("merge", "plan")
+WRITING = ("merge", "moe", "plan", *COPIES, "extract_lora", "transplant_tokenizer", "run")
+LOOKING = ("inspect", "diff", "preview")
+
+APPROXIMATIONS = (
+    *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
+    *("john_hewitt", "mean", "zero", "randn"),
+)
+TABLES = ("no", "yes", "embed", "lm_head")
+"""The tables of token rows in which a token of another text may serve: none, both, or one of them."""
+
+
+@option_record(*RECIPES)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeOptions:
+    """How a recipe is planned."""
+
+    out_dtype: DType | None = option(
+        None,
+        "--out-dtype DTYPE",
+        "Dtype of the output weights",
+        unset="the recipe's, or the model's own",
+        choices=DTYPE_NAMES,
+        more="`quantize` rounds to it first.",
+        commands=(*RECIPES, *COPIES),
+        spelled={"dequantize": "dtype"},
+    )
+    max_shard_bytes: int | None = option(
+        None,
+        "--max-shard-size SIZE",
+        "Maximum size of a weight file",
+        unset="5GB; GGUF: 50GB",
+        least=1,
+        more="A larger tensor gets a file of its own.",
+        commands=("merge", "moe", "plan", *COPIES),
+    )
+    seed: int = option(
+        0,
+        "--seed N",
+        "Seed of random masks, router weights, noise and calibration rows",
+        more="The same seed gives the same bytes with any number of threads.",
+        commands=(*RECIPES, "quantize"),
+    )
+    lenient: bool = option(
+        False,
+        "--mergekit-lenient",
+        "Warn about settings that mergekit silently ignores, instead of failing",
+        more="The same for experts with equal prompts or router weights.",
+    )
+    allow_code: bool = option(
+        False, "--allow-code", "Allow merge_method to run a Python file", more="See [methods of your own](own-method.md)."
+    )
+    routing_report: bool | None = option(
+        None,
+        "--routing-report/--no-routing-report",
+        "Write the routing of the prompts to OUT/routing.json and OUT/routing.svg",
+        unset="only if the gate mode runs the base on the prompts",
+        commands=("moe", "plan"),
+    )
+    quantize: str | None = option(
+        None,
+        "--quantize FORMAT",
+        "Quantised format of the output, such as fp8-dynamic",
+        choices="quantisation.formats:FORMATS",
+        more="`weightsmith quantize --list` lists the formats: [quantised checkpoints](quantize.md).",
+        commands=("merge", "moe", "plan", "quantize"),
+        spelled={"quantize": "format"},
+        required=("quantize",),
+    )
+    adapter_rank: int | None = option(
+        None,
+        "--adapter-rank R",
+        "Maximum rank when merging adapters",
+        unset="the sum of their ranks",
+        least=1,
+        more="See [merging adapters](lora.md#merging-adapters).",
+        commands=ADAPTERS,
+    )
+    adapter_space: str = option(
+        "core",
+        "--adapter-space SPACE",
+        "Space in which adapters are merged, compressed only with `adapter_rank`",
+        choices=("core", "knots", "compressed"),
+        commands=ADAPTERS,
+    )
+    check_loading: bool = option(
+        True,
+        "--check-loading/--no-check-loading",
+        "Compare the output with the model that transformers builds from its config.json",
+        more="Only for stacks, mixtures and surgery: [what is checked](#what-is-checked-before-a-merge).",
+    )
+    settings: Mapping[str, Any] = option(
+        dict, "--set KEY=VALUE", "Set a value in the recipe, such as parameters.t=0.3 (repeatable)", more="The value is YAML."
+    )
+
+    @property
+    def shard_bytes(self) -> int:
+        """`max_shard_bytes`, or its default.
+
+        >>> RecipeOptions().shard_bytes, RecipeOptions(quantize="gguf-q4_0").shard_bytes
+        (5000000000, 50000000000)
+        """
+        if self.max_shard_bytes is not None:
+            return self.max_shard_bytes
+        return ONE_FILE_BYTES if self.quantize is not None and self.quantize.startswith("gguf-") else SHARD_BYTES
+
+
+@option_record("merge", "moe", "plan", "quantize")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSettings:
+    """Settings of quantised formats. Each format names those that it reads; any other is an error."""
+
+    bits: float | None = option(None, "--bits BITS", "EXL2 only: average bits per weight", above=0)
+    head_bits: int | None = option(
+        None,
+        "--head-bits BITS",
+        "EXL2 only: bits per weight of the output head, 16 for float16",
+        unset="6",
+        choices=(2, 3, 4, 5, 6, 8, 16),
+    )
+    calibration: str | None = option(
+        None,
+        "--calibration FILE",
+        "Calibration text: a txt, jsonl or parquet file, built-in, or none to round to nearest",
+        unset="EXL2: built-in; others: none",
+        path=True,
+        more="See [calibration](calibration.md).",
+    )
+    calibration_rows: int | None = option(
+        None, "--calibration-rows N", "Number of rows of calibration text", unset="at most 128", least=1
+    )
+    calibration_tokens: int | None = option(
+        None, "--calibration-tokens N", "Tokens in each row of calibration text", unset="512", least=1
+    )
+    measure: str | None = option(
+        None,
+        "--measure METHOD",
+        "EXL2 only: method that measures settings, full for ExLlamaV2's, which is slow",
+        unset="proxy",
+        choices=("proxy", "full"),
+    )
+    measurement: str | None = option(None, "--measurement FILE", "EXL2 only: choose bits from this measurement.json", path=True)
+    uniform: bool = option(False, "--uniform", "EXL2 only: use the same bits for every weight")
+    imatrix: str | None = option(None, "--imatrix FILE", "GGUF only: importance matrix of weightsmith or llama.cpp", path=True)
+    group_size: int | None = option(
+        None, "--group-size N", "Number of weights that share a scale", unset="the format's", least=1
+    )
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the fields that differ from their default."""
+        return tuple(each.name for each in fields(self) if getattr(self, each.name) != each.default)
+
+
+@option_record(*WRITING)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a plan is run. These options do not affect the weights, but for rounding on another type of device."""
+
+    threads: int | None = option(
+        None, "--threads N", "Number of threads", unset="all available cores", least=1, commands=(*WRITING, *LOOKING)
+    )
+    max_memory_bytes: int | None = option(
+        None, "--max-memory SIZE", "Limit of resident memory, such as 500MB or 2GiB; the result does not depend on it", least=1
+    )
+    overwrite: bool = option(
+        False,
+        "--overwrite",
+        "Replace a checkpoint that weightsmith made",
+        more="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or changed "
+        "files, or is read, is never replaced: choose another name, or remove it yourself.",
+    )
+    resume: bool = option(True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it")
+    fsync: bool = option(True, "--fsync/--no-fsync", "Flush the data to disk before OUT is created")
+    card: bool = option(True, "--card/--no-card", "Write README.md, a model card")
+    report: bool = option(
+        False,
+        "--report",
+        "Write OUT/report.html: models, method and distances by layer and part",
+        more="See [reports](look.md#reports).",
+    )
+    allow_nonfinite: bool = option(
+        False,
+        "--allow-nonfinite",
+        "Merge NaN and infinity like any number; otherwise they are an error",
+        more="The error names model, tensor and element.",
+    )
+    device: str = option(
+        "cpu",
+        "--device DEVICE",
+        "Device for whole matrices and hidden states: cpu, cuda, cuda:1 or auto",
+        commands=tuple(each for each in WRITING if each != "dequantize"),
+    )
+    keep_stages: bool = option(
+        False,
+        "--keep-stages",
+        "Write the results of recipes that the recipe uses as models to OUT.stage-NAME, and keep them",
+        more="See [stages](recipe.md#stages).",
+        commands=("merge", "moe", "plan"),
+    )
+    stream: bool = option(
+        False,
+        "--stream",
+        "Read the needed bytes of Hub models over the network, without downloading the models",
+        more="See [remote models](remote.md).",
+        commands=(*WRITING, *LOOKING),
+    )
+    max_spool_bytes: int = option(
+        SPOOL_BYTES,
+        "--max-spool SIZE",
+        "Disk limit for streamed bytes that are read again; bytes beyond it are transferred again",
+        least=1,
+    )
+    push: str | None = option(
+        None,
+        "--push ORG/NAME[@BRANCH]",
+        "Upload OUT to the Hub when it is complete",
+        more="See [pushing](#pushing-to-the-hub).",
+    )
+    public: bool = option(False, "--public", "Make a new model on the Hub public; otherwise it is private")
+    commit_message: str | None = option(None, "--commit-message TEXT", "Commit message on the Hub", unset="the plan's title")
+    ray: str | None = option(
+        None,
+        "--ray ADDRESS",
+        "Run on a Ray cluster: HOST:PORT, auto (this machine's cluster, or a new one), or local (a new one)",
+        more="Inputs and output are in a shared folder or a bucket: [several machines](scale.md).",
+    )
+
+
+@option_record("extract_lora")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractSettings:
+    """How `extract_lora` makes an adapter of a fine-tune. Modules are named as in the base: `model.layers.0.mlp.up_proj`."""
+
+    max_rank: int = option(
+        128,
+        "--max-rank R",
+        "Maximum rank; also the rank of every module, unless `energy` or `max_parameters` chooses it",
+        least=1,
+    )
+    energy: float | None = option(
+        None,
+        "--energy SHARE",
+        "Choose the smallest rank that keeps this share of each matrix's change, such as 0.9; rounding noise is not counted",
+        above=0,
+        most=1,
+    )
+    max_parameters: int | None = option(
+        None, "--max-parameters N", "Choose ranks so that all factors together have at most this many parameters", least=1
+    )
+    sv_epsilon: float = option(0.0, "--sv-epsilon S", "Drop singular values up to this size", least=0)
+    exact: bool = option(
+        False, "--exact", "Use exact singular value decompositions; otherwise randomised ones where they are cheaper"
+    )
+    embed_lora: bool = option(
+        False, "--embed-lora/--no-embed-lora", "Decompose embedding and head too; otherwise they are saved whole if they differ"
+    )
+    include: tuple[str, ...] = option(
+        (), "-i, --include, --include-regex REGEX", "Only modules whose name matches this regular expression (repeatable)"
+    )
+    exclude: tuple[str, ...] = option(
+        (), "-e, --exclude, --exclude-regex REGEX", "No module whose name matches this regular expression (repeatable)"
+    )
+    save_modules: tuple[str, ...] = option(
+        (), "--save-module NAME", "Save the modules whose name ends in this whole, if they differ (repeatable)"
+    )
+    distribute_scale: bool = option(
+        True, "--distribute-scale/--no-distribute-scale", "Share singular values between A and B; otherwise all are in A"
+    )
+    skip_undecomposable: bool = option(
+        False,
+        "--skip-undecomposable",
+        "Leave out tensors that cannot be decomposed (norms, embedding, head), instead of saving them whole",
+    )
+    layout: str = option(
+        "peft",
+        "--for PROGRAM",
+        "Program that loads the adapter, vllm for factors of linear layers only",
+        choices=("peft", "vllm"),
+    )
+    intruder_scale: float = option(
+        1.0,
+        "--intruder-scale SCALE",
+        "Scale of intruder dimensions, singular vectors of the fine-tune that the base lacks; 0 removes them",
+        least=0,
+        most=1,
+        more="See [modules](lora.md#modules).",
+    )
+    dtype: DType | None = option(None, "--dtype DTYPE", "Dtype of the factors", unset="the fine-tune's", choices=DTYPE_NAMES)
+
+
+@option_record("transplant_tokenizer")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransplantSettings:
+    """How `transplant_tokenizer` makes the rows of tokens that the model lacks."""
+
+    approximation: str = option(
+        "omp", "-a, --approximation, --approximation-method NAME", "Approximation of missing tokens", choices=APPROXIMATIONS
+    )
+    k: int = option(64, "-k, --k K", "Number of shared tokens that approximate a missing one", least=1)
+    weight_scheme: str = option(
+        "distance_proportional",
+        "-w, --weight-scheme SCHEME",
+        "common_interpolation only: weights of the neighbours",
+        choices=("distance_proportional", "barycentric", "least_squares"),
+    )
+    cosine_similarity: bool = option(
+        False,
+        "-c/-nc, --cosine-similarity/--no-cosine-similarity",
+        "common_interpolation only: choose neighbours by angle, not by distance",
+    )
+    subword_method: str = option(
+        "mean",
+        "-s, --subword-method METHOD",
+        "subword and hybrid only: combination of the pieces",
+        choices=("mean", "sum", "weighted_mean", "first_last"),
+    )
+    prefix_match: str = option(
+        "no",
+        "-pm, --prefix-match TABLE",
+        "Use the row of the longest token that a missing token begins with, in both tables or one",
+        choices=TABLES,
+    )
+    byte_match: str = option(
+        "yes", "-bm, --byte-match TABLE", "Use the row of <0x41> for A and the reverse, in both tables or one", choices=TABLES
+    )
+    magikarp: bool = option(False, "--magikarp", "Approximate poorly trained tokens too, and do not use them for others")
+    match_norms: bool = option(False, "--match-norms", "Scale new rows to the norm predicted from shared tokens")
+    new_vocab_noise: float | None = option(
+        None, "-nvn, --new-vocab-noise S", "Standard deviation of noise added to new rows", unset="no noise", least=0
+    )
+    new_vocab_scale: float | None = option(None, "-nvs, --new-vocab-scale F", "Factor of new rows", unset="1")
+    seed: int = option(0, "--seed N", "Seed of random rows and noise")
+    max_shard_bytes: int | None = option(None, "--max-shard-size SIZE", "Maximum size of a weight file", unset="5GB", least=1)
+    report_text: str | None = option(
+        None, "--report-text FILE", "Text in which the report counts the missing tokens", path=True
+    )
+
+
+def output_dtype(asked: object) -> DType | None:
+    """An output dtype, from a string or a numpy, torch or weightsmith dtype. Raises ParameterError.
+
+    >>> output_dtype("bfloat16").name
+    'BF16'
+    """
+    try:
+        found: DType | None = find_option("out_dtype").read(asked)
+    except ValueError as error:
+        raise ParameterError(str(error), where="out_dtype") from None
+    return found

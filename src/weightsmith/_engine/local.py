@@ -1,0 +1,371 @@
+"""Runs a plan on the threads of this machine.
+
+Each thread takes a tile from the scheduler and hands it to what the pass needs: `Copier`, `Merger` and `Encoder`, or the
+reduction of a product (`ProductGraph`). The compiled kernels and the reads and writes release the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.options import SPOOL_BYTES
+from weightsmith._engine.active import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Task
+from weightsmith._engine.buffers import Buffers
+from weightsmith._engine.computed import Computed
+from weightsmith._engine.constants import Finite
+from weightsmith._engine.copier import Copier
+from weightsmith._engine.encoder import Encoder
+from weightsmith._engine.measurer import Measurer
+from weightsmith._engine.merger import Merger
+from weightsmith._engine.passes import visits
+from weightsmith._engine.product_graph import Computation, Means, ProductGraph
+from weightsmith._engine.reader import Reader
+from weightsmith._engine.results import Results
+from weightsmith._engine.schedule import RESIDENT_BYTES, Scheduler
+from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
+from weightsmith._engine.unwritten import DiscardedOutput, MemoryOutput
+from weightsmith._files.remote.ahead import ReadAhead
+from weightsmith._kernels.watch import is_compiling, leave
+from weightsmith._methods.jobs.requires import named_device
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._plans import COPY, Plan, Product, Step
+from weightsmith.abc.output import Finished, Output
+from weightsmith.abc.product_targets import Target
+from weightsmith.abc.tensors import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: bytes of output written and in all, bytes read so far, tensors, and seconds since it began.
+
+    waiting      all remaining tensors need a product that is still being computed
+    computation  that product
+    compiling    kernels are being compiled, because no earlier run needed them
+    checking     all is written, and transformers has not said yet whether it can load it
+    """
+
+    written_bytes: int
+    total_bytes: int
+    read_bytes: int
+    tensors: int
+    total_tensors: int
+    seconds: float
+    waiting: bool = False
+    computation: Computation | None = None
+    compiling: bool = False
+    checking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run did.
+
+    read_bytes, written_bytes  of tensors
+    fetched_bytes  of remote files, over the network
+    finished    the output tensors (`Step.out`), also those that were skipped
+    results     the products
+    """
+
+    read_bytes: int
+    written_bytes: int
+    finished: Mapping[str, Finished]
+    results: Results
+    fetched_bytes: int = 0
+
+    @property
+    def distances(self) -> dict[str, tuple[float, float]]:
+        """For each tensor merged with a base: squared Frobenius norms of output - base and of the base."""
+        return {name: done.distance for name, done in sorted(self.finished.items()) if done.distance is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """The resources of a run.
+
+    threads         default: the processors this process may use
+    tile_bytes      of each input; the result does not depend on it
+    aligned_bytes   the same, of tiles with as many rows as an input prefers
+    product_bytes   that a product that computes may hold besides its arrays; None: no limit
+    resident_bytes  that methods of whole matrices may hold; a matrix that needs more is merged alone
+    device          for products that compute and for whole matrices, as torch names it, or auto
+    spool_bytes     on disk, for bytes of remote files
+    """
+
+    threads: int = 0
+    tile_bytes: int = TILE_BYTES
+    resident_bytes: int = RESIDENT_BYTES
+    device: str = "cpu"
+    aligned_bytes: int = ALIGNED_BYTES
+    product_bytes: int | None = None
+    spool_bytes: int = SPOOL_BYTES
+
+    @property
+    def workers(self) -> int:
+        """Number of threads."""
+        return self.threads or processors()
+
+
+def processors() -> int:
+    """The processors that this process may use; where the system does not say which, all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The part of a plan to run, and what exists already.
+
+    steps     of the plan; None: all
+    products  of the plan, including all that these and the steps need; None: all
+    skip      output tensors (`Step.out`) that are finished already
+    results   with the products that are finished already; None: none
+    folders   of each model's files, for products that read them
+    allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
+    """
+
+    steps: Sequence[Step] | None = None
+    products: Sequence[Product] | None = None
+    skip: Mapping[str, Finished] | None = None
+    results: Results | None = None
+    folders: Sequence[Path] = ()
+    allow_nonfinite: bool = False
+
+
+class Run:
+    """One execution of some steps and products of a plan: the threads, the graph, progress and errors."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        steps: Sequence[Step],
+        products: Sequence[Product],
+        output: Output,
+        resources: Resources,
+        workload: Workload = Workload(),
+        *,
+        abandon: Callable[[], None] = lambda: None,
+        in_order: bool = False,
+    ) -> None:
+        """
+        workload  its folders, and whether NaN is allowed
+        abandon   after an error: wakes threads that wait for bytes, or for the output. May be called several times
+        in_order  see `run`
+        """
+        self.reader = reader
+        self.resources = resources
+        self.total_bytes = sum(out.nbytes for step in steps for out in step.outs)
+        self.total_tensors = len(steps)
+        self.written_bytes = self.read_bytes = self.tensors = 0
+        self.finished: dict[str, Finished] = {}
+        self._output = output
+        self._allow_nonfinite = workload.allow_nonfinite
+        self._abandon = abandon
+        self._lock = threading.Lock()
+        finite, measure = Finite(reader, workload.allow_nonfinite), Measurer(reader)
+        self._encoder = Encoder(reader, output, allow_nonfinite=workload.allow_nonfinite)
+        self._copier = Copier(reader, finite, output, self._encoder, measure)
+        self._merger = Merger(reader, finite, measure)
+        means = Means(workload.folders, resources.device, resources.workers, resources.product_bytes)
+        self.products = ProductGraph(reader, finite, output, steps, products, means, self._make)
+        needs = ((step, reader.plan.needs(step)) for step in steps)
+        self._scheduler = Scheduler(
+            needs, self.products.unmade, self._begin, self._complete, resources.resident_bytes, in_order=in_order
+        )
+
+    def go(self, report: Callable[[], None] = lambda: None) -> None:
+        """Run. report: called from this thread, about ten times a second; what it raises ends the run.
+
+        Raises what the first failing tile or product raised. KeyboardInterrupt stops the threads at their next tile and is
+        raised again; a thread that compiles a kernel is not waited for, and ends without touching anything.
+        """
+        pool = [
+            threading.Thread(target=self._work, name=f"weightsmith-{i}", daemon=True) for i in range(self.resources.workers)
+        ]
+        try:
+            self.products.start(self._scheduler)
+            for thread in pool:
+                thread.start()
+            for thread in pool:
+                while thread.is_alive():
+                    thread.join(0.1)
+                    if self._scheduler.error is not None:
+                        self._abandon()
+                    report()
+        except BaseException as error:  # KeyboardInterrupt, or the caller's progress function
+            self._scheduler.fail(error)
+            self._abandon()
+            leave([thread for thread in pool if thread.ident is not None])
+            raise
+        finally:
+            self.products.close()
+        if self._scheduler.error is not None:
+            raise self._scheduler.error
+
+    def _make(self, steps: Sequence[Step], targets: Mapping[str, Target], check: Callable[[], None]) -> None:
+        """Run steps for a product that computes. The products they need are finished, because it needs them too."""
+        workload = Workload(allow_nonfinite=self._allow_nonfinite)
+        run = Run(self.reader, steps, (), MemoryOutput(targets), self.resources, workload)
+        run.go(check)
+        self._count(run.read_bytes, 0)
+
+    def _begin(self, step: Step) -> list[LeafPass]:
+        """The passes of a step; a step of no elements is complete at once."""
+        active = ActiveStep(step)
+        origin, align = 0, self._encoder.begin(active)
+        for leaf in step.leaves:
+            if leaf.out.size:
+                job = None if leaf.op == COPY else self.reader.job(leaf)
+                active.leaves.append(self._encoder.reserve(LeafPass(active, leaf, job, origin, self.reader.cuts(leaf, align))))
+            origin += leaf.out.size
+        active.left = len(active.leaves)
+        if not active.leaves:
+            self._step_done(active)
+        return active.leaves
+
+    def _complete(self, active: ActivePass) -> None:
+        if isinstance(active, ReductionPass):
+            self.products.done(active.product, active.reduction.arrays())
+        else:
+            assert isinstance(active, LeafPass)
+            self._step_done(active.active)
+
+    def _step_done(self, active: ActiveStep) -> None:
+        step, distance = active.step, active.distance
+        made_from = self.reader.results.digest(self.reader.plan.needs(step), allow_nonfinite=self._allow_nonfinite)
+        done = [
+            Finished(hashed.checksum(), made_from, distance, active.differing, active.nonfinite) for hashed in active.hashes
+        ]
+        for spec, finished in zip(step.outs, done, strict=True):
+            self._output.finish(spec.name, finished)
+        with self._lock:
+            self.tensors += 1
+            self.finished[step.out.name] = done[0]
+
+    def _work(self) -> None:
+        """The loop of each thread."""
+        buffers = Buffers()
+        try:
+            while (task := self._scheduler.next()) is not None:
+                self._scheduler.done(task, self._do(task, buffers))
+        except BaseException as error:
+            self._scheduler.fail(error)
+
+    def _do(self, task: Task, buffers: Buffers) -> Any:
+        """Do the work of one tile. Returns its statistics, in a pass for these."""
+        active, place, result, written = task.active, task.place, None, 0
+        if isinstance(active, ReductionPass):
+            result, read = self.products.reduce(active, task, buffers)
+        else:
+            assert isinstance(active, LeafPass)
+            if active.job is None:
+                read, written = self._copier.copy(active, place, buffers)
+            elif task.phase != APPLY:
+                result, read = self._merger.statistics(active, place, buffers)
+            else:
+                out = self._encoder.memory(active, place, buffers)
+                read = self._merger.apply(active, place, out, buffers)
+                written = self._encoder.write(active, place, out, buffers)
+        self._count(read, written)
+        return result
+
+    def _count(self, read: int, written: int) -> None:
+        with self._lock:
+            self.read_bytes += read
+            self.written_bytes += written
+
+    def progress(self, began: float, finished: tuple[int, int]) -> Progress:
+        """A snapshot. finished: tensors and bytes that an earlier run has made."""
+        with self._lock:
+            return Progress(
+                self.written_bytes + finished[1],
+                self.total_bytes + finished[1],
+                self.read_bytes,
+                self.tensors + finished[0],
+                self.total_tensors + finished[0],
+                time.monotonic() - began,
+                self._scheduler.waiting,
+                self.products.computation,
+                is_compiling(),
+            )
+
+
+def run(
+    plan: Plan,
+    inputs: Sequence[Tensors],
+    output: Output,
+    resources: Resources = Resources(),
+    workload: Workload = Workload(),
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    in_order: bool = False,
+    abandon: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Compute output tensors and products of `plan` and write them to `output`.
+
+    progress  called from the calling thread: at the start, about ten times a second, and at the end
+    in_order  begin the steps in their order: none before a step that waits for a product. For outputs that hold a few files
+              at a time
+    abandon   wakes threads that wait for the output, after an error; may be called several times
+
+    Raises what the first failing tile or product raised; `WeightsmithError.product` names the product. KeyboardInterrupt stops
+    the threads at their next tile and is raised again.
+    """
+    steps, skip = plan.steps if workload.steps is None else workload.steps, workload.skip or {}
+    results = Results(plan) if workload.results is None else workload.results
+    reader = Reader(plan, inputs, results, resources.tile_bytes, resources.aligned_bytes, named_device(resources.device))
+    left = [step for step in steps if step.out.name not in skip]
+    skipped = [step for step in steps if step.out.name in skip]
+    wanted = plan.products if workload.products is None else workload.products
+    finished = len(skipped), sum(out.nbytes for step in skipped for out in step.outs)
+    began = time.monotonic()
+    to_make = [product for product in wanted if not results.finished(product.name)]
+    with ReadAhead(visits(reader, left, to_make), resources.spool_bytes) as ahead:
+
+        def stop() -> None:
+            ahead.stop()
+            abandon()
+
+        task = Run(reader, left, wanted, output, resources, workload, abandon=stop, in_order=in_order)
+
+        def report() -> None:
+            if progress is not None:
+                progress(task.progress(began, finished))
+
+        report()
+        task.go(report)
+        report()
+    done = {**skip, **task.finished}
+    made = {step.out.name: done[step.out.name] for step in steps}
+    return Outcome(task.read_bytes, task.total_bytes, made, results, ahead.fetched_bytes)
+
+
+def open_merge(
+    plan: Plan,
+    inputs: Sequence[Checkpoint],
+    where: str,
+    resources: Resources = Resources(),
+    *,
+    allow_nonfinite: bool = False,
+) -> Computed:
+    """A merge as a source of tensors, without writing it: its tensors are computed when they are read.
+
+    where  the merge as the user named it, for messages
+
+    The products of the plan are made first, in memory. Raises as `run` does. Close the source to close the inputs.
+    """
+    folders = [model.folder for model in inputs]
+    workload = Workload(steps=(), folders=folders, allow_nonfinite=allow_nonfinite)
+    source = Computed(plan, inputs, where, run(plan, inputs, DiscardedOutput(), resources, workload).results)
+    source.set_run(
+        allow_nonfinite=allow_nonfinite,
+        tile_bytes=resources.tile_bytes,
+        aligned_bytes=resources.aligned_bytes,
+        device=named_device(resources.device),
+        resident_bytes=resources.resident_bytes,
+    )
+    return source

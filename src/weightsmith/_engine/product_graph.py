@@ -1,0 +1,252 @@
+"""Computes the products of a plan in the graph of a run: when each begins, and what follows when it is finished.
+
+Products that stream share the threads of the steps. Those that compute have a thread of their own, one after another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.heap import return_freed
+from weightsmith._engine.active import ReductionPass, Task
+from weightsmith._engine.buffers import Buffers
+from weightsmith._engine.constants import Finite
+from weightsmith._engine.products import find_kind
+from weightsmith._engine.reader import Reader
+from weightsmith._engine.results import Results
+from weightsmith._engine.schedule import Scheduler
+from weightsmith._engine.tiles import Cut
+from weightsmith._kernels.watch import leave
+from weightsmith._plans import Plan, Product, Step
+from weightsmith.abc.job import Matrix, Tile
+from weightsmith.abc.output import Output
+from weightsmith.abc.product import Arrays, Cancelled, ProductContext
+from weightsmith.abc.product_targets import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """A product that is being computed, and how far it is, in units of its own. total: 0 while that is not known."""
+
+    doing: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What products that compute may use.
+
+    folders  of each model's files
+    device   as torch names it
+    threads  that a product may use
+    memory_bytes  that a product may hold besides its arrays; None: no limit
+    """
+
+    folders: Sequence[Path]
+    device: str
+    threads: int
+    memory_bytes: int | None
+
+
+class ProductGraph:
+    """The unfinished products of a run.
+
+    unmade       by name; transient ones only if an unfinished product needs them
+    computation  the product that is being computed
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        finite: Finite,
+        output: Output,
+        steps: Sequence[Step],
+        products: Sequence[Product],
+        means: Means,
+        make: Callable[[Sequence[Step], Mapping[str, Target], Callable[[], None]], None],
+    ) -> None:
+        """make: makes steps and hands their bytes to targets; calls the function from time to time, which may raise."""
+        self._reader = reader
+        self._finite = finite
+        self._output = output
+        self._means = means
+        self._make = make
+        self._makes_products = bool(products)
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()
+        self._computing = Computing(self._compute)
+        self.unmade = _unmade(reader.plan, steps, products, reader.results)
+        self._unbegun = dict(self.unmade)
+        self.computation: Computation | None = None
+
+    def start(self, scheduler: Scheduler) -> None:
+        """Begin every product that needs no other. scheduler: takes reductions, and hears of finished products."""
+        self._scheduler = scheduler
+        self._forget()
+        self._begin()
+
+    def close(self) -> None:
+        """Cancel the computation that is under way, and wait for it."""
+        self._cancelled.set()
+        self._computing.close()
+
+    def reduce(self, reduction: ReductionPass, task: Task, buffers: Buffers) -> tuple[Any, int]:
+        """Statistics of a tile for a product that streams, and the bytes that were read."""
+        assert task.matrix is not None
+        place = task.place
+        raw, read = self._reader.read(task.step.inputs, place.start, place.size, buffers)
+        self._finite.take_constants(task.step, place, raw)
+        tile = Tile(place.start, place.size, raw, buffers.scratch)
+        return reduction.reduction.statistics(task.phase, task.matrix, tile), read
+
+    def done(self, product: Product, arrays: Arrays) -> None:
+        """A product is finished: keep it, and begin what waited for it."""
+        self._reader.results.put(product, self._output.keep(product, arrays))
+        with self._lock:
+            del self.unmade[product.name]
+            self.computation = None
+        self._forget()
+        self._begin()
+        self._scheduler.product_finished(product.name)
+
+    def _begin(self) -> None:
+        """Begin every product whose own needs are finished."""
+        with self._lock:
+            begun = [p for p in self._unbegun.values() if not any(name in self.unmade for name in p.needs)]
+            for product in begun:
+                del self._unbegun[product.name]
+        for product in begun:
+            kind = find_kind(product.op)
+            if kind.reduce is None:
+                self._computing.add(product, self._scheduler.fail)
+                continue
+            reduction = ReductionPass(product, kind.reduce(product), partial(self._tiles, product))
+            if reduction.empty:
+                self.done(product, reduction.reduction.arrays())
+            else:
+                self._scheduler.reduce(reduction)
+
+    def _forget(self) -> None:
+        """Remove transient products that no unfinished product needs."""
+        if not self._makes_products:  # it runs for a product, whose own needs are in use
+            return
+        with self._lock:
+            needed = {name for product in self.unmade.values() for name in product.needs}
+        results = self._reader.results
+        for product in self._reader.plan.products:
+            if product.transient and product.name not in needed and results.finished(product.name):
+                results.drop(product)
+                self._output.forget(product)
+
+    def _tiles(self, product: Product) -> Iterator[tuple[Step, Matrix, Cut]]:
+        for leaf in self._reader.leaves_of(product):
+            matrix = self._reader.matrix(leaf)
+            for place in self._reader.cuts(leaf):
+                yield leaf, matrix, place
+
+    def _compute(self, product: Product) -> None:
+        compute = find_kind(product.op).compute
+        assert compute is not None
+        self.done(product, compute(self.context(product)))
+
+    def context(self, product: Product) -> ProductContext:
+        """What a product that computes works with."""
+        doing, means = find_kind(product.op).doing, self._means
+        steps = {step.out.name: step for step in product.steps}
+
+        def check() -> None:
+            if self._cancelled.is_set():
+                raise Cancelled
+
+        def make(targets: Mapping[str, Target]) -> None:
+            check()
+            own = dict(targets)
+            try:
+                self._make([steps[name] for name in own], own, check)
+            finally:
+                own.clear()  # a run is in reference cycles, which would keep whole matrices until the next garbage collection
+
+        def arrays(name: str) -> Arrays:
+            assert name in product.needs, (product.name, name)
+            return self._reader.results.arrays(name)
+
+        def create() -> Arrays:
+            found = self._output.create(product)
+            return [np.zeros(out.shape, out.dtype.numpy) for out in product.outs] if found is None else found
+
+        def progress(done: int, total: int) -> None:
+            check()
+            with self._lock:
+                self.computation = Computation(doing, done, total)
+
+        progress(0, 0)
+        return ProductContext(
+            product, means.device, means.threads, means.memory_bytes, means.folders, make, arrays, create, progress
+        )
+
+
+class Computing:
+    """A thread that computes products, one after another; it starts with the first of them."""
+
+    def __init__(self, compute: Callable[[Product], None]) -> None:
+        self._compute = compute
+        self._queue: list[Product] = []
+        self._condition = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, product: Product, on_error: Callable[[BaseException], None]) -> None:
+        """Compute this one too. on_error: called with what a computation raises; no other follows it."""
+        with self._condition:
+            self._queue.append(product)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, args=(on_error,), name="weightsmith-product", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def _work(self, on_error: Callable[[BaseException], None]) -> None:
+        while True:
+            with self._condition:
+                while not self._queue and not self._closed:
+                    self._condition.wait()
+                if self._closed:
+                    return
+                product = self._queue.pop(0)
+            try:
+                self._compute(product)
+                return_freed()
+            except Cancelled:
+                return
+            except BaseException as error:
+                if isinstance(error, WeightsmithError):
+                    error.product = product.name
+                on_error(error)
+                return
+
+    def close(self) -> None:
+        """End the thread, and wait for it. A computation ends when it next reports its progress."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        if self._thread is not None:
+            leave([self._thread])
+
+
+def _unmade(plan: Plan, steps: Sequence[Step], products: Sequence[Product], results: Results) -> dict[str, Product]:
+    """The unfinished products; of the transient ones, those that an unfinished product needs."""
+    wanted = {p.name for p in products if not p.transient} | {name for step in steps for name in plan.needs(step)}
+    found = {}
+    for product in reversed(plan.products):
+        if product.name in wanted and not results.finished(product.name):
+            found[product.name] = product
+            wanted.update(product.needs)
+    return {p.name: p for p in plan.products if p.name in found}

@@ -1,0 +1,169 @@
+"""Thresholds for `scope: model`: the magnitude that a given share of all deltas of a model reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._kernels.select import HIGH_BINS, Scores, count_high, find_bin
+from weightsmith._methods.jobs.selection import Counts, Search, count_patterns, kept_ranks
+from weightsmith._plans import Product
+from weightsmith._plans.codec import has_type
+from weightsmith.abc.job import Matrix, Tile
+from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
+
+NO_FACTORS = np.zeros(0)
+
+MAX_SPAN = 1 << 23
+"""Bit patterns per window that are counted individually: 64 MB of counters. Wider windows are narrowed by another pass."""
+
+
+class Thresholds(StreamingReduction):
+    """The two magnitude limits for each wanted model, density and gamma. Exact; keeps all ties.
+
+    A first pass samples the tiles to estimate a window, and a second counts inside it. Two more follow if the estimate missed.
+
+    `Product.settings`: `sizes`, the element counts of `Product.models`; `wanted`, [index in models, density, gamma] each.
+    The array is int64 [wanted, 2]: bits of the smallest magnitude kept, and of the smallest that is too large (2^31 - 1: none).
+    """
+
+    def __init__(self, product: Product) -> None:
+        wanted: Sequence[tuple[int, float, float]] = product.settings["wanted"]
+        self._sizes = dict(zip(product.models, product.settings["sizes"], strict=True))
+        self.searches: dict[tuple[int, int], Search] = {}
+        self._limits: list[tuple[int, int, int]] = []
+        for k, density, gamma in wanted:
+            model = product.models[k]
+            first, end = kept_ranks(self._sizes[model], density, gamma)
+            self._limits.append((model, end, first))
+            for rank in (end, first):
+                if 0 < rank < self._sizes[model]:
+                    self.searches[model, rank] = Search(rank)
+
+    def arrays(self) -> Arrays:
+        limits = [
+            (
+                self.searches[model, low].found if low < self._sizes[model] else 0,
+                self.searches[model, high].found if high > 0 else 0x7FFFFFFF,
+            )
+            for model, low, high in self._limits
+        ]
+        return [np.array(limits, np.int64).reshape(-1, 2)]
+
+    def passes(self) -> int:
+        if not self.searches:
+            return 0
+        return 4 if any(s.missed for s in self.searches.values()) else 2
+
+    def sampled(self, number: int) -> bool:
+        return number == 0
+
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> Any:
+        if number in (0, 2):
+            return self._high(matrix, tile)
+        return self._window(number, matrix, tile)
+
+    def begin(self, number: int) -> None:
+        if number in (0, 2):
+            self._totals: dict[int, npt.NDArray[np.int64]] = {}
+            return
+        self._windows = {
+            key: np.zeros(
+                search.end - search.first if search.found < 0 and search.end - search.first <= MAX_SPAN else 0, np.int64
+            )
+            for key, search in self.searches.items()
+        }
+        self._above = dict.fromkeys(self.searches, 0)
+        self._whole = {key: window.size > 0 for key, window in self._windows.items()}
+
+    def take(self, number: int, result: Any) -> None:
+        if number in (0, 2):
+            for model, (used, counts) in result:
+                total = self._totals.setdefault(model, np.zeros(HIGH_BINS, np.int64))
+                total[used] += counts
+            return
+        for key, counts in result:
+            self._above[key] += counts.above
+            self._whole[key] &= counts.complete
+            if self._whole[key]:
+                self._windows[key][counts.patterns - np.uint32(self.searches[key].first)] += counts.numbers
+
+    def end(self, number: int) -> None:
+        if number in (0, 2):
+            self._end_high(number)
+        else:
+            self._end_window()
+
+    def _high(self, matrix: Matrix, tile: Tile) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        """For each input (a model may occur twice), the bins in use and their counts."""
+        scratch, found = tile.scratch, []
+        rows = scratch.rows(2, matrix.codes, matrix.out_code)
+        models = {model for model, _ in self.searches}
+        for i, model in enumerate(matrix.inputs):
+            if i > 0 and model in models:
+                counts = scratch.counts(HIGH_BINS)
+                scores = Scores(tile.raw, matrix.codes, i, NO_FACTORS, matrix.cols, rows, scratch.bits)
+                count_high(scores, tile.size, counts)
+                used = np.flatnonzero(counts)
+                found.append((model, np.stack([used, counts[used].astype(np.int64)])))
+        return found
+
+    def _end_high(self, number: int) -> None:
+        for (model, rank), search in self.searches.items():
+            high = self._totals[model]
+            if number == 2:
+                search.first = int(find_bin(high, rank)[0]) << 16
+                search.end = search.first + (1 << 16)
+                continue
+            seen = int(high.sum())
+            share = rank / self._sizes[model]
+            # Elements of a grain are correlated: the sample is less informative than independent elements would be.
+            slack = min(0.01 + 0.05 * share, 0.002 + 0.2 * min(share, 1 - share))
+            search.first = int(find_bin(high, min(seen, round((share + slack) * seen)))[0]) << 16
+            search.end = (int(find_bin(high, max(1, round((share - slack) * seen)))[0]) + 1) << 16
+
+    def _window(self, number: int, matrix: Matrix, tile: Tile) -> list[tuple[tuple[int, int], Counts]]:
+        found = []
+        rows = tile.scratch.rows(2, matrix.codes, matrix.out_code)
+        for i, model in enumerate(matrix.inputs):
+            for key, search in self.searches.items():
+                if i == 0 or key[0] != model or (number == 3 and not search.missed):
+                    continue
+                found.append((key, count_patterns(matrix, tile, i, [search], NO_FACTORS, rows)[0]))
+        return found
+
+    def _end_window(self) -> None:
+        for key, search in self.searches.items():
+            if search.found >= 0:
+                continue
+            at_least = np.cumsum(self._windows[key][::-1])
+            rank = search.rank - self._above[key]
+            if self._whole[key] and 0 < rank <= at_least[-1]:
+                search.found = search.end - 1 - int(np.searchsorted(at_least, rank))
+            else:
+                search.missed = True
+
+
+def _check(product: Product) -> str:
+    sizes, wanted = product.settings.get("sizes", 0), product.settings.get("wanted", 0)
+    if not has_type(sizes, tuple[int, ...]) or not has_type(wanted, tuple[tuple[int, float, float], ...]):
+        return "its settings are sizes, and wanted: [place, density, gamma] each"
+    if len(sizes) != len(product.models) or any(not 0 < size < 1 << 62 for size in sizes):
+        return "it needs one size for each model"
+    if any(not (0 <= k < len(sizes) and 0 <= density <= 1 and 0 <= gamma <= 1) for k, density, gamma in wanted):
+        return "its wanted models, densities or gammas are out of range"
+    if len(set(product.models)) < len(sizes):
+        return "it has a model twice"
+    fits = [(out.dtype.name, out.shape) for out in product.outs] == [("I64", (len(wanted), 2))]
+    return "" if fits else "its array is not [wanted, 2] of int64"
+
+
+def _serves(product: Product, other: Product) -> bool:
+    own, wanted = ({(each.models[k], *limits) for k, *limits in each.settings["wanted"]} for each in (product, other))
+    return wanted <= own
+
+
+KIND = ProductKind("finding thresholds of the whole model", reduce=Thresholds, check=_check, serves=_serves)

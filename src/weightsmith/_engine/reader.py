@@ -1,0 +1,314 @@
+"""From a plan and its inputs to bytes and jobs: how a step is cut, what its job is, and what it reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith import _methods as methods
+from weightsmith._base.files import Extent, read_into
+from weightsmith._base.tensors import DType, grain_elements
+from weightsmith._engine.buffers import Buffers
+from weightsmith._engine.results import Results
+from weightsmith._engine.tiles import ALIGNED_BYTES, INPUTS_BYTES, TILE_BYTES, Cut, cut, tile_grains
+from weightsmith._methods.jobs.operations import OPERATIONS
+from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step
+from weightsmith.abc.job import Bytes, Job, Matrix
+from weightsmith.abc.tensors import Tensors
+
+MAX_RUNS = 10_000
+"""Up to so many rows of a gather are counted one by one. If there are more, the bytes between them count too."""
+
+
+Source = Tensors | Results
+"""What a step reads: a model, or the arrays of products."""
+
+
+class Reader:
+    """Cuts and reads the steps of one plan. Thread-safe."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: Sequence[Tensors],
+        results: Results,
+        tile_bytes: int = TILE_BYTES,
+        aligned_bytes: int = ALIGNED_BYTES,
+        device: str = "cpu",
+    ) -> None:
+        """
+        tile_bytes     of each input in a tile
+        aligned_bytes  the same, of tiles with as many rows as an input prefers
+
+        device         where whole matrices are computed, as torch names it
+
+        The result depends on the device alone, by its rounding.
+        """
+        self.plan = plan
+        self.inputs = inputs
+        self.results = results
+        self._tile_bytes = tile_bytes
+        self._aligned_bytes = aligned_bytes
+        self._device = device
+        self._facts: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._checked: set[tuple[int | str, int]] = set()
+
+    def source(self, read: Read) -> Source:
+        """Where a read takes its tensor from."""
+        return self.results if read.model == PRODUCTS else self.inputs[read.model]
+
+    def dtype(self, read: Read) -> DType:
+        """Of the tensor that is read."""
+        return self.source(read).specs[read.tensor].dtype
+
+    def leaves_of(self, product: Product) -> Iterator[Step]:
+        """The steps whose tiles a product that streams reads."""
+        steps = product.steps or self.plan.steps
+        return (leaf for step in steps for leaf in step.leaves if product.name in leaf.needs and leaf.out.size)
+
+    def cuts(self, step: Step, align_rows: int = 1) -> list[Cut]:
+        """The tiles of a step's tensor.
+
+        align_rows  a tile begins at a multiple of so many rows
+
+        A tile has as many rows as an input prefers, or a multiple, rounded up to grains, where that takes no more than
+        `aligned_bytes` of each input, and INPUTS_BYTES of all.
+        """
+        shape = step.out.shape
+        grain = grain_elements(shape)
+        dtypes = [*map(self.dtype, step.inputs), step.out.dtype]
+        rows = max(1, grain // max(1, shape[-1] if shape else 1))
+        least = align_rows // math.gcd(align_rows, rows)
+        grains = _round_up(tile_grains(grain, dtypes, self._tile_bytes), least)
+        preferred = max((self.source(read).preferred_rows(read.tensor) for read in step.inputs), default=1)
+        if preferred > 1:
+            block = _round_up(-(-preferred // rows), least)
+            allowed = min(self._aligned_bytes, INPUTS_BYTES // max(1, len(step.inputs)))
+            if block <= max(grains, tile_grains(grain, dtypes, allowed)):
+                grains = max(1, grains // block) * block
+        return cut(step.out.size, grain, grains)
+
+    def matrix(self, step: Step) -> Matrix:
+        """The matrix that the job of a step works on."""
+        settings = self.plan.settings[step.settings]
+        shape = step.out.shape
+        return Matrix(
+            name=step.out.name,
+            size=step.out.size,
+            cols=shape[-1] if shape else 1,
+            grain=grain_elements(shape),
+            codes=np.array([self.dtype(read).code for read in step.inputs], np.int64),
+            out_code=step.out.dtype.code,
+            base=step.base,
+            shared=settings.shared,
+            models=settings.models,
+            seed=self.plan.seed,
+            inputs=tuple(read.model for read in step.inputs),
+            places=settings.places or tuple(range(len(step.inputs))),
+            results=tuple(map(self.results.of, step.needs)),
+            shape=shape,
+            role=step.role,
+            layer=step.layer,
+            device=self._device,
+        )
+
+    def job(self, step: Step) -> Job:
+        """The job of a step that is not copied."""
+        return (methods.get(step.op).job if step.merges else OPERATIONS[step.op])(self.matrix(step))
+
+    def job_facts(self, step: Step) -> tuple[int, int]:
+        """Statistics passes, and bytes held between passes, of the job of a step; asked once for each kind of step."""
+        if step.op == COPY or not step.out.size:
+            return 0, 0
+        key = step.op, step.settings, step.base, step.out.shape, step.role
+        if key not in self._facts:
+            job = self.job(step)
+            self._facts[key] = job.passes(), job.resident_bytes
+        return self._facts[key]
+
+    def read(self, reads: Sequence[Read], first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
+        """The bytes of elements first … first + size of all of `reads`, and how many were read."""
+        widths = [self.dtype(read).itemsize for read in reads]
+        raw = buffers.raw(len(widths), size * max(widths, default=0))
+        for row, read, width in zip(raw, reads, widths, strict=True):
+            self.fill(read, first, row[: size * width])
+        return raw, size * sum(widths)
+
+    def fill(self, read: Read, first: int, out: Bytes) -> None:
+        """Fill `out` with the bytes of a read's elements first … ."""
+        source, view = self.source(read), read.view
+        width = source.specs[read.tensor].dtype.itemsize
+        if isinstance(view, Gather) and view.axis:
+            self._fill_columns(source, read.tensor, view, first, out.reshape(-1, width))
+        elif isinstance(view, Gather):
+            self._fill_rows(read, view, first, out.reshape(-1, width))
+        elif view is None or view.whole_rows:
+            offset = 0 if view is None else view.offset
+            source.read_into(read.tensor, (offset + first) * width, out)
+        else:
+            _fill_block(source, read.tensor, view, first, out, width)
+
+    def extents(self, read: Read, first: int, size: int) -> tuple[Extent, ...]:
+        """The parts of remote files that are read for elements first … first + size of a read; of a gather, for all of it."""
+        source, view = self.source(read), read.view
+        width = source.specs[read.tensor].dtype.itemsize
+        if isinstance(view, Gather):
+            block, runs = view.block, [(0, view.block.rows)]
+            if view.axis == 0 and not isinstance(view.table, str):
+                runs = _runs(self._table(view))
+            places = [((block.offset + top * block.cols) * width, (end - top) * block.cols * width) for top, end in runs]
+            found = [part for start, nbytes in places for part in source.extents(read.tensor, start, nbytes)]
+            return (*found, *(part for other in view.fallback for part in self.extents(other, 0, 0)))
+        if view is None or view.whole_rows:
+            return source.extents(read.tensor, (first + (0 if view is None else view.offset)) * width, size * width)
+        return source.extents(read.tensor, view.offset * width, ((view.rows - 1) * view.stride + view.cols) * width)
+
+    def flat(self, read: Read, index: int) -> int:
+        """The flat index in the tensor of element `index` of a read; -1 for one that is not in the tensor."""
+        view = read.view
+        if view is None:
+            return index
+        if isinstance(view, Block):
+            return view.flat(index)
+        table = self._table(view)
+        row, col = divmod(index, view.block.cols if view.axis == 0 else len(table))
+        row, col = (int(table[row]), col) if view.axis == 0 else (row, int(table[col]))
+        return view.block.flat(row * view.block.cols + col) if min(row, col) >= 0 else -1
+
+    def _table(self, view: Gather) -> npt.NDArray[np.int32]:
+        table = self.results.array(view.table) if isinstance(view.table, str) else self.plan.tables[view.table].array
+        limit = view.block.rows if view.axis == 0 else view.block.cols
+        if (view.table, limit) not in self._checked:
+            if table.size and not (-1 <= int(table.min()) and int(table.max()) < limit):
+                raise IndexError(f"table {view.table} points outside {limit} {'columns' if view.axis else 'rows'}")
+            self._checked.add((view.table, limit))
+        return table
+
+    def _fill_columns(self, source: Source, name: str, view: Gather, first: int, out: Bytes) -> None:
+        """Fill `out` [elements, width] with elements first … of columns in the order of a table: whole rows are read."""
+        table, block, width = self._table(view), view.block, out.shape[1]
+        cols, end = len(table), first + len(out)
+        top, bottom = first // cols, -(-end // cols)
+        rows = np.empty((bottom - top, block.cols, width), np.uint8)
+        source.read_into(name, (block.offset + top * block.cols) * width, rows.reshape(-1))
+        picked = rows[:, table]
+        picked[:, table < 0] = 0
+        out[:] = picked.reshape(-1, width)[first - top * cols : end - top * cols]
+
+    def _fill_rows(self, read: Read, view: Gather, first: int, out: Bytes) -> None:
+        """Fill `out` [elements, width] with elements first … of rows in the order of a table, or for -1 of the fallback."""
+        cols, width, end = view.block.cols, out.shape[1], first + len(out)
+        top, bottom = first // cols, -(-end // cols)
+        whole = len(out) == (bottom - top) * cols
+        rows = out.reshape(-1, cols * width) if whole else np.empty((bottom - top, cols * width), np.uint8)
+        numbers = self._table(view)[top:bottom]
+        self._read_rows(read, view, numbers, rows)
+        missing = np.flatnonzero(numbers < 0)
+        rows[missing] = 0
+        if view.fallback and missing.size:
+            with np.errstate(all="ignore"):  # whoever reads the rows reports what overflows
+                self._fall_back(view, top, missing, rows, self.dtype(read))
+        if not whole:
+            out[:] = rows.reshape(-1, width)[first - top * cols : end - top * cols]
+
+    def _fall_back(self, view: Gather, top: int, missing: npt.NDArray[np.int64], rows: Bytes, dtype: DType) -> None:
+        """Replace the rows that the table lacks by those of the fallback: of the only tensor that has it, else by the mean.
+
+        top      number of the first of `rows`
+        missing  indices of the rows that the table lacks
+        rows     uint8 [rows, bytes]
+        dtype    of the rows
+        """
+        others = [(read, read.view) for read in view.fallback if isinstance(read.view, Gather)]
+        tables = [self._table(other)[top + missing] for _, other in others]
+        counts = np.asarray(np.sum([table >= 0 for table in tables], axis=0, dtype=np.int64))
+        several = counts > 1
+        sums = np.zeros((int(several.sum()), view.block.cols))
+        for (read, other), table in zip(others, tables, strict=True):
+            kind, alone, shared = self.dtype(read), (table >= 0) & (counts == 1), (table >= 0) & several
+            if kind is dtype:
+                numbers = np.full(len(rows), -1, np.int32)
+                numbers[missing[alone]] = table[alone]
+                self._read_rows(read, other, numbers, rows)
+            else:
+                raw = self._new_rows(read, other, table[alone])
+                rows[missing[alone]] = raw.view(kind.numpy).astype(dtype.numpy).view(np.uint8)
+            if shared.any():
+                sums[shared[several]] += self._new_rows(read, other, table[shared]).view(kind.numpy).astype(np.float64)
+        if several.any():
+            rows[missing[several]] = (sums / counts[several, None]).astype(dtype.numpy).view(np.uint8)
+
+    def _new_rows(self, read: Read, view: Gather, numbers: npt.NDArray[np.int32]) -> Bytes:
+        rows = np.empty((len(numbers), view.block.cols * self.dtype(read).itemsize), np.uint8)
+        self._read_rows(read, view, numbers, rows)
+        return rows
+
+    def _read_rows(self, read: Read, view: Gather, numbers: npt.NDArray[np.int32], rows: Bytes) -> None:
+        """Fill rows of `rows` [n, bytes] with those of these numbers; those of number -1 stay as they are.
+
+        Consecutive rows are read at once. Rows of a file are read without going through its source, which checks each read:
+        most runs are of one row, and the checks would take four times as long as the reading.
+        """
+        source, name, size = self.source(read), read.tensor, rows.shape[1]
+        # A run may begin at 0, but not continue from -1 to 0.
+        starts = np.flatnonzero((np.diff(numbers, prepend=np.int32(-2)) != 1) | (numbers <= 0))
+        if not starts.size:
+            return
+        spec = source.specs[name]
+        begin = view.block.offset * spec.dtype.itemsize
+        inside = begin + (int(numbers.max()) + 1) * size <= spec.nbytes
+        fd, offset = (source.location(name) if inside else None) or (-1, 0)
+        flat = rows.reshape(-1).data
+        for start, stop, row in zip(
+            starts.tolist(), [*starts.tolist()[1:], len(numbers)], numbers[starts].tolist(), strict=True
+        ):
+            if row < 0:
+                continue
+            target, at = flat[start * size : stop * size], begin + row * size
+            if fd < 0 or not _is_read(fd, target, offset + at):
+                source.read_into(name, at, target)  # or it says what is wrong
+
+
+def _is_read(fd: int, out: memoryview, offset: int) -> bool:
+    try:
+        return read_into(fd, out, offset) == len(out)
+    except OSError:
+        return False
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _runs(table: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
+    """The rows that a table names, as runs: first row, and one past the last.
+
+    >>> _runs(np.array([7, -1, 2, 3, 1], np.int32))
+    [(1, 4), (7, 8)]
+    """
+    rows = np.unique(table[table >= 0])
+    if not rows.size:
+        return []
+    cuts = np.flatnonzero(np.diff(rows) > 1)
+    starts, ends = rows[np.concatenate(([0], cuts + 1))], rows[np.concatenate((cuts, [rows.size - 1]))] + 1
+    if len(starts) > MAX_RUNS:
+        return [(int(rows[0]), int(rows[-1]) + 1)]
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def _fill_block(source: Source, name: str, block: Block, first: int, out: Bytes, width: int) -> None:
+    """Fill `out` with elements first … of a block whose rows do not follow each other."""
+    cols, stride = block.cols, block.stride
+    wanted, done = len(out) // width, 0
+    while done < wanted:  # some rows at a time, with what lies between them
+        row, col = divmod(first + done, cols)
+        rows = min(-(-(col + wanted - done) // cols), max(1, TILE_BYTES // (stride * width)))
+        span = np.empty((rows, stride * width), np.uint8)
+        flat = span.reshape(-1)[: ((rows - 1) * stride + cols) * width]
+        source.read_into(name, (block.offset + row * stride) * width, flat)
+        found = span[:, : cols * width].reshape(-1)[col * width :][: (wanted - done) * width]
+        out[done * width : done * width + len(found)] = found
+        done += len(found) // width

@@ -1,0 +1,93 @@
+"""How tensors are cut: runs of whole grains, short enough for the memory, the same result for any length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
+from weightsmith._base.tensors import DType
+
+TILE_BYTES = 1 << 20
+"""Of each input. Long enough to make the cost of a call negligible, short enough to stay in the cache."""
+
+ALIGNED_BYTES = 4 << 20
+"""Of each input, in tiles with as many rows as an input prefers: each read of a transposed tensor may sweep its storage."""
+
+INPUTS_BYTES = 8 << 20
+"""Of all inputs of a tile together: with more than eight of them each has less, and thirty take no more memory than eight."""
+
+MIN_TILE_BYTES = 128 << 10
+"""A grain of a 16-bit tensor: no tile is smaller."""
+
+KERNEL_BYTES = 8 << 20
+"""A thread's other memory: rows, sums and two histograms."""
+
+PROCESS_BYTES = 150 << 20
+"""The interpreter, numpy, numba and its compiled kernels, as measured after an empty merge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A run of grains: elements start … start + size of a matrix."""
+
+    start: int
+    size: int
+
+
+def tile_grains(grain: int, dtypes: Sequence[DType], tile_bytes: int = TILE_BYTES) -> int:
+    """Grains in a tile: as many as fit `tile_bytes` of the widest dtype, at least one.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> tile_grains(65536, [DTYPES["BF16"]], 1 << 20)
+    8
+    """
+    return max(1, tile_bytes // (grain * max(d.itemsize for d in dtypes)))
+
+
+def cut(size: int, grain: int, grains: int) -> list[Cut]:
+    """The tiles of a matrix of `size` elements.
+
+    >>> cut(10, grain=2, grains=2)
+    [Cut(start=0, size=4), Cut(start=4, size=4), Cut(start=8, size=2)]
+    """
+    step = grain * grains
+    return [Cut(start, min(step, size - start)) for start in range(0, size, step)]
+
+
+def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, levels: int = 1) -> int:
+    """Bytes of one input in a tile so that all threads together stay within the memory given. levels: `Plan.levels`.
+
+    Raises ParameterError when not even tiles of 128 KiB fit.
+
+    >>> fit_tile_bytes(None, 2, 3) == TILE_BYTES, fit_tile_bytes(None, 2, 32) == TILE_BYTES // 4
+    (True, True)
+    """
+    wanted = max(MIN_TILE_BYTES, min(TILE_BYTES, INPUTS_BYTES // max(1, inputs)))
+    if max_memory_bytes is None:
+        return wanted
+    left = max_memory_bytes - PROCESS_BYTES - threads * levels * KERNEL_BYTES
+    tile_bytes = left // (threads * (inputs + 1))
+    if tile_bytes < MIN_TILE_BYTES:
+        needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs, levels)
+        raise ParameterError(
+            f"a merge of {inputs} inputs on {threads} thread{'s' if threads > 1 else ''} needs {math.ceil(needed / 1e6)} MB, "
+            f"and max_memory is {max_memory_bytes / 1e6:.0f} MB",
+            fix=f"write --max-memory {math.ceil(needed / 1e6)}MB or more{', or fewer --threads' if threads > 1 else ''}",
+            state=NOTHING_WRITTEN,
+        )
+    return min(wanted, tile_bytes)
+
+
+def fit_resident_bytes(max_memory_bytes: int | None, threads: int, inputs: int, default: int, levels: int = 1) -> int:
+    """What tiles of `fit_tile_bytes` leave of the memory for jobs that hold whole matrices; `default` without a bound."""
+    if max_memory_bytes is None:
+        return default
+    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, inputs, levels)
+    return max(0, max_memory_bytes - peak_memory_bytes(tile_bytes, threads, inputs, levels))
+
+
+def peak_memory_bytes(tile_bytes: int, threads: int, inputs: int, levels: int = 1) -> int:
+    """What a run is expected to take at most, resident: a bound that does not know the model's size."""
+    return PROCESS_BYTES + threads * (levels * KERNEL_BYTES + (inputs + 1) * tile_bytes)

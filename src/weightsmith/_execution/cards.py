@@ -1,0 +1,279 @@
+"""The model card: README.md with the front matter that the hub reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weightsmith._base.citations import cite
+from weightsmith._base.errors import WeightsmithError, printable
+from weightsmith._base.files import exists, expand_user, read_bounded
+from weightsmith._base.redaction import redacted
+from weightsmith._base.text import code, markdown
+from weightsmith._engine.computed import Computed
+from weightsmith._execution.distance import Moved, to_markdown
+from weightsmith._files.containers import GGUF, PEFT, SAFETENSORS
+from weightsmith._models.checkpoint import CARD_NAME, Checkpoint
+from weightsmith._plans import PLAIN, ModelInput, Plan
+
+MAX_CARD_BYTES = 4 << 20
+MAX_FRONT_CHARACTERS = 64 << 10
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_HUB_REF = re.compile(rf"{_HUB_ID.pattern}(@[\w./-]+)?", re.ASCII)
+_IN_HUB_CACHE = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+", re.ASCII)
+_FRONT = re.compile(r"---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", re.DOTALL)
+_VALUE = re.compile(r"[\w.:/+@ -]{1,200}", re.ASCII)
+_LICENCE_KEYS = ("license", "license_name", "license_link")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A model, or the adapter applied to it.
+
+    ref      as the recipe names it
+    on_hub   it is a hub id
+    card     front matter of its own card
+    """
+
+    ref: str
+    on_hub: bool
+    card: Mapping[str, Any]
+
+    @property
+    def licence(self) -> tuple[str, ...]:
+        """`license`, `license_name` and `license_link`; () where the card names none."""
+        found = [self.card.get(key, "") for key in _LICENCE_KEYS]
+        return tuple(value if _is_plain(value) else "" for value in found) if _is_plain(found[0]) else ()
+
+    @property
+    def bases(self) -> list[str]:
+        """The model on the hub that it is, or else those that its card says it was made from."""
+        if self.on_hub:
+            return [self.ref.split("@")[0]]
+        if match := _IN_HUB_CACHE.fullmatch(self.ref.rstrip("/")):
+            return [f"{match[1]}/{match[2]}"]
+        named = self.card.get("base_model")
+        return [n for n in (named if isinstance(named, list) else [named]) if isinstance(n, str) and _HUB_ID.fullmatch(n)]
+
+    @property
+    def linked(self) -> str:
+        """Its name in Markdown."""
+        return f"[{self.ref}](https://huggingface.co/{self.ref.split('@')[0]})" if self.on_hub else code(self.ref)
+
+
+def model_card(
+    plan: Plan,
+    name: str,
+    distance: tuple[Moved, ...] = (),
+    section: str = "",
+    *,
+    inputs: Sequence[Checkpoint] = (),
+    repo: str = "",
+) -> str:
+    """The card of a merged model: tags, how to load it, inputs, licences, method, the recipe word for word, and the citation.
+
+    name      of the model, as its title
+    distance  the whole first, then layer by layer; () when it has no base
+    section   more, in Markdown; "" for nothing
+    inputs    of the plan: licences and base models are taken from their own cards
+    repo      on the hub, if the model will be there: the name to load it by, org/name or org/name@branch
+    """
+    parts = list(_parts(plan, inputs))
+    named = {m.ref: m.revision for m, _ in _models(plan, inputs)}
+    models = "\n".join(
+        f"* {_linked(ref, commit)}{f' at {markdown(commit)}' if commit else ''}" for ref, commit in named.items()
+    )
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", plan.recipe)), default=0))
+    return f"""---
+{yaml.safe_dump(_front(plan, parts), sort_keys=False, allow_unicode=True).strip()}
+---
+
+# {markdown(name)}
+
+{_sentences(plan.made.title)}
+
+{_sentences(plan.made.source)}
+{_quantised(plan)}{_usage(plan, *(repo.split("@") if repo else [name]))}
+## Models
+
+{models}
+{_licences(parts)}
+## Recipe
+
+{fence}yaml
+{plan.recipe.strip()}
+{fence}
+{_moved(plan, distance)}{section}{_citation(plan)}"""
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """The front matter of a folder's README.md, every value as text; {} without one that can be read."""
+    try:
+        text = read_bounded(folder / CARD_NAME, MAX_CARD_BYTES).decode(errors="replace").removeprefix("\ufeff")
+    except WeightsmithError:
+        return {}
+    match = _FRONT.match(text)
+    if match is None or len(match[1]) > MAX_FRONT_CHARACTERS:
+        return {}
+    try:
+        found = yaml.load(match[1], Loader=yaml.BaseLoader)  # text, lists and mappings alone: no numbers, no dates, no objects
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError):  # PyYAML's own for \UFFFFFFFF
+        return {}
+    return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
+
+
+def _models(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[tuple[ModelInput, Checkpoint | None]]:
+    """The models; of a merge that is computed on the way, its own. None: not among `inputs`."""
+    for number, model in enumerate(plan.models):
+        found = inputs[number] if number < len(inputs) else None
+        if model.plan is None:
+            yield model, found
+        else:
+            source = None if found is None else found.source
+            yield from _models(model.plan, source.inputs if isinstance(source, Computed) else ())
+
+
+def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
+    for model, found in dict(_models(plan, inputs)).items():
+        paths = () if found is None or found.alone else found.paths
+        folders = dict.fromkeys(path.parent for path in paths)
+        for ref, commit, folder in zip_longest(model.ref.split("+"), model.revision.split("+"), folders):
+            if ref:
+                name = ref.removeprefix("hf://")
+                yield _Part(name, _is_on_hub(name, commit), {} if folder is None else read_card(folder))
+
+
+def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
+    front: dict[str, Any] = {}
+    made_from = parts if plan.container != PEFT else [_base_of_adapter(plan)]
+    if bases := list(dict.fromkeys(base for part in made_from for base in part.bases)):
+        front = {"base_model": bases} | ({"base_model_relation": plan.made.relation} if plan.made.relation else {})
+    licences = {part.licence for part in parts}
+    if len(licences) == 1:
+        front |= {key: value for key, value in zip(_LICENCE_KEYS, licences.pop(), strict=False) if value}
+    if plan.container == PEFT:
+        front["library_name"] = "peft"
+    elif plan.config is not None:
+        front["library_name"] = "transformers" if plan.container == SAFETENSORS else "gguf"
+        if _architecture(plan).endswith("ForCausalLM"):
+            front["pipeline_tag"] = "text-generation"
+    tags = [plan.made.relation, "weightsmith", plan.made.name.rpartition(":")[2]]
+    tags += ["lora"] if plan.container == PEFT else []
+    return {**front, "tags": list(dict.fromkeys(filter(None, tags)))}
+
+
+def _licences(parts: Sequence[_Part]) -> str:
+    """What the inputs' cards say. A licence that all have is in the front matter too; of several, none is chosen."""
+    if not any(part.licence for part in parts):
+        return ""
+    named = {part.linked: " ".join(f"`{text}`" for text in part.licence if text) or "its card names none" for part in parts}
+    return "\n## Licences of the inputs\n\n" + "\n".join(f"* {linked}: {text}" for linked, text in named.items()) + "\n"
+
+
+def _usage(plan: Plan, name: str, branch: str = "") -> str:
+    """How to load it with transformers; "" where that is not known."""
+    at = f", revision={json.dumps(branch)}" if branch else ""
+    if plan.container == PEFT:
+        base = json.dumps(_base_of_adapter(plan).ref)
+        lines = [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto", device_map="auto")',
+            f"model = PeftModel.from_pretrained(base, {json.dumps(name)}{at})",
+        ]
+        return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
+    if plan.container == GGUF:
+        return f"\n## Usage\n\n```bash\nllama-cli -m {name}/{plan.layout.shards[0].name}\n```\n"
+    architecture, custom = _architecture(plan), "auto_map" in (plan.config or {})
+    if not architecture.isidentifier():
+        return ""
+    loader = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel" if custom else architecture
+    more = ", trust_remote_code=True" if custom else ""
+    tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in (*plan.carried, *plan.files))
+    lines = [f"from transformers import {', '.join(sorted([loader, *(['AutoTokenizer'] if tokenizer else [])]))}", ""]
+    if tokenizer:
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{at}{more})")
+    lines.append(f'model = {loader}.from_pretrained({json.dumps(name)}{at}, dtype="auto", device_map="auto"{more})')
+    if tokenizer and loader == "AutoModelForCausalLM":
+        lines += [
+            'inputs = tokenizer("Hello", return_tensors="pt").to(model.device)',
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))",
+        ]
+    return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
+
+
+def _base_of_adapter(plan: Plan) -> _Part:
+    """The model that an adapter is for."""
+    name = str((plan.config or {}).get("base_model_name_or_path") or "")
+    local = expand_user(name)
+    return _Part(name, not exists(local) and _HUB_ID.fullmatch(name) is not None, read_card(local))
+
+
+def _architecture(plan: Plan) -> str:
+    listed = (plan.config or {}).get("architectures")
+    return listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
+
+
+def _sources(plan: Plan) -> Iterator[str]:
+    yield plan.made.source
+    for model in plan.models:
+        yield from () if model.plan is None else _sources(model.plan)
+
+
+def _citation(plan: Plan) -> str:
+    entries = cite("\n".join(_sources(plan)))
+    if not entries:
+        return ""
+    return "\n## Citation\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
+
+
+def _quantised(plan: Plan) -> str:
+    if not plan.made.format:
+        return ""
+    if plan.container == GGUF:
+        counts = Counter(out.dtype.name for step in plan.steps for out in step.outs)
+        types = ", ".join(f"{number:,} {name}" for name, number in counts.most_common())
+        return f"\nStored as {markdown(plan.made.format)}. Types of the tensors: {types}.\n"
+    from weightsmith._features.quantisation.calibration.weights import by_weight
+
+    steps = by_weight(plan).steps
+    number = sum(step.family != PLAIN for step in steps)
+    return f"\nQuantised: {markdown(plan.made.format)}{f' ({number:,} of {len(steps):,} tensors)' if number else ''}.\n"
+
+
+def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:
+    if not distance:
+        return ""
+    what = f"Frobenius norms of merged - base{_sentences(plan.made.distance)}."
+    return f"\n## Distance from the base\n\n{what}\n\n{to_markdown(distance)}\n"
+
+
+def _is_plain(value: object) -> bool:
+    """Text from an input's card that is safe to repeat in this one."""
+    return isinstance(value, str) and _VALUE.fullmatch(value) is not None
+
+
+def _linked(ref: str, commit: str) -> str:
+    """A model in Markdown; with a link if it has a commit, as models of the hub have."""
+    ref = ref.removeprefix("hf://")
+    return _Part(ref, _is_on_hub(ref, commit), {}).linked
+
+
+def _is_on_hub(ref: str, commit: str) -> bool:
+    """A model with a commit, as those of the hub have; and a name that is no markup, whoever wrote the plan."""
+    return bool(commit) and _HUB_REF.fullmatch(ref) is not None
+
+
+def _sentences(text: str) -> str:
+    """Text of a method, or of a plan that somebody else made: one paragraph without HTML."""
+    return printable(redacted(" ".join(text.split()))).replace("<", "&lt;")

@@ -1,0 +1,148 @@
+"""Runs a prepared plan, whole or in part: first what it needs to have been run before."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightsmith._base.errors import Finding, ParameterError
+from weightsmith._base.options import RunOptions
+from weightsmith._execution.measured import measured
+from weightsmith._execution.output import check_options
+from weightsmith._execution.run import (
+    NO_CALLBACKS,
+    Callbacks,
+    Following,
+    Helpers,
+    Merged,
+    finished_steps,
+    kept_products,
+    run_plan,
+    staged,
+)
+from weightsmith._execution.stages import check_computable, stages_written, without_stages
+from weightsmith._planning.planner.loading import Check
+from weightsmith._planning.planner.prepared import Prepared, missing_files
+from weightsmith._plans.parts import label, part_of
+from weightsmith.abc.output import Place
+
+if TYPE_CHECKING:
+    from weightsmith.abc.output import Built
+
+PRODUCTS_LABEL = "products-alone"
+"""Of the process that computes the products of all parts; `lock-products` is held by any process that computes some."""
+
+
+def execute(
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks = NO_CALLBACKS,
+    *,
+    began: float | None = None,
+    helpers: Helpers | None = None,
+) -> Merged:
+    """Run a prepared plan and publish its output; see `merge`.
+
+    began    time.monotonic() at the start of the timed work
+    helpers  has other processes do the parts of each plan that is run
+
+    If another plan follows from the products, this process computes them first, in a staging folder of their own, which remains
+    until the output is published. So are the results of other recipes that cannot be computed when they are read.
+
+    Whether transformers could load the output is asked meanwhile; before anything else, if there is a download or more than
+    one run to spare.
+    """
+    began = time.monotonic() if began is None else began
+    found = list[Finding]()
+    with ExitStack() as stack:
+        check = stack.enter_context(Check(prepared.loading, prepared.source))
+        if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
+            check.wait()
+        ready, stages = stack.enter_context(stages_written(prepared, out, options, callbacks, helpers))
+        following = Following(ready)
+        if ready.plan.then is not None:
+            following = stack.enter_context(measured(ready, out, options, callbacks, found))
+        merged = run_plan(following, out, options, callbacks, began, helpers=helpers, check=check)
+    found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
+    found += [] if options.keep_stages else without_stages(stages)
+    kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()
+    return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
+
+
+@dataclass(frozen=True, slots=True)
+class PartDone:
+    """What a process that did a part has finished.
+
+    resumed    number of steps that an earlier run had finished
+    read_bytes, written_bytes, fetched_bytes   as in `Merged`
+    """
+
+    built: Built
+    resumed: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    fetched_bytes: int = 0
+
+
+def execute_part(
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    part: tuple[int, int],
+    options: RunOptions,
+    callbacks: Callbacks = NO_CALLBACKS,
+    *,
+    helping: str = "",
+) -> PartDone:
+    """Run one part of a prepared plan, in parallel with other processes; see `run`.
+
+    helping  label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
+    """
+    from weightsmith._engine.results import Results
+
+    place = _check_part(prepared, out, options, bool(helping))
+    plan = prepared.plan
+    steps = part_of(plan, *part, place.together(plan.layout))
+    with staged(prepared, out, options, callbacks, helping or label(part), steps, bool(helping)) as (staging, run):
+        if products := plan.products_for(steps):
+            with staging.only_process(callbacks.waiting):  # other processes reuse these products
+                results = kept_products(plan, staging, wanted=products)
+                run(steps=(), products=products, results=results)
+        else:
+            results = Results(plan)
+        done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
+        outcome = run(steps=steps, products=(), skip=done, results=results)
+        for model in prepared.inputs:
+            model.check_unchanged()
+        moved = outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes
+        return PartDone(staging.hand_over(), len(done), *moved)
+
+
+def execute_products(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks = NO_CALLBACKS
+) -> PartDone:
+    """Compute the products of a prepared plan for a driver, before other processes do its parts."""
+    _check_part(prepared, out, options, helping=True)
+    with staged(prepared, out, options, callbacks, PRODUCTS_LABEL, (), helping=True) as (staging, run):
+        with staging.only_process(callbacks.waiting):
+            outcome = run(steps=(), results=kept_products(prepared.plan, staging))
+        for model in prepared.inputs:
+            model.check_unchanged()
+        return PartDone(staging.hand_over(), read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+
+
+def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> Place:
+    place = check_options(out, options, part=not helping)
+    if not options.resume:
+        fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
+        raise ParameterError("a part cannot discard the work of other parts", fix=fix)
+    if options.ray is not None:
+        raise ParameterError("a cluster does all parts", where="ray", fix="leave out the part")
+    if prepared.plan.then is not None:
+        raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
+    check_computable(prepared)
+    return place

@@ -1,0 +1,136 @@
+"""The identity of resumable work: the plan, the state of the input files, the program, and the device if it matters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from weightsmith import _methods as methods
+from weightsmith._engine.products import find_kind
+from weightsmith._files.collector import collector_paused
+from weightsmith._methods.jobs.requires import named_device
+from weightsmith._models.formats import installed_code
+from weightsmith._models.sources import Tensors
+from weightsmith._planning.recipe.nodes import Node
+from weightsmith._planning.recipe.yaml import read_yaml
+from weightsmith._plans import COPY, Plan
+from weightsmith._version import __version__
+
+ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging", "_outputs.local", "_outputs.bucket.parts")
+"""What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
+opened, how bytes are written and taken over, and which bytes an uploaded part has."""
+PACKAGES = ("numpy", "numba", "torch", "libgguf")
+"""Packages whose numbers may differ between versions."""
+
+
+def work_identity(plan: Plan, inputs: Sequence[Tensors], device: str) -> str:
+    """Equal for two runs whose finished tensors may be mixed (sha256, hex). device: of the run, as torch names it, or auto."""
+    with collector_paused():
+        plan_hash = plan.hash
+    parts = [plan_hash, program_digest(), *installed_code(), *(model.state for model in inputs), *_device_type(plan, device)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def merges_on_device(plan: Plan) -> bool:
+    """Whether torch computes whole matrices of the plan, or of one whose result it reads, on the run's device."""
+    every = (*plan.steps, *(step for product in plan.products for step in product.steps))
+    found = {(leaf.op, leaf.settings) for step in every for leaf in step.leaves if leaf.merges and leaf.role == "linear"}
+    return any(methods.get(op).on_device(plan.settings[settings].shared) for op, settings in found) or any(
+        merges_on_device(model.plan) for model in plan.models if model.plan is not None
+    )
+
+
+def _device_type(plan: Plan, device: str) -> list[str]:
+    """The type of the device if it changes the numbers of a product or a tensor, else []: devices round differently."""
+    if not merges_on_device(plan) and not any(find_kind(product.op).device for product in plan.products):
+        return []
+    return [named_device(device).partition(":")[0]]
+
+
+def facts(plan: Plan, inputs: Sequence[Tensors], device: str) -> dict[str, str]:
+    """What the identity depends on, by user-facing names; `#` starts a digest. Only for messages."""
+    documents = read_yaml(plan.recipe, "")
+    found: dict[str, str] = {}
+    for i, document in enumerate(documents):
+        if document.root is not None:
+            found |= _leaves(document.root, f"[{i}]" if len(documents) > 1 else "")
+    found["seed"] = str(plan.seed)
+    for kind in _device_type(plan, device):
+        found["device"] = kind
+    found["max_shard_bytes"] = f"{plan.max_shard_bytes:,}"
+    found["dtypes of the output"] = ", ".join(sorted({out.dtype.name for step in plan.steps for out in step.outs}))
+    found["tensors that are copied"] = f"{sum(step.op == COPY for step in plan.steps):,} of {len(plan.steps):,}"
+    for planned, model in zip(plan.models, inputs, strict=True):
+        found[f"files of {planned.ref}"] = _digest(model.state)
+    if plan.made.code is not None:
+        found[f"code of {plan.made.code.name}"] = _digest(plan.made.code.sha256)
+    found["program version"] = __version__
+    found["program code, or the version of numpy, numba, torch or libgguf"] = _digest(program_digest())
+    return found
+
+
+def _leaves(node: Node, path: str) -> Iterator[tuple[str, str]]:
+    """Key paths such as `models[0].parameters.weight`, and their values."""
+    if isinstance(node.value, dict):
+        for name, pair in node.value.items():
+            yield from _leaves(pair.value, f"{path}.{name}" if path else name)
+    elif isinstance(node.value, tuple):
+        for i, item in enumerate(node.value):
+            yield from _leaves(item, f"{path}[{i}]")
+    else:
+        yield path, node.value if isinstance(node.value, str) else json.dumps(node.value)
+
+
+def _digest(text: str) -> str:
+    return "#" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def program_digest() -> str:
+    """Digest of the version and the code that computes bytes (sha256, hex). Work of another program is not resumed."""
+    digest = hashlib.sha256(__version__.encode())
+    for name, data in program_files(Path(__file__).parents[1]).items():
+        digest.update(name.encode() + b"\0" + data)
+    for name in PACKAGES:
+        digest.update(f"{name} {_version(name)}\0".encode())
+    return digest.hexdigest()
+
+
+_NAMED = re.compile(rb"\bweightsmith((?:\.\w+)+)(\.\{)?(?: +import +(\([^)]*\)|[^\n]*))?")
+
+
+def program_files(package: Path) -> dict[str, bytes]:
+    """The modules that `ROOTS` import, directly or not, and their text; by path, in order.
+
+    A module counts as imported where its full name is in the text: lists of plug-ins name modules in strings, and a name with
+    `{` after it stands for every module of that package. Comments may add a module too many, which costs nothing but a
+    resumption.
+    """
+    paths = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in paths}
+    below = {root: [name for module, name in modules.items() if f"{module}.".startswith(f"{root}.")] for root in ROOTS}
+    todo, found = [name for names in below.values() for name in names], dict[str, bytes]()
+    while todo:
+        if (name := todo.pop()) in found:
+            continue
+        found[name] = paths[name].read_bytes()
+        for dotted, dynamic, imported in _NAMED.findall(found[name]):
+            path = dotted.decode()[1:]
+            parts = path.split(".")
+            named = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+            named += [f"{path}.{word.decode()}" for word in re.findall(rb"\w+", imported)]
+            named += [module for module in modules if dynamic and module.startswith(f"{path}.")]
+            todo += [modules[module] for module in named if module in modules]
+    return dict(sorted(found.items()))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,59 @@
+"""The output of a run: what a plan and the options ask of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
+from weightsmith._base.options import RunOptions
+from weightsmith._outputs.places import place_of
+from weightsmith._plans import Plan
+from weightsmith.abc.output import Place
+
+
+def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
+    """Raise StoreError if the output cannot be written there, before work that takes time. Changes nothing."""
+    place_of(out).check_free(overwrite=options.overwrite, protected=protected, reads=models_read(plan))
+
+
+def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: bool = False) -> Place:
+    """The place of an output. Raises ParameterError for options that it does not have.
+
+    part  the run does a part of a plan, for no driver
+    """
+    place = place_of(out)
+    is_folder = place.capabilities.publication == "rename"
+    if options.ray is not None and not place.capabilities.parts:
+        _refuse("one process uploads weight files to the hub", "write to a bucket or a shared folder, or leave --ray out")
+    if part and not place.capabilities.shared_locks:
+        _refuse("parts of a plan share a local folder", "run the whole plan, with --ray on several machines")
+    if options.push is not None and not is_folder:
+        _refuse("--push uploads a local folder", "write to a folder, or leave --push out")
+    if options.keep_stages and not is_folder:
+        _refuse("results of stages are kept in local folders", "write to a folder, or leave --keep-stages out")
+    if options.commit_message is not None and options.push is None and place.capabilities.publication != "commit":
+        what = "there is no commit: the output is not on the hub"
+        fix = "write to hf://org/name, add --push org/name, or leave --commit-message out"
+        raise ParameterError(what, where="commit_message", fix=fix, state=NOTHING_WRITTEN)
+    return place
+
+
+def sibling(out: str | os.PathLike[str], suffix: str) -> Path:
+    """A local folder for what an output needs: next to it, or in the current folder if the output is an address.
+
+    >>> sibling("models/out", ".measurement").name, sibling("s3://models/out", ".measurement").relative_to(Path.cwd())
+    ('out.measurement', PosixPath('out-e614e439.measurement'))
+    """
+    folder = place_of(out).local
+    return folder.with_name(f"{folder.name}{suffix}")
+
+
+def models_read(plan: Plan) -> list[str]:
+    """The models that a plan reads, as the recipe names them."""
+    return [ref for model in plan.models for ref in (model.ref, *([] if model.plan is None else models_read(model.plan)))]
+
+
+def _refuse(what: str, fix: str) -> None:
+    raise ParameterError(f"the output is an address, and {what}", fix=fix, state=NOTHING_WRITTEN)

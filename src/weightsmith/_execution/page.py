@@ -1,0 +1,168 @@
+"""The report of a run: inputs, output, and the distance from the base by layer and part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from weightsmith._base.errors import Finding
+from weightsmith._base.pages import Code, Column, Curves, Facts, HeatMap, Page, Table, heat_maps, to_html
+from weightsmith._base.pages.svg import curves, heat_map, picture
+from weightsmith._base.pages.values import Block, Mark, Value, finite_or_mark
+from weightsmith._engine.products import Report
+from weightsmith._execution.distance import Moved, share_of
+from weightsmith._models.structure import analyse
+from weightsmith._models.structure.model import OUTSIDE, Place, place_of
+from weightsmith._plans import PLAIN, Plan
+
+_TENSORS = "tensors"
+
+PAGE_NAME = "report.html"
+MAX_PAGE_BYTES = 2 << 20
+"""Approximate limit of a page with its pictures: tables and data are bounded."""
+MOVED_NAME, BY_LAYER_NAME = "distance.svg", "distance_by_layer.svg"
+PICTURES = f"""
+## Distance from the base
+
+![Distance from the base by layer and part]({MOVED_NAME})
+
+![Distance from the base by layer]({BY_LAYER_NAME})
+
+More in [{PAGE_NAME}]({PAGE_NAME}).
+
+"""
+"""A section of the model card."""
+
+Squares = Mapping[str, tuple[float, float]]
+"""Tensor → squared Frobenius norms of its delta and of its base."""
+
+
+def report_files(
+    plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], reports: Iterable[Report], found: Sequence[Finding]
+) -> dict[str, bytes]:
+    """The report of a plan that was run, as a page; and two of its pictures for the model card, if there is a base.
+
+    name      name of the output
+    distance  distance from the base: in total, then by layer; () without a base
+    reports   reports of products
+    found     warnings
+    """
+    structure = analyse([step.out for step in plan.steps], plan.config)
+    places = {step.out.name: place_of(structure, step.out.name) for step in plan.steps}
+    maps, lines = _moved_maps(places, squares), _moved_curves(distance)
+    page = _page(plan, name, squares, distance, places, [*maps, *lines], reports, found)
+    files = {PAGE_NAME: to_html(page).encode(errors="replace")}
+    if maps and lines:
+        files |= {MOVED_NAME: picture(heat_map(maps[0])), BY_LAYER_NAME: picture(curves(lines[0]))}
+    return files
+
+
+def _page(
+    plan: Plan,
+    name: str,
+    squares: Squares,
+    distance: Sequence[Moved],
+    places: Mapping[str, Place],
+    drawn: Sequence[Block],
+    reports: Iterable[Report],
+    found: Sequence[Finding],
+) -> Page:
+    """drawn: charts of the distance from the base."""
+    blocks: list[Block] = [_facts(plan), *drawn]
+    blocks.append(_tensors(plan, places, squares))
+    if plan.dropped:
+        rows = tuple((plan.models[d.model].ref, d.tensor, d.reason) for d in plan.dropped)
+        blocks.append(Table("Not in the output", (Column("model"), Column("tensor"), Column("reason")), rows))
+    blocks += [block for report in reports for block in report.blocks()]
+    if found:
+        blocks.append(Table("Warnings", (Column("about"), Column("what")), tuple((f.where, f.what) for f in found)))
+    if plan.recipe:
+        blocks.append(Code("Recipe", plan.recipe))
+    summary = plan.made.title.replace("`", "")
+    known = bool(distance) and math.isfinite(distance[0].share)
+    moved = f"It is {distance[0].percent()} away from its base, by the Frobenius norm of all weights." if known else ""
+    data = {
+        "distance": [{"name": m.name, "delta_norm": _known(m.delta), "base_norm": _known(m.base)} for m in distance],
+        "tensors": [
+            {
+                "name": tensor,
+                "stack": place.stack,
+                "layer": place.layer,
+                "part": place.part,
+                "share": _number(_share(squares, [tensor])),
+            }
+            for tensor, place in places.items()
+        ],
+    }
+    return Page(name, tuple(filter(None, (summary, moved))), tuple(blocks), data)
+
+
+def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
+    """Distance of each part of each layer from the base: a heat map for each stack."""
+    about = "Frobenius norm of merged - base over that of the base, of all tensors of a part in a layer together."
+    placed = [(place, name) for name, place in places.items()]
+    share = partial(_share, squares)
+    return heat_maps("Distance from the base", placed, share, "share", about, log=True, detail=_TENSORS)
+
+
+def _moved_curves(distance: Sequence[Moved]) -> list[Curves]:
+    """Distance of each layer from the base: a line for each stack."""
+    stacks: dict[str, list[float]] = {}
+    for moved in distance[1:]:
+        if moved.name != OUTSIDE:
+            stacks.setdefault(moved.name.rstrip("0123456789"), []).append(moved.share)
+    if not stacks:
+        return []
+    lines = tuple((stack, tuple(values)) for stack, values in stacks.items())
+    return [Curves("Distance by layer", lines, "layer", "‖merged - base‖ / ‖base‖", "share", first=0)]
+
+
+def _share(squares: Squares, names: Sequence[str]) -> float | Mark:
+    """Distance of some tensors together; `Mark.NOTHING` where none has a base."""
+    pairs = [squares[name] for name in names if name in squares]
+    if not pairs:
+        return Mark.NOTHING
+    delta, base = (math.sqrt(sum(values)) for values in zip(*pairs, strict=True))
+    return finite_or_mark(share_of(delta, base)) if delta else Mark.SAME
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(share: float | Mark) -> float | None:
+    """For JSON: 0 for unchanged tensors, None without a number."""
+    return 0.0 if share is Mark.SAME else None if isinstance(share, Mark) else share
+
+
+def _facts(plan: Plan) -> Facts:
+    facts: list[tuple[str, Value]] = [("method", plan.made.name), ("source", plan.made.source)]
+    facts += [(f"model {i + 1}", model.ref) for i, model in enumerate(plan.models)]
+    facts += [("seed", f"{plan.seed}"), ("stored as", plan.made.format)]
+    facts.append(("tensors", f"{len(plan.steps):,}, {sum(out.nbytes for step in plan.steps for out in step.outs):,} bytes"))
+    return Facts("What was made", tuple((name, value) for name, value in facts if value))
+
+
+def _tensors(plan: Plan, places: Mapping[str, Place], squares: Squares) -> Table:
+    columns = (
+        Column("tensor"),
+        Column("made by"),
+        Column("shape"),
+        Column("stored as"),
+        Column("size", "bytes"),
+        Column("moved", "share", "‖merged - base‖ / ‖base‖"),
+    )
+    rows = tuple(
+        (
+            step.out.name,
+            step.op,
+            " x ".join(map(str, step.out.shape)),
+            step.out.dtype.name if step.encoding == PLAIN else step.encoding,
+            sum(out.nbytes for out in step.outs),
+            _share(squares, [step.out.name]),
+        )
+        for step in plan.steps
+    )
+    where = tuple((places[step.out.name].group, places[step.out.name].part) for step in plan.steps)
+    return Table("Tensors", columns, rows, name=_TENSORS, places=where)

@@ -1,0 +1,334 @@
+"""Progress of the work: a bar on a terminal or in a notebook, a line every ten seconds in a log, or nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from importlib import import_module
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from weightsmith._base.text import count, duration, end_status, is_terminal, note, size
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from weightsmith._engine.local import Progress
+
+LINE_SECONDS = 10.0
+"""Interval of lines in a log."""
+
+WINDOW_SECONDS = 10.0
+"""Window of the speed: long enough to be steady, short enough to show a disk that stalls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A measurement of the progress.
+
+    label        verb of the work: `merging`
+    done, total  finished and total work: bytes of the result, or other units if moved_bytes is None
+    moved_bytes  bytes read and written so far, in all passes; the speed follows from them
+    detail       further text
+    """
+
+    label: str
+    done: int
+    total: int
+    moved_bytes: int | None
+    detail: str = ""
+
+    @property
+    def share(self) -> float:
+        """0 … 1; no work at all counts as done."""
+        return self.done / self.total if self.total else 1.0
+
+
+class Rate:
+    """Speed and time left, from the readings of one piece of work.
+
+    >>> clock = iter([0.0, 1.0, 2.0])
+    >>> rate = Rate(lambda: next(clock))
+    >>> _ = rate.take(Reading("merging", 500, 1000, 0))
+    >>> rate.take(Reading("merging", 600, 1000, 400))
+    (400.0, 4.0)
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._window: deque[tuple[float, int | None]] = deque()
+        self._first: tuple[float, int] | None = None
+
+    def take(self, reading: Reading) -> tuple[float | None, float | None]:
+        """Bytes moved per second, and seconds left; None while unknown. Work of an earlier run is not counted."""
+        now = self._clock()
+        if self._first is None:
+            self._first = now, reading.done
+        window = self._window
+        window.append((now, reading.moved_bytes))
+        while len(window) > 2 and now - window[1][0] > WINDOW_SECONDS:
+            window.popleft()
+        then, moved = window[0]
+        speed = None
+        if reading.moved_bytes is not None and moved is not None and now > then:
+            speed = (reading.moved_bytes - moved) / (now - then)
+        began, done = self._first
+        seconds = (reading.total - reading.done) * (now - began) / (reading.done - done) if reading.done > done else None
+        return speed, seconds
+
+
+class Rates:
+    """A `Rate` for each piece of work: merging and computing take turns."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._rates: dict[tuple[str, int], tuple[Rate, int]] = {}
+
+    def begins(self, reading: Reading) -> bool:
+        """Whether this is the first reading of its work. Another run may do work of the same label and size."""
+        known = self._rates.get((reading.label, reading.total))
+        return known is None or reading.done < known[1]
+
+    def take(self, reading: Reading) -> tuple[float | None, float | None]:
+        """See `Rate.take`."""
+        key = reading.label, reading.total
+        rate = Rate(self._clock) if self.begins(reading) else self._rates[key][0]
+        self._rates[key] = rate, reading.done
+        return rate.take(reading)
+
+
+class Meter(ABC):
+    """Shows readings; as a context manager it clears up at the end."""
+
+    @abstractmethod
+    def show(self, reading: Reading) -> None:
+        """Show a reading, or not, if it is too soon."""
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Show the reason of a wait. May be called as often as `show`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the screen as it was. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Silent(Meter):
+    """Shows nothing."""
+
+    def show(self, reading: Reading) -> None:
+        """Show nothing."""
+
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Nothing to clear up."""
+
+
+class Lines(Meter):
+    """Plain lines: one when some work begins, then one every `LINE_SECONDS`."""
+
+    def __init__(self, write: Callable[[str], None] = note, clock: Callable[[], float] = time.monotonic) -> None:
+        self._write = write
+        self._clock = clock
+        self._rates = Rates(clock)
+        self._last = 0.0
+        self._said: set[str] = set()
+
+    def show(self, reading: Reading) -> None:
+        """One line every `LINE_SECONDS`."""
+        now = self._clock()
+        begins = self._rates.begins(reading)
+        speed, left = self._rates.take(reading)
+        if begins or now - self._last >= LINE_SECONDS:
+            self._last = now
+            self._write(line(reading, speed, left))
+
+    def say(self, text: str) -> None:
+        """One line, the first time."""
+        if text not in self._said:
+            self._said.add(text)
+            self._write(text)
+
+    def close(self) -> None:
+        """Lines stay."""
+
+
+def line(reading: Reading, speed: float | None, left: float | None) -> str:
+    """One line of a log.
+
+    >>> line(Reading("merging", 550_000_000, 2_200_000_000, 0, "50 of 201 tensors"), 2.1e9, 0.8)
+    'merging:  25 %, 550 MB of 2.20 GB, 50 of 201 tensors, 2.10 GB/s, 0.8 s left'
+    """
+    return f"{reading.label}: {', '.join(how_far(reading, speed, left, reading.detail))}"
+
+
+def how_far(reading: Reading, speed: float | None, left: float | None, detail: str = "") -> list[str]:
+    """The texts of a reading in a line or a bar; see `line`.
+
+    >>> how_far(Reading("measuring", 1, 4, None), None, 60.0)
+    [' 25 %', '1:00 left']
+    """
+    found = [f"{int(100 * reading.share):3d} %"]
+    found += [f"{size(reading.done)} of {size(reading.total)}"] if reading.moved_bytes is not None else []
+    found += [detail] if detail else []
+    found += [f"{size(speed)}/s"] if speed is not None else []
+    found += [f"{duration(left)} left"] if left else []
+    return found
+
+
+class Bar(Meter):
+    """A bar that disappears at the end; drawn from the caller's thread, about ten times a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._clock = clock
+        self._rates = Rates(clock)
+        self._label = ""
+        self._last = 0.0
+        self._task: TaskID | None = None
+        columns = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("label", "facts")]
+        self._bar = Progress(
+            columns[0], BarColumn(bar_width=None), columns[1], console=Console(stderr=True), transient=True, auto_refresh=False
+        )
+
+    def show(self, reading: Reading) -> None:
+        """Draw the bar, at most ten times a second."""
+        now = self._clock()
+        if reading.label == self._label and now - self._last < 0.1:
+            return
+        self._label, self._last = reading.label, now
+        self._draw(reading.label, "  ".join(how_far(reading, *self._rates.take(reading))), reading.share)
+
+    def say(self, text: str) -> None:
+        """The text in place of the label; the bar stays as it was."""
+        now = self._clock()
+        if now - self._last >= 0.1:
+            self._last = now
+            self._draw(text, "", None)
+
+    def _draw(self, label: str, right: str, share: float | None) -> None:
+        if self._task is None:
+            end_status()
+            self._bar.start()
+            self._task = self._bar.add_task("", total=1.0, label="", facts="")
+        self._bar.update(self._task, completed=share, label=label, facts=right, refresh=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+class Cell(Meter):
+    """A line with a bar under a notebook's cell; it disappears at the end."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        notebook: Any = import_module("IPython.display")  # no dependency: a notebook's kernel has it
+        self._html = notebook.HTML
+        self._clock = clock
+        self._rates = Rates(clock)
+        self._label = ""
+        self._last = 0.0
+        self._handle: Any = notebook.display(notebook.HTML(""), display_id=True)
+
+    def show(self, reading: Reading) -> None:
+        """Draw the line, at most twice a second."""
+        now = self._clock()
+        if reading.label == self._label and now - self._last < 0.5:
+            return
+        self._label, self._last = reading.label, now
+        text = line(reading, *self._rates.take(reading))
+        self._handle.update(self._html(f"<progress value='{reading.share:.3f}' max='1'></progress> {escape(text)}"))
+
+    def say(self, text: str) -> None:
+        """The text alone."""
+        self._handle.update(self._html(escape(text)))
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._handle.update(self._html(""))
+
+
+def in_notebook() -> bool:
+    """A Jupyter kernel runs this."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def watched_meter() -> Meter:
+    """The meter of a Python call: a bar in notebooks and on terminals, silent elsewhere."""
+    if in_notebook():
+        return Cell()
+    return Bar() if is_terminal(sys.stderr) else Silent()
+
+
+def callbacks(
+    shown: Meter, doing: str
+) -> tuple[Callable[[Progress], None], Callable[[int, int], None], Callable[[], None], Callable[[int, int], None]]:
+    """Callbacks of a run that a meter shows, in the order of `execution.Callbacks`. doing: the verb of the work."""
+    return (
+        lambda progress: show_progress(shown, progress, doing),
+        lambda done, total: shown.show(Reading("checking finished tensors", done, total, done)),
+        lambda: shown.say("waiting for another process, which computes what this part needs"),
+        lambda done, total: shown.show(Reading("uploading", done, total, done)),
+    )
+
+
+def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
+    """One line of the meter. doing: the verb of the work."""
+    computation = progress.computation
+    if progress.compiling:
+        from weightsmith._kernels.compiler import cache_folder
+
+        kept = "first run only" if cache_folder() else "in every run: there is no folder to keep them in, set NUMBA_CACHE_DIR"
+        shown.say(f"compiling kernels ({kept})")
+        return
+    if progress.checking:
+        shown.say("checking that transformers can load the output")
+        return
+    if progress.waiting and computation is not None:
+        if computation.total:
+            shown.show(Reading(computation.doing, computation.done, computation.total, None))
+        else:
+            shown.say(f"{computation.doing}: {'loading torch' if _loading('torch') else 'starting'}")
+        return
+    if not progress.total_tensors:  # a plan of products alone, between two of them
+        return
+    done, total = progress.written_bytes, progress.total_bytes
+    label = doing if progress.tensors < progress.total_tensors else "saving to disk"
+    detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"
+    shown.show(Reading(label, done, total, progress.read_bytes + done, detail))
+
+
+def _loading(module: str) -> bool:
+    """A thread is importing it now."""
+    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
+
+
+def no_bars_in_logs(*, quiet: bool) -> None:
+    """huggingface_hub draws its own bars when it downloads; it reads this variable when it is imported."""
+    if quiet or not is_terminal(sys.stderr):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def meter(*, quiet: bool) -> Meter:
+    """The meter for this stderr."""
+    if quiet:
+        return Silent()
+    return Bar() if is_terminal(sys.stderr) else Lines()

@@ -1,0 +1,383 @@
+"""Runs one plan: its products and steps, into a staging folder, which is published at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
+from weightsmith._base.options import RunOptions
+from weightsmith._execution.distance import Moved, distance_by_layer
+from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, provenance
+from weightsmith._execution.identity import facts, merges_on_device, work_identity
+from weightsmith._execution.output import check_options, check_output, models_read
+from weightsmith._methods.jobs.requires import named_device, usable_device
+from weightsmith._outputs.places import open_output
+from weightsmith._planning.planner.loading import Check
+from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
+from weightsmith._plans import Plan, Product, Step
+from weightsmith.abc.output import Address, OutputSpec
+
+if TYPE_CHECKING:
+    from weightsmith._engine.local import Outcome, Progress, Resources
+    from weightsmith._engine.products import Report
+    from weightsmith._engine.results import Results
+    from weightsmith._outputs.staging import Staging
+    from weightsmith.abc.output import Finished
+    from weightsmith.abc.product import Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The result of a run.
+
+    out            the finished folder, or its address in a bucket or on the hub
+    plan           the plan that was run
+    resumed        number of tensors that an interrupted run had finished
+    read_bytes, written_bytes   of tensor data, in this run
+    fetched_bytes  of tensor data over the network, if models were streamed
+    seconds        of this run, including planning
+    distance       distance from the base: in total, then per layer; () without a base
+    warnings       the plan's and those found in the data
+    reports        reports of products, by name: where a router routes the prompts
+    url            of the model on the hub, if it is there
+    stages         folders with the results of other recipes, if they are kept
+    """
+
+    out: Path | Address
+    plan: Plan
+    resumed: int
+    read_bytes: int
+    written_bytes: int
+    seconds: float
+    distance: tuple[Moved, ...]
+    warnings: tuple[Finding, ...]
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    url: str = ""
+    stages: tuple[Path, ...] = ()
+    fetched_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """Callbacks during a run, from the calling thread.
+
+    progress    called about ten times per second
+    rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
+    waiting     called when another process computes the products that this part of a plan needs
+    uploading   called with (bytes done, total bytes) while the last weight files are uploaded to the hub
+    """
+
+    progress: Callable[[Progress], None] | None = None
+    rechecking: Callable[[int, int], None] | None = None
+    waiting: Callable[[], None] | None = None
+    uploading: Callable[[int, int], None] | None = None
+
+
+NO_CALLBACKS = Callbacks()
+
+MEASUREMENT = "measurement"
+"""Key of the manifest: the identity of the measurement that the output follows from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """A plan to run, and what another one that was run first gives it.
+
+    arrays   of products that both have, by name
+    files    to add to the output
+    reports  besides those of the products
+    measurement  identity of the work that made the arrays, for the manifest
+    """
+
+    prepared: Prepared
+    arrays: Mapping[str, Arrays] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    measurement: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Helped:
+    """What other processes did for a run: number of steps that an earlier run had finished, and bytes as in `Merged`."""
+
+    resumed: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    fetched_bytes: int = 0
+
+
+class Helpers(Protocol):
+    """Other processes, which do the parts of a plan."""
+
+    def __call__(
+        self, prepared: Prepared, staging: Staging, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
+    ) -> Helped:
+        """Have all parts done, in the staging folder that is open here. What remains undone, the caller does."""
+
+
+class _Watched:
+    """The progress of a run with a check beside it, which each call looks at first: if it has failed, the run ends."""
+
+    def __init__(self, check: Check, progress: Callable[[Progress], None] | None) -> None:
+        self._check, self._progress = check, progress
+        self._last: Progress | None = None
+
+    def __call__(self, reached: Progress) -> None:
+        self._check.poll()
+        self._last = reached
+        if self._progress is not None:
+            self._progress(reached)
+
+    def wait(self) -> tuple[Finding, ...]:
+        """The warnings of the check. The last progress is repeated meanwhile."""
+        while not self._check.done(0.1):
+            if self._last is not None:
+                self(replace(self._last, checking=True))
+        return self._check.wait()
+
+
+def run_plan(
+    following: Following,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    began: float,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    helpers: Helpers | None = None,
+    check: Check | None = None,
+) -> Merged:
+    """See `execute`.
+
+    more   for the manifest
+    check  of the output: nothing is published before it is done, and if it fails, the run ends at once
+    """
+    from weightsmith._engine.constants import copied
+    from weightsmith._outputs.hub.push import check_push, push
+
+    prepared = following.prepared
+    plan, inputs = prepared.plan, prepared.inputs
+    place = check_options(out, options)
+    hub = check_push(options.push) if options.push is not None else None
+    check = Check(None) if check is None else check
+    watched = _Watched(check, callbacks.progress)
+    seen = replace(callbacks, progress=watched)
+    # With helpers, the process that does a part checks what an earlier run has finished of it.
+    with staged(prepared, out, options, seen, steps=None if helpers is None else ()) as (staging, run):
+        earlier = staging.holds_work
+        helped = Helped()
+        try:
+            if helpers is not None:
+                for product in plan.products:
+                    if product.name in following.arrays:
+                        staging.keep(product, following.arrays[product.name])
+                helped = helpers(prepared, staging, out, options, callbacks)
+            results = kept_products(plan, staging, following.arrays)
+            done = finished_steps(plan, staging, results, options.allow_nonfinite)
+            outcome = run(skip=done, results=results)
+            unknown = watched.wait()
+        except WeightsmithError as error:
+            made = not isinstance(error, PlanError) and bool(staging.products)
+            if (error.product or error is check.error) and not earlier and not made:  # what fails first leaves nothing behind
+                staging.discard()
+                error.state = NOTHING_WRITTEN
+            elif error is check.error:
+                error.state = "Nothing was published; what an earlier run has finished is kept."
+            raise
+        reports = {**reports_of(plan.products, results), **following.reports}
+        distance = distance_by_layer(plan, outcome.distances)
+        found = [*unknown, *staging.warnings]
+        found += [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
+        found += copied(outcome.finished)
+        found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
+        shown = [*plan.warnings, *found]
+        repo = place.spec if hub is None else hub.address.spec
+        named = other_files(prepared, place.name, repo, outcome.distances, distance, reports, shown, options)
+        for name, data in {**named, **following.files}.items():
+            staging.add_file(name, data)
+        for model in inputs:
+            model.check_unchanged()
+        measured = {MEASUREMENT: following.measurement} if following.measurement else {}
+        published = staging.publish({**provenance(plan, distance), **measured, **more}, fsync=options.fsync)
+        found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
+    message = options.commit_message or plan.made.title
+    url = place.url if hub is None else push(hub, place.local, public=options.public, message=message)
+    return Merged(
+        out=published,
+        plan=plan,
+        resumed=len(done) if helpers is None else helped.resumed,
+        read_bytes=outcome.read_bytes + helped.read_bytes,
+        written_bytes=outcome.written_bytes + helped.written_bytes,
+        seconds=time.monotonic() - began,
+        distance=distance,
+        warnings=(*plan.warnings, *found),
+        reports=reports,
+        url=url,
+        fetched_bytes=outcome.fetched_bytes + helped.fetched_bytes,
+    )
+
+
+@contextmanager
+def staged(
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    part: str = "",
+    steps: Iterable[Step] | None = None,
+    helping: bool = False,
+) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
+    """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan.
+
+    part     its label
+    steps    of the part: what an earlier run has finished of them is taken over; None: of all
+    helping  see `OutputSpec`
+    """
+    from weightsmith._engine.local import Workload, run
+
+    plan, inputs = prepared.plan, prepared.inputs
+    if options.device != "cpu" and merges_on_device(plan):
+        usable_device(options.device, "float64")
+    resources = resources_of(plan, options)
+    for stage in prepared.stages:
+        stage.source.set_run(
+            allow_nonfinite=options.allow_nonfinite,
+            tile_bytes=resources.tile_bytes,
+            aligned_bytes=resources.aligned_bytes,
+            device=named_device(options.device),
+        )
+    _download(prepared, out, options)
+    spec = OutputSpec(
+        plan.layout,
+        work_identity(plan, inputs, options.device),
+        part=part,
+        names=None if steps is None else {out.name for step in steps for out in step.outs},
+        helping=helping,
+        facts=facts(plan, inputs, options.device),
+        resume=options.resume,
+        overwrite=options.overwrite,
+        protected=protected_paths(prepared),
+        reads=models_read(plan),
+        other_bytes=other_bytes(plan, inputs[plan.donor], options),
+        threads=resources.workers,
+        progress=callbacks.rechecking,
+        uploading=callbacks.uploading,
+        public=options.public,
+        message=options.commit_message or plan.made.title,
+    )
+    with open_output(out, spec) as staging:
+
+        def go(**selected: Any) -> Outcome:
+            folders = [model.folder for model in inputs]
+            workload = Workload(folders=folders, allow_nonfinite=options.allow_nonfinite, **selected)
+            return run(
+                plan,
+                inputs,
+                staging,
+                resources,
+                workload,
+                progress=callbacks.progress,
+                in_order=staging.capabilities.in_order,
+                abandon=staging.abandon,
+            )
+
+        yield staging, go
+
+
+def resources_of(plan: Plan, options: RunOptions) -> Resources:
+    """The engine's resources, by the options for threads (default: all available processors) and memory."""
+    from weightsmith._engine.local import Resources
+    from weightsmith._engine.schedule import RESIDENT_BYTES
+    from weightsmith._engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
+
+    threads = options.threads or Resources().workers
+    memory = options.max_memory_bytes
+    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
+    return Resources(
+        threads,
+        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
+        resident,
+        options.device,
+        ALIGNED_BYTES if memory is None else 0,
+        None if memory is None else resident,
+        options.max_spool_bytes,
+    )
+
+
+def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
+    """Download missing files of hub models, after checking that the output can be written."""
+    if options.stream:
+        stream(prepared.inputs)
+    if missing_files(prepared.inputs):
+        check_output(out, prepared.plan, options, protected_paths(prepared))
+        download(prepared.inputs)
+
+
+def protected_paths(prepared: Prepared) -> tuple[Path, ...]:
+    """Every folder and file that a run reads: the inputs, their adapters, and other files the recipe names."""
+    paths = [path for model in prepared.inputs for path in (*(() if model.alone else (model.folder,)), *model.paths)]
+    return tuple(dict.fromkeys([*paths, *prepared.named]))
+
+
+def kept_products(
+    plan: Plan,
+    staging: Staging,
+    known: Mapping[str, Arrays] = MappingProxyType({}),
+    wanted: Sequence[Product] | None = None,
+) -> Results:
+    """The products that an earlier run or another process has finished. known: the arrays of some; wanted: None: all."""
+    from weightsmith._engine.results import Results
+
+    results = Results(plan)
+    for product in plan.products if wanted is None else wanted:
+        arrays = known[product.name] if product.name in known else staging.product(product)
+        if arrays is not None:
+            results.put(product, arrays)
+    return results
+
+
+def finished_steps(
+    plan: Plan, staging: Staging, results: Results, allow_nonfinite: bool, steps: Sequence[Step] | None = None
+) -> dict[str, Finished]:
+    """The output tensors (`Step.out`) that an earlier run or another process has finished. steps: of the plan; None: all.
+
+    A tensor counts only if the products it was computed from still exist (recomputed, they might differ), and if it was
+    checked for NaN in the same way as in this run. The staging is told which others are computed again.
+    """
+    steps, finished = plan.steps if steps is None else steps, staging.records
+
+    def counts(step: Step) -> bool:
+        needed = plan.needs(step)
+        if not all(out.name in finished for out in step.outs) or not all(map(results.finished, needed)):
+            return False
+        digests = {results.digest(needed), results.digest(needed, allow_nonfinite=allow_nonfinite)}
+        return all(finished[out.name].made_from in digests for out in step.outs)
+
+    done = {step.out.name: finished[step.outs[0].name] for step in steps if counts(step)}
+    again = {out.name for step in steps if step.out.name not in done for out in step.outs if out.name in finished}
+    return finished_steps(plan, staging, results, allow_nonfinite, steps) if again and staging.redo(again) else done
+
+
+def reports_of(products: Iterable[Product], results: Results) -> dict[str, Report]:
+    from weightsmith._engine.products import find_kind
+
+    found = {}
+    for product in products:
+        if product.transient:
+            continue
+        arrays = [results.array(out.name) for out in product.outs]
+        report = find_kind(product.op).report(product, arrays)
+        if report is not None:
+            found[product.name] = report
+    return found
+
+
+def _disagreement(plan: Plan, step: Step) -> Finding:
+    taken = plan.models[step.inputs[0].model].ref
+    return Finding(f"the models differ in this {step.out.dtype.torch} tensor; taken from {taken}", step.out.name)

@@ -1,0 +1,212 @@
+"""The `combination` product: what PEFT's `add_weighted_adapter` computes of some adapters, for one layer.
+
+    cat                 factors side by side: the weighted sum of the differences, exactly; ranks add up
+    svd                 the best factors of the weighted sum, of the largest of the ranks
+    linear              the sums of the A and of the B, by roots of weight and scaling. Their product is another matrix than the
+                        sum of the differences: it has the products of every A with every other B
+    ties                the same, after TIES on the A and on the B
+    dare_linear, dare_ties, magnitude_prune     the same, after random or smallest elements of A and B are set to zero
+    ties_svd, dare_linear_svd, dare_ties_svd, magnitude_prune_svd       on the full differences, and then as svd
+
+TIES here elects signs by the sum, or the number, of elements without their weights, and divides by how many agree. Differences
+from PEFT: random masks depend on seed, adapter and module; of equal magnitudes, those with lower positions are kept; sums are
+float64, factors and singular values need no full matrix where the result does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._features.adapters.cores import Adapted
+from weightsmith._features.adapters.factors import decompose, prefers_exact
+from weightsmith._methods.jobs.matrix import one_thread
+from weightsmith._plans import Product, Step
+from weightsmith._plans.codec import has_type
+from weightsmith._plans.forms import ProductSettings
+from weightsmith.abc.product import Arrays
+
+Matrix = npt.NDArray[np.float64]
+
+PREFIX = "peft_"
+"""Of the names in recipes: `merge_method: peft_ties_svd`."""
+
+EXACT = ("cat", "svd")
+ON_FACTORS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
+"""These work on A and on B, so the ranks must be equal."""
+
+NAMES = (*EXACT, *ON_FACTORS, "ties_svd", "dare_linear_svd", "dare_ties_svd", "magnitude_prune_svd")
+MAJORITIES = ("total", "frequency")
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """A combination as a recipe names it.
+
+    density   share of the elements that are kept; 1 for those that keep all
+    majority  signs are elected by sums (`total`) or by numbers of elements (`frequency`)
+    """
+
+    name: str
+    density: float = 1.0
+    majority: str = "total"
+
+    def rank(self, ranks: Sequence[int], limit: int | None) -> int:
+        """Of the result, from the ranks of the adapters and the largest that was asked for."""
+        if self.name == "cat":
+            return sum(ranks)
+        return max(ranks) if limit is None or self.name in ON_FACTORS else limit
+
+    def prunes(self) -> bool:
+        """Whether it has a density."""
+        return self.name not in (*EXACT, "linear")
+
+
+@dataclass(frozen=True, slots=True)
+class CombinationWork(ProductSettings):
+    """The settings of a product.
+
+    weights  of the adapters that have factors of each module
+    ranks    of the result for each module
+    """
+
+    combination: Combination
+    modules: tuple[Adapted, ...]
+    weights: tuple[tuple[float, ...], ...]
+    ranks: tuple[int, ...]
+    seed: int
+
+    def product(self, name: str, steps: Sequence[Step]) -> Product:
+        """The product. steps: of the factors."""
+        f32, outs = DTYPES["F32"], list[TensorSpec]()
+        for module, rank in zip(self.modules, self.ranks, strict=True):
+            outputs, inputs = module.shape
+            outs += [
+                TensorSpec(f"{module.name}: A", f32, (rank, inputs)),
+                TensorSpec(f"{module.name}: B", f32, (outputs, rank)),
+            ]
+        return Product(name, "combination", tuple(outs), self.to_json(), tuple(steps))
+
+
+def combine(
+    combination: Combination,
+    factors: Sequence[tuple[Matrix, Matrix]],
+    scalings: Sequence[float],
+    weights: Sequence[float],
+    rank: int,
+    seed: Callable[[int, str], int],
+) -> tuple[Matrix, Matrix]:
+    """A and B of the result. factors: A [rank, inputs] and B [outputs, rank] of each adapter.
+
+    seed  of the random mask of one adapter's `A`, `B` or `delta`
+    """
+    kind = combination.name
+    shares = [weight * scaling for weight, scaling in zip(weights, scalings, strict=True)]
+    if kind == "cat":
+        return np.vstack([s * a for s, (a, _) in zip(shares, factors, strict=True)]), np.hstack([b for _, b in factors])
+    if kind in ON_FACTORS:
+        roots = [np.sqrt(abs(s)) for s in shares]
+        signed = [float(np.copysign(root, s)) for root, s in zip(roots, shares, strict=True)]
+        a = _merged(combination, kind, [a for a, _ in factors], signed, lambda i: seed(i, "A"))
+        return a, _merged(combination, kind, [b for _, b in factors], roots, lambda i: seed(i, "B"))
+    if kind == "svd":
+        a, b = np.vstack([s * a for s, (a, _) in zip(shares, factors, strict=True)]), np.hstack([b for _, b in factors])
+        (u, left), (v, right) = np.linalg.qr(b), np.linalg.qr(a.T)
+        core = np.ascontiguousarray(left @ right.T, np.float32)
+        found = decompose(core, min(rank, *core.shape), 0, exact=True)
+        return _padded((v @ found.right.T).T, u @ found.left, rank)
+    deltas = [scaling * b @ a for scaling, (a, b) in zip(scalings, factors, strict=True)]
+    merged = _merged(combination, kind.removesuffix("_svd"), deltas, weights, lambda i: seed(i, "delta"))
+    exact = prefers_exact(rank, *merged.shape)
+    found = decompose(merged.astype(np.float32), min(rank, *merged.shape), seed(-1, "basis"), exact=exact)
+    return _padded(found.right, found.left, rank)
+
+
+def _padded(a: npt.NDArray[Any], b: npt.NDArray[Any], rank: int) -> tuple[Matrix, Matrix]:
+    """Factors with zeros up to a rank."""
+    more = rank - len(a)
+    return np.pad(a, ((0, more), (0, 0))), np.pad(b, ((0, 0), (0, more)))
+
+
+def _merged(
+    combination: Combination, kind: str, tensors: Sequence[Matrix], weights: Sequence[float], seed: Callable[[int], int]
+) -> Matrix:
+    density = combination.density
+    if kind in ("ties", "magnitude_prune") and density < 1:
+        tensors = [_largest(tensor, density) for tensor in tensors]
+    if kind.startswith("dare") and density < 1:
+        tensors = [tensor * _mask(tensor.shape, density, seed(i)) / density for i, tensor in enumerate(tensors)]
+    if not kind.endswith("ties"):
+        added: Matrix = np.sum([weight * tensor for weight, tensor in zip(weights, tensors, strict=True)], axis=0)
+        return added
+    signs = np.sign(tensors)
+    elected = np.where(np.sum(tensors if combination.majority == "total" else signs, axis=0) >= 0, 1.0, -1.0)
+    agree = signs == elected
+    total = np.sum([w * tensor * kept for w, tensor, kept in zip(weights, tensors, agree, strict=True)], axis=0)
+    found: Matrix = total / np.maximum(agree.sum(axis=0), 1)
+    return found
+
+
+def _largest(tensor: Matrix, density: float) -> Matrix:
+    flat = tensor.reshape(-1)
+    kept = np.argsort(-np.abs(flat), kind="stable")[: int(density * flat.size)]
+    found = np.zeros_like(flat)
+    found[kept] = flat[kept]
+    return found.reshape(tensor.shape)
+
+
+def _mask(shape: tuple[int, ...], density: float, seed: int) -> npt.NDArray[np.bool_]:
+    return np.random.Generator(np.random.Philox(seed)).random(shape) < density
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    work = CombinationWork.of(bench.product)
+    arrays = {step.out.name: np.empty(step.out.shape, np.float32) for step in bench.product.steps}
+    bench.fill(arrays)
+
+    def make(module: Adapted, weights: Sequence[float], rank: int) -> list[npt.NDArray[Any]]:
+        def seed(i: int, part: str) -> int:
+            return xxhash.xxh64_intdigest(f"{work.seed} {module.owners[i]} {part} {module.name}".encode())
+
+        factors = [
+            (arrays[module.factor("A", i)].astype(float), arrays[module.factor("B", i)].astype(float)) for i in module.owners
+        ]
+        a, b = combine(work.combination, factors, module.scalings, weights, rank, seed)
+        return [a.astype(np.float32), b.astype(np.float32)]
+
+    with one_thread(), ThreadPoolExecutor(bench.threads) as pool:
+        made = pool.map(make, work.modules, work.weights, work.ranks)
+        return [array for arrays in made for array in arrays]
+
+
+def _check(product: Product) -> str:
+    if not has_type(product.settings, CombinationWork):
+        return "its settings are not those of a combination"
+    work = CombinationWork.of(product)
+    shapes = {step.out.name: step.out.shape for step in product.steps}
+    if work.combination.name not in NAMES or not 0 <= work.combination.density <= 1:
+        return f"unknown combination {work.combination}"
+    if not len(work.modules) == len(work.weights) == len(work.ranks):
+        return "it has not one rank for each module"
+    for module, weights, rank in zip(work.modules, work.weights, work.ranks, strict=True):
+        if problem := module.problem(shapes):
+            return problem
+        if module.experts or module.scaled:
+            return f"experts or norms of {module.name!r}"
+        if len(weights) != len(module.owners) or rank != work.combination.rank(module.ranks, rank):
+            return f"wrong weights or rank of {module.name!r}"
+        if work.combination.name in ON_FACTORS and len(set(module.ranks)) > 1:
+            return f"different ranks of {module.name!r}"
+    outs = work.product(product.name, ()).outs
+    return "" if product.outs == outs else "its arrays are not those of its modules"
+
+
+KIND = ProductKind("combining adapters", compute=_compute, check=_check)

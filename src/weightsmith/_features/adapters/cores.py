@@ -1,0 +1,301 @@
+"""Adapters as small matrices in bases that they share, and a merge of these as factors again.
+
+**core**: Core Space (Panariello et al. 2025, https://arxiv.org/abs/2509.17786). U has the left singular vectors of
+[B₁ … Bₙ], and V those of [A₁ᵀ … Aₙᵀ]. Each difference is then U Mᵢ Vᵀ with Mᵢ = Uᵀ Bᵢ Aᵢ V, without any loss, and Mᵢ has as
+many rows as the adapters have ranks together. What is merged are the Mᵢ. The result has factors of any rank up to that. The
+paper has no scalings (lora_alpha / r); here they are part of Bᵢ, so that Bᵢ Aᵢ is what the adapter adds.
+
+Singular vectors do not depend on the order of the adapters. Their signs do not either (`decompose.signs`). Where singular
+values are equal, their vectors are any basis of a subspace, and so depend on rounding; directions that no factor has are
+columns of zeros.
+
+**knots**: KnOTS (Stoica et al. 2024, https://arxiv.org/abs/2410.19735). The differences side by side, [Δ₁ … Δₙ], are
+U Σ [V₁ … Vₙ]. What is merged are the Σ Vᵢ, which have as many columns as the matrix. They follow from the Mᵢ, without the full
+matrices.
+
+**compressed**: Compress-then-Merge (2026, https://arxiv.org/abs/2606.03723). U and V are bases of `rank` dimensions, those that
+hold most of all differences (singular vectors of all Mᵢ side by side, and of all on top of each other), so the Mᵢ are
+[rank, rank], and so is the merge. What the adapters have outside of these bases is lost before they are merged.
+
+**DoRA** (Liu et al. 2024, https://arxiv.org/abs/2402.09353) gives the rows of W + B A other norms. With c the quotients of new
+and old norms, the result is diag(c) W + diag(c) B A: the rows of the base scaled, and a difference of low rank. So the c - 1
+are merged as a vector, and the diag(c) B A as above. The result is a DoRA adapter again (`merged_factors.py`).
+
+A `cores` product computes U, V and Mᵢ of one layer, and the c - 1. `merged_factors.py` decomposes what the method makes of
+the Mᵢ.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._methods.jobs.decompose import column_basis, thin_svd
+from weightsmith._methods.jobs.matrix import one_thread
+from weightsmith._plans import COPY, PRODUCTS, Product, Read, Step
+from weightsmith._plans.codec import has_type
+from weightsmith._plans.forms import ProductSettings
+from weightsmith.abc.product import Arrays
+
+Tensor = Any  # torch is optional, so mypy cannot use its type
+
+Space = Literal["core", "knots", "compressed"]
+
+ZERO = -1
+"""In place of an adapter's number: the zero adapter, which is the base of a merge."""
+
+
+_NORM_ELEMENTS = 1 << 20
+"""Of the blocks of rows whose norms are computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A module that adapters have factors of.
+
+    name      of the module
+    shape     outputs and inputs
+    owners    numbers of the adapters that have factors of it
+    ranks     of these
+    scalings  what B @ A of each is multiplied with
+    space     what is merged: see above
+    rank      of the bases of `compressed`; else 0
+    experts   matrices that are one parameter (`target_parameters`), each with factors of its own; 0: a single matrix
+    normed    those of the owners that are DoRA
+    scaled    rows of the base are scaled, as any of the adapters is DoRA
+    """
+
+    name: str
+    shape: tuple[int, int]
+    owners: tuple[int, ...]
+    ranks: tuple[int, ...]
+    scalings: tuple[float, ...]
+    space: Space = "core"
+    rank: int = 0
+    experts: int = 0
+    normed: tuple[int, ...] = ()
+    scaled: bool = False
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The names of its matrices: the module's, or one for each expert."""
+        return matrices_of(self.name, self.experts)
+
+    @property
+    def core(self) -> tuple[int, int]:
+        """The shape of the core matrices."""
+        limit = min(sum(self.ranks), self.rank or sum(self.ranks))
+        return min(limit, self.shape[0]), self.shape[1] if self.space == "knots" else min(limit, self.shape[1])
+
+    def factor(self, part: str, owner: int) -> str:
+        """The name of the step of A, B or the norms of an adapter."""
+        return f"{self.name}: {part} of {owner}"
+
+    def factor_shapes(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Of A and B of one rank, as PEFT stores them."""
+        count = max(1, self.experts)
+        return {"A": (count * rank, self.shape[1]), "B": (self.shape[0], rank * count)}
+
+    @property
+    def base(self) -> str:
+        """The name of the step of the base's matrix."""
+        return f"{self.name}: base"
+
+    def core_of(self, matrix: str, owner: int) -> str:
+        """The name of the core matrix of an adapter; of one without factors of this module, and of `ZERO`, that of zeros."""
+        return f"{matrix}: core of {owner if owner in self.owners else ZERO}"
+
+    def scales_of(self, owner: int) -> str:
+        """The name of the c - 1 of an adapter; of one that is no DoRA, and of `ZERO`, that of zeros."""
+        return f"{self.name}: scales of {owner if owner in self.normed else ZERO}"
+
+    def outs(self) -> tuple[TensorSpec, ...]:
+        """The arrays: of each matrix `bases`, the core matrices of its owners, and one of zeros; if scaled, the scales."""
+        f32, found = DTYPES["F32"], list[TensorSpec]()
+        for matrix in self.matrices:
+            found += self.bases(matrix)
+            found += [TensorSpec(self.core_of(matrix, owner), f32, self.core) for owner in (*self.owners, ZERO)]
+        if self.scaled:
+            found += [TensorSpec(self.scales_of(owner), f32, self.shape[:1]) for owner in (*self.normed, ZERO)]
+        return tuple(found)
+
+    def bases(self, matrix: str) -> tuple[TensorSpec, ...]:
+        """U, and V but for KnOTS."""
+        f32, (rows, cols) = DTYPES["F32"], self.core
+        u = TensorSpec(f"{matrix}: U", f32, (self.shape[0], rows))
+        v = TensorSpec(f"{matrix}: V", f32, (self.shape[1], cols))
+        return (u,) if self.space == "knots" else (u, v)
+
+    def problem(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """What is wrong with it, given the shapes of the steps of a product; ""."""
+        if (
+            not self.owners
+            or not len(self.owners) == len(self.ranks) == len(self.scalings)
+            or min(*self.shape, *self.ranks) < 1
+        ):
+            return f"no adapter has factors of {self.name!r}"
+        if not 0 <= self.experts <= MAX_STACKED or (self.experts and self.scaled):
+            return f"{self.experts:,} experts of {self.name!r}"
+        for owner, rank in zip(self.owners, self.ranks, strict=True):
+            wanted = {self.factor(part, owner): shape for part, shape in self.factor_shapes(rank).items()}
+            if any(shapes.get(name) != shape for name, shape in wanted.items()):
+                return f"it has no steps for the factors of {self.name!r}"
+        wanted_norms = {self.factor("norms", owner): self.shape[:1] for owner in self.normed}
+        if self.scaled and any(shapes.get(n) != shape for n, shape in {self.base: self.shape, **wanted_norms}.items()):
+            return f"it has no steps for the norms of {self.name!r}"
+        if not set(self.normed) <= set(self.owners) or (self.normed and not self.scaled):
+            return f"norms of {self.name!r}"
+        return "" if (self.space == "compressed") == (self.rank > 0) else f"rank {self.rank} of {self.name!r}"
+
+
+def matrices_of(name: str, experts: int) -> tuple[str, ...]:
+    """The names of the matrices of a module, or of a parameter of some experts.
+
+    >>> matrices_of("mlp.experts.down_proj", 2), matrices_of("mlp.down_proj", 0)
+    (('mlp.experts.down_proj[0]', 'mlp.experts.down_proj[1]'), ('mlp.down_proj',))
+    """
+    return tuple(f"{name}[{e}]" for e in range(experts)) or (name,)
+
+
+@dataclass(frozen=True, slots=True)
+class CoreWork(ProductSettings):
+    """The settings of a `cores` product."""
+
+    modules: tuple[Adapted, ...]
+
+    def product(self, name: str, steps: Sequence[Step]) -> Product:
+        """The product. steps: of the factors."""
+        outs = tuple(out for module in self.modules for out in module.outs())
+        return Product(name, "cores", outs, self.to_json(), tuple(steps))
+
+
+def core_step(step: Step, module: Adapted, matrix: str, owner: Callable[[Read], int]) -> Step:
+    """The step of a merge of whole matrices, as one of core matrices. owner: the adapter that a read is of."""
+    inputs = tuple(Read(PRODUCTS, module.core_of(matrix, owner(read))) for read in step.inputs)
+    spec = TensorSpec(matrix, DTYPES["F32"], module.core)
+    return Step(spec, step.op, inputs, step.base, step.settings, role=step.role, layer=step.layer)
+
+
+def scales_step(step: Step, module: Adapted, owner: Callable[[Read], int]) -> Step:
+    """The step of a merge of whole matrices, as one of the scales of the base's rows, which are merged as norms are."""
+    inputs = tuple(Read(PRODUCTS, module.scales_of(owner(read))) for read in step.inputs)
+    spec = TensorSpec(f"{module.name}: scales", DTYPES["F32"], module.shape[:1])
+    return Step(spec, step.op, inputs, step.base, step.settings, layer=step.layer)
+
+
+def basis_steps(module: Adapted) -> tuple[Step, ...]:
+    """The steps of the bases."""
+    bases = (out for matrix in module.matrices for out in module.bases(matrix))
+    return tuple(Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in bases)
+
+
+def row_norms(
+    weight: npt.NDArray[np.float32], factors: Sequence[tuple[Tensor, Tensor]], scales: Tensor | None = None
+) -> list[Tensor]:
+    """The norms of the rows of diag(scales) W + B A, for each A and B: float64 [outputs].
+
+    From |w + b A|² = |w|² + 2 w Aᵀ b + |b A|², so without a matrix of W's size.
+    """
+    import torch
+
+    squares, crosses = [], []
+    for start in range(0, len(weight), step := max(1, _NORM_ELEMENTS // weight.shape[1])):
+        rows = torch.from_numpy(weight[start : start + step]).double()
+        squares.append(rows.square().sum(1))
+        crosses.append(torch.stack([((a @ rows.T) * b[start : start + step].T).sum(0) for a, b in factors]))
+    g = torch.ones(len(weight), dtype=torch.float64) if scales is None else scales
+    plain, found = g.square() * torch.cat(squares), list[Tensor]()
+    for (a, b), cross in zip(factors, torch.cat(crosses, 1), strict=True):
+        found.append((plain + 2 * g * cross + ((b @ (a @ a.T)) * b).sum(1)).clamp(min=0).sqrt())
+    return found
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    import torch
+
+    work = CoreWork.of(bench.product)
+    bases = {module.base for module in work.modules}
+    shapes = {step.out.name: step.out.shape for step in bench.product.steps if step.out.name not in bases}
+    arrays = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
+    bench.fill(arrays)
+    reading = threading.Lock()  # one matrix of the base is in memory at a time
+
+    def factors(module: Adapted, owner: int, rank: int) -> tuple[Tensor, Tensor]:
+        """[experts, rank, inputs] and [experts, outputs, rank]."""
+        a, b = (torch.from_numpy(arrays[module.factor(part, owner)]).double() for part in "AB")
+        count = max(1, module.experts)
+        return a.reshape(count, rank, -1), b.reshape(-1, rank, count).permute(2, 0, 1)
+
+    def scales(module: Adapted, found: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+        """The c of each adapter that is DoRA."""
+        if not module.normed:
+            return {}
+        with reading:
+            weight = np.empty(module.shape, np.float32)
+            bench.fill({module.base: weight})
+            scalings = dict(zip(module.owners, module.scalings, strict=True))
+            own = [(found[i][0][0], scalings[i] * found[i][1][0]) for i in module.normed]
+            norms = dict(zip(module.normed, row_norms(weight, own), strict=True))
+        wanted = {i: torch.from_numpy(arrays[module.factor("norms", i)]).double() for i in module.normed}
+        return {i: wanted[i] / torch.where(norms[i] > 0, norms[i], torch.ones_like(norms[i])) for i in module.normed}
+
+    def make(module: Adapted) -> list[npt.NDArray[np.float32]]:
+        found = {i: factors(module, i, rank) for i, rank in zip(module.owners, module.ranks, strict=True)}
+        scaled = scales(module, found)
+        results = list[npt.NDArray[np.float32]]()
+        for e in range(max(1, module.experts)):
+            own = [(a[e], b[e] * scaled[i][:, None] if i in scaled else b[e]) for i, (a, b) in found.items()]
+            results += _cores(module, own)
+        if module.scaled:
+            results += [stored(scaled[i] - 1) for i in module.normed]
+            results.append(np.zeros(module.shape[0], np.float32))
+        return results
+
+    with one_thread(), ThreadPoolExecutor(bench.threads) as pool:
+        return [array for found in pool.map(make, work.modules) for array in found]
+
+
+def _cores(module: Adapted, factors: Sequence[tuple[Tensor, Tensor]]) -> list[npt.NDArray[np.float32]]:
+    """Bases and core matrices of the adapters of one matrix, and the core matrix of zeros."""
+    import torch
+
+    factors = [(a, s * b) for s, (a, b) in zip(module.scalings, factors, strict=True)]
+    bases = [column_basis(torch.cat([b for _, b in factors], 1)), column_basis(torch.cat([a.T for a, _ in factors], 1))]
+    cores = [(bases[0].T @ b) @ (a @ bases[1]) for a, b in factors]
+    if module.space == "knots":
+        left = thin_svd(torch.cat(cores, 1), module.core[0])[0]
+        cores = [left.T @ core @ bases[1].T for core in cores]
+        bases = [bases[0] @ left]
+    elif module.space == "compressed":
+        left, right = thin_svd(torch.cat(cores, 1), module.core[0])[0], thin_svd(torch.cat(cores), module.core[1])[2].T
+        cores = [left.T @ core @ right for core in cores]
+        bases = [bases[0] @ left, bases[1] @ right]
+    return [*map(stored, bases), *map(stored, cores), np.zeros(module.core, np.float32)]
+
+
+def stored(matrix: Any) -> npt.NDArray[np.float32]:
+    """A torch matrix as an array of a product."""
+    return np.ascontiguousarray(matrix.float().numpy())
+
+
+def _check(product: Product) -> str:
+    if not has_type(product.settings, CoreWork):
+        return "its settings are not those of core matrices"
+    work = CoreWork.of(product)
+    shapes = {step.out.name: step.out.shape for step in product.steps}
+    for module in work.modules:
+        if problem := module.problem(shapes):
+            return problem
+    outs = tuple(out for module in work.modules for out in module.outs())
+    return "" if outs == product.outs else "its arrays are not those of its modules"
+
+
+KIND = ProductKind("finding shared bases", compute=_compute, check=_check)

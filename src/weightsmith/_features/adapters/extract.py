@@ -1,0 +1,496 @@
+"""`weightsmith extract-lora`: the plans that make an adapter of the difference of two models.
+
+Ranks depend on the data, and the layout of the output on the ranks. So there are two plans. The first has products only: the
+factors of each matrix at its largest rank (`factors.py`), one product for each layer, and the changes of all other tensors. The
+second follows from their arrays: the same products, and steps that store the first columns and rows of their factors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import yaml
+
+from weightsmith._base.errors import (
+    NOTHING_WRITTEN,
+    Finding,
+    FormatError,
+    MismatchError,
+    ParameterError,
+    PlanError,
+    Unsupported,
+    WeightsmithError,
+)
+from weightsmith._base.options import ExtractSettings
+from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
+from weightsmith._features.adapters.built import TIED_HEAD, Built, built_of, guessed, needs_asking
+from weightsmith._features.adapters.changes import changes
+from weightsmith._features.adapters.factors import FactorWork
+from weightsmith._features.adapters.placing import Places, adapter_config
+from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
+from weightsmith._features.adapters.report import Extraction, Matrix
+from weightsmith._features.adapters.select import Chosen, Pair, Weight, pair_tensors, select, settings_problems
+from weightsmith._files.containers import PEFT
+from weightsmith._files.copied import is_read
+from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import Structure, analyse
+from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.inputs import open_models
+from weightsmith._planning.planner.match import is_buffer
+from weightsmith._planning.planner.prepared import model_input
+from weightsmith._planning.recipe import ModelRef
+from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._plans import CAST, COPY, JOIN, PRODUCTS, Block, Made, Plan, PlanDraft, Product, Read, Settings, Step
+from weightsmith._plans.codec import has_type
+from weightsmith._version import __version__
+from weightsmith.abc.product import Arrays
+
+FORMAT = "peft"
+"""`Plan.then["format"]` of a plan that an adapter follows from."""
+
+COMMAND = "extract-lora"
+
+_BASE, _TUNED = 0, 1  # models of the plan
+_SHOWN = 8  # problems that a message lists
+_DIFFERENCE = Settings({"normalize": False}, ({"weight": 1.0}, {"weight": -1.0}))
+_SOURCE = """LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Randomised singular value decompositions:
+Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """What the plan of the adapter depends on, besides products: `Plan.then["settings"]`.
+
+    dtype      of the factors, as torch calls it
+    left_out   tensors that have no place in the adapter, and why
+    """
+
+    dtype: str
+    layout: str
+    energy: float | None
+    max_parameters: int | None
+    sv_epsilon: float
+    left_out: Mapping[str, str]
+
+
+# ---- the first plan
+
+
+def prepare_extraction(
+    finetuned: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    settings: ExtractSettings,
+) -> Prepared:
+    """Plan the adapter that makes `finetuned` of `base`: what is to be decomposed, and what is to be compared.
+
+    finetuned, base  as in a recipe: a folder, a hub id; the fine-tune also `base+adapter`
+
+    Raises PlanError with all problems.
+    """
+    problems = settings_problems(settings)
+    if missing := needs_torch():
+        problems.append(ParameterError(missing.replace("this method", COMMAND)))
+    refs = [_reference(base, "BASE", problems), _reference(finetuned, "FINETUNED", problems)]
+    if refs[0] is not None and refs[0].lora is not None:
+        what = "the base of an adapter is one model, not a model and an adapter"
+        problems.append(Unsupported(what, where=str(base), fix="merge them first: weightsmith dequantize BASE+ADAPTER FOLDER"))
+    known = [ref for ref in refs if ref is not None]
+    with ExitStack() as stack:
+        opened, found = open_models(known, stack)
+        models = [checkpoint for checkpoint in opened if checkpoint is not None]
+        problems += found
+        if problems or len(models) < 2:
+            raise PlanError(problems)
+        try:
+            plan = _measuring_plan(models[0], models[1], settings).finish()
+        except WeightsmithError as error:
+            raise PlanError([error]) from error
+        structure = analyse(models[0].specs.values(), models[0].config)
+        stack.pop_all()
+        return Prepared(plan, tuple(models), structure)
+
+
+def _reference(name: str | os.PathLike[str], where: str, problems: list[WeightsmithError]) -> ModelRef | None:
+    found = parse_reference(os.fspath(name), where)
+    if isinstance(found, ModelRef):
+        return found
+    problems.append(found)
+    return None
+
+
+def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings) -> PlanDraft:
+    pairs, strange = pair_tensors(base, tuned)
+    ask = settings.layout == "peft" and needs_asking(base)
+    selection = select(pairs, settings, base, _known(built_of(base)) if ask else None)
+    if not selection.factors:
+        what = "no weight of a linear layer is left to decompose"
+        fix = "change include, exclude or save_modules" if settings.include or settings.exclude else "name a language model"
+        raise ParameterError(what, where=tuned.ref, fix=fix)
+    compared = [*selection.whole, *(pair for pair, _ in selection.left_out)]
+    following = Following(
+        dtype=(settings.dtype or _dtype(tuned, selection)).torch,
+        layout=settings.layout,
+        energy=settings.energy,
+        max_parameters=settings.max_parameters,
+        sv_epsilon=settings.sv_epsilon,
+        left_out={pair.spec.name: why for pair, why in selection.left_out},
+    )
+    models = (base, tuned)
+    draft = PlanDraft(
+        Made(COMMAND, f"Extracted with weightsmith {__version__}.", _SOURCE, relation="adapter"),
+        models=[model_input(model) for model in models],
+        settings=[_DIFFERENCE],
+        products=[*_factor_products(selection, analyse(base.specs.values(), base.config), settings)],
+        container=PEFT,
+        warnings=list(_warnings(models, strange)),
+        then={"format": FORMAT, "settings": asdict(following)},
+    )
+    draft.products += [changes([_difference(pair) for pair in compared])] if compared else []
+    return draft
+
+
+def _known(built: Built) -> Built | None:
+    return None if built.unknown else built
+
+
+def _dtype(tuned: Checkpoint, selection: Chosen) -> DType:
+    """Of the fine-tune's weights: float32, if they are neither that nor a 16-bit dtype."""
+    found = tuned.natural_dtype(selection.factors[0].pair.tuned.name)
+    return found if found.name in ("BF16", "F16") else DTYPES["F32"]
+
+
+def _warnings(models: Sequence[Checkpoint], strange: Sequence[str]) -> Iterator[Finding]:
+    for model in models:
+        yield from model.notes
+        if model.decoded:
+            what = f"it is quantised ({model.decoded}): the difference has its rounding errors in it"
+            yield Finding(what, model.ref, fix="use an unquantised checkpoint, if there is one")
+    if strange:
+        what = f"the base has no such tensor, and an adapter has no place for it ({len(strange):,} in all)"
+        yield Finding(what, strange[0])
+
+
+def _difference(pair: Pair, name: str = "", block: Block | None = None) -> Step:
+    """The step of the difference; of vocabularies of different sizes, of the fine-tune's tensor, which differs in any case."""
+    name = name or pair.spec.name
+    if pair.grown:
+        return Step(replace(pair.tuned, name=name), COPY, (Read(_TUNED, pair.tuned.name),))
+    spec = TensorSpec(name, DTYPES["F32"], _shape(pair, block))
+    return Step(spec, "linear", (Read(_TUNED, pair.tuned.name, block), Read(_BASE, pair.base, block)))
+
+
+def _shape(pair: Pair, block: Block | None) -> tuple[int, ...]:
+    return pair.spec.shape if block is None else (block.rows, block.cols)
+
+
+def _matrix_steps(weight: Weight) -> Iterator[Step]:
+    """Of each matrix of a target the difference, and what it is in the fine-tune."""
+    pair = weight.pair
+    for name, own in zip(weight.target.matrices, weight.parts, strict=False):
+        yield _joined(name, [_part(pair, wanted=wanted) for pair, wanted in own])
+        yield _joined(weight.target.tuned(name), [_tuned_part(pair, wanted=wanted) for pair, wanted in own])
+    for name, block in zip(
+        weight.target.matrices if not weight.parts else (), weight.blocks or (None,), strict=not weight.parts
+    ):
+        yield _difference(pair, name, block)
+        spec = replace(pair.tuned, name=weight.target.tuned(name), shape=_shape(pair, block))
+        yield Step(spec, COPY, (Read(_TUNED, pair.tuned.name, block),))
+
+
+def _part(pair: Pair, *, wanted: bool) -> Step:
+    """The difference of a tensor that is part of a matrix: none, if it is not wanted."""
+    step = _difference(pair)
+    return step if wanted else replace(step, inputs=(step.inputs[1], step.inputs[1]))
+
+
+def _tuned_part(pair: Pair, *, wanted: bool) -> Step:
+    read = Read(_TUNED, pair.tuned.name) if wanted else Read(_BASE, pair.base)
+    return Step(replace(pair.tuned, name=f"{pair.spec.name}: fine-tuned"), COPY, (read,))
+
+
+def _joined(name: str, pieces: Sequence[Step]) -> Step:
+    """A matrix of several, one above the other; of experts, one below the other too."""
+    first = pieces[0].out
+    shape = (sum(piece.out.shape[0] for piece in pieces), *first.shape[1:])
+    return Step(replace(first, name=name, shape=shape), JOIN, (), pieces=tuple(pieces))
+
+
+def _factor_products(selection: Chosen, structure: Structure, settings: ExtractSettings) -> Iterator[Product]:
+    layers: dict[str, list[Weight]] = {}
+    for weight in selection.factors:
+        place = structure.locate(weight.pair.spec.name)
+        layers.setdefault("other modules" if place is None else f"{place[0].prefix}{place[1]}", []).append(weight)
+    before, total = 0, sum(weight.size for weight in selection.factors)
+    for layer, own in layers.items():
+        own.sort(key=lambda weight: -weight.size)  # the largest first: threads end at about the same time
+        steps = tuple(step for weight in own for step in _matrix_steps(weight))
+        targets = tuple(weight.target for weight in own)
+        work = FactorWork(targets, settings.distribute_scale, before, total, settings.intruder_scale)
+        yield work.product(f"factors of {layer}", steps)
+        before += sum(weight.size for weight in own)
+
+
+# ---- the second plan
+
+
+def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None = None) -> tuple[Plan, Extraction]:
+    """The plan of the adapter, and the report.
+
+    arrays  of the products of the first plan, by name
+    built   the model that transformers builds of the base; None: ask
+
+    Raises PlanError if nothing differs, or if the adapter has no place for something that does; FormatError for a plan that we
+    did not make.
+    """
+    plan = prepared.plan
+    settings: Any = (plan.then or {}).get("settings")
+    if not has_type(settings, Following) or len(plan.models) != 2 or settings["dtype"] not in DTYPE_NAMES:
+        raise FormatError("not a plan that can be run", where="then", fix="make the plan again")
+    following = Following(**settings)
+    matrices = list(_matrices(plan, arrays))
+    try:
+        ranks = choose_ranks(
+            [matrix.spectrum for matrix in matrices],
+            energy=following.energy,
+            max_parameters=following.max_parameters,
+            sv_epsilon=following.sv_epsilon,
+            groups=[matrix.target.group for matrix in matrices],
+        )
+    except ParameterError as error:
+        raise PlanError([error]) from error
+    matrices = [replace(matrix, rank=rank) for matrix, rank in zip(matrices, ranks, strict=True)]
+    compared = next((product for product in plan.products if product.op == "changes"), None)
+    steps_compared = () if compared is None else compared.steps
+    largest = () if compared is None else arrays[compared.name][0].tolist()
+    differing = [step.out.name for step, change in zip(steps_compared, largest, strict=True) if change]
+    _check_something_differs(prepared, matrices, differing)
+    left_out = {name: why for name, why in following.left_out.items() if name in differing}
+    if following.layout != "peft":
+        built = guessed(prepared.inputs[_BASE], "")
+    elif built is None:
+        built = built_of(prepared.inputs[_BASE])
+    adapter = _Adapter(prepared, built, following)
+    matrices = adapter.add_factors(matrices)
+    adapter.add_whole(steps_compared, [name for name in differing if name not in left_out])
+    places = adapter.places
+    steps = [step for matrix in adapter.ranked.values() for step in adapter.factor_steps(matrix)]
+    whole = [key for keys in places.whole.values() for key in keys]
+    steps += [adapter.whole_step(key) for key in (*whole, *places.in_place)]
+    unknown = built.unknown if following.layout == "peft" else ""
+    report = Extraction(tuple(matrices), tuple(places.whole), left_out, tuple(places.in_place), unknown)
+    grown = any(step.op == COPY and step.out.name not in left_out for step in steps_compared)
+    draft = PlanDraft.of(plan)
+    title = f"{plan.made.title[:-1]}: the adapter that makes `{plan.models[_TUNED].ref}` of the base."
+    draft.made, draft.then = replace(plan.made, title=title), None
+    draft.steps, draft.config = steps, adapter.config(matrices)
+    draft.products = [product for product in plan.products if product.op == "factors"]
+    draft.donor = _TUNED if grown else _BASE
+    tuned = prepared.inputs[_TUNED]
+    draft.carried = [name for name in tuned.files if is_read(name) and name != "config.json"] if grown else []
+    draft.recipe, draft.follows_recipe = _command(plan, following), False
+    return draft.finish(), report
+
+
+class _Adapter:
+    """The adapter that follows: places in the model for what was decomposed and for what differs."""
+
+    def __init__(self, prepared: Prepared, built: Built, following: Following) -> None:
+        self.inputs, self.built, self.following = prepared.inputs, built, following
+        self.places = Places(built)
+        self.ranked: dict[str, Matrix] = {}
+        self._reads: dict[str, tuple[Read, ...]] = {}  # tensor of the model → what the fine-tune has there
+        listed = (prepared.inputs[_BASE].config or {}).get("architectures")
+        self._causal = isinstance(listed, list) and any("CausalLM" in str(name) for name in listed)
+        self._factors = {
+            step.out.name: step for product in prepared.plan.products if product.op == "factors" for step in product.steps
+        }
+
+    def add_factors(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        """Place the factors; returns the matrices that have a place. The others are saved whole."""
+        lost = set[str]()
+        for target in {matrix.target.module: matrix.target for matrix in matrices if matrix.rank}.values():
+            if self.following.layout != "peft":
+                self.places.modules[target.module] = target
+            elif not self.places.add_factors(target):
+                lost.add(target.module)
+        kept = [matrix for matrix in matrices if matrix.target.module not in lost]
+        first = {matrix.target.module: matrix for matrix in reversed(kept) if matrix.rank}
+        for name, target in (*self.places.modules.items(), *self.places.parameters.items()):
+            self.ranked[name] = first[target.module]
+        self._lost = [matrix.target for matrix in matrices if matrix.target.module in lost]
+        if not self.ranked:
+            what = f"PEFT gives factors to none of the {len(lost):,} modules that differ, such as {min(lost)}"
+            raise PlanError([Unsupported(what, where=self.inputs[_TUNED].ref, fix="name a language model")])
+        return kept
+
+    def add_whole(self, compared: Sequence[Step], differing: Sequence[str]) -> None:
+        """Place the tensors that differ and have no factors. Raises PlanError with those that have no place."""
+        base, tuned = self.inputs[_BASE], self.inputs[_TUNED]
+        stored = {step.out.name: step.inputs[0] for step in compared}
+        for step in self._factors.values():
+            for leaf in step.leaves:
+                if len(leaf.inputs) == 2:
+                    stored[leaf.inputs[1].tensor] = replace(leaf.inputs[0], view=None)
+        for name, spec in base.specs.items():
+            if name not in stored:  # excluded, or what is not compared: a count of steps
+                new = name in tuned.specs and (is_buffer(spec) or not spec.dtype.floating)
+                stored[name] = Read(_TUNED if new else _BASE, name)
+        problems: list[str] = []
+        wanted: dict[str, Read] = {}
+        lost = {step.tensor for target in self._lost for name in target.matrices for step in self._bases(name)}
+        for name in [*differing, *lost]:
+            key = self.built.key(name)
+            same = name == TIED_HEAD and any(read == stored[name] for each, read in stored.items() if each != name)
+            if not key and not same:  # a head that is the embedding is not one of every model
+                problems.append(f"{name}: the model that transformers builds has no such tensor")
+            elif key:
+                wanted[key] = stored[name]
+        shared = {key for group in self.built.tied if len(group) > 2 or not self._causal for key in group}
+        for key, read in list(wanted.items()):
+            group = self.built.group(key)
+            known = [each for each in group if each in wanted]
+            if len(group) == 1 or not known:
+                continue
+            alike = len({wanted[each] for each in known}) == 1
+            if alike and (len(group) > 2 or not self._causal):  # PEFT changes all that share it, and so do our readers
+                for each in known:
+                    del wanted[each]
+                kept = next((each for each in group if each in self.built.sources), key)
+                wanted[kept] = read
+            elif len(group) > 2:
+                problems.append(f"{key}: the base shares it with {', '.join(group[:3])}, and the fine-tune does not")
+            else:
+                (other,) = set(group) - {key}
+                wanted.setdefault(other, read)
+                shared.difference_update(group)
+        for name, read in stored.items():
+            if key := self.built.key(name):
+                self._reads.setdefault(key, (read,))
+        for key, sources in self.built.sources.items():
+            if key in self.built.made:
+                self._reads[key] = tuple(stored[name] for name in sources)
+        self._reads |= {key: (read,) for key, read in wanted.items() if key not in self.built.made}
+        self.places.add_whole(wanted, self._reads, shared)
+        for key in (*(key for keys in self.places.whole.values() for key in keys), *self.places.in_place):
+            shape, made = self._spec(key).shape, self.built.made.get(key)
+            expected = self.built.tensors.get(key)
+            grown = expected is not None and is_vocabulary(self._spec(key)) and expected[1:] == shape[1:]
+            if made and not self.built.fused(key):
+                problems.append(f"{key}: transformers makes it of {', '.join(self.built.sources[key][:3])} ({', '.join(made)})")
+            elif expected != shape and not grown:
+                there = "in the model that transformers builds"
+                there = f"which is not {there}" if expected is None else f"{list(expected)} {there}"
+                problems.append(f"{key}: {list(shape)} in the fine-tune, {there}")
+        if problems:
+            more = [f"and {len(problems) - _SHOWN:,} more"] if len(problems) > _SHOWN else []
+            what = f"PEFT's adapters have no place for {len(problems):,} tensors that differ from {base.ref}"
+            fix = "leave them out: --exclude (exclude=...) with their names"
+            raise PlanError([Unsupported(what, where=tuned.ref, details=[*problems[:_SHOWN], *more], fix=fix)])
+
+    def _bases(self, matrix: str) -> Iterator[Read]:
+        for leaf in self._factors[matrix].leaves:
+            yield leaf.inputs[1]
+
+    def _spec(self, key: str) -> TensorSpec:
+        """A tensor of the fine-tune, under the model's name, in the dtype that it has on disk."""
+        reads = self._reads[key]
+        model = self.inputs[reads[0].model]
+        first, dtype = model.specs[reads[0].tensor], model.natural_dtype(reads[0].tensor)
+        return TensorSpec(key, dtype, self.built.tensors[key] if len(reads) > 1 else first.shape)
+
+    def factor_steps(self, matrix: Matrix) -> Iterator[Step]:
+        """A and B with the first `rank` of their rows and columns."""
+        dtype = BY_TORCH_NAME[self.following.dtype]
+        target, rank, experts = matrix.target, matrix.rank, matrix.target.experts
+        place = next(name for name, own in self.ranked.items() if own is matrix)
+        a, b, *_ = target.outs((matrix.spectrum.rows, matrix.spectrum.cols))
+        outputs, known = b.shape
+        names = self.places.factors(place)
+        if experts:
+            inputs = a.shape[1] // target.rank
+            blocks = Block(0, experts, rank * inputs, a.shape[1]), Block(0, outputs, rank * experts, known)
+            shapes = (experts * rank, inputs), (outputs, rank * experts)
+        else:
+            inputs = a.shape[1]
+            blocks = Block(0, rank, inputs, inputs), Block(0, outputs, rank, known)
+            shapes = (rank, inputs), (outputs, rank)
+        reads = Read(PRODUCTS, a.name, blocks[0]), Read(PRODUCTS, b.name, blocks[1])
+        for name, shape, read in zip(names, shapes, reads, strict=True):
+            yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
+
+    def whole_step(self, key: str) -> Step:
+        """A tensor of the fine-tune, as PEFT names it."""
+        reads, out = self._reads[key], replace(self._spec(key), name=self.places.saved(key))
+        pieces = []
+        for read in reads:
+            spec = self.inputs[read.model].specs[read.tensor]
+            op = COPY if out.dtype == spec.dtype else CAST
+            pieces.append(Step(TensorSpec(read.tensor, out.dtype, spec.shape), op, (replace(read, view=None),)))
+        return replace(pieces[0], out=out) if len(pieces) == 1 else Step(out, JOIN, (), pieces=tuple(pieces))
+
+    def config(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
+        """adapter_config.json."""
+        base, places = self.inputs[_BASE], self.places
+        return adapter_config(
+            base.ref.partition("@")[0],
+            base.revision,
+            {name: matrix.rank for name, matrix in self.ranked.items()},
+            list(places.whole),
+            places.target_modules(),
+            transposed=any(target.form == "transposed" for target in places.modules.values()),
+            parameters=list(places.parameters),
+            rank=next((matrix.rank for matrix in matrices if matrix.rank and matrix.target.group), None),
+            causal=self._causal,
+        )
+
+
+def _matrices(plan: Plan, arrays: Mapping[str, Arrays]) -> Iterator[Matrix]:
+    for product in plan.products:
+        if product.op != "factors":
+            continue
+        shapes = {step.out.name: step.out.shape for step in product.steps}
+        found = iter(arrays[product.name])
+        for target in FactorWork.of(product).targets:
+            _, _, values, facts = (next(found) for _ in range(4))
+            rows, cols = shapes[target.matrices[0]]
+            for name, own, each in zip(target.matrices, np.atleast_2d(values), np.atleast_2d(facts).tolist(), strict=True):
+                *known, intruders = each
+                spectrum = Spectrum(rows, cols, own, *known)
+                yield Matrix(name.removesuffix(".weight"), target, spectrum, 0, int(intruders))
+
+
+def _check_something_differs(prepared: Prepared, matrices: Sequence[Matrix], differing: Sequence[str]) -> None:
+    if any(matrix.rank for matrix in matrices):
+        return
+    tuned, base = prepared.inputs[_TUNED].ref, prepared.inputs[_BASE].ref
+    changed = [matrix for matrix in matrices if matrix.spectrum.energy]
+    if changed:
+        what = f"no rank is left for any of {len(changed):,} matrices that differ from {base}"
+        details = ["their differences are rounding noise, or all singular values are at most sv_epsilon"]
+        error: WeightsmithError = MismatchError(what, where=tuned, details=details, fix="leave out energy and sv_epsilon")
+    elif differing:
+        what = f"only {len(differing):,} tensors that cannot become factors differ from {base}: {differing[0]}"
+        error = MismatchError(what, where=tuned, fix="name a fine-tune in which linear layers differ")
+    else:
+        error = MismatchError(f"nothing differs from {base}", where=tuned, fix="name another fine-tune, or another base")
+    error.state = NOTHING_WRITTEN
+    raise PlanError([error])
+
+
+def _command(plan: Plan, following: Following) -> str:
+    """The settings, for the card."""
+    base, tuned = (model.ref for model in plan.models)
+    chosen = {key: value for key, value in asdict(following).items() if value not in (None, 0.0) and key != "left_out"}
+    work = [FactorWork.of(product) for product in plan.products if product.op == "factors"]
+    largest = max(target.rank for own in work for target in own.targets)
+    made = {"finetuned": tuned, "base": base, "max_rank": largest, **chosen, "distribute_scale": work[0].spread}
+    if work[0].intruders != 1:
+        made["intruder_scale"] = work[0].intruders
+    return yaml.safe_dump({COMMAND: made}, sort_keys=False, allow_unicode=True)

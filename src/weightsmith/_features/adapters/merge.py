@@ -1,0 +1,349 @@
+"""Merges of adapters: a recipe whose models are adapter folders gives an adapter.
+
+The recipe is planned as one of models in which each matrix is the adapter's difference, scaling · B @ A, and the base is zero.
+No such matrix is ever computed: each step of that plan becomes one of core matrices (`cores.py`), with the same method,
+parameters and role. For PEFT's combinations (`combinations.py`) that plan, a weighted sum, has the weights alone.
+
+Tensors that adapters save whole (`modules_to_save`) are merged as those of models are. Where an adapter does not have one, or
+the method needs a base, that is the base model's, which `base_model` may name. It is also what the norms of DoRA are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from weightsmith import _methods as methods
+from weightsmith._base.errors import (
+    Finding,
+    ParameterError,
+    PlanError,
+    ShapeError,
+    UnknownName,
+    Unsupported,
+    WeightsmithError,
+    nearest,
+)
+from weightsmith._base.files import same_bytes
+from weightsmith._base.options import RecipeOptions, assignment, named, option_error
+from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._features.adapters.built import WEIGHT
+from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
+from weightsmith._features.adapters.cores import Adapted, CoreWork, Space, basis_steps, core_step, scales_step
+from weightsmith._features.adapters.merged_factors import MergedWork
+from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened
+from weightsmith._features.adapters.placing import Places, adapter_config, norms_name
+from weightsmith._features.adapters.shared import different_bases, parameters_of
+from weightsmith._files.containers import PEFT
+from weightsmith._methods.base import BaseRole
+from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._planning.planner.build import assemble_recipe
+from weightsmith._planning.planner.prepared import Assembled, model_input
+from weightsmith._planning.recipe import Recipe
+from weightsmith._planning.recipe.values import Entry, Setting
+from weightsmith._plans import CAST, COPY, PRODUCTS, PlanDraft, Product, Read, Step
+
+_SOURCES: Mapping[Space, str] = {
+    "core": "Core Space: Panariello et al. 2025, https://arxiv.org/abs/2509.17786.",
+    "knots": "KnOTS: Stoica et al. 2024, https://arxiv.org/abs/2410.19735.",
+    "compressed": "Compress-then-Merge: 2026, https://arxiv.org/abs/2606.03723.",
+}
+_PEFT = "PEFT's add_weighted_adapter, https://github.com/huggingface/peft."
+_WEIGHTS_OFF = 1e-6
+"""How far weights that add up to 1 may be off."""
+
+
+def _combination(recipe: Recipe, problems: list[WeightsmithError]) -> tuple[Recipe, Combination | None]:
+    """PEFT's combination that a recipe names, and the recipe as a weighted sum."""
+    name = recipe.merge_method.removeprefix(PREFIX)
+    if name == recipe.merge_method:
+        return recipe, None
+    if name not in NAMES:
+        fix = f"write one of {', '.join(PREFIX + each for each in NAMES)}"
+        what = f"PEFT has no combination {name!r}{nearest(name, NAMES)}"
+        problems.append(UnknownName(what, where=recipe.at("merge_method"), fix=fix))
+        name = "svd"
+    parameters, found = dict(recipe.parameters), Combination(name)
+    if found.prunes():
+        density = _plain(parameters.pop("density", None))
+        if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+            what = f"{recipe.merge_method} needs one density for all models, more than 0 and at most 1"
+            fix = "write parameters: {density: 0.5} at the top level of the recipe"
+            problems.append(ParameterError(what, where=recipe.at("merge_method"), fix=fix))
+            density = 1.0
+        found = replace(found, density=float(density))
+    if "ties" in name:
+        majority = _plain(parameters.pop("majority_sign_method", None)) or "total"
+        if majority not in MAJORITIES:
+            what = f"majority_sign_method is {majority!r}"
+            problems.append(ParameterError(what, where=recipe.at("merge_method"), fix=f"write {' or '.join(MAJORITIES)}"))
+            majority = "total"
+        found = replace(found, majority=str(majority))
+    for name, setting in [*parameters.items(), *(each for own in recipe.models for each in own.parameters.items())]:
+        if name != "weight":
+            what = f"{recipe.merge_method} has no parameter {name!r} here"
+            fix = "write weight for each model, and for the recipe what PEFT's combination has: density, majority_sign_method"
+            problems.append(ParameterError(what, where=setting.where, fix=fix))
+    recipe = replace(recipe, models=tuple(replace(own, parameters=_weight_alone(own.parameters)) for own in recipe.models))
+    parameters, where = _weight_alone(parameters), recipe.at("merge_method")
+    parameters["normalize"] = Setting((Entry(False, None, where),), where)
+    return replace(recipe, merge_method="linear", parameters=parameters), found
+
+
+def _weight_alone(parameters: Mapping[str, Setting]) -> dict[str, Setting]:
+    return {name: setting for name, setting in parameters.items() if name == "weight"}
+
+
+def _plain(setting: Setting | None) -> object:
+    """The value of a parameter without filters and gradients."""
+    entries = setting.entries if setting is not None else ()
+    return entries[0].value if len(entries) == 1 and entries[0].filter is None else None
+
+
+def assemble_adapters(
+    recipe: Recipe, options: RecipeOptions, problems: Sequence[WeightsmithError] = (), **places: Any
+) -> Assembled:
+    """`planner.assemble_recipe` for a recipe whose models are adapters."""
+    found = [*problems, *_refusals(recipe, options)]
+    if missing := needs_torch():
+        found.append(ParameterError(missing.replace("this method", "a merge of adapters")))
+    space = cast("Space", options.adapter_space)
+    if space == "compressed" and options.adapter_rank is None:
+        what = "adapters are compressed to a rank before they are merged"
+        found.append(option_error("adapter_space", what, f"write {assignment('adapter_rank', 16)} too"))
+    method = recipe.merge_method
+    recipe, combination = _combination(recipe, found)
+    if combination is not None and space != "core":
+        what = "PEFT's combinations are not merged in another space"
+        found.append(option_error("adapter_space", what, f"leave out {named('adapter_space')}"))
+    role = _base_role(recipe)
+    if recipe.base_model is None and role == "required":
+        recipe = replace(recipe, base_model=ZERO_ADAPTER)
+    rank = options.adapter_rank or 0 if space == "compressed" else 0
+    opened = Opened(space, rank, method if combination is not None else "", role)
+    assembled = assemble_recipe(recipe, options, found, opening=opened, **places)
+    try:
+        _rewrite(assembled.draft, opened, options.adapter_rank, combination)
+    except WeightsmithError as error:
+        for checkpoint in opened.inputs:
+            checkpoint.close()
+        raise error if isinstance(error, PlanError) else PlanError([error]) from error
+    assembled.inputs = opened.inputs
+    return assembled
+
+
+def _base_role(recipe: Recipe) -> BaseRole:
+    try:
+        return methods.get(recipe.merge_method).base
+    except UnknownName:
+        return "input"
+
+
+def _refusals(recipe: Recipe, options: RecipeOptions) -> Iterator[WeightsmithError]:
+    for key in ("slices", "modules"):
+        if getattr(recipe, key):
+            yield Unsupported(f"adapters are merged as a whole, without {key}", where=recipe.at(key), fix="write models")
+    if options.quantize is not None:
+        yield Unsupported("an adapter is not quantised", where="quantize", fix="leave it out")
+
+
+def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Combination | None) -> None:
+    """The draft of a merge of differences, as one of factors. Raises PlanError."""
+    if draft.products:
+        what = f"{draft.made.name} looks at the whole model before it merges, which merges of adapters cannot do"
+        raise PlanError([Unsupported(what, where="models", fix="write scope: tensor, or merge models: BASE+ADAPTER")])
+    products: list[Product] = []
+    steps: list[Step] = []
+    ranks = _ranks(opened, rank, combination)
+    places = opened.find_places(ranks)
+    whole = [step for step in draft.steps if step.out.name in opened.whole]
+    _check_sums(draft, whole)
+    layers: dict[str, list[Step]] = {}
+    for step in draft.steps:
+        if step.out.name not in opened.whole:
+            layers.setdefault(_layer(step.out.name), []).append(step)
+    for layer, own in layers.items():
+        made = {step.out.name.removesuffix(WEIGHT): step for step in own}
+        modules = list(dict.fromkeys(opened.matrices[matrix] for matrix in made))
+        firsts = [made[module.matrices[0]] for module in modules]
+        factors = tuple(step for module in modules for step in _factors(opened, module))
+        limits = tuple(ranks[module.name] for module in modules)
+        if combination is None:
+            scaled = modules[0].scaled
+            base = tuple(_base_step(opened, module) for module in modules) if scaled else ()
+            cores = CoreWork(tuple(modules)).product(f"bases of {layer}", (*factors, *base))
+            work = MergedWork(
+                cores.name,
+                tuple(module.name for module in modules),
+                tuple(module.shape for module in modules),
+                limits,
+                tuple(module.experts for module in modules),
+                scaled,
+            )
+            merges = [_core_step(step, opened, matrix) for matrix, step in made.items()]
+            scales = [scales_step(_unfused(s), m, opened.owner_of) for s, m in zip(firsts, modules, strict=True) if scaled]
+            bases = [step for module in modules for step in basis_steps(module)]
+            products += [cores, work.product(f"merged factors of {layer}", (*merges, *bases, *scales, *base))]
+        else:
+            weights = tuple(_weights(draft, step, module) for step, module in zip(firsts, modules, strict=True))
+            combined = CombinationWork(combination, tuple(modules), weights, limits, draft.seed)
+            products.append(combined.product(f"combined factors of {layer}", factors))
+        for step, module in zip(firsts, modules, strict=True):
+            steps += _stored(places, module, ranks[module.name], step.out.dtype)
+    steps += [_whole_step(opened, places, step, draft.made.name) for step in whole]
+    opened.leave_base([*steps, *(step for product in products for step in product.steps)])
+    title, source = draft.made.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
+    name, cited = draft.made.name, draft.made.source
+    if combination is not None:
+        name, cited, source = f"{PREFIX}{combination.name}", "", _PEFT
+        title = title.replace("linear", name)
+    draft.made = replace(draft.made, name=name, title=title, source=f"{cited}\n\n{source}".strip(), relation="adapter")
+    draft.models = [model_input(each) for each in opened.inputs]
+    draft.steps, draft.products, draft.dropped = steps, products, []
+    draft.config, draft.donor, draft.container = _config(opened, places, ranks), 0, PEFT
+    draft.carried = list(_tokenizer(opened))
+    draft.warnings = [w for w in draft.warnings if "no config.json" not in w.what] + list(_notes(opened))
+
+
+def _ranks(opened: Opened, rank: int | None, combination: Combination | None) -> dict[str, int]:
+    """The rank of each module's factors. All experts have the same, as PEFT and vLLM stack them."""
+    found: dict[str, int] = {}
+    for name, module in opened.modules.items():
+        if combination is None:
+            found[name] = min(*module.core, rank or min(module.core))
+            continue
+        if combination.name in ON_FACTORS and len(set(module.ranks)) > 1:
+            what = f"{PREFIX}{combination.name} works on A and on B, and the ranks are {list(module.ranks)}"
+            raise ShapeError(what, where=name, fix=f"write {PREFIX}cat or {PREFIX}svd")
+        found[name] = combination.rank(module.ranks, rank)
+    experts = opened.experts if combination is None else []
+    return found | dict.fromkeys(experts, max((found[name] for name in experts), default=0))
+
+
+def _check_sums(draft: PlanDraft, whole: Sequence[Step]) -> None:
+    """Tensors that are saved whole are not differences: a sum of theirs whose weights do not add up to 1 is no such tensor."""
+    for step in whole:
+        own = step.pieces[0] if step.pieces else step
+        if own.op == "linear" and not draft.settings[own.settings].shared["normalize"]:
+            total = sum(float(model["weight"] or 0) for model in draft.settings[own.settings].models)
+            if abs(total - 1) > _WEIGHTS_OFF:
+                what = f"an adapter saves it whole, and linear without normalize makes {total:g} times such a tensor of it"
+                fix = f"write merge_method: task_arithmetic, and {NAME_BASE}"
+                raise ParameterError(what, where=step.out.name, fix=fix)
+
+
+def _weights(draft: PlanDraft, step: Step, module: Adapted) -> tuple[float, ...]:
+    """Of the adapters that have factors of a module."""
+    whole = step.pieces[0] if step.pieces else step
+    settings = draft.settings[whole.settings].models
+    known = {read.model: float(own["weight"] or 0) for read, own in zip(whole.inputs, settings, strict=True)}
+    return tuple(known.get(owner, 0.0) for owner in module.owners)
+
+
+def _tokenizer(opened: Opened) -> tuple[str, ...]:
+    """The files of the first adapter's tokenizer, if tensors with a row for each token are merged."""
+    return opened.adapters[0].checkpoint.files if any(map(is_vocabulary, opened.whole.values())) else ()
+
+
+def _notes(opened: Opened) -> Iterator[Finding]:
+    for checkpoint in opened.inputs:
+        yield from checkpoint.notes
+    if error := different_bases(opened.adapters):
+        yield replace(
+            error.finding, what="adapters that name different bases: all fit the base_model, by names and shapes", fix=""
+        )
+    first, *others = (adapter.checkpoint for adapter in opened.adapters)
+    for other in others if _tokenizer(opened) else ():
+        names = sorted({*first.files, *other.files})
+        if differing := [name for name in names if not same_bytes(first.folder / name, other.folder / name)]:
+            what = f"tokenizer files differ from those beside {first.ref}, which are kept: {', '.join(differing)}"
+            yield Finding(what, other.ref, fix="check that both number their tokens alike: rows are merged by number")
+
+
+def _layer(name: str) -> str:
+    """The name of a matrix up to its first number, which is the layer's."""
+    parts = name.split(".")
+    last = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "other modules" if last is None else ".".join(parts[: last + 1])
+
+
+def _factors(opened: Opened, module: Adapted) -> Iterator[Step]:
+    """Steps of A and B, and of DoRA's norms, of all adapters that have them."""
+    for owner in module.owners:
+        adapter = opened.adapters[owner]
+        if module.experts:
+            _, stacked = parameters_of(adapter)[module.name]
+            names = {"A": stacked.a, "B": stacked.b}
+        else:
+            factors = adapter.updates[module.name]
+            names = {"A": factors.a, "B": factors.b} | ({"norms": factors.magnitude} if factors.magnitude else {})
+        for part, name in names.items():
+            spec = adapter.checkpoint.specs[name]
+            yield Step(replace(spec, name=module.factor(part, owner)), COPY, (Read(owner, name),))
+
+
+def _base_step(opened: Opened, module: Adapted) -> Step:
+    """The step of the base's matrix."""
+    assert opened.base is not None
+    name = opened.places[module.name]
+    return Step(replace(opened.base.specs[name], name=module.base), COPY, (Read(len(opened.adapters), name),))
+
+
+def _unfused(step: Step) -> Step:
+    """A fused matrix as one, as its factors are."""
+    return replace(step.pieces[0], out=step.out) if step.pieces else step
+
+
+def _core_step(step: Step, opened: Opened, matrix: str) -> Step:
+    """The step of a merge as one of core matrices."""
+    return core_step(_unfused(step), opened.matrices[matrix], matrix, opened.owner_of)
+
+
+def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step:
+    """The step of a tensor that is saved whole, which reads the adapters, and the base."""
+
+    def moved(own: Step) -> Step:
+        reads = tuple(opened.whole_read(read, method) for read in own.inputs)
+        return replace(own, inputs=reads, pieces=tuple(map(moved, own.pieces)))
+
+    return replace(moved(step), out=replace(step.out, name=places.saved(step.out.name)))
+
+
+def _stored(places: Places, module: Adapted, rank: int, dtype: DType) -> Iterator[Step]:
+    """Steps of the factors, and of DoRA's norms, as PEFT names them."""
+    names = places.factors(places.name_of(module.name))
+    found: list[tuple[str, str, tuple[int, ...]]] = []
+    for name, (part, size) in zip(names, module.factor_shapes(rank).items(), strict=True):
+        found.append((part, name, size))
+    if module.scaled:
+        found.append(("norms", norms_name(module.name), module.shape[:1]))
+    for part, name, shape in found:
+        read = Read(PRODUCTS, f"{module.name}: {part}")
+        yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
+
+
+def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[str, Any]:
+    configs = [adapter.checkpoint.config or {} for adapter in opened.adapters]
+    named = next((config for config in configs if config.get("base_model_name_or_path")), configs[0])
+    made = adapter_config(
+        str(named.get("base_model_name_or_path") or opened.base_name),
+        str(named.get("revision") or ""),
+        {places.name_of(name): rank for name, rank in ranks.items()},
+        list(places.whole),
+        sorted(places.modules),  # in full: the base's other modules are not known
+        transposed=opened.adapters[0].transposed,
+        causal=any(config.get("task_type") == "CAUSAL_LM" for config in configs),
+        parameters=list(places.parameters),
+        rank=next((ranks[name] for name in opened.experts), None),
+        dora=any(module.scaled for module in opened.modules.values()),
+    )
+    # Short names only where every adapter has these targets.
+    every = all(len(module.owners) == len(configs) for module in opened.modules.values())
+    for key, names in ("target_modules", places.modules), ("target_parameters", places.parameters):
+        listed = [sorted(map(str, c[key])) for c in configs if isinstance(c.get(key), list)]
+        alike = len(listed) == len(configs) and all(each == listed[0] for each in listed)
+        if every and names and alike and all(f".{name}".endswith(tuple(f".{end}" for end in listed[0])) for name in names):
+            made[key] = listed[0]
+    return made

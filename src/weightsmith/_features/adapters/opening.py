@@ -1,0 +1,220 @@
+"""Adapters, and the model that they were trained on, opened for a merge: the planner sees models of their differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from weightsmith._base.errors import Unsupported, WeightsmithError
+from weightsmith._base.files import exists
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.adapters.built import WEIGHT, Built, is_expert
+from weightsmith._features.adapters.cores import ZERO, Adapted, Space
+from weightsmith._features.adapters.factors import Form, Target
+from weightsmith._features.adapters.placing import Places
+from weightsmith._features.adapters.shared import MERGE_MODELS, different_bases, find_modules, whole_tensors
+from weightsmith._methods.base import BaseRole
+from weightsmith._models.checkpoint import Checkpoint, locate
+from weightsmith._models.lora import Adapter, find_places, open_adapter
+from weightsmith._models.lora.records import CONFIG_NAME
+from weightsmith._models.sources.memory import StateDict
+from weightsmith._planning.planner.describing import built_names
+from weightsmith._planning.planner.inputs import at, open_models
+from weightsmith._planning.recipe import ModelRef
+from weightsmith._plans import Read, Step
+
+ZERO_ADAPTER = ModelRef("the zero adapter", text="the zero adapter")
+"""The base of methods that need one, unless the recipe names one."""
+
+NAME_BASE = "base_model: the model that the adapters were trained on"
+
+
+class Opened:
+    """Opens adapters for the planner, as models of the differences: it sees names and shapes alone.
+
+    space, rank  of the merge; see `Adapted`
+    combination  of PEFT's, as the recipe names it; ""
+    name_base    what to do if the base is needed. To some methods it would be one more input
+    adapters     in the planner's order, without the base
+    base         the model that the adapters were trained on, if the recipe names it; `base_name` is what it calls it
+    places       what the adapters have factors of, or save whole → the base's tensor
+    modules      that any of them has factors of
+    matrices     of the modules → their modules
+    whole        tensors that any of them saves whole, as models have them
+    zeros        1 if a base, the zero adapter or a model, comes before the adapters, else 0
+    """
+
+    def __init__(self, space: Space, rank: int, combination: str, role: BaseRole) -> None:
+        self.space, self.rank, self.combination = space, rank, combination
+        self.name_base = f"write {NAME_BASE}" if role != "input" else f"write merge_method: task_arithmetic, and {NAME_BASE}"
+        self.adapters: list[Adapter] = []
+        self.base: Checkpoint | None = None
+        self.base_name = ""
+        self.places: dict[str, str] = {}
+        self.modules: Mapping[str, Adapted] = {}
+        self.matrices: dict[str, Adapted] = {}
+        self.whole: dict[str, TensorSpec] = {}
+        self.zeros = 0
+
+    def __call__(
+        self, refs: Sequence[ModelRef], stack: ExitStack, results: Mapping[str, Checkpoint | None]
+    ) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
+        """See `planner.merges.Opening`."""
+        problems: list[WeightsmithError] = []
+        for ref in refs:
+            if ref == ZERO_ADAPTER:
+                self.zeros = 1
+            elif ref.path in results or not is_adapter(ref):
+                self.zeros = 1
+                (self.base,), found = open_models([ref], stack, results)
+                self.base_name = "" if ref.path in results else ref.path
+                problems += found
+            else:
+                try:
+                    adapter = open_adapter(ref.path, revision=ref.revision or None)
+                    stack.callback(adapter.checkpoint.close)
+                    self.adapters.append(adapter)
+                except WeightsmithError as error:
+                    problems.append(at(error, ref.where))
+        if not problems:
+            try:
+                self._match()
+            except WeightsmithError as error:
+                problems.append(error)
+        if problems:
+            return [None for _ in refs], problems
+        specs = [TensorSpec(f"{name}{WEIGHT}", DTYPES["F32"], module.shape) for name, module in self.matrices.items()]
+        owners = [None] * self.zeros + list(self.adapters)
+        return [
+            Checkpoint(str(ref), _Specs([*specs, *self._whole_specs(owner)], str(ref)))
+            for ref, owner in zip(refs, owners, strict=True)
+        ], []
+
+    def _match(self) -> None:
+        if self.base is not None:
+            for adapter in self.adapters:
+                self.places |= find_places(self.base, adapter, partial(built_names, self.base))
+        elif error := different_bases(self.adapters):
+            raise error
+        modules = find_modules(self.adapters)
+        self.whole = whole_tensors(self.adapters, modules)
+        scaled = any(module.normed for module in modules.values())
+        stacked = any(module.experts for module in modules.values())
+        if self.combination and (scaled or stacked or self.whole):
+            kind = "DoRA" if scaled else "factors of all experts of a parameter" if stacked else "tensors that are saved whole"
+            fix = f"write another merge_method, such as task_arithmetic, or {MERGE_MODELS}"
+            raise Unsupported(f"PEFT's add_weighted_adapter has no {self.combination} of {kind}", where="merge_method", fix=fix)
+        if scaled:
+            self._check_norms(modules)
+        self.modules = {
+            name: replace(module, space=self.space, rank=self.rank, scaled=scaled) for name, module in modules.items()
+        }
+        self.matrices = {matrix: module for module in self.modules.values() for matrix in module.matrices}
+
+    def _check_norms(self, modules: Mapping[str, Adapted]) -> None:
+        """Whether the norms of DoRA can be computed."""
+        normed = next(module for module in modules.values() if module.normed)
+        where = self.adapters[normed.normed[0]].checkpoint.ref
+        if self.base is None:
+            what = "DoRA scales the rows of the base's matrices, so the merge needs the base model"
+            raise Unsupported(what, where=where, fix=self.name_base)
+        for name, module in modules.items():
+            embedding = any(self.adapters[i].updates[name].embedding for i in module.owners if not module.experts)
+            if module.experts or embedding or name not in self.places or self.adapters[0].transposed:
+                kind = "all experts of a parameter" if module.experts else "an embedding" if embedding else "a part of a tensor"
+                kind = "a weight stored [inputs, outputs]" if self.adapters[0].transposed else kind
+                what = f"an adapter is DoRA, and PEFT has no DoRA of {kind}: {name}"
+                raise Unsupported(what, where=where, fix=MERGE_MODELS)
+
+    def _whole_specs(self, owner: Adapter | None) -> Iterator[TensorSpec]:
+        """Of the tensors that are saved whole, as a model has them. owner: the adapter; None: the base."""
+        for name, spec in self.whole.items():
+            kept = owner.replacements.get(name) if owner is not None else None
+            if owner is not None and kept is not None:
+                yield replace(owner.checkpoint.specs[kept], name=name)
+            elif self.base is not None and name in self.places:
+                yield replace(self.base.specs[self.places[name]], name=name)
+            else:
+                yield spec
+
+    @property
+    def experts(self) -> list[str]:
+        """The modules that are experts, or parameters of all experts."""
+        return [name for name, module in self.modules.items() if module.experts or is_expert(f"{name}{WEIGHT}")]
+
+    @property
+    def inputs(self) -> tuple[Checkpoint, ...]:
+        """The models of the plan: the adapters, and the base if the recipe names it."""
+        return (*(adapter.checkpoint for adapter in self.adapters), *([] if self.base is None else [self.base]))
+
+    def find_places(self, ranks: Mapping[str, int]) -> Places:
+        """Where the result has everything: where the adapters have it. ranks: of the modules"""
+        weights = frozenset[str]().union(*(adapter.weights for adapter in self.adapters))
+        forms: dict[str, Form] = {}
+        for name, module in self.modules.items():
+            embedding = not module.experts and self.adapters[module.owners[0]].updates[name].embedding
+            forms[name] = "embedding" if embedding else "linear"
+        # PEFT wraps parameters in the model's order, in which `gate_up_proj` comes first.
+        tensors = {name if self.modules[name].experts else f"{name}{WEIGHT}": name for name in sorted(forms, key=_wrapped_last)}
+        places = Places(Built.of_names(forms, {**dict.fromkeys(tensors, ()), **dict.fromkeys(self.whole, ())}))
+        for key, name in tensors.items():
+            target = Target(name, forms[name], ranks[name], exact=True, experts=self.modules[name].experts)
+            if target.experts or name in weights:
+                places.put_parameter(key, target)
+            else:
+                places.modules[name] = target
+        saved = frozenset[str]().union(*(adapter.saved for adapter in self.adapters))
+        places.put_whole(self.whole, saved)
+        return places
+
+    def leave_base(self, steps: Iterable[Step]) -> None:
+        """Close the base if no step of the plan reads it: one on the Hub is not downloaded then."""
+        number = len(self.adapters)
+        if self.base is not None and all(
+            read.model != number for step in steps for leaf in step.leaves for read in leaf.inputs
+        ):
+            self.base.close()
+            self.base = None
+
+    def owner_of(self, read: Read) -> int:
+        """The adapter that a read of the planner's is of; `ZERO` for the base."""
+        return read.model - self.zeros if read.model >= self.zeros else ZERO
+
+    def whole_read(self, read: Read, method: str) -> Read:
+        """Where a tensor of a merge of models is that adapters save whole. Raises Unsupported if it is only in the base."""
+        number = self.owner_of(read)
+        adapter = self.adapters[number] if number != ZERO else None
+        if adapter is not None and read.tensor in adapter.replacements:
+            return replace(read, model=number, tensor=adapter.replacements[read.tensor])
+        if self.base is None:
+            missing = f"and {method} needs the base's" if adapter is None else f"which {adapter.checkpoint.ref} does not have"
+            owner = next(each for each in self.adapters if read.tensor in each.replacements)
+            what = f"it saves {read.tensor} whole, {missing}"
+            raise Unsupported(what, where=owner.checkpoint.ref, fix=self.name_base)
+        return replace(read, model=len(self.adapters), tensor=self.places[read.tensor])
+
+
+def _wrapped_last(name: str) -> bool:
+    return not name.endswith(".gate_up_proj")
+
+
+class _Specs(StateDict):
+    """A source of names and shapes, which is never read."""
+
+    def __init__(self, specs: Sequence[TensorSpec], where: str) -> None:
+        super().__init__({}, where)
+        self.specs = {spec.name: spec for spec in specs}
+
+
+def is_adapter(ref: ModelRef) -> bool:
+    """Whether a model is a local folder with an adapter in it."""
+    if ref.lora is not None:
+        return False
+    try:
+        place = locate(ref.path, ref.revision or None)
+    except WeightsmithError:
+        return False
+    return isinstance(place, Path) and exists(place / CONFIG_NAME) and not exists(place / "config.json")

@@ -1,0 +1,236 @@
+"""Where everything of an adapter goes in the model that PEFT wraps: names of modules, of parameters, and of tensors.
+
+PEFT has three places. Factors of modules (`target_modules`), or of parameters (`target_parameters`): experts, and modules whose
+names PEFT takes for those of experts. Copies of modules (`modules_to_save`). And the model's own tensors, which a tensor in the
+file replaces if it has their names in the wrapped model, as PEFT does for biases and for embeddings that grew. What the first
+two cannot hold goes there: biases of modules with factors, parameters of modules with others inside, tensors that several
+modules share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightsmith._base.errors import Unsupported
+from weightsmith._features.adapters.built import WEIGHT, Built, matched
+from weightsmith._features.adapters.factors import Form, Target
+
+# ---- What PEFT calls the tensors of an adapter, and its adapter_config.json.
+
+PREFIX = "base_model.model."
+
+
+def factor_names(module: str, form: Form) -> tuple[str, str]:
+    """The names of A and B of a module.
+
+    >>> factor_names("lm_head", "linear")
+    ('base_model.model.lm_head.lora_A.weight', 'base_model.model.lm_head.lora_B.weight')
+    """
+    inner = "lora_embedding_{}" if form == "embedding" else "lora_{}.weight"
+    a, b = (f"{PREFIX}{module}.{inner.format(part)}" for part in "AB")
+    return a, b
+
+
+def norms_name(module: str) -> str:
+    """The name of DoRA's norms of a module."""
+    return f"{PREFIX}{module}.lora_magnitude_vector"
+
+
+def adapter_config(
+    base: str,
+    revision: str,
+    ranks: Mapping[str, int],
+    whole: Sequence[str],
+    modules: Sequence[str],
+    *,
+    transposed: bool,
+    causal: bool,
+    parameters: Sequence[str] = (),
+    rank: int | None = None,
+    dora: bool = False,
+) -> dict[str, Any]:
+    """adapter_config.json. Every scaling is 1: alpha is the rank.
+
+    base        name of the base model, `revision` of it on the Hub
+    ranks       of each module with factors, and of each of `parameters`
+    whole       modules that are saved whole
+    modules     names for the modules with factors (`targets`)
+    transposed  weights are [inputs, outputs]
+    causal      the base is a causal language model
+    parameters  those of `ranks` that hold all experts: `target_parameters`
+    rank        `r`, if not the largest
+    dora        factors come with norms
+    """
+    largest = rank or max(ranks.values(), default=1)
+    others = {module: rank for module, rank in ranks.items() if rank != largest}
+    # PEFT looks for the rank of a parameter, readers of the factors of a matrix for that of its module.
+    others |= {name.removesuffix(".weight"): rank for name, rank in others.items() if name in parameters}
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if causal else None,
+        "base_model_name_or_path": base,
+        "revision": revision or None,
+        "inference_mode": True,
+        "r": largest,
+        "lora_alpha": largest,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "target_modules": list(modules),
+        **({"target_parameters": list(parameters)} if parameters else {}),
+        "modules_to_save": list(whole) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "use_rslora": False,
+        "use_dora": dora,
+        "init_lora_weights": True,
+    }
+    return config
+
+
+def targets(chosen: Collection[str], modules: Collection[str]) -> list[str]:
+    """Names for `target_modules`, which match the ends of the names of modules: the last component where that is enough.
+
+    >>> targets(["l.0.q", "l.1.q", "l.0.up"], ["l.0.q", "l.1.q", "l.0.up", "l.1.up"])
+    ['l.0.up', 'q']
+    """
+    wanted, last = set(chosen), {module: module.rpartition(".")[2] for module in modules}
+    shared = {last[module] for module in modules if module not in wanted and module in last}
+    return sorted({module if (end := module.rpartition(".")[2]) in shared else end for module in wanted})
+
+
+_LAYER = ".base_layer"
+
+
+@dataclass
+class Places:
+    """Where everything goes.
+
+    modules     with factors: name → the target
+    parameters  with factors: name → the target
+    whole       modules that are saved: name → their tensors
+    in_place    tensors of the model that are replaced
+    """
+
+    built: Built
+    modules: dict[str, Target] = field(default_factory=dict)
+    parameters: dict[str, Target] = field(default_factory=dict)
+    whole: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    in_place: list[str] = field(default_factory=list)
+    _of_module: dict[str, list[str]] = field(default_factory=dict)  # module → its parameters with factors
+
+    def add_factors(self, target: Target) -> bool:
+        """Find the place of factors; False if the model has none for them."""
+        built = self.built
+        if target.experts:
+            key, module = target.module, target.module.rpartition(".")[0]
+            swapped = "transposed" if module in built.rows else "linear"
+            if built.unknown == "" and (key not in built.tensors or target.form != swapped):
+                return False
+            self.put_parameter(key, target)
+            return True
+        key = built.key(f"{target.module}{WEIGHT}")
+        module, kind = key.removesuffix(WEIGHT), built.modules.get(key.removesuffix(WEIGHT))
+        if not key.endswith(WEIGHT) or len(built.group(key)) > 2:
+            return False
+        if kind != target.form and (built.unknown == "" or kind == "other"):
+            return False
+        last = module.rpartition(".")[2]
+        if last in built.refused or (last in built.redirected and kind != "linear"):
+            return False
+        if last in built.redirected:
+            self.put_parameter(key, target)
+        else:
+            self.modules[module] = target
+        return True
+
+    def put_parameter(self, key: str, target: Target) -> None:
+        """Give a parameter factors."""
+        self.parameters[key] = target
+        self._of_module.setdefault(key.rpartition(".")[0], []).append(key)
+
+    def add_whole(self, wanted: Iterable[str], known: Iterable[str], shared: Set[str] = frozenset()) -> None:
+        """Find the places of tensors. Call it when all factors are placed.
+
+        wanted  tensors of the model that differ
+        known   all that the fine-tune has
+        shared  those of `wanted` that other modules have too
+        """
+        built, has = self.built, set(known)
+        taken = set[str]()
+        for key in wanted:
+            module = key.rpartition(".")[0]
+            if key in taken:
+                continue
+            own = built.inside.get(module, ())
+            alone = module and module not in built.parents and self._wrapped(module) == module and has.issuperset(own)
+            if alone and shared.isdisjoint(own) and self._only(module):
+                self.whole[module] = own
+                taken.update(own)
+            else:
+                self.in_place.append(key)
+                taken.add(key)
+
+    def put_whole(self, keys: Iterable[str], saved: Set[str]) -> None:
+        """Save the tensors in modules of `saved` with these, and put the others in place."""
+        for key in keys:
+            parts = key.split(".")
+            parents = (".".join(parts[:n]) for n in range(1, len(parts)))
+            module = next((parent for parent in parents if parent in saved), "")
+            if module:
+                self.whole[module] = (*self.whole.get(module, ()), key)
+            else:
+                self.in_place.append(key)
+
+    def _only(self, module: str) -> bool:
+        """PEFT takes no other module for one to save: it compares the ends of names."""
+        return sum(name.endswith(module) for name in self.built.modules) == 1
+
+    # ---- names in the file
+
+    def name_of(self, module: str) -> str:
+        """What factors of a module are of: the module, or its parameter `weight`."""
+        return f"{module}{WEIGHT}" if f"{module}{WEIGHT}" in self.parameters else module
+
+    def factors(self, name: str) -> tuple[str, str]:
+        """The names of A and B of a module, or of a parameter.
+
+        PEFT wraps a module once for each parameter, in their order: the first is the innermost.
+        """
+        if name in self.modules:
+            return factor_names(self._wrapped(name, outer=True), self.modules[name].form)
+        module = name.rpartition(".")[0]
+        order = [key for key in self.built.inside[module] if key in self._of_module[module]]
+        inner = len(order) - 1 - order.index(name)
+        return factor_names(f"{self._wrapped(module, outer=True)}{_LAYER * inner}", "linear")
+
+    def saved(self, key: str) -> str:
+        """The name of a tensor that is saved whole."""
+        module, dot, own = key.rpartition(".")
+        if module in self.whole:
+            return f"{PREFIX}{self._wrapped(module, outer=True)}.{own}"
+        return f"{PREFIX}{self._wrapped(module)}{dot}{own}"
+
+    def _wrapped(self, module: str, *, outer: bool = False) -> str:
+        """The name of a module once PEFT has wrapped others. outer: of its outermost wrapper, not of the module in it."""
+        parts, found = module.split("."), ""
+        for i, part in enumerate(parts):
+            found += f".{part}" if i else part
+            name = ".".join(parts[: i + 1])
+            if name != module or not outer:
+                found += _LAYER * self._wrappers(name)
+        return found
+
+    def _wrappers(self, module: str) -> int:
+        return int(module in self.modules) + len(self._of_module.get(module, ()))
+
+    def target_modules(self) -> list[str]:
+        """Names that no other module has. Raises Unsupported if there are none."""
+        found = targets([*self.modules], [*self.built.modules])
+        others = matched([*self.built.modules], found) - set(self.modules)
+        if others:
+            what = f"PEFT would take {min(others)} for a module with factors: its name ends like that of another"
+            raise Unsupported(what, fix="leave one of them out with --exclude")
+        return found

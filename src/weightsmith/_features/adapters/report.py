@@ -1,0 +1,217 @@
+"""What an extracted adapter keeps of the difference of two models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightsmith._base.errors import Finding
+from weightsmith._base.pages import Column, HeatMap, Table, heat_maps
+from weightsmith._base.pages.svg import heat_map, picture
+from weightsmith._base.pages.values import Block, Mark
+from weightsmith._base.text import markdown_table
+from weightsmith._features.adapters.factors import Target
+from weightsmith._features.adapters.ranks import Spectrum
+from weightsmith._models.structure.model import Place
+
+NAME = "extraction"
+"""Key of the report in `Merged.reports`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix that became factors of a rank; 0: it is not in the adapter.
+
+    name       of its module; of one of several experts in a parameter, with its number: `….experts.down_proj[3]`
+    intruders  dimensions that were scaled down
+    """
+
+    name: str
+    target: Target
+    spectrum: Spectrum
+    rank: int
+    intruders: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Of its factors."""
+        return self.rank * self.spectrum.size
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    """The report of an extraction.
+
+    matrices  in the order of the products
+    whole     modules that are saved whole
+    left_out  tensors that differ and are not in the adapter, and why
+    in_place  tensors that PEFT puts into the base's own
+    unknown   why the names were not checked with transformers; ""
+    """
+
+    matrices: tuple[Matrix, ...]
+    whole: tuple[str, ...]
+    left_out: Mapping[str, str]
+    in_place: tuple[str, ...] = ()
+    unknown: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Of all factors."""
+        return sum(matrix.parameters for matrix in self.matrices)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values. Shares are of the squared Frobenius norm; null of nothing."""
+        return {
+            "parameters": self.parameters,
+            **_shares(self.matrices),
+            "modules": [
+                {
+                    "module": matrix.name,
+                    "shape": [matrix.spectrum.rows, matrix.spectrum.cols],
+                    "rank": matrix.rank,
+                    "exact": matrix.target.exact,
+                    **({"intruders": matrix.intruders} if matrix.intruders else {}),
+                    **_shares([matrix]),
+                    "noise_share": round(matrix.spectrum.noise_share, 6),
+                    "energy": matrix.spectrum.energy,
+                    "singular_values": [float(f"{value:.6g}") for value in matrix.spectrum.values],
+                }
+                for matrix in sorted(self.matrices, key=lambda m: _place(m.name))
+            ],
+            "modules_to_save": list(self.whole),
+            "in_place": list(self.in_place),
+            "checked": not self.unknown,
+            "left_out": dict(self.left_out),
+        }
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and rows: for each kind of module, the ranks, and the shares that they keep."""
+        head = ("module", "matrices", "rank", "kept", "best possible", "signal kept", "noise", "least kept, in")
+        kinds: dict[str, list[Matrix]] = {}
+        for matrix in self.matrices:
+            kinds.setdefault(_kind(matrix.target.module), []).append(matrix)
+        return head, [*(_row(kind, own) for kind, own in kinds.items()), _row("all", self.matrices)]
+
+    def files(self) -> Mapping[str, bytes]:
+        """The report as JSON and as a plot."""
+        report = json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
+        maps = self._maps()
+        return {"extraction.json": report.encode(), **({"extraction.svg": picture(heat_map(maps[0]))} if maps else {})}
+
+    def section(self) -> str:
+        """A section for the model card."""
+        head, rows = self.table()
+        text = f"\n## What the adapter keeps\n\n{self.parameters:,} parameters in factors. "
+        text += (
+            "Shares of the squared Frobenius norm of the difference; noise is what rounding the fine-tune to 16 bits added.\n\n"
+        )
+        return f"{text}{markdown_table(head, rows)}\n"
+
+    def warnings(self, where: str) -> list[Finding]:
+        """What the adapter leaves out, and what PEFT does not undo."""
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            reasons.setdefault(why, []).append(name)
+        found = [
+            Finding(f"{len(names):,} tensors differ and are not in the adapter: {why}", names[0])
+            for why, names in reasons.items()
+        ]
+        if self.in_place:
+            what = (
+                f"PEFT loads {len(self.in_place):,} tensors into the base's own, and disabling the adapter does not undo them"
+            )
+            found.append(Finding(what, self.in_place[0]))
+        if self.unknown:
+            what = f"whether PEFT finds all that the adapter has was not checked: {self.unknown}"
+            found.append(Finding(what, fix="load it with PEFT, and look for warnings, before you publish it"))
+        return found
+
+    def blocks(self) -> list[Block]:
+        """Heat maps of the signal kept, and the table."""
+        head, rows = self.table()
+        columns = tuple(map(Column, head))
+        return [*self._maps(), Table("What the adapter keeps", columns, tuple(rows))]
+
+    def _maps(self) -> list[HeatMap]:
+        placed = [(_placed(matrix.target.module), matrix) for matrix in self.matrices]
+        about = "Of the signal in the difference, without rounding noise, by the squared Frobenius norm."
+        title, span = "Share of the signal that the adapter keeps", (0.0, 1.0)
+        return heat_maps(title, placed, _signal_kept, "share", about, span=span)
+
+
+def _signal_kept(matrices: Sequence[Matrix]) -> float | Mark:
+    kept = _shares(matrices)["signal_kept"]
+    differ = any(matrix.spectrum.energy for matrix in matrices)
+    return kept if kept is not None else Mark.NOTHING if differ else Mark.SAME
+
+
+def _shares(matrices: Sequence[Matrix]) -> dict[str, float | None]:
+    """The shares for several matrices together; None where nothing differs."""
+    energy = sum(m.spectrum.energy for m in matrices)
+    signal = sum(m.spectrum.signal for m in matrices)
+    kept = sum(m.spectrum.energy * m.spectrum.kept(m.rank) for m in matrices)
+    possible = sum(m.spectrum.energy * m.spectrum.possible(m.rank) for m in matrices)
+    of_signal = sum(m.spectrum.signal * m.spectrum.signal_kept(m.rank) for m in matrices)
+    return {
+        "kept": round(kept / energy, 6) if energy else None,
+        "possible": round(possible / energy, 6) if energy else None,
+        "signal_kept": round(of_signal / signal, 6) if signal else None,
+    }
+
+
+def _row(kind: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
+    shares = _shares(matrices)
+    energy = sum(m.spectrum.energy for m in matrices)
+    noise = sum(m.spectrum.energy * m.spectrum.noise_share for m in matrices)
+    least = min(matrices, key=lambda m: (not m.spectrum.signal, m.spectrum.signal_kept(m.rank)))
+    return (
+        kind,
+        f"{len(matrices):,}",
+        _ranks(matrices),
+        *(_percent(shares[what]) for what in ("kept", "possible", "signal_kept")),
+        _percent(noise / energy if energy else None),
+        f"{least.spectrum.signal_kept(least.rank):.1%}, {least.name}" if shares["signal_kept"] is not None else "-",
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _ranks(matrices: Sequence[Matrix]) -> str:
+    ranks = {matrix.rank for matrix in matrices}
+    return str(*ranks) if len(ranks) == 1 else f"{min(ranks)} to {max(ranks)}"
+
+
+def _kind(module: str) -> str:
+    """The name of a module without the numbers in it.
+
+    >>> _kind("model.layers.3.mlp.up_proj"), _kind("lm_head")
+    ('mlp.up_proj', 'lm_head')
+    """
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(part for part in parts[numbers[0] + 1 :] if not part.isdigit()) if numbers else parts[-1]
+
+
+def _placed(module: str) -> Place:
+    """By the first number in a name.
+
+    >>> _placed("model.layers.3.mlp.up_proj")
+    Place(stack='model.layers.', layer=3, part='mlp.up_proj')
+    """
+    layer = _place(module)[0]
+    stack, number, _ = module.partition(f".{layer}.")
+    return Place(f"{stack}.", layer, _kind(module)) if number else Place("", -1, module)
+
+
+def _place(module: str) -> tuple[int, str]:
+    """The first number in a name, and the name.
+
+    >>> _place("model.layers.3.mlp.up_proj")
+    (3, 'model.layers.3.mlp.up_proj')
+    """
+    return next((int(part) for part in module.split(".") if part.isdigit() and len(part) < 6), 0), module

@@ -1,0 +1,148 @@
+"""One Plan from the tensors of several models and inline merges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import Structure, analyse
+from weightsmith._planning.planner.dtypes import kept_specs
+from weightsmith._planning.planner.prepared import Assembled, model_input
+from weightsmith._plans import CAST, COPY, JOIN, PRODUCTS, Block, Gather, Made, Parameters, PlanDraft, Read, Settings, Step
+
+
+@dataclass(frozen=True)
+class Donor:
+    """A model that supplies tensors: a checkpoint, or the result of an inline merge.
+
+    label      as the user named it
+    checkpoint supplies config, tokenizer and other files: itself, or the merge's donor
+    config     its config.json
+    steps      the step that produces each tensor, by name, in model order
+    structure  of its tensors
+    merged     whether it is an inline merge
+    """
+
+    label: str
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    steps: Mapping[str, Step]
+    structure: Structure
+    merged: bool = False
+
+
+class Assembly:
+    """A draft that is made of several models and inline merges.
+
+    draft   has the models, settings and products that steps refer to
+    inputs  the open models, by index
+    """
+
+    def __init__(self, made: Made) -> None:
+        self.draft = PlanDraft(made, settings=[Settings({}, ({},))])
+        self.inputs: list[Checkpoint] = []
+        self._merges = 0
+        self._numbers: dict[tuple[tuple[str, ...], str, str], int] = {}
+
+    def add(self, checkpoint: Checkpoint) -> int:
+        """The model's index in the plan; equal files share one."""
+        key = tuple(map(str, checkpoint.paths)), checkpoint.revision, checkpoint.identity
+        if key not in self._numbers:
+            self._numbers[key] = len(self.inputs)
+            self.inputs.append(checkpoint)
+            self.draft.models.append(model_input(checkpoint))
+        return self._numbers[key]
+
+    def setting(self, shared: Parameters, inputs: int = 1) -> int:
+        """The index of the settings; `inputs` is the step's number of inputs."""
+        return self.draft.add_settings(Settings(shared, ({},) * inputs))
+
+    def checkpoint(self, checkpoint: Checkpoint, label: str) -> Donor:
+        """The donor for a checkpoint."""
+        number = self.add(checkpoint)
+        steps = {}
+        for name, kept in kept_specs(checkpoint).items():
+            op = COPY if kept.dtype is checkpoint.specs[name].dtype else CAST
+            steps[name] = Step(kept, op, (Read(number, name),))
+        structure = analyse([step.out for step in steps.values()], checkpoint.config)
+        return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
+
+    def merge(self, assembled: Assembled) -> Donor:
+        """The donor for an inline merge: its models, settings and products are added to the draft."""
+        plan = assembled.draft
+        numbers = [self.add(checkpoint) for checkpoint in assembled.inputs]
+        first = len(self.draft.settings)
+        self.draft.settings += plan.settings
+        self._merges += 1
+        names = {
+            name: f"merge {self._merges}, {name}" for p in plan.products for name in (p.name, *(out.name for out in p.outs))
+        }
+
+        def renamed(read: Read) -> Read:
+            view = read.view
+            if isinstance(view, Gather) and isinstance(view.table, str):
+                view = replace(view, table=names[view.table])
+            if read.model == PRODUCTS:
+                return Read(PRODUCTS, names[read.tensor], view)
+            return Read(numbers[read.model], read.tensor, view)
+
+        def moved(step: Step) -> Step:
+            return replace(
+                step,
+                inputs=tuple(map(renamed, step.inputs)),
+                pieces=tuple(map(moved, step.pieces)),
+                settings=first + step.settings,
+                needs=tuple(names[name] for name in step.needs),
+            )
+
+        steps = {step.out.name: moved(step) for step in plan.steps}
+        for product in plan.products:
+            own = replace(
+                product,
+                name=names[product.name],
+                outs=tuple(replace(out, name=names[out.name]) for out in product.outs),
+                steps=tuple(map(moved, product.steps))
+                or tuple(leaf for step in steps.values() for leaf in step.leaves if names[product.name] in leaf.needs),
+                models=tuple(numbers[model] for model in product.models),
+                needs=tuple(names[name] for name in product.needs),
+                files=tuple(replace(file, model=numbers[file.model]) for file in product.files),
+            )
+            self.draft.products.append(own)
+        label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.made.name}"
+        # `assembled.structure` is the donor's, and slices change the depth.
+        structure = analyse([step.out for step in steps.values()], plan.config)
+        return Donor(label, assembled.inputs[plan.donor], plan.config or {}, steps, structure, merged=True)
+
+
+def take(step: Step, out: TensorSpec, block: Block | None = None) -> Step:
+    """The step that writes a donor's tensor, or a block of it, as `out`. Copies the bytes if the dtype is unchanged.
+
+    Raises Unsupported for a block of an inline merge's tensor.
+    """
+    if step.op in (COPY, CAST):
+        plain = step.op == COPY and step.out.dtype is out.dtype
+        source = step.inputs[0]
+        return Step(out, COPY if plain else CAST, (Read(source.model, source.tensor, block),))
+    if step.pieces and block is not None:
+        for piece, start in zip(step.pieces, accumulate((p.out.size for p in step.pieces), initial=0), strict=False):
+            if block.whole_rows and (start, piece.out.size) == (block.offset, block.rows * block.cols):
+                return replace(piece, out=out)
+    if block is not None:
+        raise Unsupported(
+            "a fused tensor of an inline merge cannot be split",
+            where=step.out.name,
+            fix="run that merge first and use its output folder here",
+        )
+    if step.out.name != out.name and not step.pieces:
+        # Random masks depend on the tensor's name. A piece keeps the name it has in the merge.
+        return Step(out, JOIN, (), pieces=(_with_dtype(step, out.dtype),))
+    return replace(step, out=out, pieces=tuple(_with_dtype(piece, out.dtype) for piece in step.pieces))
+
+
+def _with_dtype(step: Step, dtype: DType) -> Step:
+    return replace(step, out=TensorSpec(step.out.name, dtype, step.out.shape))

@@ -1,0 +1,364 @@
+"""Plans a `weightsmith moe` recipe from the headers of its models, or reports all problems at once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.packages import package_version
+from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.files import expand_user, read_bounded
+from weightsmith._base.options import RecipeOptions
+from weightsmith._features.mixture.assembly import Assembly, Donor
+from weightsmith._features.mixture.checks import Checks
+from weightsmith._features.mixture.choose import choose_layout
+from weightsmith._features.mixture.dense import Dense, dense_parts
+from weightsmith._features.mixture.layouts.base import ExpertLayout, Facts
+from weightsmith._features.mixture.layouts.dense_config import semantics
+from weightsmith._features.mixture.routing.gates import MODES
+from weightsmith._features.mixture.routing.gating import GatedExpert, Gating, outs_of, uses_states
+from weightsmith._features.mixture.routing.prompts import Texts
+from weightsmith._features.mixture.routing.route import INSTEAD
+from weightsmith._features.mixture.steps import Steps, Transforms, check_transforms, sharded, spread
+from weightsmith._features.mixture.surgery.build import assemble_surgery
+from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._planning import recipe as recipes
+from weightsmith._planning.planner.agreement import Model as Compared
+from weightsmith._planning.planner.agreement import tokenizer_disagreements
+from weightsmith._planning.planner.build import NOTHING, assemble_recipe, assemble_source
+from weightsmith._planning.planner.companions import Companions, carried, lacking
+from weightsmith._planning.planner.dtypes import main_dtype
+from weightsmith._planning.planner.inputs import at, open_models
+from weightsmith._planning.planner.loading import question_of
+from weightsmith._planning.planner.prepared import Assembled, Prepared, Stage, Written
+from weightsmith._planning.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
+from weightsmith._plans import Dropped, FileRead, Made, Product, Step
+from weightsmith._version import __version__
+
+
+def prepare_moe(
+    source: recipes.Source,
+    options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
+) -> Prepared:
+    """Read a `weightsmith moe` recipe and the headers of its models, and plan the output.
+
+    source  path of a YAML file, YAML text (with a newline), or a mapping
+
+    Raises PlanError with all problems. No tensor data is read.
+    """
+    return assemble_moe(source, options).finish()
+
+
+def assemble_moe(source: recipes.Source, options: RecipeOptions) -> Assembled:
+    """The draft of `prepare_moe`."""
+    return assemble_source(source, "moe", options, assemble_mixture)
+
+
+def assemble_mixture(
+    recipe: Upcycling | Surgery,
+    options: RecipeOptions,
+    problems: Sequence[WeightsmithError],
+    *,
+    folder: Path,
+    written: Written = NOTHING,
+) -> Assembled:
+    """The draft of a parsed recipe; see `prepare_moe`.
+
+    problems  found while parsing it
+    folder    base for relative paths of text files, saliency files and user code
+    written   folders with results of recipes that its merges read, by `Stage.path`
+    """
+    if isinstance(recipe, Surgery):
+        return assemble_surgery(recipe, options, problems, folder=folder)
+    with ExitStack() as stack:
+        assembled = _Builder(recipe, problems, options, folder, written).assemble(stack)
+        stack.pop_all()
+        return assembled
+
+
+class _Builder:
+    def __init__(
+        self,
+        recipe: Upcycling,
+        problems: Sequence[WeightsmithError],
+        options: RecipeOptions,
+        folder: Path,
+        written: Written,
+    ) -> None:
+        self.recipe = recipe
+        self.problems = list(problems)
+        self.options = options
+        self.asked = options.out_dtype or recipe.dtype
+        self.folder = folder
+        self.written = written
+        self.stages: list[Stage] = []
+        self.assembly = Assembly(Made("moe"))
+        self.warnings: list[Finding] = list(recipe.findings)
+        self.named: list[Path] = []
+
+    def assemble(self, stack: ExitStack) -> Assembled:
+        merge = partial(
+            assemble_recipe, options=replace(self.options, out_dtype=self.asked), folder=self.folder, written=self.written
+        )
+        base = self._base(stack, merge)
+        experts = self._experts(base, stack, merge)
+        checks = Checks(self.recipe, self.folder, lenient=self.options.lenient)
+        checks.check_recipe()
+        mode = self.recipe.gate_mode or recipes.GATE_MODES[0]
+        texts = checks.read_texts()
+        checks.check_prompts(mode, texts)
+        if base is None or None in experts:
+            raise PlanError([*self.problems, *checks.problems])
+        donors = [expert for expert in experts if expert is not None]
+        listed = [*self.recipe.experts, *self.recipe.shared_experts]
+        seen: set[int] = set()
+        for donor, expert in zip(donors, listed, strict=True):
+            if id(donor) not in seen:
+                checks.check_expert(base, donor, expert)
+            seen.add(id(donor))
+        self.problems += checks.problems
+        self.problems += check_transforms(self.recipe, donors[0].intermediate)
+        chosen = choose_layout(self.recipe, base)
+        if isinstance(chosen, WeightsmithError):
+            raise PlanError([*self.problems, chosen])
+        layout, found = chosen
+        self.warnings += found
+        companions = self._companions([base, *donors])
+        if self.problems:
+            raise PlanError(self.problems)
+        if layout.shared_router and MODES[mode].needs != "nothing":
+            checks.warn_of_silent(texts[len(self.recipe.experts) :])
+        self.warnings += checks.warnings
+        n, groups = len(self.recipe.experts), self.recipe.virtual_groups
+        donors = [*(shard for donor in donors[:n] for shard in sharded(donor, groups)), *donors[n:]]
+        facts = Facts(
+            config=semantics(base.donor.config, base.donor.label),
+            present=frozenset(base.layers[0].rest),
+            experts=n * groups,
+            shared=len(self.recipe.shared_experts),
+            per_token=self.recipe.experts_per_token,
+            intermediate=donors[0].intermediate,
+            hidden=base.hidden,
+            scales=(
+                tuple(expert.residual_scale for expert in spread(self.recipe.experts, groups)),
+                tuple(expert.residual_scale for expert in self.recipe.shared_experts),
+            ),
+        )
+        self.warnings += [Finding(text, self.recipe.filename) for text in layout.warnings(facts)]
+        transforms = Transforms(self.assembly, groups)
+        makes = Steps(self.recipe, base, layout, facts, self.assembly, transforms, self.asked)
+        steps = makes.make(donors)
+        gated = listed if layout.shared_router else listed[: len(self.recipe.experts)]
+        tokenizer = companions.opened[companions.tokenizer]
+        gating = self._gating(mode, base, layout, gated, texts, tokenizer)
+        self.assembly.draft.products.append(self._router(gating, base, makes, tokenizer))
+        if self.problems:
+            raise PlanError(self.problems)
+        self.warnings += companions.findings
+        n_compared = max(len({id(d.donor) for d in (base, *donors)}), companions.tokenizer + 1, companions.template + 1)
+        members = list(zip(companions.labels, companions.opened, strict=True))[:n_compared]
+        alike = [Compared(label, {}, checkpoint.folder, checkpoint.files) for label, checkpoint in members]
+        self.warnings += tokenizer_disagreements(alike, companions.tokenizer, companions.template)
+        self._fill(layout, facts, base, steps, companions)
+        self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
+        draft, own, loading = self.assembly.draft, base.donor, None
+        if self.options.check_loading:
+            specs = [step.out for step in own.steps.values()]
+            loading = question_of(draft, own.config, specs, own.structure, own.label, where=self.recipe.filename)
+        inputs = self.assembly.inputs
+        return Assembled(draft, inputs, own.structure, named=self.named, stages=self.stages, loading=loading)
+
+    def _companions(self, dense: Sequence[Dense]) -> Companions:
+        """What the base lacks of tokenizer, chat template and generation_config.json, from the other models in their order."""
+        donors = {id(each.donor): each.donor for each in dense}.values()
+        members = [(donor.label, donor.checkpoint) for donor in donors]
+        known = {id(checkpoint) for _, checkpoint in members}
+        members += [(checkpoint.ref, checkpoint) for checkpoint in self.assembly.inputs if id(checkpoint) not in known]
+        found = Companions([label for label, _ in members], [checkpoint for _, checkpoint in members], 0)
+        try:
+            fix = "put the tokenizer that the output is to have next to the weights of the base"
+            found.fill_tokenizer(self.recipe.section.at("base_model"), fix, {})
+            found.fill_template()
+            found.fill_generation()
+        except WeightsmithError as error:
+            self.problems.append(error)
+        return found
+
+    def _gating(
+        self,
+        mode: str,
+        base: Dense,
+        layout: ExpertLayout,
+        gated: Sequence[Expert],
+        texts: Sequence[Texts],
+        tokenizer: Checkpoint,
+    ) -> Gating:
+        """The settings of the router weights. tokenizer: the model whose tokenizer is used"""
+        recipe, routed = self.recipe, len(self.recipe.experts)
+        report = uses_states(mode, report=False) if self.options.routing_report is None else self.options.routing_report
+        report = report and any(t.has_prompts or t.has_held_out for t in texts[:routed])
+        seen = report or MODES[mode].needs != "nothing"
+        if not seen:
+            texts = [Texts()] * len(texts)
+        return Gating(
+            mode=mode,
+            experts=tuple(GatedExpert(str(e.model), e.section.where, t) for e, t in zip(gated, texts, strict=False)),
+            routed=routed,
+            base=Base(
+                base.donor.label,
+                self.assembly.add(tokenizer),
+                dict(base.donor.config) if seen else {},
+                base.prefix,
+                len(base.layers),
+                base.hidden,
+                INSTEAD,
+            ),
+            seed=self.options.seed,
+            scale=recipe.router_scale,
+            sigmoid=layout.sigmoid,
+            groups=recipe.virtual_groups,
+            per_token=recipe.experts_per_token,
+            prompt_tokens=recipe.prompt_tokens,
+            report=report,
+            where=recipe.section.at("gate_mode"),
+            packages={name: package_version(name) for name in ("torch", "transformers", "tokenizers")} if seen else {},
+            lenient=self.options.lenient,
+        )
+
+    def _router(self, gating: Gating, base: Dense, steps: Steps, tokenizer: Checkpoint) -> Product:
+        """The router product. It reads the base's tensors if the gate mode needs hidden states or the embedding."""
+        seen = gating.report or MODES[gating.mode].needs != "nothing"
+        shown = tuple(base.donor.steps.values()) if seen else ()
+        return Product(
+            name="router",
+            op="router",
+            outs=outs_of(gating, [steps.routers(i) for i in range(len(base.layers))]),
+            settings=gating.to_json(),
+            steps=shown,
+            needs=tuple(dict.fromkeys(name for step in shown for leaf in step.leaves for name in leaf.needs)),
+            files=self._tokenizer_files(tokenizer) if seen else (),
+        )
+
+    def _tokenizer_files(self, checkpoint: Checkpoint) -> tuple[FileRead, ...]:
+        """The files a tokenizer may read, with their checksums."""
+        number, found = self.assembly.add(checkpoint), []
+        checkpoint.fetch(checkpoint.files)
+        for name in checkpoint.files:
+            try:
+                content = read_bounded(checkpoint.folder / name, MAX_COPIED_BYTES)
+            except CheckpointError as error:
+                self.problems.append(error)
+                continue
+            found.append(FileRead(number, name, hashlib.sha256(content).hexdigest()))
+        return tuple(found)
+
+    # --- models ------------------------------------------------------------------------------------------------------
+
+    def _base(self, stack: ExitStack, merge: Callable[[Recipe], Assembled]) -> Dense | None:
+        base = self.recipe.base
+        if isinstance(base, ModelRef):
+            return self._dense(self._open([base], stack)[0], str(base), base.where)
+        return self._merged(base, self.recipe.section.at("base_model"), stack, merge)
+
+    def _merged(self, recipe: Recipe, where: str, stack: ExitStack, merge: Callable[[Recipe], Assembled]) -> Dense | None:
+        """The parts of an inline merge."""
+        try:
+            assembled = merge(recipe)
+            stack.callback(assembled.close)
+            assembled.check()
+        except PlanError as error:
+            self.problems += error.problems
+            return None
+        self.warnings += assembled.draft.warnings
+        self.named += assembled.named
+        self.stages += assembled.stages
+        if assembled.draft.tables or (assembled.draft.files and (recipe.tokenizer is not None or recipe.chat_template)):
+            what = "a merge inside a mixture cannot change the vocabulary or the chat template"
+            fix = "run it with `weightsmith merge` first, and name the result here"
+            self.problems.append(Unsupported(what, where=where, fix=fix))
+            return None
+        return self._parts(self.assembly.merge(assembled), where)
+
+    def _experts(self, base: Dense | None, stack: ExitStack, merge: Callable[[Recipe], Assembled]) -> list[Dense | None]:
+        """The model of every expert, shared ones last. Each distinct model is opened once."""
+        listed = [*self.recipe.experts, *self.recipe.shared_experts]
+        refs = dict.fromkeys(e.model for e in listed if isinstance(e.model, ModelRef) and e.model != self.recipe.base)
+        opened = dict(zip(refs, self._open(list(refs), stack), strict=True))
+        parts = {ref: self._dense(opened[ref], str(ref), ref.where) for ref in refs}
+        merged: dict[str, Dense | None] = {}
+        found = []
+        for expert in listed:
+            if isinstance(expert.model, ModelRef):
+                found.append(parts.get(expert.model, base))
+            elif expert.model == self.recipe.base:
+                found.append(base)
+            else:
+                where = expert.section.at("source_model")
+                if where not in merged:
+                    merged[where] = self._merged(expert.model, where, stack, merge)
+                found.append(merged[where])
+        return found
+
+    def _open(self, refs: Sequence[ModelRef], stack: ExitStack) -> list[Checkpoint | None]:
+        opened, problems = open_models(refs, stack)
+        self.problems += problems
+        self.warnings += [note for checkpoint in opened if checkpoint is not None for note in checkpoint.notes]
+        return opened
+
+    def _dense(self, checkpoint: Checkpoint | None, label: str, where: str) -> Dense | None:
+        return None if checkpoint is None else self._parts(self.assembly.checkpoint(checkpoint, label), where)
+
+    def _parts(self, donor: Donor, where: str) -> Dense | None:
+        parts = dense_parts(donor)
+        if isinstance(parts, Dense):
+            return parts
+        self.problems.append(at(parts, where))
+        return None
+
+    # --- the rest of the plan ----------------------------------------------------------------------------------------
+
+    def _fill(self, layout: ExpertLayout, facts: Facts, base: Dense, steps: list[Step], companions: Companions) -> None:
+        """Fill the rest of the draft."""
+        config, draft = layout.config(facts), self.assembly.draft
+        dtype = main_dtype(step.out for step in steps)
+        if dtype is not None:
+            config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype.torch}
+        checkpoint = base.donor.checkpoint
+        draft.made, draft.config, draft.steps = self._made(config), config, steps
+        draft.donor = self.assembly.add(checkpoint)
+        draft.dropped = list(self._dropped(base, steps))
+        draft.carried = list(carried(checkpoint.files, companions.files, companions.removed))
+        draft.files = dict(companions.files)
+        draft.lacking = lacking(((c.ref, c.files) for c in self.assembly.inputs), draft.held)
+        draft.max_shard_bytes, draft.seed, draft.recipe = self.options.shard_bytes, self.options.seed, self.recipe.text
+        draft.warnings = [*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)]
+
+    def _made(self, config: Mapping[str, Any]) -> Made:
+        """The text of the model card."""
+        title = f"Mixture of experts ({config.get('model_type', '')}) built from dense models with weightsmith {__version__}."
+        seed = f"\n\nRandom seed: {self.options.seed}." if self.options.seed else ""
+        source = f"The router is not trained: train it on text from the experts' domains.{seed}"
+        return Made("moe", title, source, ", over the tensors shared by an inline merge and its base")
+
+    def _dropped(self, base: Dense, steps: Sequence[Step]) -> tuple[Dropped, ...]:
+        """Every input tensor that no step reads, and why."""
+        used = {(i.model, i.tensor) for step in steps for leaf in step.leaves for i in leaf.inputs}
+        of_base = {(i.model, i.tensor) for step in base.donor.steps.values() for leaf in step.leaves for i in leaf.inputs}
+        buffers = {(i.model, i.tensor) for name in base.dropped for i in base.donor.steps[name].inputs}
+        dropped = []
+        for number, checkpoint in enumerate(self.assembly.inputs):
+            for tensor in checkpoint.specs:
+                if (number, tensor) in buffers:
+                    dropped.append(Dropped(number, tensor, "models compute it themselves"))
+                elif (number, tensor) not in used:
+                    own = (number, tensor) in of_base
+                    reason = "replaced by the experts" if own else "only the MLPs of this model are used"
+                    dropped.append(Dropped(number, tensor, reason))
+        return tuple(dropped)

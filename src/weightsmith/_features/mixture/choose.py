@@ -1,0 +1,155 @@
+"""Chooses the output layout: the one the recipe names, else the first that can hold the models."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weightsmith._base.errors import Finding, UnknownName, Unsupported, WeightsmithError, nearest
+from weightsmith._features.mixture.dense import Dense
+from weightsmith._features.mixture.layouts import all_layouts
+from weightsmith._features.mixture.layouts.base import ExpertLayout
+from weightsmith._features.mixture.layouts.dense_config import rope_scaling, rotary_share, semantics
+from weightsmith._planning.recipe import Upcycling
+
+
+def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Finding]] | WeightsmithError:
+    """The layout and warnings about it, or an error that says why none fits."""
+    layouts = all_layouts()
+    where = recipe.section.at("architecture")
+    named = recipe.architecture
+    if named:
+        layouts = _called(named)
+        if not layouts:
+            names = [layout.name for layout in all_layouts()]
+            what = f"unknown architecture '{named}'{nearest(named, names)}"
+            return UnknownName(what, where=where, fix=f"write one of {', '.join(names)}")
+    model_type = str(base.donor.config.get("model_type", ""))
+    counts = len(recipe.experts) * recipe.virtual_groups, len(recipe.shared_experts)
+    reasons = {layout.name: why_not(layout, base, *counts) for layout in layouts}
+    for layout in layouts:
+        if reasons[layout.name] or not (named or model_type in layout.dense):
+            continue
+        if model_type in layout.dense:
+            return layout, []
+        known = f"is equivalent to {', '.join(layout.dense)} models" if layout.dense else "has no dense equivalent"
+        what = f"{layout.title} {known}; it is not known to be equivalent to {model_type} models"
+        return layout, [Finding(what, where, fix="compare the output with the base before you use it")]
+    tried = [
+        f"{layout.name}: {reasons[layout.name] or f'not known to be equivalent to {model_type} models'}" for layout in layouts
+    ]
+    fits = [o.name for o in all_layouts() if o not in layouts and model_type in o.dense and not why_not(o, base, *counts)]
+    whose = f"experts of {base.donor.label} ({model_type or 'no model type'})"
+    return Unsupported(
+        f"{named} cannot hold {whose}" if named else f"no architecture can hold {whose}",
+        where=where,
+        details=tried,
+        fix=f"write architecture: {' or '.join(fits)}" if fits else "",
+    )
+
+
+def _called(name: str) -> tuple[ExpertLayout, ...]:
+    """Layouts with this name. If there are none, those whose names start with it, as in mergekit."""
+    wanted = _plain(name)
+    names = {o.name: {_plain(n) for n in (o.name, o.title, o.architecture, *o.aliases)} for o in all_layouts()}
+    exact = tuple(o for o in all_layouts() if wanted in names[o.name])
+    return exact or tuple(o for o in all_layouts() if any(n.startswith(wanted) for n in names[o.name]))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+# ---- Why a layout cannot hold a dense model, judged by names, shapes and config.json.
+
+_PREFIX = "model.layers."
+_OUTSIDE = frozenset({"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"})
+
+
+def why_not(layout: ExpertLayout, base: Dense, experts: int, shared: int) -> str:
+    """Why a layout cannot hold a base with these numbers of routed and shared experts; "" if it can."""
+    config = semantics(base.donor.config, base.donor.label)
+    problems = (*layout.check(config), *_config(layout, config), *_names(layout, base), *_shapes(layout, base, config))
+    return next(iter((*problems, *_counts(layout, experts, shared))), "")
+
+
+def _config(layout: ExpertLayout, config: Mapping[str, Any]) -> Iterator[str]:
+    kinds = set(config["layer_types"])
+    if layout.windows == "none" and "sliding_attention" in kinds:
+        yield f"it has no sliding window, but the base has one of {config['sliding_window']} tokens"
+    if layout.windows == "all" and len(kinds) > 1:
+        yield "either all of its layers have a sliding window or none do, but only some layers of the base have one"
+    if not layout.partial and (share := rotary_share(config)) != 1:
+        yield f"its rotary embeddings rotate the whole head, but the base's rotate {share:g} of it"
+    if any(isinstance(value, Mapping) for value in rope_scaling(config).values()):
+        yield "all its layers share rope_parameters, but the base's layers have their own"
+    if not all(_rotated(config)):
+        yield "all its layers have rotary embeddings, but not all of the base's do"
+    if not layout.multipliers:
+        for key, neutral in _neutral(config).items():
+            if not math.isclose(value := config.get(key) or neutral, neutral, rel_tol=1e-6):
+                yield f"it has no {key}, but the base's is {value:g}"
+
+
+def _rotated(config: Mapping[str, Any]) -> list[bool]:
+    """Whether each layer has rotary embeddings: some of SmolLM3's have none."""
+    if (given := config.get("no_rope_layers")) is not None:
+        return [bool(one) for one in given]
+    every = config.get("no_rope_layer_interval") or 0
+    return [(i + 1) % every != 0 for i in range(config["num_hidden_layers"])] if every else []
+
+
+def _neutral(config: Mapping[str, Any]) -> dict[str, float]:
+    """The values of Granite's factors that have no effect."""
+    size = config.get("head_dim")
+    factors = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
+    return factors | ({"attention_multiplier": size**-0.5} if size else {})
+
+
+def _names(layout: ExpertLayout, base: Dense) -> Iterator[str]:
+    if base.prefix != _PREFIX:
+        yield f"its layers are at {_PREFIX}, but the base's are at {base.prefix}"
+    if other := sorted(set(base.outside) - _OUTSIDE):
+        yield f"it has no place for {other[0]}"
+    for names in map(set, (layer.rest for layer in base.layers)):
+        if missing := sorted(layout.layer - names - layout.fillable):
+            yield f"it requires {missing[0]}, which the base lacks"
+        for group in (*layout.optional, layout.fillable):
+            if names & group and not group <= names:
+                yield f"it requires {sorted(group - names)[0]} with {sorted(group & names)[0]}"
+        if more := sorted(names - layout.layer.union(*layout.optional)):
+            yield f"it has no place for {more[0]}"
+
+
+def _shapes(layout: ExpertLayout, base: Dense, config: Mapping[str, Any]) -> Iterator[str]:
+    """Attention whose shapes contradict config.json, and norms of another width."""
+    heads, size, groups = (config.get(key) or 0 for key in ("num_attention_heads", "head_dim", "num_key_value_heads"))
+    if "self_attn.k_proj.weight" not in layout.layer or not heads * size * groups:
+        return
+    wide, narrow, together = heads * size, groups * size, layout.norms == "all heads"
+    shapes = {
+        "self_attn.q_proj.weight": (wide, base.hidden),
+        "self_attn.k_proj.weight": (narrow, base.hidden),
+        "self_attn.v_proj.weight": (narrow, base.hidden),
+        "self_attn.o_proj.weight": (base.hidden, wide),
+        "self_attn.q_norm.weight": (wide if together else size,),
+        "self_attn.k_norm.weight": (narrow if together else size,),
+    }
+    for layer in base.layers:
+        for name, shape in shapes.items():
+            if name in layer.rest and layer.rest[name].shape != shape:
+                what = f" ({layout.norms} normed)" if name.endswith("_norm.weight") else ""
+                yield f"its {name} is {list(shape)}{what}, but the base's is {list(layer.rest[name].shape)}"
+
+
+def _counts(layout: ExpertLayout, experts: int, shared: int) -> Iterator[str]:
+    low, high = layout.shared_experts
+    if not low <= shared <= high:
+        wanted = (
+            "no shared expert" if high == 0 else f"{low} to {high} shared experts" if low < high else f"{low} shared expert"
+        )
+        yield f"it requires {wanted}, not {shared}"
+    if experts < layout.min_experts:
+        yield f"it requires at least {layout.min_experts} experts, not {experts}"

@@ -1,0 +1,55 @@
+"""DeepSeek-V2: latent attention, experts chosen by softmax. Requires a dense model with the same attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weightsmith._features.mixture.layouts.base import ExpertLayout, Facts
+from weightsmith._features.mixture.layouts.deepseek_family import (
+    LATENT,
+    LATENT_KEYS,
+    LATENT_OPTIONAL,
+    SHARED,
+    check_latent,
+    keys,
+    no_shared,
+    warn_none_shared,
+    warn_shared,
+)
+
+
+def _warnings(facts: Facts) -> Iterable[str]:
+    if facts.per_token < facts.experts:
+        yield (
+            "transformers ignores norm_topk_prob: true here, so the weights of the chosen experts sum to less than 1 and the"
+            " output is smaller than the base's; set experts_per_token to the number of experts to avoid this"
+        )
+    yield from warn_shared(facts)
+    yield from warn_none_shared(facts)
+
+
+LAYOUT = ExpertLayout(
+    name="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    title="DeepSeek-V2",
+    dense=("deepseek_v2",),
+    layer=LATENT,
+    optional=LATENT_OPTIONAL,
+    routing="softmax; the chosen experts' weights are divided by their sum (`norm_topk_prob: true`), but not by transformers",
+    shared=SHARED,
+    shared_experts=(0, 1),
+    take=(*LATENT_KEYS, "mlp_bias"),
+    keys=lambda facts: {
+        **keys(facts),
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+        "scoring_func": "softmax",
+        "output_router_logits": False,
+    },
+    fixed=no_shared,
+    check=check_latent,
+    warnings=_warnings,
+    llama_cpp="the same as the base, unlike transformers; requires a shared expert",
+    note="only from dense models with latent attention",
+)

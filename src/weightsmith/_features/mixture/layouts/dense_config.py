@@ -1,0 +1,266 @@
+"""Expands a dense model's config.json to every key that affects what it computes.
+
+A missing key has its class's default, and the mixture's class may have another: `rope_theta` is 10,000 for Mistral and
+1,000,000 for Mixtral. Conversely, the mixture's class may read a key that the dense class ignores, such as a Llama's
+`sliding_window`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weightsmith._models.structure.configs import MAX_COUNT, MAX_LAYERS, count_of, number_of, wrong_value
+
+ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"})
+"""Keys of rotary embeddings: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
+
+_BASIC: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "use_cache": True,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "rope_theta": 10_000.0,
+}
+_MISTRAL = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+_QWEN = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_INTERLEAVED = {**_MLA, "attention_bias": False, "rope_interleave": True}
+_MULTIPLIERS = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0)
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**_BASIC, "attention_bias": False, "mlp_bias": False},
+    "mistral": {**_BASIC, **_MISTRAL},
+    "ministral": {**_BASIC, **_MISTRAL, "layer_types": None},
+    "qwen2": {**_BASIC, **_QWEN},
+    "qwen3": {**_BASIC, **_QWEN, "head_dim": 128, "attention_bias": False},
+    "phi3": {
+        **_BASIC,
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 32000,
+        "eos_token_id": 32000,
+        "sliding_window": None,
+    },
+    "granite": {**_BASIC, "attention_bias": False, "mlp_bias": False, **_MULTIPLIERS},
+    "olmo2": {
+        **_BASIC,
+        "vocab_size": 50304,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 1,
+        "bos_token_id": None,
+        "eos_token_id": 50279,
+        "attention_bias": False,
+    },
+    "seed_oss": {
+        **_BASIC,
+        "vocab_size": 155136,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "attention_dropout": 0.1,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+    },
+    "smollm3": {
+        **_BASIC,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "pad_token_id": 128004,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "deepseek_v2": {**_BASIC, **_MLA, "vocab_size": 102400, "attention_bias": False, "mlp_bias": False},
+    "deepseek_v3": {
+        **_BASIC,
+        **_INTERLEAVED,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "youtu": {
+        **_BASIC,
+        **_INTERLEAVED,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 131072,
+        "initializer_range": None,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "tie_word_embeddings": True,
+    },
+}
+"""Model type → every key that its transformers class reads to compute, with its default."""
+
+KNOWN: frozenset[str] = frozenset().union(*DEFAULTS.values())
+"""Every key that any of these classes reads."""
+
+
+_COUNTS = frozenset(
+    """
+    num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_size intermediate_size vocab_size sliding_window
+    max_window_layers no_rope_layer_interval q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    """.split()
+)
+_NUMBERS = frozenset(_MULTIPLIERS) | {"rope_theta", "partial_rotary_factor"}
+_TYPES: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("layer_types", "no_rope_layers"), (list, "a list")),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
+    **dict.fromkeys(("hidden_act", "model_type"), (str, "a string")),
+}
+
+
+def semantics(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """A dense config with every key that affects what the model computes.
+
+    where  the model, for messages
+
+    Always includes heads, their size, the window of each layer (`sliding_window`, `layer_types`) and the RoPE base. Drops
+    keys that only other model types read. For a model type that is not in `DEFAULTS`, keeps config.json's values.
+
+    Raises FormatError for values of a wrong type or an absurd size.
+
+    >>> semantics({"model_type": "llama", "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 8})["head_dim"]
+    16
+    >>> semantics({"model_type": "mistral", "num_hidden_layers": 2, "rope_theta": 5e5})["layer_types"]
+    ['sliding_attention', 'sliding_attention']
+    """
+    _check_values(config, where)
+    model_type = str(config.get("model_type"))
+    defaults = DEFAULTS.get(model_type)
+    if defaults is None:
+        full = {"tie_word_embeddings": False, "hidden_act": "silu", **config}
+    else:
+        foreign = KNOWN - defaults.keys() - ROPE
+        full = {**defaults, **{key: value for key, value in config.items() if key not in foreign}}
+        _write_rope(full, config, model_type)
+    heads = full.get("num_attention_heads") or 0
+    given = full.get("num_key_value_heads")
+    full["num_key_value_heads"] = heads if given is None else given
+    if full.get("head_dim") is None and heads and (hidden := full.get("hidden_size")):
+        full["head_dim"] = hidden // heads
+    full["layer_types"] = _windows(full, model_type)
+    if "sliding_attention" not in full["layer_types"]:
+        full["sliding_window"] = None
+    return full
+
+
+def _check_values(config: Mapping[str, Any], where: str) -> None:
+    for key in config.keys() & _COUNTS:
+        count_of(config, key, where=where, most=MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT)
+    for key in config.keys() & _NUMBERS:
+        number_of(config, key, 1.0, where=where)
+    for key, (kind, words) in _TYPES.items():
+        if not isinstance(value := config.get(key), kind | None):
+            raise wrong_value(key, value, words, where)
+    number_of(rope_scaling(config), "partial_rotary_factor", 1.0, where=where)
+    number_of(rope_scaling(config), "factor", 1.0, where=where)
+
+
+def rope_type(config: Mapping[str, Any]) -> str:
+    """The RoPE scaling type: `default`, `linear`, `yarn`, `longrope` ..."""
+    rope = rope_scaling(config)
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def rotary_share(config: Mapping[str, Any]) -> float:
+    """The share of each head that is rotated."""
+    return float(rope_scaling(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+
+
+def rope_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The RoPE scaling. If both keys exist, the old one takes precedence, as in transformers."""
+    rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return rope
+
+
+def _write_rope(full: dict[str, Any], config: Mapping[str, Any], model_type: str) -> None:
+    """Write the RoPE keys in the form config.json has, old or new, with the base and the rotated share."""
+    rope = dict(rope_scaling(config))
+    theta = rope.get("rope_theta", full["rope_theta"])
+    # Of these model types, only Phi-3 reads the share; the others always rotate the whole head.
+    share = rotary_share(config) if model_type == "phi3" else 1.0
+    if model_type == "phi3" and rope_type(config) != "default":
+        rope["rope_type"] = "longrope"  # Phi-3 once called it su or yarn
+        rope["original_max_position_embeddings"] = full["original_max_position_embeddings"]
+        rope.pop("type", None)
+    for key in ROPE - {"original_max_position_embeddings"}:
+        full.pop(key, None)
+    if "rope_parameters" in config and not config.get("rope_scaling"):
+        rope = {"rope_type": rope_type(config), **rope, "rope_theta": theta}
+        rope.pop("partial_rotary_factor", None)
+        full["rope_parameters"] = rope | ({"partial_rotary_factor": share} if share != 1 else {})
+    else:
+        full |= {"rope_theta": theta, "rope_scaling": rope or None}
+        if share != 1:
+            full["partial_rotary_factor"] = share
+
+
+def _windows(full: Mapping[str, Any], model_type: str) -> list[str]:
+    """For each layer, `full_attention` or `sliding_attention`."""
+    layers, window = full.get("num_hidden_layers") or 0, full.get("sliding_window")
+    given = full.get("layer_types")
+    if not window or full.get("use_sliding_window") is False:
+        return ["full_attention"] * layers
+    if given:
+        return list(map(str, given))
+    first = layers if model_type == "smollm3" else 0
+    if model_type in ("qwen2", "qwen3"):
+        first = full.get("max_window_layers") or 0
+    return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]

@@ -1,0 +1,43 @@
+"""Granite-MoE: all experts of a layer in two tensors, and factors on embeddings, residuals, attention and logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsmith._features.mixture.layouts.base import ATTENTION, ATTENTION_BIASES, NORMS, ExpertLayout, Facts
+
+
+def _keys(facts: Facts) -> dict[str, Any]:
+    neutral = {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": facts.config["head_dim"] ** -0.5,
+    }
+    return {
+        **{key: facts.config.get(key, value) for key, value in neutral.items()},
+        "attention_bias": facts.biased,
+        "num_local_experts": facts.experts,
+        "num_experts_per_tok": facts.per_token,
+        "intermediate_size": facts.intermediate,
+        "output_router_logits": False,
+    }
+
+
+LAYOUT = ExpertLayout(
+    name="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    title="Granite-MoE",
+    dense=("granite", "llama", "mistral", "ministral", "phi3", "smollm3"),
+    layer=ATTENTION | NORMS,
+    optional=(ATTENTION_BIASES,),
+    multipliers=True,
+    router="block_sparse_moe.router.layer.weight",
+    routing="softmax over the chosen experts",
+    tensors=(
+        ("block_sparse_moe.input_linear.weight", ("gate", "up")),
+        ("block_sparse_moe.output_linear.weight", ("down",)),
+    ),
+    take=("head_dim",),
+    keys=_keys,
+)

@@ -1,0 +1,169 @@
+"""The prompts of each expert, from the recipe and text files, as text and as rows of tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, SyntaxProblem, WeightsmithError
+from weightsmith._base.files import expand_user, read_bounded
+from weightsmith._planning.recipe import Expert
+
+MAX_BYTES = 4 << 20
+"""Size limit of a text file: about a million tokens, which take a 7B model hours on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The texts of one expert. whole: text files to be split into rows, by kind."""
+
+    positive: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    whole: Mapping[str, str] | None = None
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there are positive prompts."""
+        return bool(self.positive or (self.whole or {}).get("positive"))
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out texts."""
+        return bool(self.held_out or (self.whole or {}).get("held_out"))
+
+    @property
+    def said(self) -> tuple[object, ...]:
+        """What router weights are computed from: equal values give equal weights."""
+        return self.positive, self.negative, (self.whole or {}).get("positive")
+
+
+def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple[Texts, list[WeightsmithError]]:
+    """The texts of an expert, and the problems with its files.
+
+    folder         base for relative paths
+    prompt_tokens  None: each paragraph of a file is a prompt
+
+    >>> read_texts(expert, Path("recipes"), None)[1]                                                     # doctest: +SKIP
+    [NotFound('the text file recipes/fr.txt cannot be read: No such file or directory')]
+    """
+    problems: list[WeightsmithError] = []
+    read: dict[str, str] = {}
+    for key, what in (("prompts_file", "positive"), ("held_out_file", "held_out")):
+        if name := getattr(expert, key):
+            text = _read(folder / expand_user(name), expert.section.at(key))
+            if isinstance(text, WeightsmithError):
+                problems.append(text)
+            else:
+                read[what] = text
+    if prompt_tokens is not None:
+        return Texts(expert.positive_prompts, expert.negative_prompts, whole=read), problems
+    cut = {what: tuple(paragraphs(text)) for what, text in read.items()}
+    positive = expert.positive_prompts + cut.get("positive", ())
+    return Texts(positive, expert.negative_prompts, cut.get("held_out", ())), problems
+
+
+def paragraphs(text: str) -> list[str]:
+    r"""The runs of lines between blank lines.
+
+    >>> paragraphs("a\nb\n \n\nc\n")
+    ['a\nb', 'c']
+    """
+    return [part.strip("\n") for part in re.split(r"\n(?:[^\S\n]*\n)+", text) if part.strip()]
+
+
+def _read(path: Path, where: str) -> str | WeightsmithError:
+    try:
+        data = read_bounded(path, MAX_BYTES)
+    except NotFound as error:
+        fix = "check the path: relative ones start at the recipe's folder"
+        return NotFound(f"the text file {path} cannot be read: {error.finding.what}", where=where, fix=fix)
+    except CheckpointError as error:
+        fix = "use a part of it: about ten thousand tokens are plenty"
+        return ParameterError(f"the text file {path} cannot be read: {error.finding.what}", where=where, fix=fix)
+    try:
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        what = f"the text file {path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"
+        return SyntaxProblem(what, where=where, fix="save it as UTF-8")
+    if not text.strip():
+        return ParameterError(f"the text file {path} is empty", where=where, fix="write typical inputs of the expert")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt as tokens. start: the length of the prefix that the tokenizer adds, which no statistic includes."""
+
+    ids: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The prompts of one expert as tokens."""
+
+    positive: tuple[Row, ...]
+    negative: tuple[Row, ...]
+    held_out: tuple[Row, ...]
+
+
+class Tokens:
+    """Tokenises texts into rows.
+
+    plain  as mergekit does: the text of the bos token and the prompt, without the tokenizer's own prefix. Otherwise each
+           row starts with the tokenizer's prefix
+    """
+
+    def __init__(self, tokenizer: Any, *, plain: bool) -> None:
+        self._tokenizer = tokenizer
+        self._plain = plain
+        bos = tokenizer.bos_token_id
+        self._bos_text = (tokenizer.bos_token or "") if plain else ""
+        self._prefix: list[int] = [bos] if bos is not None else []
+        if not plain:
+            ids, bare = list(tokenizer("a")["input_ids"]), self._ids("a")
+            self._prefix = ids[: next((k for k in range(len(ids)) if ids[k : k + len(bare)] == bare), 0)]
+
+    def rows(self, texts: Texts, prompt_tokens: int | None) -> Rows:
+        """The rows of all texts of an expert. Texts without tokens have none."""
+        whole = texts.whole or {}
+        positive = [*map(self._row, texts.positive), *self._cut(whole.get("positive", ""), prompt_tokens)]
+        held_out = [*map(self._row, texts.held_out), *self._cut(whole.get("held_out", ""), prompt_tokens)]
+        return Rows(self._full(positive), self._full(map(self._row, texts.negative)), self._full(held_out))
+
+    def _full(self, rows: Iterable[Row]) -> tuple[Row, ...]:
+        """The rows with tokens. With `plain`, the bos token alone counts as one, for empty prompts, as in mergekit."""
+        return tuple(row for row in rows if len(row.ids) > (0 if self._plain else row.start))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _row(self, text: str) -> Row:
+        if self._bos_text:
+            return Row(tuple(self._ids(self._bos_text + text)), 1)
+        return Row((*self._prefix, *self._ids(text)), len(self._prefix))
+
+    def _cut(self, text: str, size: int | None) -> list[Row]:
+        ids = self._ids(text) if text and size else []
+        step = size or 1
+        return [Row((*self._prefix, *ids[k : k + step]), len(self._prefix)) for k in range(0, len(ids), step)]
+
+
+def too_long(rows: Sequence[Rows], names: Sequence[tuple[str, str]], limit: int) -> list[WeightsmithError]:
+    """An error for each expert with a prompt that exceeds the model's positions.
+
+    names  each expert's model name, and the position of its entry in the recipe
+    limit  tokens
+    """
+    problems: list[WeightsmithError] = []
+    for own, (name, where) in zip(rows, names, strict=True):
+        longest = max((len(r.ids) for r in (*own.positive, *own.negative, *own.held_out)), default=0)
+        if longest > limit:
+            what = f"a prompt of {name} has {longest:,} tokens, but the base supports at most {limit:,}"
+            fix = "shorten it, or split a text file into rows with prompt_tokens: 512"
+            problems.append(ParameterError(what, where=where, fix=fix))
+    return problems

@@ -1,0 +1,354 @@
+"""Plans a recipe that prunes or merges experts from the headers of its model, or reports all problems at once."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from weightsmith._activations.packages import missing
+from weightsmith._base.errors import Finding, LayerError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._base.strict_json import texts
+from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._features.mixture.assembly import Assembly
+from weightsmith._features.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
+from weightsmith._features.mixture.surgery.neurons import MatchedPair, matching, neuron_tensors, read_matched
+from weightsmith._features.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
+from weightsmith._files.copied import left_out_findings
+from weightsmith._files.hf_folder import natural_key
+from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
+from weightsmith._models.structure import analyse
+from weightsmith._models.structure.configs import EXPERT_COUNTS, sections, whole_numbers
+from weightsmith._planning.planner.config import output_config
+from weightsmith._planning.planner.dtypes import DTypes, kept_specs
+from weightsmith._planning.planner.inputs import at, open_models
+from weightsmith._planning.planner.loading import question_of
+from weightsmith._planning.planner.prepared import Assembled
+from weightsmith._planning.recipe import Surgery
+from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, Made, Product, Read, Settings, Step
+from weightsmith._version import __version__
+
+_PRUNED = Made(
+    "prune_experts",
+    f"Mixture of experts, pruned with weightsmith {__version__}.",
+    "The remaining experts are unchanged. The model was not trained after pruning.",
+)
+_MERGED = Made(
+    "merge_experts",
+    f"Mixture of experts, some of which were averaged with weightsmith {__version__}.",
+    "The model was not trained after merging.",
+)
+
+
+def assemble_surgery(
+    recipe: Surgery,
+    options: RecipeOptions,
+    problems: Sequence[WeightsmithError] = (),
+    *,
+    folder: Path = Path(),
+) -> Assembled:
+    """The draft of a parsed recipe.
+
+    problems  found while parsing it
+    folder    base for a relative path of the saliency file
+
+    Raises PlanError with all problems. No tensor data is read.
+    """
+    with ExitStack() as stack:
+        asked = options.out_dtype or recipe.dtype
+        checkpoint, found = _open(recipe, asked, options.quantize, stack)
+        if checkpoint is None:
+            raise PlanError([*problems, *found])
+        specs = dict(checkpoint.specs)
+        blocks, found = find_blocks(specs.values(), str(recipe.model))
+        if found:
+            raise PlanError([*problems, *(at(problem, recipe.model.where) for problem in found)])
+        selection = ExpertSelection(recipe, blocks, folder)
+        surgeon = _Surgeon(recipe, checkpoint, blocks, selection, asked)
+        config = surgeon.config()
+        if problems or selection.problems or surgeon.problems:
+            raise PlanError([*problems, *selection.problems, *surgeon.problems])
+        made = surgeon.assemble(config, options.shard_bytes)
+        # What the tensors of a quantised model are is up to its own loader.
+        if options.check_loading and checkpoint.quantised is None:
+            where, shape = recipe.model.where, made.structure
+            made.loading = question_of(made.draft, checkpoint.config, specs.values(), shape, checkpoint.ref, where=where)
+        stack.pop_all()
+        return made
+
+
+def _open(
+    recipe: Surgery, asked: DType | None, quantize: str | None, stack: ExitStack
+) -> tuple[Checkpoint | None, list[WeightsmithError]]:
+    """Open the model. Pruning alone works on quantised experts too: their codes and scales are copied."""
+    ref = recipe.model
+    if recipe.prune is None or asked is not None or quantize is not None or ref.lora is not None:
+        opened, problems = open_models([ref], stack)
+        return opened[0], problems
+    try:
+        checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, raw=True, download=False)
+    except WeightsmithError as error:
+        return None, [at(error, ref.where)]
+    stack.callback(checkpoint.close)
+    return checkpoint, []
+
+
+class _Surgeon:
+    def __init__(
+        self,
+        recipe: Surgery,
+        checkpoint: Checkpoint,
+        blocks: Sequence[ExpertLayer],
+        selection: ExpertSelection,
+        asked: DType | None,
+    ) -> None:
+        self.recipe = recipe
+        self.checkpoint = checkpoint
+        self.blocks = blocks
+        self.selection = selection
+        self.asked = asked
+        self.problems: list[WeightsmithError] = []
+        self.warnings: list[Finding] = [*recipe.findings, *checkpoint.notes]
+        self.specs = dict(checkpoint.specs)
+        self.dtypes = DTypes(asked, [kept_specs(checkpoint)])
+        self.settings: dict[tuple[float, ...], int] = {}
+        self.products: list[Product] = []
+        merge = recipe.merge.values if recipe.merge is not None else {}
+        self.matched: bool = merge.get("match", False)
+        self.mean_router = merge.get("router") == "mean"
+
+    def config(self) -> dict[str, Any]:
+        """config.json with the new number of experts. Adds problems with the config and with merging."""
+        old, new = self.blocks[0].experts, self.selection.experts
+        config = self.checkpoint.config
+        if config is None:
+            fix = "put its config.json next to the weights, and name the folder"
+            self.problems.append(Unsupported("there is no config.json", where=str(self.recipe.model), fix=fix))
+            return {}
+        if self.recipe.merge is not None:
+            self._check_merge()
+        if not new:
+            return {}
+        changed, problems = with_experts(config, old, new, self.selection.where)
+        self.problems += problems
+        self._note_router_groups(router_groups(config, old), old, new)
+        return changed
+
+    def _check_merge(self) -> None:
+        """Check that experts can be averaged, and matched if requested."""
+        block = self.blocks[0]
+        tensors = [*(spec for parts in block.own for spec in parts.values()), *(stacked.spec for stacked in block.fused)]
+        codes = next((spec for spec in tensors if not spec.dtype.floating), None)
+        if codes is not None:
+            fix = "use prune_experts, which copies experts, or a checkpoint that is not quantised"
+            self.problems.append(Unsupported(f"{codes.dtype} cannot be averaged", where=codes.name, fix=fix))
+        if block.scaled:
+            what = "each expert has its own output factor, which a merged expert would need multiplied into its weights"
+            self.problems.append(Unsupported(what, where=block.scaled, fix="use prune_experts"))
+        if self.matched:
+            section = self.selection.section
+            packages = missing(("scipy",), "matched experts", "moe", "; or write match: false, which does not require it")
+            self.problems += [at(problem, section.at("match")) for problem in packages]
+            try:
+                neuron_tensors(block, 0, self.checkpoint.config or {})
+            except WeightsmithError as error:
+                self.problems.append(at(error, section.at("match")))
+
+    def _note_router_groups(self, n: int, old: int, new: int) -> None:
+        """Warn if experts change groups and the router first chooses among groups."""
+        if n == 1 or new % n or old % n:
+            return
+        for layer, groups in self.selection.groups.items():
+            if any(i // (new // n) != group.experts[0] // (old // n) for i, group in enumerate(groups)):
+                what = f"the router of layer {layer} first chooses among {n} groups of experts, and some experts change groups"
+                fix = f"keep equally many of every {old // n} experts, in order (see n_group)"
+                self.warnings.append(Finding(what, self.selection.where, fix=fix))
+                return
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def assemble(self, config: dict[str, Any], max_shard_bytes: int) -> Assembled:
+        steps: list[Step] = []
+        moved: set[str] = set()
+        for block in self.blocks:
+            groups = self.selection.groups[block.layer]
+            keep = groups if self.mean_router else tuple(ExpertGroup(group.experts[:1]) for group in groups)
+            sources = self._sources(block, groups)
+            steps += [step for i, group in enumerate(groups) for step in self._own(block, i, group, sources)]
+            steps += [self._stacked(block, stacked, groups, sources) for stacked in block.fused]
+            steps += [self._stacked(block, stacked, keep, {}) for stacked in block.router]
+            moved |= {spec.name for parts in block.own for spec in parts.values()}
+            moved |= {stacked.spec.name for stacked in (*block.fused, *block.router)}
+        for name, spec in self.specs.items():
+            if name not in moved:
+                steps.append(self._step(name, spec.shape, spec, [Read(0, name)]))
+        steps.sort(key=lambda step: natural_key(step.out.name))
+        return self._assembled(steps, config, max_shard_bytes)
+
+    def _sources(self, block: ExpertLayer, groups: Groups) -> dict[tuple[int, str], Read]:
+        """Reads that replace the model's tensors for experts with matched neurons, by expert and key."""
+        found: dict[tuple[int, str], Read] = {}
+        config, pairs = self.checkpoint.config or {}, []
+        for group in groups if self.matched else ():
+            first = neuron_tensors(block, group.experts[0], config)
+            for e in group.experts[1:]:
+                pair = MatchedPair(f"{block.prefix}experts.{e}", first, neuron_tensors(block, e, config))
+                pairs.append(pair)
+                found |= {(e, key): read_matched(pair.owner, tensor) for key, tensor in pair.other.items()}
+        if pairs:
+            self.products.append(matching(block.layer, pairs, self.checkpoint.ref))
+        return found
+
+    def _own(self, block: ExpertLayer, new: int, group: ExpertGroup, sources: Mapping[tuple[int, str], Read]) -> list[Step]:
+        """The tensors of new expert `new`, if experts have separate tensors."""
+        steps = []
+        for part, spec in block.own[group.experts[0]].items() if block.own else ():
+            inputs = [sources.get((e, part)) or Read(0, block.name(e, part)) for e in group.experts]
+            steps.append(self._step(block.name(new, part), spec.shape, spec, inputs, group.shares))
+        return steps
+
+    def _stacked(self, block: ExpertLayer, stacked: Stacked, groups: Groups, sources: Mapping[tuple[int, str], Read]) -> Step:
+        """A tensor of all experts. Adjacent experts that stay adjacent are copied as one piece."""
+        spec, run = stacked.spec, stacked.run(block.experts)
+        dtype = self._dtype(spec)
+        pieces: list[Step] = []
+        for first, group, n in _runs(groups):
+            inputs = [
+                sources.get((e, spec.name)) or Read(0, spec.name, Block(e * run, 1, n * run, n * run)) for e in group.experts
+            ]
+            pieces.append(self._step(f"{spec.name}[{first}]", stacked.shape(n), spec, inputs, group.shares, dtype))
+        out = TensorSpec(spec.name, dtype, stacked.shape(len(groups)))
+        return Step(out, JOIN, (), pieces=tuple(pieces))
+
+    def _step(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stored: TensorSpec,
+        inputs: Sequence[Read],
+        shares: tuple[float, ...] = (),
+        dtype: DType | None = None,
+    ) -> Step:
+        """A copy of one input, or the mean of several. stored: the inputs' spec in the model."""
+        out = TensorSpec(name, dtype or self._dtype(stored), shape)
+        if len(inputs) == 1:
+            return Step(out, COPY if out.dtype is stored.dtype else CAST, tuple(inputs))
+        return Step(out, "linear", tuple(inputs), settings=self.settings.setdefault(shares, len(self.settings) + 1))
+
+    def _dtype(self, spec: TensorSpec) -> DType:
+        return self.dtypes.of([Read(0, spec.name)]) if spec.dtype.floating else spec.dtype
+
+    # --- the rest of the plan ----------------------------------------------------------------------------------------
+
+    def _assembled(self, steps: list[Step], config: dict[str, Any], max_shard_bytes: int) -> Assembled:
+        assembly = Assembly(_PRUNED if self.recipe.prune is not None else _MERGED)
+        draft, checkpoint = assembly.draft, self.checkpoint
+        assembly.add(checkpoint)
+        structure = analyse(self.specs.values(), checkpoint.config)
+        if checkpoint.quantised is None:
+            written = [step.out for step in steps]
+            config, _ = output_config(config, structure, {}, written, stored=self.specs, asked=self.asked, untie=False)
+        draft.steps, draft.config, draft.products = steps, config, self.products
+        draft.settings += [
+            Settings({"normalize": True}, tuple({"weight": share} for share in shares)) for shares in self.settings
+        ]
+        draft.dropped = list(self._dropped(steps))
+        draft.carried = [file for file in checkpoint.files if file != "config.json"]
+        draft.max_shard_bytes, draft.recipe = max_shard_bytes, self.recipe.text
+        draft.warnings = [*self.warnings, *self.dtypes.findings(), *left_out_findings(checkpoint.left_out, checkpoint.ref)]
+        named = [self.selection.saliency_path] if self.selection.saliency_path is not None else []
+        return Assembled(draft, assembly.inputs, structure, named=named)
+
+    def _dropped(self, steps: Sequence[Step]) -> tuple[Dropped, ...]:
+        """Tensors of removed experts."""
+        used = {read.tensor for step in steps for read in step.reads}
+        return tuple(Dropped(0, name, "its expert is removed") for name in self.specs if name not in used)
+
+
+def _runs(groups: Groups) -> list[tuple[int, ExpertGroup, int]]:
+    """New number, group and run length: adjacent experts in groups of one that stay adjacent form one run."""
+    found: list[tuple[int, ExpertGroup, int]] = []
+    for new, group in enumerate(groups):
+        if found and len(group.experts) == 1:
+            first, before, n = found[-1]
+            if len(before.experts) == 1 and before.experts[0] + n == group.experts[0]:
+                found[-1] = first, before, n + 1
+                continue
+        found.append((new, group, 1))
+    return found
+
+
+# ---- config.json with a new number of experts.
+
+PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""Keys for the number of experts per token, or a list of one for each layer."""
+
+DIVISORS = ("n_group", "ep_size", "moe_ep_size", "expert_parallel_size")
+"""Keys whose value must divide the number of experts."""
+
+_EXPERT_NAME = re.compile(r"experts\.\d")
+
+
+def with_experts(config: Mapping[str, Any], old: int, new: int, where: str) -> tuple[dict[str, Any], list[WeightsmithError]]:
+    """The config with `new` experts instead of `old`, and problems. where: position in the recipe.
+
+    >>> with_experts({"num_experts": 8, "num_experts_per_tok": 2}, 8, 3, "r.yml:2:1")
+    ({'num_experts': 3, 'num_experts_per_tok': 2}, [])
+    """
+    changed = copy.deepcopy(dict(config))
+    problems: list[WeightsmithError] = []
+    counted = [part for _, part in sections(changed) if any(_is(part.get(key), old) for key in EXPERT_COUNTS)]
+    if not counted:
+        said = [f"{key}: {part[key]}" for _, part in sections(changed) for key in EXPERT_COUNTS if key in part]
+        fix = f"write {old} as one of {', '.join(EXPERT_COUNTS)}"
+        what = f"the tensors have {old} experts, but config.json does not say so"
+        problems.append(Unsupported(what, where="config.json", details=said, fix=fix))
+    for part in counted:
+        for key in EXPERT_COUNTS:
+            if _is(part.get(key), old):
+                part[key] = [new] * len(part[key]) if isinstance(part[key], list) else new
+        problems += _checked(part, new, where)
+    if any(_EXPERT_NAME.search(text) for text in texts(config.get("quantization_config"))):
+        what = "quantization_config names experts by number, and the numbers change"
+        problems.append(Unsupported(what, where="config.json", fix="name an unquantised checkpoint of the same model"))
+    return changed, problems
+
+
+def router_groups(config: Mapping[str, Any], experts: int) -> int:
+    """The number of groups among which the router chooses; 1 if it has none."""
+    found = [part.get("n_group") for _, part in sections(config) if any(_is(part.get(key), experts) for key in EXPERT_COUNTS)]
+    return next((n for n in found if isinstance(n, int) and n > 1), 1)
+
+
+def _checked(part: Mapping[str, Any], new: int, where: str) -> list[WeightsmithError]:
+    """Problems with `new` experts in one mapping of config.json."""
+    problems: list[WeightsmithError] = []
+    per_token = 0
+    for key in PER_TOKEN:
+        needed = max(whole_numbers(part.get(key)), default=0)
+        per_token = max(per_token, needed)
+        if needed > new:
+            left = "1 expert is" if new == 1 else f"{new} experts are"
+            what = f"each token is routed to {needed} experts ({key} in config.json), but only {left} left"
+            problems.append(LayerError(what, where=where, fix=f"keep at least {needed} in each layer"))
+    for key in DIVISORS:
+        for n in whole_numbers(part.get(key)):
+            if n > 1 and new % n:
+                what = f"{new} experts cannot be divided into {n} equal groups ({key} in config.json)"
+                problems.append(LayerError(what, where=where, fix=f"keep a multiple of {n}"))
+    groups, top = part.get("n_group"), part.get("topk_group")
+    if isinstance(groups, int) and groups > 1 and not problems:
+        size = new // groups
+        # Routers like DeepSeek-V3's rank groups by the sum of their best two experts.
+        if size < 2 or (isinstance(top, int) and top * size < per_token):
+            what = f"{groups} groups of {size} are too small: a token is routed to {per_token} experts of {top} groups"
+            problems.append(LayerError(what, where=where, fix="keep more experts"))
+    return problems
+
+
+def _is(value: object, count: int) -> bool:
+    return count in whole_numbers(value) and set(whole_numbers(value)) == {count}

@@ -1,0 +1,281 @@
+"""Finds the neurons of an expert in its tensors: the rows of gate and up, and the columns of down.
+
+Permuting the neurons in all tensors of an MLP does not change what it computes. Axes follow from a tensor's name and are
+checked against its shape. Whether a fused tensor interleaves gate and up depends on the model type, which must be known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._features.mixture.surgery.experts import ExpertLayer
+from weightsmith._models.structure.configs import text_sections
+from weightsmith._plans import COPY, Block, Gather, Product, Read, Step
+from weightsmith._plans.codec import has_type
+from weightsmith.abc.product import Arrays, Floats
+
+Pattern = Literal["plain", "halves", "pairs"]
+
+_ROWS = re.compile(r"(w1|w3|gate_proj|up_proj)\.(weight|bias)")
+_COLUMNS = re.compile(r"(w2|down_proj)\.weight")
+_FIXED = re.compile(r"(w2|down_proj)\.bias|down_proj_bias")  # added to the output, not per neuron
+
+PAIRED = ("gpt_oss",)
+"""Model types whose `gate_up_proj` [E, H, 2I] interleaves gate and up columns."""
+
+HALVED = ("aria", "aria_text", "llama4", "llama4_text", "openai_privacy_filter", "qwen3_vl_moe", "qwen3_vl_moe_text")
+"""Model types whose `gate_up_proj` [E, H, 2I] has all gate columns, then all up columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronTensor:
+    """A tensor, or an expert's run of one, with elements of each neuron.
+
+    spec     of the stored tensor
+    offset   first element of the expert
+    shape    [rows, cols] of the expert; a vector is one row
+    axis     0 when neurons are rows, 1 when they are columns
+    pattern  `halves`: neuron i is at i and I + i; `pairs`: at 2i and 2i + 1
+    neurons  I
+    """
+
+    spec: TensorSpec
+    offset: int
+    shape: tuple[int, int]
+    axis: Literal[0, 1]
+    pattern: Pattern
+    neurons: int
+
+    @property
+    def block(self) -> Block:
+        """The expert's block of the tensor."""
+        rows, cols = self.shape
+        return Block(self.offset, rows, cols, cols)
+
+
+def places_of(pattern: Pattern, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The source position for each position along the axis, when neuron order[i] moves to i."""
+    if pattern == "halves":
+        return np.concatenate([order, order + len(order)])
+    return np.stack([2 * order, 2 * order + 1], 1).reshape(-1) if pattern == "pairs" else order
+
+
+def neurons_of(pattern: Pattern, neurons: int) -> tuple[slice, ...]:
+    """Slices of the neuron axis: gate's and up's in a fused tensor, else one for all."""
+    if pattern == "halves":
+        return slice(neurons), slice(neurons, None)
+    return (slice(0, None, 2), slice(1, None, 2)) if pattern == "pairs" else (slice(None),)
+
+
+def neuron_tensors(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[str, NeuronTensor]:
+    """The neuron tensors of one expert, by a key that is the same for every expert: a part or a tensor's name.
+
+    config  config.json. Raises Unsupported if the arrangement of neurons is unknown.
+    """
+    found: dict[str, NeuronTensor] = {}
+    for part, spec in block.own[expert].items() if block.own else ():
+        if _FIXED.fullmatch(part):
+            continue
+        if not (len(spec.shape) in (1, 2) and (_ROWS.fullmatch(part) or _COLUMNS.fullmatch(part))):
+            raise _unknown(spec)
+        shape = (1, spec.shape[0]) if len(spec.shape) == 1 else (spec.shape[0], spec.shape[1])
+        axis: Literal[0, 1] = 0 if len(spec.shape) == 2 and _ROWS.fullmatch(part) else 1
+        found[part] = NeuronTensor(spec, 0, shape, axis, "plain", shape[axis])
+    found |= _fused(block, expert, config)
+    if len({tensor.neurons for tensor in found.values()}) != 1:
+        said = [f"{c.spec}: {c.neurons}" for c in found.values()]
+        raise Unsupported("an expert's tensors have different numbers of neurons", where=f"{block.prefix}experts", details=said)
+    return found
+
+
+def _fused(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[str, NeuronTensor]:
+    """The same for fused tensors: both matrices and their biases."""
+    found: dict[str, NeuronTensor] = {}
+    tensors = {stacked.spec.name.removeprefix(block.prefix).removeprefix("experts."): stacked for stacked in block.fused}
+    named = {name.removesuffix(".weight"): stacked for name, stacked in tensors.items()}
+    up = named.pop("gate_up_proj", None) or named.pop("input_linear", None)
+    down = named.pop("down_proj", None) or named.pop("output_linear", None)
+    if up is None or down is None or len(up.spec.shape) != 3 or len(down.spec.shape) != 3:
+        if block.fused:
+            raise _unknown(block.fused[0].spec)
+        return {}
+    a, b = up.spec.shape[1:]
+    c, d = down.spec.shape[1:]
+    if (a, b) == (2 * d, c):  # [2I, H] and [H, I]
+        pattern: Pattern = "halves"
+        found[up.spec.name] = NeuronTensor(up.spec, expert * a * b, (a, b), 0, pattern, d)
+        found[down.spec.name] = NeuronTensor(down.spec, expert * c * d, (c, d), 1, "plain", d)
+    elif (a, b) == (d, 2 * c):  # [H, 2I] and [I, H]
+        pattern = _transposed_pattern(up.spec, config)
+        found[up.spec.name] = NeuronTensor(up.spec, expert * a * b, (a, b), 1, pattern, c)
+        found[down.spec.name] = NeuronTensor(down.spec, expert * c * d, (c, d), 0, "plain", c)
+    else:
+        raise Unsupported("gate_up and down shapes do not match", where=up.spec.name, details=[str(up.spec), str(down.spec)])
+    for name, stacked in named.items():
+        if name == "gate_up_proj_bias" and stacked.spec.shape[1:] == (2 * found[up.spec.name].neurons,):
+            n = stacked.spec.shape[1]
+            found[stacked.spec.name] = NeuronTensor(stacked.spec, expert * n, (1, n), 1, pattern, n // 2)
+        elif not _FIXED.fullmatch(name):
+            raise _unknown(stacked.spec)
+    return found
+
+
+def _transposed_pattern(spec: TensorSpec, config: Mapping[str, Any]) -> Pattern:
+    types = [section.get("model_type") for section in text_sections(config)]
+    if any(t in PAIRED for t in types):
+        return "pairs"
+    if any(t in HALVED for t in types):
+        return "halves"
+    raise Unsupported(
+        f"whether this tensor interleaves gate and up is not known for {_first(types)} models",
+        where=spec.name,
+        fix="write match: false",
+    )
+
+
+def _first(types: Sequence[object]) -> str:
+    return str(next((t for t in types if t), "these"))
+
+
+def _unknown(spec: TensorSpec) -> Unsupported:
+    return Unsupported("the arrangement of neurons in this tensor is unknown", where=spec.name, fix="write match: false")
+
+
+# ---- Matches the neurons of one expert to those of another: the weight matching of Git Re-Basin, for two MLPs.
+#
+# Ainsworth et al. 2022, https://arxiv.org/abs/2209.04836, section 3.2; for experts, M-SMoE (Li et al. 2023,
+# https://arxiv.org/abs/2310.01334, section 3.1). For a single MLP it is one linear assignment, without iteration.
+#
+# The orders of one layer's experts are a `neuron_order` product; `read_matched` reads a tensor in that order.
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedPair:
+    """An expert whose neurons are matched to another's: its name, and the neuron tensors of both."""
+
+    owner: str
+    first: Mapping[str, NeuronTensor]
+    other: Mapping[str, NeuronTensor]
+
+
+def read_matched(owner: str, tensor: NeuronTensor) -> Read:
+    """Read an expert's tensor, or its run of one, with the neurons in the product's order."""
+    return Read(0, tensor.spec.name, Gather(_table(owner, tensor.pattern), tensor.block, tensor.axis))
+
+
+def matching(layer: str, pairs: Sequence[MatchedPair], label: str) -> Product:
+    """The product that orders the neurons of the experts of one layer. label: of the model, for messages."""
+    steps: dict[str, Step] = {}
+    outs, described = [], []
+    for pair in pairs:
+        keys = []
+        for key, tensor in pair.first.items():
+            both = [_step(tensor), _step(pair.other[key])]
+            steps |= {step.out.name: step for step in both}
+            keys.append([*(step.out.name for step in both), tensor.axis, tensor.pattern])
+        neurons = next(iter(pair.other.values())).neurons
+        patterns: dict[Pattern, None] = dict.fromkeys(tensor.pattern for tensor in pair.other.values())
+        for pattern in patterns:
+            size = neurons if pattern == "plain" else 2 * neurons
+            outs.append(TensorSpec(_table(pair.owner, pattern), DTYPES["I32"], (size,)))
+        described.append({"owner": pair.owner, "neurons": neurons, "matrices": keys, "patterns": list(patterns)})
+    settings = {"label": label, "pairs": described}
+    return Product(f"neuron order of layer {layer}", "neuron_order", tuple(outs), settings, tuple(steps.values()))
+
+
+def _table(owner: str, pattern: Pattern) -> str:
+    return f"{owner}: order" if pattern == "plain" else f"{owner}: order of {pattern}"
+
+
+def _step(tensor: NeuronTensor) -> Step:
+    """The step for a neuron tensor as a separate matrix."""
+    name = f"{tensor.spec.name}[{tensor.offset}]"
+    return Step(TensorSpec(name, tensor.spec.dtype, tensor.shape), COPY, (Read(0, tensor.spec.name, tensor.block),))
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    """The order of each pair's neurons, as one table for each pattern."""
+    shapes = {step.out.name: step.out for step in bench.product.steps}
+    total = sum(shapes[second].nbytes for pair in bench.product.settings["pairs"] for _, second, *_ in pair["matrices"])
+    arrays, done = [], 0
+    for pair in bench.product.settings["pairs"]:
+        bench.progress(done, total)
+        gain = np.zeros((pair["neurons"], pair["neurons"]), np.float32)
+        for first, second, axis, pattern in pair["matrices"]:
+            ours, theirs = (_matrix(bench, shapes[name], axis) for name in (first, second))
+            for places in neurons_of(pattern, pair["neurons"]):
+                gain += ours[places] @ theirs[places].T
+            done += shapes[second].nbytes
+        order = best_order(gain, f"{bench.product.settings['label']}, {pair['owner']}")
+        arrays += [places_of(pattern, order).astype(np.int32) for pattern in pair["patterns"]]
+    return arrays
+
+
+def best_order(gain: Floats, where: str) -> npt.NDArray[np.int64]:
+    """The order of the other expert's neurons with the largest sum of `gain`: order[i] matches neuron i of the first.
+
+    gain  float32 [I, I]: inner products of the first's neurons with the other's, over gate, up, down and neuron biases
+
+    Minimises Σ (first - reordered other)². If two orders are equal up to float32 rounding, the choice depends on the
+    machine's BLAS. Raises NonFinite.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    if not np.isfinite(gain).all():
+        what = "experts cannot be matched: their weights contain NaN or infinity"
+        raise NonFinite(what, where=where, fix="repair the model, or write match: false")
+    _, order = linear_sum_assignment(gain, maximize=True)
+    return np.asarray(order, np.int64)
+
+
+def _matrix(bench: ProductContext, spec: TensorSpec, axis: int) -> Floats:
+    """float32 [places along the axis, elements of each]."""
+    values = np.empty(spec.shape, np.float32)
+    bench.fill({spec.name: values})
+    return values if axis == 0 else np.ascontiguousarray(values.T)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """`Product.settings`; a matrix is [name of the first, name of the other, axis, pattern]."""
+
+    label: str
+    pairs: tuple[_Pair, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    owner: str
+    neurons: int
+    matrices: tuple[tuple[str, str, int, Pattern], ...]
+    patterns: tuple[Pattern, ...]
+
+
+def _check(product: Product) -> str:
+    if not has_type(product.settings, _Settings):
+        return "its settings are not those of a neuron_order product"
+    shapes = {step.out.name: step.out.shape for step in product.steps}
+    sizes = []
+    for pair in product.settings["pairs"]:
+        neurons = pair["neurons"]
+        for first, second, axis, pattern in pair["matrices"]:
+            shape = shapes.get(first, ())
+            places = neurons if pattern == "plain" else 2 * neurons
+            if len(shape) != 2 or shapes.get(second) != shape or axis not in (0, 1) or shape[axis] != places:
+                return f"{first!r} and {second!r} are not matrices of {neurons:,} neurons"
+        if not pair["matrices"]:
+            return "a pair has no matrices"
+        sizes += [(neurons if pattern == "plain" else 2 * neurons,) for pattern in pair["patterns"]]
+    return "" if [out.shape for out in product.outs] == sizes else "its arrays are not the orders of its pairs"
+
+
+KIND = ProductKind("matching neurons", compute=_compute, check=_check)

@@ -1,0 +1,231 @@
+"""A recipe's choice of experts, as groups for every block. Pruning is a merge with groups of one expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import LayerError, NotFound, ParameterError, WeightsmithError
+from weightsmith._base.files import expand_user, show
+from weightsmith._base.strict_json import read_object
+from weightsmith._features.mixture.surgery.experts import ExpertLayer
+from weightsmith._planning.recipe import Surgery
+
+MAX_SALIENCY_BYTES = 64 << 20  # a million experts' numbers
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroup:
+    """The experts averaged into one new expert, and their weights. A single expert is copied."""
+
+    experts: tuple[int, ...]
+    shares: tuple[float, ...] = (1.0,)
+
+
+Groups = tuple[ExpertGroup, ...]
+
+
+class ExpertSelection:
+    """The groups of each block, and all problems.
+
+    folder  base for a relative path of the saliency file
+    """
+
+    def __init__(self, recipe: Surgery, blocks: Sequence[ExpertLayer], folder: Path) -> None:
+        self.blocks = blocks
+        self.folder = folder
+        self.problems: list[WeightsmithError] = []
+        section = recipe.prune or recipe.merge
+        assert section is not None
+        self.section = section
+        given = "keep" if recipe.prune is not None else "groups"
+        self.where = section.at(self._key(given))  # the key that determines how many experts remain
+        self.groups: dict[str, Groups] = self._pruned() if recipe.prune is not None else self._merged()
+        self._check_counts()
+
+    # --- prune_experts -----------------------------------------------------------------------------------------------
+
+    def _pruned(self) -> dict[str, Groups]:
+        values = self.section.values
+        if "saliency" not in values and "experts" in values:
+            self._problem("'experts' has no effect without 'saliency'", "experts", "Remove it.")
+        kept = self._most_salient() if "saliency" in values else self._by_layer("keep", "keep_by_layer")
+        for layer, experts in self._once(kept, "keep").items():
+            where = self._in_layer(layer, "keep")
+            self._check_numbers(experts, self._key("keep"), where)
+            twice = [e for k, e in enumerate(experts) if e in experts[:k]]
+            if twice:
+                fix = "Write each expert once."
+                self._problem(f"expert {twice[0]} is listed twice{where}", self._key("keep"), fix)
+        return {layer: tuple(ExpertGroup((e,)) for e in experts) for layer, experts in kept.items()}
+
+    def _most_salient(self) -> dict[str, tuple[int, ...]]:
+        wanted = self.section.values.get("experts")
+        n = self.blocks[0].experts
+        if wanted is None:
+            what = "'saliency' requires 'experts', the number of experts to keep in each layer"
+            self._problem(what, "saliency", "Write experts: 32.")
+            return {}
+        if wanted > n:
+            self._problem(f"cannot keep {wanted} experts in each layer: there are {n}", "experts", f"Write at most {n}.")
+            return {}
+        kept = {}
+        for layer, numbers in self._saliency().items():
+            ranked = sorted(range(n), key=lambda e: (-numbers[e], e))
+            kept[layer] = tuple(sorted(ranked[:wanted]))
+        return kept
+
+    @property
+    def saliency_path(self) -> Path | None:
+        """The recipe's saliency file, if it names one."""
+        name = self.section.values.get("saliency")
+        return None if name is None else self.folder / expand_user(name)
+
+    def _saliency(self) -> dict[str, tuple[float, ...]]:
+        """Layer → one number per expert, from the file; {} after problems."""
+        path = self.saliency_path
+        assert path is not None
+        where = self.section.at("saliency")
+        fix = 'write {"0": [one number for each expert of layer 0], "1": ...}'
+        try:
+            given = read_object(path, MAX_SALIENCY_BYTES, "a saliency file", fix)
+        except NotFound:
+            self.problems.append(NotFound("no such saliency file", where=f"{where}: {path}"))
+            return {}
+        except WeightsmithError as error:
+            self.problems.append(error)
+            return {}
+        n, before = self.blocks[0].experts, len(self.problems)
+        for layer, numbers in given.items():
+            if not isinstance(numbers, list) or len(numbers) != n or not all(_is_number(x) for x in numbers):
+                found = f"{len(numbers)} values" if isinstance(numbers, list) else type(numbers).__name__
+                bad = next((k for k, x in enumerate(numbers) if not _is_number(x)), 0) if isinstance(numbers, list) else 0
+                if isinstance(numbers, list) and len(numbers) == n:
+                    found = f"{show(numbers[bad])} for expert {bad}"
+                what = f"layer {layer} needs one finite number for each of its {n} experts, not {found}"
+                self.problems.append(ParameterError(what, where=str(path), fix=fix))
+        known = self._known(given, "saliency", str(path))
+        return {layer: tuple(map(float, numbers)) for layer, numbers in known.items()} if len(self.problems) == before else {}
+
+    # --- merge_experts -----------------------------------------------------------------------------------------------
+
+    def _merged(self) -> dict[str, Groups]:
+        groups = self._by_layer("groups", "groups_by_layer")
+        weights = self._weights(groups)
+        n = self.blocks[0].experts
+        for layer, listed in self._once(groups, "groups").items():
+            where, key = self._in_layer(layer, "groups"), self._key("groups")
+            experts = [e for group in listed for e in group]
+            if not self._check_numbers(experts, key, where):
+                continue
+            twice = [e for k, e in enumerate(experts) if e in experts[:k]]
+            if twice:
+                self._problem(f"expert {twice[0]} is in two groups, or twice in one{where}", key, "Write each expert once.")
+            elif len(experts) < n:
+                missing = next(e for e in range(n) if e not in experts)
+                fix = f"Write [{missing}] to keep it unchanged; to remove experts, use prune_experts."
+                self._problem(f"expert {missing} is in no group{where}", key, fix)
+        found: dict[str, Groups] = {}
+        for layer, listed in groups.items():
+            shares = weights.get(layer) or tuple((1.0,) * len(group) for group in listed)
+            found[layer] = tuple(ExpertGroup(group, own) for group, own in zip(listed, shares, strict=False))
+        return found
+
+    def _weights(self, groups: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The weights of each layer that has them, checked against its groups."""
+        values = self.section.values
+        given = [key for key in ("weights", "weights_by_layer") if key in values]
+        fits = "weights" if "groups" in values else "weights_by_layer"
+        if not given:
+            return {}
+        if given != [fits]:
+            wrong = next(key for key in given if key != fits)
+            self._problem(f"'{wrong}' cannot be combined with '{self._key('groups')}'", wrong, f"Write {fits}.")
+            return {}
+        weights = self._by_layer("weights", "weights_by_layer")
+        for layer, listed in self._once(weights, "weights").items():
+            where, wanted = self._in_layer(layer, "weights"), [len(group) for group in groups.get(layer, ())]
+            if [len(own) for own in listed] != wanted and layer in groups:
+                found = f"groups of {wanted} experts have {[len(own) for own in listed]} weights"
+                self._problem(f"{found}{where}", fits, "Write one weight for each expert of each group.")
+            for own in listed:
+                if min(own) < 0 or sum(own) <= 0:
+                    what = f"invalid weights {list(own)}{where}: they must be non-negative, and not all 0"
+                    self._problem(what, fits)
+        return weights
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        """The key that the recipe uses: `keep` or `keep_by_layer`."""
+        values = self.section.values
+        return next((key for key in (name, f"{name}_by_layer", "saliency") if key in values), name)
+
+    def _by_layer(self, name: str, layered: str) -> dict[str, Any]:
+        """The recipe's value for each layer."""
+        values = self.section.values
+        if name in values:
+            return {block.layer: values[name] for block in self.blocks}
+        return self._known(values[layered], layered, "")
+
+    def _known(self, given: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
+        """The entries of the layers with experts, in order. Unknown and missing layers are problems."""
+        layers = [block.layer for block in self.blocks]
+        where = file or self.section.at(key)
+        strange = [layer for layer in given if layer not in layers]
+        missing = [layer for layer in layers if layer not in given]
+        if strange:
+            what = f"layer {strange[0]} has no experts, or does not exist"
+            self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {_runs(layers)}"))
+        if missing:
+            one = len(missing) == 1
+            what = f"layer{'' if one else 's'} {_runs(missing)} {'has' if one else 'have'} experts and {'is' if one else 'are'}"
+            self.problems.append(
+                LayerError(f"{what} not in '{key}'", where=where, fix="write an entry for every layer that has experts")
+            )
+        return {layer: given[layer] for layer in layers if layer in given}
+
+    def _once(self, by_layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """The entries to check: a single one if all layers share it."""
+        return dict(list(by_layer.items())[:1]) if name in self.section.values else by_layer
+
+    def _in_layer(self, layer: str, name: str) -> str:
+        return "" if name in self.section.values else f" in layer {layer}"
+
+    def _check_numbers(self, experts: Sequence[int], key: str, where: str) -> bool:
+        n = self.blocks[0].experts
+        beyond = [e for e in experts if e >= n]
+        if beyond:
+            there = "there is 1 expert" if n == 1 else f"there are {n} experts, 0 to {n - 1}"
+            self._problem(f"there is no expert {beyond[0]}{where}: {there}", key)
+        return not beyond
+
+    def _check_counts(self) -> None:
+        """config.json has one number of experts for all layers."""
+        counts = {layer: len(groups) for layer, groups in self.groups.items()}
+        if len(set(counts.values())) > 1:
+            first, n = next(iter(counts.items()))
+            other, m = next((layer, k) for layer, k in counts.items() if k != n)
+            what = f"layer {first} would have {n} experts, but layer {other} {m}"
+            fix = "keep the same number in each layer, because config.json has one for all"
+            self.problems.append(LayerError(what, where=self.where, fix=fix))
+
+    @property
+    def experts(self) -> int:
+        """Experts of each layer in the output; 0 if unknown."""
+        return len(next(iter(self.groups.values()), ()))
+
+    def _problem(self, what: str, key: str, fix: str = "") -> None:
+        self.problems.append(ParameterError(what, where=self.section.at(key), fix=fix))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _runs(layers: Sequence[str]) -> str:
+    """Names of layers, abbreviated if there are many."""
+    return ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")

@@ -1,0 +1,26 @@
+"""Formats of quantised checkpoints: each makes a draft of plain tensors one of stored codes.
+
+base.py     `Format`: the interface
+formats.py  `FORMATS`: the list of all
+copies.py   `weightsmith quantize` and `dequantize`: plans of a single model
+streamed.py formats that need no data: each row is encoded as it leaves the merge
+gguf.py     GGUF files
+exl2/       EXL2: settings for each block, measurement, whole models
+calibration/ products that quantise layer by layer, for what a text makes of their inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weightsmith._base.options import QuantizeSettings
+from weightsmith._planning.planner import Assembled
+
+
+def quantised(assemble: Callable[[], Assembled], name: str | None, settings: QuantizeSettings) -> Assembled:
+    """`formats.in_format`. Formats are imported if one is asked for: a plain merge needs none."""
+    if name is None and not settings.given:
+        return assemble()
+    from weightsmith._features.quantisation.formats import in_format
+
+    return in_format(assemble, name, settings)

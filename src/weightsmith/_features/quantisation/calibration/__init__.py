@@ -1,0 +1,8 @@
+"""Calibrated quantisation, as products of a plan: what a text says of a model, and what is quantised for it.
+
+    states 0 ──▶ layer 0 ──▶ states 1 ──▶ layer 1 ──▶ …          states i: what enters layer i [rows, tokens, hidden]
+        └────────────────────────▲                               layer i:  its quantised weights
+
+`layer.py` quantises a layer for the Gram matrices of what enters its weights; `measured.py` and `measured_blocks.py` measure
+what settings cost; `plan.py` puts the products into a plan.
+"""

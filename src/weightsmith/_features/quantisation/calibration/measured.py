@@ -1,0 +1,128 @@
+"""The `measured_layer` product: how much each candidate setting of each weight changes the model's predictions.
+
+With Δ the error of a weight, x the inputs of its layer and g the gradients of the predictions at its outputs (`gradients.py`),
+the predictions change by ½ E[(g · Δx)²] nats for each token. The errors of different output features are taken to be
+independent, and the square of a gradient to be a token's part times a feature's part. Then that is
+
+    ½ Σ_i s_i Δ_i H Δ_iᵀ / tokens,    H = Σ_t |g_t|² x_t x_tᵀ,    s_i = Σ_t g_ti² / Σ_t |g_t|²
+
+and needs no forward pass of a quantised layer. The sum over i is estimated by the mean of `FEATURES` output features, drawn
+with probabilities s_i at equal steps; only these are quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._activations.gradients import LAST_FIRST
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._features.quantisation.calibration import schemes
+from weightsmith._features.quantisation.calibration.work import MeasureWork
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays, Floats
+
+if TYPE_CHECKING:
+    from weightsmith._activations.sums import Inputs
+    from weightsmith._features.quantisation.exl2.matrix import FactoredHessian
+
+FEATURES = 128
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    from weightsmith._activations.running import budget, layer_rows
+    from weightsmith._activations.sums import use_sums
+    from weightsmith._features.quantisation.calibration.common import Room, located
+    from weightsmith._features.quantisation.exl2.matrix import PREPARE_BYTES, prepare
+
+    work = MeasureWork.of(bench.product)
+    _, norms, squares = bench.arrays(work.gradients)
+    losses = np.zeros(bench.product.outs[0].shape)
+    room = Room(budget(bench))
+    places = {name: i for i, name in enumerate(work.candidates)}
+    scales = {name: norms[i] for name, i in places.items()}
+    with layer_rows(bench, work, 0.3, 1, back=True) as rows:
+        tokens = rows.states.shape[0] * rows.states.shape[1]
+
+        def measure(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
+            with room(PREPARE_BYTES * inputs.width(site) ** 2):
+                hessian = finish(site)
+                prepared = None if hessian is None else prepare(hessian)
+            for name in inputs.sites[site]:
+                weighted = finish(name)
+                if weighted is not None:  # else no token reached it, and nothing depends on it
+                    weight, own = rows.layer.linear(name).weight.detach().cpu().numpy(), squares[places[name]]
+                    with located(f"{name}, {work.base.label}"):
+                        found = _losses(weight, prepared, weighted, own[: len(weight)], work.candidates[name])
+                    losses[places[name], : len(found)] = np.divide(found, tokens)
+
+        use_sums(rows, list(work.candidates), measure, scales=scales)
+    return [losses]
+
+
+def _losses(
+    weight: Floats,
+    prepared: FactoredHessian | None,
+    weighted: Floats,
+    squares: npt.NDArray[np.float64],
+    encodings: tuple[str, ...],
+) -> list[float]:
+    """The change of all predictions together that each encoding causes, in nats.
+
+    prepared  the Hessian of its inputs, for quantising
+    weighted  the same, each token weighted by the square of its gradient: for measuring
+    squares   of the gradients of each output feature
+    """
+    some, shares = drawn(squares)
+    part = np.ascontiguousarray(weight[some])
+    found = []
+    for encoding in encodings:
+        delta = part - schemes.dequantise(schemes.quantise(part, encoding, prepared), encoding, part.shape)
+        found.append(0.5 * float(shares @ _energies(delta, weighted)))
+    return found
+
+
+def drawn(squares: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Some features in ascending order, and the share of all that each stands for: those with large squares, more than others.
+
+    >>> drawn(np.array([0, 1, 0, 3.0]))
+    (array([1, 3]), array([0.25, 0.75]))
+    """
+    below = squares.cumsum()
+    if not below[-1]:
+        return np.zeros(1, np.int64), np.zeros(1)
+    places = np.searchsorted(below, (np.arange(FEATURES) + 0.5) / FEATURES * below[-1])
+    some, counts = np.unique(places, return_counts=True)
+    return some, counts / FEATURES
+
+
+def _energies(weight: Floats, hessian: Floats) -> npt.NDArray[np.float64]:
+    """The diagonal of W H Wᵀ. The product in float32, on one thread; the sums in float64."""
+    import torch
+
+    with torch.no_grad():
+        product = (torch.from_numpy(weight) @ torch.from_numpy(hessian)).numpy()
+    found: npt.NDArray[np.float64] = (product.astype(np.float64) * weight).sum(1)
+    return found
+
+
+def _check(product: Product) -> str:
+    if problem := MeasureWork.check(product):
+        return problem
+    work = MeasureWork.of(product)
+    specs = {step.out.name: step.out for step in product.steps}
+    if problem := schemes.problem(((name, each) for name, tried in work.candidates.items() for each in tried), specs):
+        return problem
+    shape = shape_of(work.candidates)
+    return "" if [out.shape for out in product.outs] == [shape] else "its arrays are not those of its candidates"
+
+
+def shape_of(candidates: Mapping[str, tuple[str, ...]]) -> tuple[int, int]:
+    """The losses: nats for each token, [weights, candidates]."""
+    return len(candidates), max(map(len, candidates.values()), default=0)
+
+
+KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True)

@@ -1,0 +1,51 @@
+"""A calibrated plan by its weights, for what is shown and counted. It needs no package of a calibration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+from weightsmith._engine.products import KINDS
+from weightsmith._models.formats import find_encoding
+from weightsmith._plans import Plan, PlanDraft, Product, Step
+
+CALIBRATED = "calibrated: quantised for what enters the layer"
+
+
+def by_weight(plan: Plan) -> Plan:
+    """The plan with a step for each calibrated weight, instead of those that copy its arrays: to be shown, not to be run."""
+    found: dict[str, Step] = {}
+    for product in plan.products:
+        if product.op != "quantised_layer":
+            continue
+        steps, arrays = {step.out.name: step for step in product.steps}, iter(product.outs)
+        for name, encoding in product.settings["weights"].items():
+            step = steps[name]
+            outs = find_encoding(encoding).outs(step.out)
+            stored = tuple(islice(arrays, len(outs)))
+            out = replace(step.out, name=stored[0].name.removesuffix(outs[0].name) + name)
+            weight = replace(step, out=out, encoding=encoding, stored=stored, needs=(*step.needs, product.name))
+            found |= dict.fromkeys((array.name for array in stored), weight)
+    if not found:
+        return plan
+    shown = [found.get(step.out.name, step) for step in plan.steps]
+    draft = PlanDraft.of(plan)
+    draft.steps = list({step.out.name: step for step in shown}.values())
+    return draft.finish(stored=False)
+
+
+def calibrated_weights(plan: Plan) -> frozenset[str]:
+    """The weights of a plan by weight that are calibrated."""
+    makers = {product.name for product in plan.products if product.op == "quantised_layer"}
+    return frozenset(step.out.name for step in plan.steps if not makers.isdisjoint(step.needs))
+
+
+def of_calibration(product: Product) -> bool:
+    """Whether a product belongs to a calibration, or to a measurement with a calibration text."""
+    return KINDS[product.op].startswith((f"{__package__}.", "weightsmith._activations."))
+
+
+def steps_read(product: Product) -> list[Step]:
+    """The steps that a product of a calibration reads at most: of a quantised layer, its weights are those of a product."""
+    known = product.settings["weights"] if product.op == "quantised_states" else ()
+    return [step for step in product.steps if step.out.name not in known]

@@ -1,0 +1,111 @@
+"""The blocks of a model that get a setting each: attention and MLP of each layer, and their linear layers by role."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weightsmith._base.errors import Unsupported, WeightsmithError
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._features.quantisation.exl2.options import ATTENTION, MLP, BlockParams
+from weightsmith._models.formats.exl2.layout import ROWS, Params, bits_of, groups_of, why_illegal
+from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
+from weightsmith._models.structure import Structure
+from weightsmith._models.structure.projections import MIXTRAL, UNMIXTRAL
+
+_ATTENTION = re.compile(r"self_attn\.([qkvo])_proj\.weight")
+_MLP = re.compile(r"mlp\.(?:experts\.\d+\.)?(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"block_sparse_moe\.experts\.\d+\.(w[123])\.weight")
+
+_NAMES = {
+    "self_attn": {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"},
+    "mlp": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    "block_sparse_moe": {role: MIXTRAL[f"{role}_proj"] for role in ("gate", "up", "down")},
+}
+"""Roles by the names of measurement.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayer:
+    """Attention or MLP of a layer.
+
+    key      in measurement.json: `model.layers.0.self_attn`; `….block_sparse_moe` of a mixture of experts
+    options  its candidates
+    linears  role → its weights, [N, K] each: one, or one for each expert
+    biased   names of weights whose layer has a bias
+    """
+
+    key: str
+    options: tuple[BlockParams, ...]
+    linears: Mapping[str, tuple[TensorSpec, ...]]
+    biased: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Role → name in measurement.json."""
+        return _NAMES[self.key.rpartition(".")[2]]
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return sum(spec.size for specs in self.linears.values() for spec in specs)
+
+    def bits(self, params: Mapping[str, Params]) -> int:
+        """Bits on disk with a setting for each role."""
+        return sum(
+            bits_of(groups_of(params[role], spec.shape[1]), spec.shape[1], spec.shape[0], bias=spec.name in self.biased)
+            for role, specs in self.linears.items()
+            for spec in specs
+        )
+
+
+def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Sublayer, ...]:
+    """The blocks of a model, in model order. specs: of all tensors, named as ExLlamaV2 names them.
+
+    Raises Unsupported for a layer whose blocks are not complete, a matrix of unknown role, and shapes that EXL2 cannot store.
+    """
+    found: dict[str, dict[str, list[TensorSpec]]] = {}
+    mixtures: set[str] = set()
+    names = {spec.name for spec in specs}
+    for spec in specs:
+        place, suffix = structure.locate(spec.name), structure.suffix(spec.name)
+        if place is None or suffix is None or not suffix.endswith(".weight") or len(spec.shape) != 2:
+            continue
+        layer = spec.name.removesuffix(f".{suffix}")
+        for pattern, module in ((_ATTENTION, "self_attn"), (_MLP, "mlp"), (_EXPERT, "mlp")):
+            if match := pattern.fullmatch(suffix):
+                role = UNMIXTRAL.get(match[1], match[1]).removesuffix("_proj")
+                found.setdefault(f"{layer}.{module}", {}).setdefault(role, []).append(spec)
+                if ".experts." in suffix:
+                    mixtures.add(f"{layer}.{module}")
+                break
+        else:
+            if not re.fullmatch(r"(mlp|block_sparse_moe)\.gate\.weight", suffix):
+                what = f"ExLlamaV2 knows no matrix of this name {list(spec.shape)}"
+                raise Unsupported(what, where=spec.name, fix=OTHER_FORMATS)
+    blocks = []
+    for key, linears in found.items():
+        options = ATTENTION if key.endswith("self_attn") else MLP
+        for role in options[0].params:
+            if role not in linears:
+                raise Unsupported(f"{key} has no {role} projection, which ExLlamaV2 expects", where=key, fix=OTHER_FORMATS)
+        biased = frozenset(
+            spec.name for each in linears.values() for spec in each if f"{spec.name.removesuffix('.weight')}.bias" in names
+        )
+        of_experts = f"{key.rpartition('.')[0]}.block_sparse_moe" if key in mixtures else key
+        blocks.append(Sublayer(of_experts, options, {role: tuple(linears[role]) for role in options[0].params}, biased))
+    return tuple(blocks)
+
+
+def shape_problems(specs: Iterable[TensorSpec]) -> list[WeightsmithError]:
+    """Why weights inside the layers cannot be stored as EXL2: their widths."""
+    problems: list[WeightsmithError] = []
+    for spec in specs:
+        n, k = spec.shape
+        why = f"it has {n:,} output features, which must be a multiple of {ROWS}" if n % ROWS else ""
+        if why := why or why_illegal(groups_of(MLP[-1].params["gate"], k), k):
+            problems.append(
+                Unsupported(f"{list(spec.shape)} cannot be stored as EXL2: {why}", where=spec.name, fix=OTHER_FORMATS)
+            )
+    return problems

@@ -1,0 +1,249 @@
+"""One matrix as EXL2: scale search, error compensation, packing, decoding. And GPTQ with fixed groups, on the same core.
+
+The rounding is GPTQ's (Frantar et al. 2022, https://arxiv.org/abs/2210.17323) with the groups and scales of ExLlamaV2: input
+features are sorted by the diagonal of the Hessian, and each group of them gets a number of bits. The error of a feature is
+passed on to those after it, so that the layer's output changes least. Codes are chosen with the scales that the loader computes
+in float16.
+
+With a Hessian, torch computes the factorisation and the products of matrices.
+
+**Determinism.** The result depends on the arguments alone: loops over elements are compiled kernels, and torch computes on one
+thread, on arrays that it aligns. Quantise several matrices at once to use several threads. Other processors and other versions
+of torch may round differently.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import NonFinite, ParameterError
+from weightsmith._base.tensors import DType
+from weightsmith._methods.jobs.matrix import Tensor, one_thread
+from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._models.formats.exl2.layout import Group, Groups, padded
+from weightsmith._models.formats.exl2.reading import decode_columns, read_parameters
+from weightsmith._models.formats.exl2.scales import Floats, Halves
+from weightsmith._models.formats.exl2.writing import Codes, Exl2Matrix, Places, ScalesOf, round_plainly, rows_of, store
+
+TILE = 128
+"""Rows whose errors are passed on to all later rows in one product of matrices; more if a group is larger."""
+COPIED = 1024
+"""Output features whose inputs are put in order at once: a multiple of 32, to which N is padded."""
+
+DAMPING = 0.12
+"""Share of the Hessian's mean diagonal that is added to it."""
+MIN_DAMPING = 1e-5
+ATTEMPTS = 10
+
+PREPARE_BYTES = 16
+"""For each number of a Hessian that `prepare` takes, besides the Hessian."""
+
+
+@dataclass(frozen=True, slots=True)
+class FactoredHessian:
+    """A Hessian, ready for any number of matrices with the same inputs (q, k and v; gate and up; all their candidates).
+
+    order   int64 [K]: input features, those with the largest diagonal first
+    factor  torch float32 [K, K], upper triangular: U with UᵀU = H⁻¹, in that order
+    """
+
+    order: Places
+    factor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A weight that is not in memory twice while it is put in order: heads can be larger than layers.
+
+    shape  [N, K]
+    fill   fills an array, float32
+    """
+
+    shape: tuple[int, int]
+    fill: Callable[[Floats], None]
+
+    def read(self) -> tuple[Floats, mmap.mmap]:
+        """The array, and the memory that it is in."""
+        pages = mmap.mmap(-1, 4 * self.shape[0] * self.shape[1])
+        array = np.frombuffer(pages, np.float32).reshape(self.shape)
+        self.fill(array)
+        return array, pages
+
+
+def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
+    """Sort, damp, factorise and invert a Hessian.
+
+    hessian  float32 [K, K]: Σ xxᵀ over the inputs x of a layer; any scale
+    sort     False leaves features in their own order. `down_proj` of an MLP with biases needs it: the loader moves the order of
+             its inputs to the outputs of gate and up, but not to their biases
+
+    If the damped Hessian is not positive definite, more damping is added, up to `ATTEMPTS` times. Inputs that are always zero
+    need no special case. Raises NonFinite, and ParameterError if no damping helps.
+
+    Cost: K³ / 2 multiplications in float64, and 16 K² bytes in all.
+    """
+    torch = _torch()
+    if not np.isfinite(hessian).all():
+        raise NonFinite("the Hessian of a layer contains NaN or infinity", fix="check the model's activations")
+    diagonal = hessian.diagonal().astype(np.float64)
+    order = np.argsort(-diagonal, kind="stable") if sort else np.arange(len(diagonal))
+    k, damping = len(order), max(DAMPING * float(diagonal.mean()), MIN_DAMPING)
+    with one_thread():
+        work, failed = torch.empty(k, k, dtype=torch.float64), torch.empty((), dtype=torch.int32)
+        for attempt in range(1, ATTEMPTS + 1):
+            # Factorised from the last feature to the first: H = R Rᵀ with R upper triangular, and U = R⁻¹.
+            work.numpy()[:] = hessian[np.ix_(order[::-1], order[::-1])]
+            work.diagonal().add_(attempt * damping)
+            torch.linalg.cholesky_ex(work, out=(work, failed))
+            if not failed and bool(work.diagonal().isfinite().all()):
+                inverse = torch.eye(k, dtype=torch.float64)
+                torch.linalg.solve_triangular(work, inverse, upper=False, out=inverse)
+                del work
+                factor = torch.empty(k, k)
+                factor.numpy()[:] = inverse.numpy()[::-1, ::-1]
+                return FactoredHessian(order, factor)
+    raise ParameterError(f"the Hessian of a layer is not positive definite, even with {ATTEMPTS * damping:.3g} on its diagonal")
+
+
+def quantise_matrix(weight: Floats | Unread, hessian: Floats | FactoredHessian | None, groups: Groups) -> Exl2Matrix:
+    """Quantise the weight of a linear layer.
+
+    weight   float32 [N, K], or what reads it; rounded to float16 first; not modified
+    hessian  float32 [K, K] of its inputs, or what `prepare` made of one; None: plain rounding, features in their own order
+    groups   bits and rows, in stored order (`options.groups_of`)
+
+    N is padded to a multiple of 32 with rows that decode to zeros.
+
+    Raises NonFinite for a weight that float16 cannot hold; Unsupported for groups or a shape that ExLlamaV2 cannot load
+    (`stored.exl2.layout.why_illegal`).
+
+    Cost: about 1,000 operations for each weight, most of them in the scale search; with a Hessian N K² more, and those of
+    `prepare`. Memory besides weight and result: one group of rows, and with a Hessian 4 N K bytes.
+    """
+    prepared = prepare(hessian) if isinstance(hessian, np.ndarray) else hessian
+    order = np.arange(weight.shape[1]) if prepared is None else prepared.order
+    return store(weight.shape, groups, order, lambda scales_of: _rounded(weight, prepared, groups, scales_of, half=True))
+
+
+def dequantise_matrix(matrix: Exl2Matrix) -> Halves:
+    """The weight as the loader decodes it: float16 [N, K], bit for bit.
+
+    Independent of `quantise_matrix`: nothing is used but the stored tensors. Raises FormatError if they contradict each other.
+    """
+    parameters = read_parameters(matrix.q_groups, matrix.q_scale_max, matrix.q_invperm, len(matrix.q_weight))
+    return decode_columns(matrix.q_weight, matrix.q_scale, parameters)[: matrix.out_features]
+
+
+def quantise_fixed_groups(
+    weight: Floats, hessian: Floats | FactoredHessian | None, bits: int, group_size: int, scale_dtype: DType
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.generic]]:
+    """GPTQ for symmetric integers with a scale for each output feature and each group of neighbouring inputs, as in w4a16.
+
+    weight       float32 [N, K]
+    hessian      as for `quantise_matrix`
+    bits         4 or 8
+    group_size   input features of a group; the last may be smaller
+    scale_dtype  of the scales as they are stored: BF16, F16 or F32
+
+    Returns codes, int8 [N, K], -2^(bits - 1) … 2^(bits - 1) - 1, and scales in that dtype, [N, ceil(K / group_size)]: readers
+    compute code · scale. A scale is the group's largest magnitude · 2 / (2^bits - 1), rounded to its dtype before it is used; 1
+    for a group of zeros.
+
+    Features are rounded in the order of the Hessian, but groups and scales are those of the plain weight: readers need no table
+    of groups (`g_idx`). Raises NonFinite. Cost as for `quantise_matrix`, without the scale search.
+    """
+    n, k = weight.shape
+    if not np.isfinite(weight).all():
+        raise NonFinite("a weight is NaN or infinite", fix="repair the model")
+    prepared = prepare(hessian) if isinstance(hessian, np.ndarray) else hessian
+    tops = np.maximum.reduceat(np.abs(weight), np.arange(0, k, group_size), axis=1)
+    scales = (tops / np.float32(((1 << bits) - 1) / 2)).astype(scale_dtype.numpy)
+    scales[scales == 0] = 1
+    order = np.arange(k) if prepared is None else prepared.order
+    by_group = np.ascontiguousarray(scales.astype(np.float32).T)
+    groups = tuple(Group(bits, min(TILE, k - first)) for first in range(0, k, TILE))
+    codes = np.empty((n, k), np.int8)
+
+    def scales_of(number: int, rows: Floats) -> tuple[Floats, Places]:
+        return by_group, order[number * TILE :][: len(rows)] // group_size
+
+    for number, rounded in enumerate(_rounded(weight, prepared, groups, scales_of, half=False)):
+        codes[:, order[number * TILE :][: len(rounded)]] = (rounded.astype(np.int16) - (1 << (bits - 1))).T
+    return codes, scales
+
+
+# ---- rounding
+
+
+def _rounded(
+    weight: Floats | Unread, prepared: FactoredHessian | None, groups: Groups, scales_of: ScalesOf, *, half: bool
+) -> Iterator[Codes]:
+    """The codes of each group: uint8 [rows, N']. `scales_of` sees rows with the errors of earlier groups taken into account.
+
+    half  EXL2: weights and values are rounded to float16, and N is padded
+
+    A row's error is passed on to the rest of its group at once, to the rest of a run of up to `TILE` rows after the group, and
+    to all later rows after the run.
+    """
+    plain, pages = (weight, None) if isinstance(weight, np.ndarray) else weight.read()
+    if prepared is None:
+        yield from round_plainly(plain, np.arange(plain.shape[1]), groups, scales_of, half=half)
+        return
+    from weightsmith._kernels.exl2 import quantise_rows
+
+    torch, order, factor = _torch(), prepared.order, prepared.factor
+    cols = padded(len(plain)) if half else len(plain)
+    w, errors = torch.empty(len(order), cols), torch.empty(max(TILE, *(group.rows for group in groups)), cols)
+    for top in range(0, len(plain), COPIED):
+        some = rows_of(plain[top : top + COPIED], order, half=half)
+        w[:, top : top + some.shape[1]].numpy()[:] = some
+        copied_bytes = plain[: top + COPIED].nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if pages is not None and copied_bytes and hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED, 0, copied_bytes)  # gives the memory back, and loses the numbers
+    number = begin = 0
+    for run in _runs(groups):
+        first, end = begin, begin + sum(group.rows for group in run)
+        for group in run:
+            last = first + group.rows
+            rows, own = w[first:last], errors[first - begin : last - begin]
+            codes = np.empty(rows.shape, np.uint8)
+            block = factor[first:last, first:last].contiguous().numpy()
+            quantise_rows(rows.numpy(), *scales_of(number, rows.numpy()), group.bits, half, block, codes, own.numpy())
+            yield codes
+            _pass_on(own, factor[first:last, last:end], w[last:end])
+            first, number = last, number + 1
+        _pass_on(errors[: end - begin], factor[begin:end, end:], w[end:])
+        begin = end
+
+
+def _pass_on(errors: Tensor, factor: Tensor, rows: Tensor) -> None:
+    """Subtract what the errors of rounded rows cause from later rows."""
+    if len(rows):
+        with one_thread():
+            rows.addmm_(factor.T, errors, alpha=-1)
+
+
+def _torch() -> Any:
+    """Raises ParameterError where torch is not installed."""
+    if missing := needs_torch():
+        raise ParameterError(missing)
+    import torch
+
+    return torch
+
+
+def _runs(groups: Groups) -> Iterator[list[Group]]:
+    """Neighbouring groups of up to `TILE` rows together."""
+    run: list[Group] = []
+    for group in groups:
+        if run and sum(g.rows for g in run) + group.rows > TILE:
+            yield run
+            run = []
+        run.append(group)
+    yield run

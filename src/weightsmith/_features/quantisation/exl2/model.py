@@ -1,0 +1,202 @@
+"""A whole model as ExLlamaV2 0.3.2 expects it: architectures, names, config.json, and what is not quantised.
+
+Linear layers of blocks and the head are quantised, a tied head too: the file then has both the embedding and a quantised head.
+Embeddings, norms, biases and routers are float16, and so is the head on request: the loader takes the embedding for a tied one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.files import show
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._features.quantisation.exl2.blocks import Sublayer, find_blocks, shape_problems
+from weightsmith._features.quantisation.exl2.options import HEAD, PLAIN_HEAD
+from weightsmith._models.formats import find_encoding
+from weightsmith._models.formats.exl2.layout import Params
+from weightsmith._models.formats.exl2.loader import (
+    ARCHITECTURES,
+    GEMMA3,
+    GEMMA3_PREFIX,
+    OTHER_FORMATS,
+    VERSION,
+    loader_config,
+    quantization_config,
+)
+from weightsmith._models.formats.exl2.writing import encoding_name
+from weightsmith._models.structure import analyse
+from weightsmith._models.structure.fused import SubMatrix, fused_parts
+from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith._plans import JOIN, PLAIN, Block, Plan, PlanDraft, Read, Step
+
+_HALF = "plain F16"
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class Model:
+    """The steps of a model with ExLlamaV2's names, before its blocks get settings.
+
+    steps   one for each tensor, with its dtype and plain
+    blocks  in model order
+    head    the head's weight: always a step of its own
+    tied    whether it is the embedding, and stored nowhere else
+    prefix  of all names in the output, which the steps do not have yet
+    """
+
+    steps: tuple[Step, ...]
+    blocks: tuple[Sublayer, ...]
+    head: str
+    tied: bool
+    prefix: str
+
+    @cached_property
+    def unsorted(self) -> frozenset[str]:
+        """Weights whose input features must stay in their own order.
+
+        The loader moves the order of `down_proj` to the outputs of gate and up, but not to their biases.
+        """
+        return frozenset(
+            spec.name for block in self.blocks if block.biased and "down" in block.linears for spec in block.linears["down"]
+        )
+
+    @property
+    def weights(self) -> int:
+        """Of all blocks: what bits for each weight refer to."""
+        return sum(block.weights for block in self.blocks)
+
+
+def prepare_model(plan: Plan | PlanDraft) -> Model:
+    """Check architecture, names and shapes, split fused matrices, and give a tied head a step.
+
+    Raises PlanError with what ExLlamaV2 could not load.
+    """
+    config = plan.config
+    if config is None:
+        fix = "put a config.json into the folder of the model that it is taken from"
+        raise PlanError(
+            [Unsupported("the output has no config.json, without which no model is loaded", where="quantize", fix=fix)]
+        )
+    architecture = check_architecture(config)
+    specs = {step.out.name: step.out for step in plan.steps}
+    structure = analyse(specs.values(), config)
+    steps = [part for step in plan.steps for part in split(step, fused_parts(step.out, specs, structure, config))]
+    embedding = next((step for step in steps if is_embedding(step.out)), None)
+    # A head that is stored although config.json ties it may differ from the embedding, and transformers uses it then.
+    tied = not any(is_head(step.out) for step in steps) and ties(config, stores_head=False)
+    if tied and embedding is not None:
+        steps.append(renamed(embedding, "lm_head.weight"))
+    split_specs = [step.out for step in steps]
+    try:
+        blocks = find_blocks(split_specs, analyse(split_specs, config))
+    except WeightsmithError as error:
+        raise PlanError([error]) from error
+    head = next((spec for spec in split_specs if is_head(spec)), None)
+    problems = shape_problems(spec for block in blocks for specs in block.linears.values() for spec in specs)
+    if head is None or not blocks:
+        problems.append(
+            Unsupported("it has no head or no layers, which ExLlamaV2 expects", where=architecture, fix=OTHER_FORMATS)
+        )
+    if head is not None and head.shape[1] % 32:
+        problems += shape_problems([head])
+    if head is not None and head.shape[0] % 32 and f"{head.name.removesuffix(_WEIGHT)}.bias" in {s.name for s in split_specs}:
+        what = f"{head.shape[0]:,} outputs with a bias cannot be padded to a multiple of 32"
+        problems.append(Unsupported(what, where=head.name, fix=OTHER_FORMATS))
+    if problems or head is None:
+        raise PlanError(problems)
+    return Model(tuple(steps), blocks, head.name, tied, GEMMA3_PREFIX if architecture == GEMMA3 else "")
+
+
+def check_architecture(config: Mapping[str, Any]) -> str:
+    """The architecture of a config. Raises PlanError for one that is not in `ARCHITECTURES`: loaders would read it as Llama."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if name in ARCHITECTURES:
+        return str(name)
+    what = f"{show(name if name is not None else names)} cannot be stored as EXL2, only {', '.join(ARCHITECTURES)}"
+    raise PlanError([Unsupported(what, where="architectures in config.json", fix=OTHER_FORMATS)])
+
+
+def split(step: Step, parts: Sequence[SubMatrix]) -> list[Step]:
+    """A step for each matrix of a fused tensor; the step itself if it holds one. Raises PlanError."""
+    if not parts:
+        return [step]
+    if step.op == JOIN:
+        if [piece.out.name for piece in step.pieces] != [part.name for part in parts]:
+            what = "the merge does not compute its matrices one by one, and ExLlamaV2 stores them so"
+            raise PlanError([Unsupported(what, where=step.out.name, fix="merge first, then quantise the result")])
+        return list(step.pieces)
+    return [
+        replace(
+            step,
+            out=TensorSpec(part.name, step.out.dtype, part.shape),
+            inputs=tuple(_part_of(read, part, step.out.name) for read in step.inputs),
+        )
+        for part in parts
+    ]
+
+
+def _part_of(read: Read, part: SubMatrix, name: str) -> Read:
+    rows, cols = math.prod(part.shape[:-1]), part.shape[-1]
+    if read.view is None:
+        return replace(read, view=Block(part.offset, rows, cols, cols))
+    if isinstance(read.view, Block) and read.view.whole_rows:
+        return replace(read, view=Block(read.view.offset + part.offset, rows, cols, cols))
+    what = "it is gathered from other rows, and its matrices cannot be told apart"
+    raise PlanError([Unsupported(what, where=name, fix="merge first, then quantise the result")])
+
+
+def renamed(step: Step, name: str) -> Step:
+    """The same numbers under another name: random masks depend on names, and those of the parts stay."""
+    out = replace(step.out, name=name)
+    if step.op == JOIN or not step.merges:
+        return replace(step, out=out)
+    return Step(out, JOIN, (), pieces=(step,), role=step.role)
+
+
+# ---- the draft
+
+
+def store(
+    draft: PlanDraft, model: Model, params: Mapping[str, Params], head_bits: int, bits: float, calibration: Mapping[str, Any]
+) -> None:
+    """Make the draft that of the EXL2 model.
+
+    params       setting of each weight of the blocks
+    head_bits    one of `options.HEAD`, or `PLAIN_HEAD`
+    bits         for each weight, for config.json
+    calibration  for config.json
+    """
+    encodings = {name: encoding_name(setting, sort=name not in model.unsorted) for name, setting in params.items()}
+    if head_bits != PLAIN_HEAD:
+        encodings[model.head] = encoding_name(HEAD[head_bits])
+    steps = []
+    for step in model.steps:
+        spec = step.out
+        if spec.name == model.head and model.tied and head_bits == PLAIN_HEAD:
+            continue
+        as_it_is = not spec.shape or not spec.dtype.floating or spec.dtype.name == "F16"
+        encoding = encodings.get(spec.name) or (PLAIN if as_it_is else _HALF)
+        step = renamed(step, model.prefix + spec.name) if model.prefix else step
+        if encoding != PLAIN:
+            step = replace(step, encoding=encoding, stored=find_encoding(encoding).outs(step.out))
+        steps.append(step)
+    config = {**(draft.config or {}), **({"tie_word_embeddings": True} if model.tied else {})}
+    draft.config = {**loader_config(config, gemma3=bool(model.prefix)), **quantization_config(bits, head_bits, calibration)}
+    draft.steps = steps
+    draft.warnings += _notes(draft)
+
+
+def _notes(draft: PlanDraft) -> list[Finding]:
+    what = f"EXL2 is loaded by ExLlamaV2 {VERSION}, which is archived, and by TabbyAPI up to June 2026; TabbyAPI now takes EXL3"
+    fix = "choose a gguf format for llama.cpp, Ollama and CPUs, or w4a16 or fp8-dynamic for vLLM and SGLang"
+    notes = [Finding(what, "quantize", fix=fix)]
+    if "tokenizer.json" not in (*draft.carried, *draft.files):
+        fix = "make one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        notes.append(Finding("the model has no tokenizer.json, without which ExLlamaV2 does not load it", "quantize", fix=fix))
+    return notes

@@ -1,0 +1,119 @@
+"""The list of formats, and the one place where a draft becomes one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from weightsmith._activations.rows import BUILT_IN
+from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.files import expand_user
+from weightsmith._base.options import QuantizeSettings, assignment, named, read_options
+from weightsmith._features.quantisation import gguf, streamed
+from weightsmith._features.quantisation.base import Format
+from weightsmith._features.quantisation.calibration.plan import NONE, without_measuring
+from weightsmith._features.quantisation.exl2 import format as exl2
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._planning.planner import Assembled, Prepared
+from weightsmith._plans.codec import has_type
+from weightsmith.abc.product import Arrays
+
+FORMATS: dict[str, Format] = {each.name: each for each in (*streamed.FORMATS, *gguf.FORMATS, *exl2.FORMATS)}
+"""Every format, by name."""
+
+
+def in_format(assemble: Callable[[], Assembled], name: str | None, settings: QuantizeSettings) -> Assembled:
+    """What `assemble` returns, its draft in the format `name`; unchanged if that is None.
+
+    Raises PlanError with the problems of `assemble`, and those of the format's name and settings; then as `Format.apply`.
+    """
+    problems = _problems(name, settings)
+    try:
+        assembled = assemble()
+    except PlanError as error:
+        if not problems:
+            raise
+        raise PlanError([*error.problems, *problems], error.source) from error
+    try:
+        if problems:
+            raise PlanError(problems)
+        if name is None:
+            return assembled
+        FORMATS[name].apply(assembled, settings)
+    except BaseException:
+        assembled.close()
+        raise
+    draft, before = assembled.draft, assembled.again
+    draft.made = replace(draft.made, format=name)
+    draft.warnings += _decoded(assembled.inputs, name)
+    assembled.again = None if before is None else lambda written: in_format(lambda: before(written), name, settings)
+    assembled.named += _files(settings)
+    return assembled
+
+
+def expected_bytes(prepared: Prepared) -> int:
+    """About what the plan that follows from one with `Plan.then` stores: as if nothing were measured; 0 if that cannot be."""
+    then = dict(prepared.plan.then or {})
+    settings = replace(
+        QuantizeSettings(**then["settings"]), calibration=NONE, calibration_rows=None, calibration_tokens=None, measure=None
+    )
+    assembled = Assembled.of(prepared)
+    without_measuring(assembled.draft)
+    try:
+        FORMATS[then["format"]].apply(assembled, settings)
+    except PlanError:
+        return 0
+    return sum(out.nbytes for step in assembled.draft.steps for out in step.outs)
+
+
+def followed(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Prepared, Mapping[str, bytes]]:
+    """The plan that follows from the products of one with `Plan.then`, and files to add to the output.
+
+    arrays  of the products, by name
+
+    Raises PlanError; FormatError for a plan that no format of ours made.
+    """
+    then = dict(prepared.plan.then or {})
+    name, given = then.get("format"), then.get("settings") or {}
+    made = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
+    if made is None or made.follow is None or not has_type(given, QuantizeSettings):
+        raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
+    (settings,) = read_options("run", given, QuantizeSettings)
+    assembled = Assembled.of(prepared)
+    files = made.follow(assembled, settings, without_measuring(assembled.draft), arrays)
+    assembled.named += _files(settings)
+    return assembled.finish(), files
+
+
+def _problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
+    if name is None:
+        if not settings.given:
+            return []
+        fix = f"add {assignment('quantize', _first_that_reads(settings.given[0]))} or another"
+        return [ParameterError("needs a quantised format that reads it", where=named(*settings.given), fix=fix)]
+    known = FORMATS[name].settings
+    unread = [each for each in settings.given if each not in known]
+    if not unread:
+        return []
+    reads = f"reads {named(*sorted(known))}" if known else "has none"
+    return [ParameterError(f"not a setting of {name}, which {reads}", where=named(*unread), fix=f"leave out {named(*unread)}")]
+
+
+def _first_that_reads(setting: str) -> str:
+    return next(each.name for each in FORMATS.values() if setting in each.settings)
+
+
+def _files(settings: QuantizeSettings) -> list[Path]:
+    """The files that settings name."""
+    calibration = None if settings.calibration in (BUILT_IN, NONE) else settings.calibration
+    return [expand_user(name) for name in (calibration, settings.measurement, settings.imatrix) if name is not None]
+
+
+def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
+    """Which models are quantised already."""
+    return [
+        Finding(f"it is quantised already ({model.decoded}): its weights are dequantised, then stored as {name}", model.ref)
+        for model in models
+        if model.decoded
+    ]

@@ -1,0 +1,305 @@
+"""GGUF files: tensors under llama.cpp's names, in the types that it gives them, and the keys that describe the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._activations.sites import site_of
+from weightsmith._activations.statistic import keys_of
+from weightsmith._activations.statistics import find_statistic
+from weightsmith._activations.work import StatisticWork
+from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.files import read_bounded, show
+from weightsmith._base.options import QuantizeSettings, named, option_error
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.quantisation.base import Format
+from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, unused
+from weightsmith._features.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
+from weightsmith._files.containers import GGUF
+from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
+from weightsmith._models.formats.gguf.blocks import libgguf
+from weightsmith._models.formats.gguf.config import Config, family_of_config, keys_of_config
+from weightsmith._models.formats.gguf.families import Family, gguf_place, is_norm, rotated_heads
+from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
+from weightsmith._models.formats.gguf.layout import encode_metadata
+from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, TYPES, GgufEncoding
+from weightsmith._planning.planner import Assembled
+from weightsmith._planning.planner.companions import joined, lacking
+from weightsmith._plans import FILL, JOIN, Dropped, PlanDraft, Product, Settings, Step, Table
+from weightsmith.abc.product import Arrays
+
+HEAD_IS_EMBEDDING = "the head is the embedding"
+"""Why a tied head that is stored too is left out: not all architectures of llama.cpp would load it."""
+
+Importances = Mapping[str, npt.NDArray[np.float32]]
+
+
+def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) -> None:
+    """Make the draft one of a GGUF file. Raises PlanError."""
+    measures = settings.calibration not in (None, NONE)
+    if measures and settings.imatrix is not None:
+        what = "importances come from a file or from a calibration text, not both"
+        raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
+    if problems := unused(settings, calibrates=measures):
+        raise PlanError(problems)
+    draft = assembled.draft
+    with _problems_of_a_plan():
+        if not measures:
+            _fill(mixture, assembled, {} if settings.imatrix is None else read_imatrix(settings.imatrix))
+            return
+        family = family_of_config(draft.config)
+        chain = Chain(assembled, settings)
+        weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
+        ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
+        trial = replace(assembled, draft=PlanDraft.of(draft))
+        _fill(mixture, trial, _importances_of(family, ones))  # its errors, before anything is measured
+    chain.add_to(
+        draft,
+        chain.forward(
+            lambda layer, states: [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
+        ),
+    )
+    draft.then = {"format": _format_name(mixture), "settings": asdict(settings)}
+
+
+def follow(
+    mixture: Mixture,
+    assembled: Assembled,
+    settings: QuantizeSettings,
+    measured: Sequence[Product],
+    arrays: Mapping[str, Arrays],
+) -> Mapping[str, bytes]:
+    """Make the draft one of a GGUF file with the importances that were measured; these as a file.
+
+    Raises PlanError, FormatError.
+    """
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    for product in measured:
+        if product.name in arrays:
+            found |= _by_weight(StatisticWork.of(product), arrays[product.name])
+    with _problems_of_a_plan():
+        importances = _importances_of(family_of_config(assembled.draft.config), found)
+        _fill(mixture, assembled, importances)
+        return {"imatrix.dat": imatrix_bytes(importances)}
+
+
+def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, npt.NDArray[np.float32]]:
+    """The importances of each weight; 1 where no token reached it."""
+    at_site = dict(zip(keys_of(find_statistic(work.kind), work.weights), arrays, strict=True))
+    found = {weight: at_site[site_of(weight)] for weight in work.weights}
+    return {weight: array if array.any() else np.ones_like(array) for weight, array in found.items()}
+
+
+@contextmanager
+def _problems_of_a_plan() -> Iterator[None]:
+    try:
+        yield
+    except WeightsmithError as error:
+        if isinstance(error, PlanError):
+            raise
+        error.finding = replace(error.finding, where=f"quantize: {error.finding.where}".removesuffix(": "))
+        raise PlanError([error]) from error
+
+
+def _fill(mixture: Mixture, assembled: Assembled, importances: Importances) -> None:
+    draft = assembled.draft
+    family = family_of_config(draft.config)
+    config = draft.config or {}
+    if mixture.default not in ("F32", "F16", "BF16"):
+        libgguf()
+    keys, extra = keys_of_config(config, family, mixture.number)
+    given = Config(config)
+    dropped, steps = _without_doubles(draft.steps, given)
+    named = _named(steps, family)
+    tied = "output.weight" not in named
+    specs = [replace(step.out, name=name) for name, step in named.items()]
+    layers, heads = given.count("num_hidden_layers"), given.count("num_attention_heads")
+    kv_heads = given.count("num_key_value_heads", heads)
+    experts = keys.get(f"{family.architecture}.expert_count")
+    shape = Shape(
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        experts=0 if experts is None or not isinstance(experts.value, int) else experts.value,
+        tied=tied,
+        weighted=bool(importances),
+        big=family.architecture == "llama" and layers == 80 and heads != kv_heads,
+    )
+    problems: list[WeightsmithError] = []
+    made: list[Step] = []
+    for spec, step in zip(specs, named.values(), strict=True):
+        kind = type_of(mixture, spec, shape)
+        turned = rotated_heads(family, spec.name, heads, kv_heads)
+        shift = family.shift if is_norm(spec.name) else 0.0
+        encoding = GgufEncoding(TYPES[kind], spec.shape[0] // turned if turned else 0, shift)
+        weighted = -1
+        try:
+            if encoding.dtype.block > 1 and (values := _importances(importances, spec, kind, mixture)) is not None:
+                weighted = len(draft.tables)
+                draft.tables.append(Table(values.astype("<f4").tobytes()))
+            stored = tuple(replace(out, name=spec.name) for out in encoding.outs(step.out))
+        except WeightsmithError as error:
+            problems.append(error)
+            continue
+        made.append(replace(step, encoding=encoding.name, stored=stored, weighted=weighted))
+    if problems:
+        raise PlanError(problems)
+    rows = named["token_embd.weight"].out.shape[0]
+    keys |= tokenizer_keys(_tokenizer(assembled), config, family, rows)
+    constants, numbers = _constants(extra, len(draft.settings))
+    copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py")]
+    held = {*copied, "config.json", *(name for name in (*draft.carried, *draft.files) if name in READ)}  # the keys say the same
+    draft.steps, draft.settings = [*made, *constants], [*draft.settings, *numbers]
+    draft.dropped += dropped
+    draft.carried, draft.files = copied, {}
+    draft.lacking = joined([draft.lacking, lacking(((c.ref, c.files) for c in assembled.inputs), held)])
+    draft.container, draft.header = GGUF, encode_metadata(keys)
+    draft.warnings += [*_unused(importances, named), *_left_out(dropped)]
+
+
+def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
+    """A stored head that transformers would use, if it differs from the embedding."""
+    what = "it is left out: config.json ties the head to the embedding"
+    fix = "set tie_word_embeddings to false in the input's config.json if the two differ"
+    return [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == HEAD_IS_EMBEDDING]
+
+
+def _without_doubles(steps: Sequence[Step], config: Config) -> tuple[list[Dropped], list[Step]]:
+    """The steps without what llama.cpp computes: a tied head that is stored twice, and frequencies of RoPE."""
+    dropped, kept = [], []
+    for step in steps:
+        why = ""
+        if step.out.name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            why = HEAD_IS_EMBEDDING
+        elif step.out.name.endswith(".rotary_emb.inv_freq"):
+            why = "llama.cpp computes it"
+        if why:
+            dropped += [Dropped(read.model, read.tensor, why) for read in step.reads if read.model >= 0]
+        else:
+            kept.append(step)
+    return list(dict.fromkeys(dropped)), kept
+
+
+def _named(steps: Sequence[Step], family: Family) -> dict[str, Step]:
+    """The steps under llama.cpp's names; the experts of a layer as one step. Raises PlanError with every tensor it has not."""
+    single: dict[str, Step] = {}
+    together: dict[str, dict[int, Step]] = {}
+    unknown: list[WeightsmithError] = []
+    for step in steps:
+        place = gguf_place(family, step.out.name)
+        if place is None:
+            what = f"llama.cpp knows no such tensor in a model of the type {family.model_type}"
+            unknown.append(Unsupported(what, where=step.out.name, fix="choose another format, such as fp8-dynamic"))
+        elif place.expert < 0:
+            single[place.name] = step
+        else:
+            single.setdefault(place.name, step)
+            together.setdefault(place.name, {})[place.expert] = step
+    if unknown:
+        raise PlanError(unknown)
+    for name, experts in together.items():
+        ordered = [experts[i] for i in sorted(experts)]
+        outs = [step.out for step in ordered]
+        if sorted(experts) != list(range(len(experts))) or len({(out.shape, out.dtype) for out in outs}) > 1:
+            what = f"its experts are numbered {show(sorted(experts))}, or have unequal shapes"
+            raise Unsupported(what, where=outs[0].name, fix="choose another format")
+        whole = re.sub(r"\.experts\.\d+\.", ".experts.", outs[0].name)
+        spec = TensorSpec(whole, outs[0].dtype, (len(outs), *outs[0].shape))
+        pieces = tuple(leaf for step in ordered for leaf in step.leaves)
+        single[name] = Step(spec, JOIN, (), pieces=pieces, role=ordered[0].role, layer=ordered[0].layer)
+    if "token_embd.weight" not in single:
+        raise Unsupported("the model has no embedding", where="model.embed_tokens.weight", fix="choose another format")
+    return single
+
+
+def _weighted(draft: PlanDraft, family: Family, names: Iterable[str]) -> list[TensorSpec]:
+    """Those of the tensors that llama.cpp has importances for: weights of linear layers, but not of routers."""
+    own = set(names)
+    specs = [step.out for step in draft.steps if step.out.name in own and len(step.out.shape) == 2]
+    placed = [(spec, gguf_place(family, spec.name)) for spec in specs]
+    return [spec for spec, place in placed if place is not None and ".ffn_gate_inp." not in place.name]
+
+
+def _importances_of(family: Family, found: Importances) -> Importances:
+    """Importances under llama.cpp's names, those of a layer's experts in one. found: under the Hub's names."""
+    parts: dict[str, dict[int, npt.NDArray[np.float32]]] = {}
+    for name, values in found.items():
+        if place := gguf_place(family, name):
+            parts.setdefault(place.name, {})[place.expert] = values
+    return {name: np.concatenate([own[i] for i in sorted(own)]) for name, own in parts.items()}
+
+
+def _importances(importances: Importances, spec: TensorSpec, kind: str, mixture: Mixture) -> npt.NDArray[np.float32] | None:
+    """The importances of a tensor's columns, of each of its matrices; None if there are none."""
+    values = importances.get(spec.name)
+    matrices = spec.shape[0] if len(spec.shape) == 3 else 1
+    ends = spec.name in ("token_embd.weight", "output.weight")
+    if values is not None and values.size != spec.shape[-1] * matrices:
+        if spec.name != "token_embd.weight":
+            what = f"the importance matrix has {values.size:,} numbers for it, and it has {spec.shape[-1] * matrices:,} columns"
+            raise FormatError(what, where=spec.name, fix="use the importance matrix of this model")
+        values = None
+    tiny = kind in (*NEEDS_IMPORTANCES, "IQ2_S", "IQ3_XXS") or (kind == "Q2_K" and mixture.name == "Q2_K_S")
+    if values is None and tiny and not ends:
+        what = f"it would be stored as {kind}, which gives garbage without importances"
+        fix = "write --calibration built-in, give an importance matrix that has this tensor (--imatrix FILE), or use more bits"
+        raise Unsupported(what, where=spec.name, fix=fix)
+    return values
+
+
+def _unused(importances: Importances, named: Iterable[str]) -> list[Finding]:
+    """A warning if none of the importances is of a tensor of this model."""
+    if not importances or not importances.keys().isdisjoint(named):
+        return []
+    what = f"no name in the importance matrix is of a tensor of this model; the first is {show(next(iter(importances)))}"
+    return [Finding(what, "imatrix", fix="use the importance matrix of this model")]
+
+
+def _constants(extra: Mapping[str, npt.NDArray[np.float32]], first: int) -> tuple[list[Step], list[Settings]]:
+    """Steps for vectors that no model has, because transformers computes them from config.json; and their settings."""
+    steps: list[Step] = []
+    settings: list[Settings] = []
+    for name, values in extra.items():
+        pieces: list[Step] = []
+        for i, value in enumerate(values.tolist()):
+            pieces.append(Step(TensorSpec(f"{name}[{i}]", DTYPES["F32"], (1,)), FILL, (), settings=first + len(settings)))
+            settings.append(Settings({"value": value}, ()))
+        spec = TensorSpec(name, DTYPES["F32"], (len(values),))
+        steps.append(Step(spec, JOIN, (), pieces=tuple(pieces), encoding=GgufEncoding(DTYPES["F32"]).name, stored=(spec,)))
+    return steps, settings
+
+
+def _tokenizer(assembled: Assembled) -> dict[str, bytes]:
+    """The tokenizer's files of the output."""
+    draft = assembled.draft
+    donor = assembled.inputs[draft.donor]
+    names = [name for name in READ if name in draft.carried]
+    donor.fetch(names)
+    written = {name: data for name, data in draft.files.items() if name in READ}
+    return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in names} | written
+
+
+def _format_name(mixture: Mixture) -> str:
+    return f"gguf-{mixture.name.lower()}"
+
+
+def _format(mixture: Mixture) -> Format:
+    bits = TYPES[mixture.default].itemsize * 8 / TYPES[mixture.default].block
+    about = f"{bits:g} bits a weight" if mixture.default == mixture.name else f"{bits:g}+ bits a weight"
+    run: Callable[[Assembled, QuantizeSettings], None] = partial(apply, mixture)
+    readers = "llama.cpp, Ollama, LM Studio"
+    if mixture.default in ("F32", "F16", "BF16", "Q8_0"):
+        return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run)
+    settings = CALIBRATION_SETTINGS | {"imatrix"}
+    return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, settings, partial(follow, mixture))
+
+
+FORMATS = tuple(map(_format, MIXTURES))

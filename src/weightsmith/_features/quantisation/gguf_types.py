@@ -1,0 +1,213 @@
+"""Which type llama.cpp gives each tensor of a GGUF file: its mixtures of types.
+
+The rules are those of llama.cpp's `llama_model_quantize` (src/llama-quant.cpp), so that a file has the same types and the same
+bytes as one that llama.cpp makes from the model's F32 file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.formats.gguf.families import is_norm
+from weightsmith._models.formats.gguf.writing import TYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of types, as llama.cpp calls it.
+
+    name     Q4_K_M
+    number   llama.cpp's, in general.file_type
+    default  the type of what no rule names
+    """
+
+    name: str
+    number: int
+    default: str
+
+
+MIXTURES = tuple(
+    Mixture(*each)
+    for each in (
+        ("F32", 0, "F32"),
+        ("F16", 1, "F16"),
+        ("BF16", 32, "BF16"),
+        ("Q8_0", 7, "Q8_0"),
+        ("Q6_K", 18, "Q6_K"),
+        ("Q5_K_M", 17, "Q5_K"),
+        ("Q5_K_S", 16, "Q5_K"),
+        ("Q5_1", 9, "Q5_1"),
+        ("Q5_0", 8, "Q5_0"),
+        ("Q4_K_M", 15, "Q4_K"),
+        ("Q4_K_S", 14, "Q4_K"),
+        ("Q4_1", 3, "Q4_1"),
+        ("Q4_0", 2, "Q4_0"),
+        ("IQ4_NL", 25, "IQ4_NL"),
+        ("IQ4_XS", 30, "IQ4_XS"),
+        ("Q3_K_L", 13, "Q3_K"),
+        ("Q3_K_M", 12, "Q3_K"),
+        ("Q3_K_S", 11, "Q3_K"),
+        ("IQ3_M", 27, "IQ3_S"),
+        ("IQ3_S", 26, "IQ3_S"),
+        ("IQ3_XS", 22, "IQ3_S"),
+        ("IQ3_XXS", 23, "IQ3_XXS"),
+        ("Q2_K", 10, "Q2_K"),
+        ("Q2_K_S", 21, "Q2_K"),
+        ("IQ2_M", 29, "IQ2_S"),
+        ("IQ2_S", 28, "IQ2_XS"),
+        ("IQ2_XS", 20, "IQ2_XS"),
+        ("IQ2_XXS", 19, "IQ2_XXS"),
+    )
+)
+
+_FALLBACK = {
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
+    **dict.fromkeys(("Q2_K", "Q3_K"), "Q4_0"),
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+}
+"""Where the rows are no multiple of 256."""
+
+_TINY = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
+_IQ4 = frozenset({"IQ4_NL", "IQ4_XS"})
+_OF_EIGHT = frozenset("Q2_K IQ3_XS IQ3_XXS Q3_K_S Q3_K_M IQ4_NL Q4_K_S Q4_K_M IQ3_S IQ3_M IQ4_XS".split())
+"""Mixtures that store the attention's output of eight experts' models as Q5_K."""
+
+_LAYER = re.compile(r"blk\.([0-9]+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the rules look at besides names.
+
+    layers, heads, kv_heads, experts  of the model
+    tied      the embedding is the head too
+    weighted  there are importances
+    big       Llama's 70B, whose v is small beside q
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    experts: int
+    tied: bool
+    weighted: bool
+    big: bool
+
+    @property
+    def group(self) -> int:
+        """Heads of q that share one of k."""
+        return self.heads // self.kv_heads
+
+
+def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape) -> str:
+    """The type of a tensor, by ggml's name.
+
+    spec  under llama.cpp's name
+    """
+    name = spec.name
+    if len(spec.shape) < 2 or is_norm(name) or ".ffn_gate_inp." in name:  # routers too: they are small, and they decide much
+        return "F32"
+    if mixture.default in ("F32", "F16", "BF16"):
+        return mixture.default
+    kind = _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape)
+    if spec.shape[-1] % TYPES[kind].block:
+        kind = _FALLBACK.get(kind, "F16")
+    return "F16" if spec.shape[-1] % TYPES[kind].block else kind
+
+
+def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:
+    """The type before it is known whether the rows have whole blocks."""
+    match = _LAYER.match(name)
+    i, n = (int(match[1]), shape.layers) if match else (0, shape.layers)
+    eight, four = shape.experts == 8, shape.group >= 4
+    if name == "output.weight" or (shape.tied and name == "token_embd.weight"):
+        if cols % TYPES[default].block or default == "Q8_0":
+            return "Q8_0"
+        return "Q5_K" if mix in _TINY or mix == "IQ3_XXS" else "Q6_K"
+    if name == "token_embd.weight":
+        small = {"IQ2_XXS": "Q2_K", "IQ2_XS": "Q2_K", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S", "IQ3_XXS": "IQ3_S"}
+        return small.get(mix, default)
+    part = name.split(".")[-2]
+    if mix in _TINY:
+        better = "IQ3_S" if mix in ("IQ2_S", "IQ2_M") else "Q2_K"
+        if part in ("attn_v", "attn_qkv"):
+            return "Q4_K" if four or shape.experts >= 4 else better
+        if part == "attn_k" and eight:
+            return "Q4_K"
+        if part.startswith("ffn_down") and i < n // 8:
+            return better
+        if part == "attn_output":
+            return "Q5_K" if eight else "IQ3_S" if mix in ("IQ2_S", "IQ2_M") else default
+        return default
+    if part in ("attn_v", "attn_qkv"):
+        return _of_v(mix, default, i, n, shape)
+    if part in ("attn_k", "attn_q"):
+        if part == "attn_k" and eight:
+            return "Q8_0"
+        return {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}.get(mix, default)
+    if part.startswith("ffn_down"):
+        return _of_down(mix, default, i, n, shape)
+    if part == "attn_output":
+        if eight:
+            return "Q5_K" if mix in _OF_EIGHT else default
+        more = {"Q2_K": "Q3_K", "IQ3_XXS": "IQ3_S", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_M": "Q4_K"}
+        return more.get(mix, default)
+    if part.startswith(("ffn_gate", "ffn_up")) and mix == "IQ3_XS" and n // 8 <= i < 7 * n // 8:
+        return "IQ3_XXS"
+    return default
+
+
+def _more_bits(i: int, n: int) -> bool:
+    """Layers where more bits help most: the first and the last eighth, and every third between them."""
+    return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+
+
+def _of_v(mix: str, default: str, i: int, n: int, shape: Shape) -> str:
+    four = shape.group >= 4
+    kind = default
+    if mix == "Q2_K":
+        kind = "Q4_K" if four else "Q3_K"
+    elif mix == "Q2_K_S" and four:
+        kind = "Q4_K"
+    elif mix == "IQ3_XXS":
+        kind = "Q4_K" if four else "IQ3_XXS" if shape.weighted else "IQ3_S"
+    elif (mix in ("IQ3_XS", "IQ3_S") and four) or mix == "IQ3_M":
+        kind = "Q4_K"
+    elif mix == "Q3_K_M":
+        kind = "Q5_K" if i < 2 else "Q4_K"
+    elif mix == "Q3_K_L" or (mix in _IQ4 and four):
+        kind = "Q5_K"
+    elif mix in ("Q4_K_M", "Q5_K_M") and _more_bits(i, n):
+        kind = "Q6_K"
+    elif mix == "Q4_K_S" and i < 4:
+        kind = "Q5_K"
+    if shape.big and kind in ("Q3_K", "Q4_K"):
+        kind = "Q5_K"
+    return "Q8_0" if shape.experts == 8 else kind
+
+
+def _of_down(mix: str, default: str, i: int, n: int, shape: Shape) -> str:
+    early = i < n // 8
+    if mix == "Q2_K":
+        return "Q3_K"
+    if mix == "Q2_K_S":
+        return "Q4_K" if early else default
+    if mix == "IQ3_XXS" and not shape.weighted:
+        return "Q4_K" if early else "Q3_K"
+    if mix == "Q3_K_M":
+        return "Q5_K" if i < n // 16 else "Q4_K"
+    if mix == "IQ3_M":
+        return "Q4_K" if early or (shape.experts == 8 and _more_bits(i, n)) else default
+    if mix == "Q3_K_L":
+        return "Q5_K"
+    if mix in ("Q4_K_M", "Q5_K_M"):
+        return "Q6_K" if _more_bits(i, n) else default
+    if early and ((mix in _IQ4 and not shape.weighted) or mix == "Q4_K_S"):
+        return "Q5_K"
+    if early and shape.weighted:
+        return {"Q4_0": "Q4_1", "Q5_0": "Q5_1"}.get(mix, default)
+    return default

@@ -1,0 +1,94 @@
+"""common_interpolation: the nearest shared tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from weightsmith._features.transplant.approximations.base import Approximated, Approximation, Problem
+from weightsmith._features.transplant.pursuit import SCREENED, Sparse, in_parallel
+
+Tensor = Any  # torch is optional, so mypy cannot use its type
+
+
+def _make(problem: Problem) -> Approximated:
+    found = _nearest(problem)
+    return Approximated(found.of(problem.values()), found.errors)
+
+
+def _nearest(problem: Problem) -> Sparse:
+    """The sums of the `k` nearest atoms, with the weights of a scheme."""
+    import torch
+
+    targets, atoms = problem.targets(), problem.atoms()
+    k, cosine = min(problem.choices.k, len(atoms)), problem.choices.cosine_similarity
+    points, wanted = torch.from_numpy(atoms).to(problem.device), torch.from_numpy(targets)
+    lengths = points.norm(dim=1).clamp_min(1e-30)
+    indices = np.zeros((len(targets), k), np.int64)
+    weights, errors = np.zeros((len(targets), k), np.float32), np.zeros(len(targets), np.float32)
+
+    def work(start: int) -> None:
+        problem.check()
+        own = slice(start, start + SCREENED)
+        few = wanted[own].to(problem.device)
+        products = few @ points.T
+        closeness = products / lengths if cosine else products - lengths.square() / 2  # of one target: in the order of nearness
+        nearest = closeness.topk(k, 1).indices
+        del products, closeness
+        near = points[nearest].double()
+        wide = few.double()
+        own_weights = _SCHEMES[problem.choices.weight_scheme](wide, near, cosine)
+        made = (own_weights[:, None] @ near)[:, 0]
+        indices[own], weights[own] = nearest.cpu().numpy(), own_weights.float().cpu().numpy()
+        sizes = wide.norm(dim=1)
+        errors[own] = ((wide - made).norm(dim=1) / sizes.clamp_min(1e-30) * (sizes > 0)).float().cpu().numpy()
+
+    in_parallel(work, range(0, len(targets), SCREENED), problem)
+    return Sparse(indices, weights, errors)
+
+
+def _by_distance(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:
+    """In proportion to 1 / distance, or to the cosine."""
+    if cosine:
+        products = (near @ targets[:, :, None])[:, :, 0]
+        lengths = near.norm(dim=2) * targets.norm(dim=1)[:, None]
+        found = products / lengths.clamp_min(1e-30)
+    else:
+        found = 1 / (near - targets[:, None]).norm(dim=2).clamp_min(1e-6)
+    total = found.sum(1, keepdim=True)
+    return found / total.where(total.abs() > 1e-6, total.new_ones(()))
+
+
+def _barycentric(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:
+    """The best weights that add up to 1: a linear system with a multiplier."""
+    import torch
+
+    b, k, _ = near.shape
+    system, wanted = near.new_ones(b, k + 1, k + 1), near.new_ones(b, k + 1, 1)
+    system[:, :k, :k] = near @ near.transpose(1, 2)
+    system[:, k, k] = 0
+    wanted[:, :k] = near @ targets[:, :, None]
+    return (torch.linalg.pinv(system, hermitian=True) @ wanted)[:, :k, 0]
+
+
+def _least_squares(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:
+    """The best weights; of equally good ones the smallest."""
+    import torch
+
+    inverse = torch.linalg.pinv(near @ near.transpose(1, 2), hermitian=True)
+    return (inverse @ (near @ targets[:, :, None]))[:, :, 0]
+
+
+_SCHEMES = {"distance_proportional": _by_distance, "barycentric": _barycentric, "least_squares": _least_squares}
+
+
+common_interpolation = Approximation(
+    "common_interpolation",
+    "The weighted mean of the `k` shared tokens that are nearest in the donor.",
+    "WECHSEL, Minixhofer et al. 2022, https://arxiv.org/abs/2112.06598",
+    _make,
+    donor=True,
+    torch=True,
+    reads=("k", "weight_scheme", "cosine_similarity"),
+)

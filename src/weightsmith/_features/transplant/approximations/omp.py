@@ -1,0 +1,22 @@
+"""omp: orthogonal matching pursuit."""
+
+from __future__ import annotations
+
+from weightsmith._features.transplant.approximations.base import Approximated, Approximation, Problem
+from weightsmith._features.transplant.pursuit import pursue
+
+
+def _make(problem: Problem) -> Approximated:
+    found = pursue(problem.targets(), problem.atoms(), problem.choices.k, problem)
+    return Approximated(found.of(problem.values()), found.errors)
+
+
+omp = Approximation(
+    "omp",
+    "A sum of `k` shared tokens that approximates the donor's row; the same sum of the model's rows.",
+    "Training-free tokenizer transplantation by OMP: https://arxiv.org/abs/2506.06607",
+    _make,
+    donor=True,
+    torch=True,
+    reads=("k",),
+)

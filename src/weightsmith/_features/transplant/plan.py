@@ -1,0 +1,417 @@
+"""The plan of `weightsmith transplant-tokenizer`.
+
+It is the plan of a recipe that copies the model with the donor's tokenizer (`_planning/planner/vocabulary.py`):
+config.json, files and all other tensors are as that recipe makes them. Then the tables of the vocabulary get their rows: the model's own where it has
+the token (`_models/tokenizers/matching.py`), the others from the product (`rows.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, first_line
+from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded
+from weightsmith._base.options import RecipeOptions, TransplantSettings, option_error
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._features.transplant.approximations import find_approximation
+from weightsmith._features.transplant.approximations.base import Approximation, Choices
+from weightsmith._features.transplant.rows import RowWork, Table
+from weightsmith._files.copied import copied_files, is_tokenizer
+from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import vocabulary
+from weightsmith._models.structure.configs import count_of, number_of, text_sections
+from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
+from weightsmith._models.tokenizers.convert import convert
+from weightsmith._models.tokenizers.files import settings_of
+from weightsmith._models.tokenizers.matching import WAYS, Match, match, pieces_of, roles_of, same_roles
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of
+from weightsmith._planning import recipe as recipes
+from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.build import assemble_recipe
+from weightsmith._planning.planner.companions import joined, lacking
+from weightsmith._planning.planner.inputs import open_models
+from weightsmith._planning.planner.prepared import Assembled, model_input
+from weightsmith._planning.recipe import ModelRef
+from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._plans import PRODUCTS, Block, Gather, Made, PlanDraft, Read, Step
+from weightsmith._plans import Table as Numbers
+from weightsmith._version import __version__
+
+COMMAND = "transplant-tokenizer"
+
+_MODEL, _DONOR = 0, 1
+_UNUSED = re.compile(r"unused|reserved", re.IGNORECASE)
+_MAX_TEXT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Donor:
+    """Whose tokenizer the output has. model: None for a folder with a tokenizer alone."""
+
+    label: str
+    folder: Path
+    files: tuple[str, ...]
+    config: Mapping[str, Any] | None
+    model: Checkpoint | None
+
+
+def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[str], settings: TransplantSettings) -> Prepared:
+    """Plan the model with the tokenizer of the donor.
+
+    model  as in a recipe: a folder, a hub id, `base+adapter`
+    donor  the same; or a folder with a tokenizer alone
+
+    Raises PlanError with all problems.
+    """
+    approximation = find_approximation(settings.approximation)
+    if approximation.torch and (missing := needs_torch()):
+        what = missing.replace("this method", f"the approximation {approximation.name}")
+        raise PlanError([option_error("approximation", what)])
+    with ExitStack() as stack:
+        found = _open_donor(donor, stack)
+        _check_donor(found, approximation, settings)
+        rows = 0 if found.model is None else vocabulary.count_rows(found.model.specs.values(), found.config)
+        assembled = _copy(model, donor, rows, settings)
+        stack.callback(assembled.close)
+        try:
+            _Transplant(assembled, found, settings, approximation).fill()
+            prepared = assembled.finish()
+        except WeightsmithError as error:
+            raise PlanError([error]) from error
+        stack.pop_all()
+        return prepared
+
+
+def _open_donor(donor: str | os.PathLike[str], stack: ExitStack) -> _Donor:
+    name = os.fspath(donor)
+    folder = expand_user(name)
+    if is_folder(folder):
+        names = tuple(file_names(folder))
+        if any(map(is_tokenizer, names)) and not any(
+            name.endswith((".safetensors", ".bin", ".gguf", ".pt", ".pth")) for name in names
+        ):
+            return _Donor(name, folder, names, settings_of(folder, names, "config.json") or None, None)
+    ref = parse_reference(name, "DONOR")
+    if not isinstance(ref, ModelRef):
+        raise PlanError([ref])
+    (model,), problems = open_models([ref], stack)
+    if model is None:
+        raise PlanError(problems)
+    model.fetch([name for name in model.files if is_tokenizer(name)])
+    return _Donor(model.ref, model.folder, model.files, model.config, model)
+
+
+def _check_donor(donor: _Donor, approximation: Approximation, settings: TransplantSettings) -> None:
+    """Raise PlanError if the donor has no embeddings and these are needed."""
+    if donor.model is not None:
+        return
+    from weightsmith._features.transplant.approximations import all_approximations
+
+    needing = (
+        f"the approximation {approximation.name}" if approximation.donor else "the filter magikarp" if settings.magikarp else ""
+    )
+    if needing:
+        others = ", ".join(each.name for each in all_approximations() if not each.donor)
+        what = f"{needing} needs the donor's embeddings, and this is a tokenizer alone"
+        fix = f"name a model as donor, or use one of {others}" + (", without magikarp" if settings.magikarp else "")
+        raise PlanError([Unsupported(what, where=donor.label, fix=fix)])
+
+
+def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: int, settings: TransplantSettings) -> Assembled:
+    """The draft of the recipe that copies the model with the donor's tokenizer. rows: of the output; 0: one for each id."""
+    source = {
+        "merge_method": "passthrough",
+        "models": [{"model": os.fspath(model)}],
+        "tokenizer": {"source": os.fspath(donor)},
+    }
+    loaded = recipes.load(source, "merge", settings={}, lenient=False, parameter_names=())
+    if not isinstance(loaded.recipe, recipes.Recipe) or loaded.recipe.tokenizer is None:
+        raise PlanError(list(loaded.problems))
+    asked = replace(loaded.recipe, tokenizer=replace(loaded.recipe.tokenizer, rows=rows))
+    options = RecipeOptions(seed=settings.seed, max_shard_bytes=settings.max_shard_bytes)
+    return assemble_recipe(asked, options, loaded.problems)
+
+
+class _Transplant:
+    """One call of `prepare_transplant`."""
+
+    def __init__(self, assembled: Assembled, donor: _Donor, settings: TransplantSettings, approximation: Approximation) -> None:
+        self.assembled, self.donor, self.settings, self.approximation = assembled, donor, settings, approximation
+        self.model = assembled.inputs[_MODEL]
+        self.size = vocabulary.count_rows(self.model.specs.values(), self.model.config)
+        seen: dict[str, Vocabulary] = {}
+        self.model.fetch([name for name in self.model.files if is_tokenizer(name)])
+        self.own = self._read(self.model.ref, self.model.folder, self.model.files, seen)
+        self.out = self._read(donor.label, donor.folder, donor.files, seen)
+        self.reads_donor = donor.model is not None and (approximation.donor or settings.magikarp)
+
+    def _read(self, label: str, folder: Path, files: Sequence[str], seen: dict[str, Vocabulary]) -> Vocabulary:
+        found = read_vocabulary(label, folder, files, seen)
+        if found is None:
+            raise NotFound(
+                "it has no tokenizer that can be read", where=label, fix="put its tokenizer.json next to its weights"
+            )
+        return found
+
+    def fill(self) -> None:
+        """Change the draft: rows in the donor's order, and a product for those that are missing."""
+        draft = self.assembled.draft
+        places = [i for i, step in enumerate(draft.steps) if self._is_table(step)]
+        if not places:
+            raise Unsupported(
+                "no tensor of the model has a row for each token", where=self.model.ref, fix="name a language model"
+            )
+        matches = {kind: self._match(kind) for kind in ("embedding", "head")}
+        made = [self._table(draft.steps[i], matches) for i in places]
+        missing = [(i, table) for i, table in zip(places, made, strict=True) if table.missing]
+        draft.tables = []
+        for i, table in zip(places, made, strict=True):
+            draft.steps[i] = _gathered(draft.steps[i], table, self.model.specs[table.name], draft)
+        draft.products = []
+        if missing:
+            work = self._work([table for _, table in missing], matches["embedding"])
+            dtypes = [draft.steps[i].out.dtype for i, _ in missing]
+            draft.products.append(work.product(dtypes, [s for _, table in missing for s in self._reading(table)]))
+        donor = [] if self.donor.model is None else [self.donor.model]
+        draft.models += map(model_input, donor)
+        draft.lacking = joined([draft.lacking, lacking([(self.donor.label, copied_files(self.donor.files))], draft.held)])
+        draft.made = Made(COMMAND, self._title(), _SOURCE + self.approximation.source, relation="merge")
+        draft.vocabulary = self._summary(matches["embedding"])
+        draft.recipe, draft.follows_recipe = self._settings(), False
+        self.assembled.inputs = [*self.assembled.inputs, *donor]
+
+    def _title(self) -> str:
+        how = f"transplanted with weightsmith {__version__}, approximation `{self.approximation.name}`."
+        return f"The tokenizer of `{self.donor.label}` {how}"
+
+    # ---- tokens
+
+    def _match(self, kind: str) -> Match:
+        """The model's rows for the donor's tokens, in one kind of table."""
+        allowed = ("yes", "lm_head" if kind == "head" else "embed")
+        donors = roles_of(self.out, self.donor.folder, self.donor.files, self.donor.config)
+        own = roles_of(self.own, self.model.folder, self.model.files, self.model.config)
+        return match(
+            self.out,
+            self.own,
+            self._rows,
+            self.size,
+            same_roles(donors, own),
+            byte=self.settings.byte_match in allowed,
+            prefix=self.settings.prefix_match in allowed,
+        )
+
+    @property
+    def _rows(self) -> int:
+        """Of the output."""
+        if self.donor.model is not None:
+            return vocabulary.count_rows(self.donor.model.specs.values(), self.donor.config) or max(self.out.tokens) + 1
+        return max(self.out.tokens) + 1
+
+    # ---- tables
+
+    def _is_table(self, step: Step) -> bool:
+        spec = self.model.specs.get(step.out.name)
+        return spec is not None and len(step.inputs) == 1 and vocabulary.has_tokens(spec, self.size)
+
+    def _table(self, step: Step, matches: Mapping[str, Match]) -> Table:
+        spec = self.model.specs[step.out.name]
+        head = vocabulary.is_head(spec) and not self._ties(self.model)
+        kind = "bias" if 1 in spec.shape or len(spec.shape) == 1 else "head" if head else "embedding"
+        found = matches["head" if head else "embedding"]
+        height = spec.size if kind == "bias" else spec.shape[0]
+        theirs = self._counterpart(kind)
+        missing = range(len(found.rows)) if self.settings.magikarp and kind != "bias" else found.missing.tolist()
+        own = [row if row < height else -1 for row in found.rows.tolist()]
+        return Table(
+            name=spec.name,
+            kind=kind,
+            cols=(spec.size // height, 0 if theirs is None else theirs.shape[1]),
+            sizes=(height, 0 if theirs is None else theirs.shape[0]),
+            own=tuple(own),
+            missing=tuple(missing),
+        )
+
+    def _ties(self, model: Checkpoint) -> bool:
+        stored = any(vocabulary.is_head(spec) for spec in model.specs.values())
+        return vocabulary.ties(model.config, stores_head=stored)
+
+    def _counterpart(self, kind: str) -> TensorSpec | None:
+        """The donor's table for one of the model's: its head for a head, if it has one, else its embedding."""
+        model = self.donor.model
+        if model is None or not self.reads_donor or kind == "bias":
+            return None
+        rows = vocabulary.count_rows(model.specs.values(), model.config)
+        tables = [spec for spec in model.specs.values() if vocabulary.is_vocabulary(spec) and spec.shape[0] == rows]
+        heads = [spec for spec in tables if vocabulary.is_head(spec) and not self._ties(model)]
+        found = next(iter(heads if kind == "head" else ()), None) or next(
+            (s for s in tables if not vocabulary.is_head(s)), None
+        )
+        found = found or next(iter(tables), None)
+        if found is None:
+            raise Unsupported(
+                "no tensor of the donor has a row for each token", where=self.donor.label, fix="name a language model"
+            )
+        return found
+
+    def _reading(self, table: Table) -> Iterator[Step]:
+        """The steps that the product reads a table with."""
+        theirs = self._counterpart(table.kind)
+        donor = None if theirs is None else (_DONOR, theirs)
+        return table.steps([(_MODEL, self.model.specs[table.name]), donor])
+
+    # ---- the product
+
+    def _work(self, tables: Sequence[Table], found: Match) -> RowWork:
+        settings, missing = self.settings, sorted({number for table in tables for number in table.missing})
+        texts = {number: self.out.key(self.out.tokens[number]) for number in missing if number in self.out.tokens}
+        pieces: dict[str, tuple[int, ...]] = {}
+        if self.approximation.pieces:
+            found_pieces = pieces_of(texts.values(), self.own, self.size)
+            pieces = {str(number): own for number, own in zip(texts, found_pieces, strict=True) if own}
+        same = {WAYS.index("same token"), WAYS.index("same byte")}
+        special = {self.out.ids[token] for token in self.out.added if self.out.is_special(token)}
+        ways, rows = found.ways.tolist(), found.rows.tolist()
+        donor = self.donor.model
+        return RowWork(
+            approximation=self.approximation.name,
+            choices=self._choices(),
+            match_norms=settings.match_norms,
+            noise=settings.new_vocab_noise or 0.0,
+            scale=1.0 if settings.new_vocab_scale is None else settings.new_vocab_scale,
+            magikarp=settings.magikarp,
+            tables=tuple(tables),
+            shared=tuple(i for i, way in enumerate(ways) if way in same and rows[i] >= 0 and i not in special),
+            pieces=pieces,
+            unused=(_unused(self.own, self.size), _unused(self.out, self._rows)) if settings.magikarp else ((), ()),
+            untied=(not self._ties(self.model), donor is not None and not self._ties(donor)),
+            tokens={str(number): text.decode("utf-8", "backslashreplace") for number, text in texts.items()},
+            counts=self._counts(set(missing)),
+        )
+
+    def _choices(self) -> Choices:
+        settings = self.settings
+        heads, bases = (1, 1), (1e4, 1e4)
+        if "heads" in self.approximation.reads:
+            assert self.donor.model is not None
+            geometry = [_geometry(self.model), _geometry(self.donor.model)]
+            heads, bases = (geometry[0][0], geometry[1][0]), (geometry[0][1], geometry[1][1])
+        return Choices(
+            k=settings.k,
+            weight_scheme=settings.weight_scheme,
+            cosine_similarity=settings.cosine_similarity,
+            subword_method=settings.subword_method,
+            heads=heads,
+            rope_bases=bases,
+            seed=settings.seed,
+        )
+
+    def _counts(self, missing: set[int]) -> dict[str, int] | None:
+        """How often the missing tokens occur in the user's text."""
+        if self.settings.report_text is None:
+            return None
+        path = expand_user(self.settings.report_text)
+        try:
+            text = read_bounded(path, _MAX_TEXT_BYTES).decode("utf-8", "replace")
+        except OSError as error:
+            raise NotFound(f"the text cannot be read: {first_line(error)}", where=str(path), fix="name a text file") from error
+        try:
+            from tokenizers import Tokenizer
+
+            if "tokenizer.json" in self.donor.files:
+                made = read_bounded(self.donor.folder / "tokenizer.json", MAX_FILE_BYTES).decode()
+            else:
+                made = convert(self.out, contents_of(self.donor.folder, self.donor.files)).data.decode()
+            tokenizer = Tokenizer.from_str(made)
+            tokenizer.no_truncation()
+            found = Counter(tokenizer.encode(text, add_special_tokens=False).ids)
+        except ImportError as error:
+            what = "report_text needs the package tokenizers, which is not installed"
+            raise option_error("report_text", what, "run pip install tokenizers") from error
+        except WeightsmithError:
+            raise
+        except Exception as error:  # tokenizers raises anything
+            what = f"the donor's tokenizer cannot be used on the text: {first_line(error)}"
+            raise Unsupported(what, where=str(path), fix="leave out report_text") from error
+        return {str(number): found[number] for number in sorted(missing & found.keys())}
+
+    # ---- about the plan
+
+    def _summary(self, found: Match) -> dict[str, Any]:
+        counts = Counter(found.ways.tolist())
+        sources = {_DESCRIBED.get(way, way): counts[i] for i, way in enumerate(WAYS) if counts[i]}
+        return {
+            "tokenizer": self.donor.label,
+            "rows": self._rows,
+            "rows_before": self.size,
+            "tokens": len(self.out.tokens),
+            "sources": sources,
+        }
+
+    def _settings(self) -> str:
+        """The settings, for the card."""
+        import yaml
+
+        defaults = TransplantSettings()
+        chosen = {
+            name: getattr(self.settings, name)
+            for name in TransplantSettings.__dataclass_fields__
+            if getattr(self.settings, name) != getattr(defaults, name)
+        }
+        made = {"model": self.assembled.draft.models[_MODEL].ref, "donor": self.donor.label}
+        text: str = yaml.safe_dump(
+            {COMMAND: {**made, "approximation": self.approximation.name, **chosen}}, sort_keys=False, allow_unicode=True
+        )
+        return text
+
+
+_SOURCE = "Tokens that both have keep the rows of the model; missing tokens: "
+_DESCRIBED = {"missing": "approximated", "no token": "rows without a token"}
+
+
+def _gathered(step: Step, table: Table, spec: TensorSpec, draft: PlanDraft) -> Step:
+    """The step with its rows in the order of the output. draft: gets the tables."""
+    height, cols, n = table.sizes[0], table.cols[0], len(table.missing)
+    made = dict.fromkeys(table.missing)
+    own = [-1 if number in made else row for number, row in enumerate(table.own)]
+    if own == list(range(height)):
+        return replace(step, inputs=(Read(_MODEL, table.name),))
+    fallback: tuple[Read, ...] = ()
+    if n:
+        places = {number: k for k, number in enumerate(table.missing)}
+        numbers = [places.get(number, -1) for number in range(len(own))]
+        view = Gather(draft.add_table(Numbers.of(numbers)), Block(0, n, cols, cols))
+        fallback = (Read(PRODUCTS, f"{table.name}: rows", view),)
+    view = Gather(draft.add_table(Numbers.of(own)), Block(0, height, cols, cols), 0, fallback)
+    return replace(step, inputs=(Read(_MODEL, spec.name, view),))
+
+
+def _unused(tokens: Vocabulary, size: int) -> tuple[int, ...]:
+    """Rows that are surely not trained: padding, and tokens that are called unused or reserved."""
+    return tuple(
+        i
+        for i in range(size)
+        if i not in tokens.tokens or (tokens.tokens[i] in tokens.added and _UNUSED.search(tokens.tokens[i]))
+    )
+
+
+def _geometry(model: Checkpoint) -> tuple[int, float]:
+    """Attention heads and RoPE base."""
+    sections = text_sections(model.config or {})
+    section = next((s for s in sections if "num_attention_heads" in s), {})
+    heads = count_of(section, "num_attention_heads", where=model.ref)
+    rope = section.get("rope_parameters")
+    base = number_of({**(rope if isinstance(rope, dict) else {}), **section}, "rope_theta", 1e4, where=model.ref)
+    width = next((s.shape[1] for s in model.specs.values() if vocabulary.is_embedding(s)), 0)
+    if not heads or width % (2 * heads) or base <= 1:
+        what = f"mp_rope needs an embedding whose width ({width}) is a multiple of twice the attention heads ({heads})"
+        raise Unsupported(what, where=model.ref, fix="use omp")
+    return heads, base

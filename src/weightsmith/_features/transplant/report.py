@@ -1,0 +1,147 @@
+"""How the tokens of a transplant were found."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightsmith._base.errors import Finding
+from weightsmith._base.pages import Column, Table
+from weightsmith._base.pages.values import Block
+from weightsmith._base.text import markdown_table
+
+FILE_NAME = "transplant.json"
+
+SHOWN = 20
+"""Missing tokens that the table of a text lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A row that was made.
+
+    number  id of the token
+    token   the text that it stands for; bytes that are not UTF-8 as `\\xc3`
+    error   of the donor's row, relative; None if that is not approximated
+    how     `approximated`, `composed`, `kept` or `unused`
+    count   in the user's text; None without a text
+    """
+
+    number: int
+    token: str
+    error: float | None
+    how: str
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Transplant:
+    """The report of a transplant.
+
+    approximation  its name
+    made           the rows that were made, by id
+    """
+
+    approximation: str
+    made: tuple[Made, ...]
+
+    @classmethod
+    def of(
+        cls,
+        approximation: str,
+        missing: Sequence[int],
+        errors: Any,
+        how: Sequence[str],
+        tokens: Mapping[str, str],
+        counts: Mapping[str, int] | None,
+    ) -> Transplant:
+        """From the settings and arrays of a product. errors: NaN for none."""
+        made = (
+            Made(
+                number,
+                tokens.get(str(number), ""),
+                None if math.isnan(error) else float(error),
+                way,
+                None if counts is None else counts.get(str(number), 0),
+            )
+            for number, error, way in zip(missing, errors.tolist(), how, strict=True)
+        )
+        return cls(approximation, tuple(made))
+
+    @property
+    def error(self) -> float | None:
+        """The mean relative error of the donor's rows; None if none is approximated."""
+        found = [made.error for made in self.made if made.error is not None]
+        return sum(found) / len(found) if found else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "approximation": self.approximation,
+            "tokens": len(self.made),
+            "how": dict(Counter(made.how for made in self.made)),
+            "mean_error": self.error,
+            "rows": [
+                {"id": made.number, "token": made.token, "how": made.how, "error": made.error}
+                | ({} if made.count is None else {"count": made.count})
+                for made in self.made
+            ],
+        }
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and rows: the missing tokens that occur in the user's text most often; no rows without a text."""
+        head = ("missing token", "in the text", "how", "error")
+        found = sorted((made for made in self.made if made.count), key=lambda made: (-(made.count or 0), made.number))
+        return head, [
+            (_shown(made.token), f"{made.count:,}", made.how, "" if made.error is None else f"{made.error:.2f}")
+            for made in found[:SHOWN]
+        ]
+
+    def summary(self) -> str:
+        """One line."""
+        ways = ", ".join(f"{n:,} {how}" for how, n in Counter(made.how for made in self.made).items())
+        text = f"{len(self.made):,} rows by {self.approximation}: {ways or 'none was missing'}"
+        text += "" if self.error is None else f"; mean error {self.error:.3f}"
+        counts = [made.count for made in self.made if made.count]
+        if any(made.count is not None for made in self.made):
+            text += f"; {len(counts):,} of these tokens occur in the text, {sum(counts):,} times"
+        return text
+
+    def files(self) -> Mapping[str, bytes]:
+        """The report as JSON."""
+        return {FILE_NAME: (json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n").encode()}
+
+    def section(self) -> str:
+        """A section for the model card."""
+        head, rows = self.table()
+        text = f"\n## Missing tokens\n\n{self.summary()}. `{FILE_NAME}` has each of them.\n"
+        if rows:
+            text += f"\n{markdown_table(head, rows)}\n"
+        return text
+
+    def blocks(self) -> list[Block]:
+        """How the missing tokens were found, and each of them."""
+        counted = any(made.count is not None for made in self.made)
+        more = (Column("in the text", "count"),) if counted else ()
+        columns = Column("id", "count"), Column("token"), Column("how"), Column("error", "number", "relative"), *more
+        rows = tuple(
+            (made.number, repr(made.token), made.how, made.error, *((made.count,) if counted else ())) for made in self.made
+        )
+        return [Table("Missing tokens", columns, rows, self.summary())]
+
+    def warnings(self, where: str) -> list[Finding]:
+        """None."""
+        return []
+
+
+def _shown(token: str) -> str:
+    """A token in quotes; a long one is cut.
+
+    >>> _shown("word"), _shown("-" * 90)
+    ("'word'", "'------------------------'... (90)")
+    """
+    return repr(token) if len(token) <= 24 else f"{token[:24]!r}... ({len(token)})"

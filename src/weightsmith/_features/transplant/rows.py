@@ -1,0 +1,346 @@
+"""The `transplanted_rows` product: the rows of the tokens that a model lacks.
+
+For each table (embedding, head) it makes an array of rows, in the dtype of the table, with the error of each row and how it was
+made. The steps of the output read a row from the model where it has one, else from this array.
+
+With the filter of poorly trained tokens (`magikarp`), which rows are missing depends on the tables themselves. Then the array
+has all rows of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.options import APPROXIMATIONS
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._features.transplant.approximations import find_approximation
+from weightsmith._features.transplant.approximations.base import Approximated, Choices, Floats, Numbers, Problem, Side, Tables
+from weightsmith._features.transplant.report import Transplant
+from weightsmith._methods.jobs.requires import usable_device
+from weightsmith._plans import COPY, Block, Product, Read, Step
+from weightsmith._plans.codec import has_type
+from weightsmith._plans.forms import ProductSettings
+from weightsmith.abc.product import Arrays
+
+OP = "transplanted_rows"
+NAME = "rows of missing tokens"
+
+MADE = ("approximated", "composed", "kept", "unused")
+"""How a row was made: by the approximation; from pieces; the model's own; a row that is hardly used."""
+
+CHUNK_ELEMENTS = 2 << 20
+"""Of a table that are read at once."""
+
+SIDES: tuple[Side, ...] = ("model", "donor")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table.
+
+    name     the model's tensor
+    kind     `embedding`, `head`, or `bias`: one number for each token
+    cols     elements of a row of the model, and of the donor; 0: the donor's rows are not read
+    sizes    rows of the model, and of the donor
+    own      the model's row for each id of the output; -1 where there is none
+    missing  ids whose rows are made
+    """
+
+    name: str
+    kind: str
+    cols: tuple[int, int]
+    sizes: tuple[int, int]
+    own: tuple[int, ...]
+    missing: tuple[int, ...]
+
+    def outs(self, dtype: DType) -> tuple[TensorSpec, ...]:
+        """The arrays: rows [n, cols], errors [n], and how they were made [n], an index into `MADE`."""
+        n = len(self.missing)
+        return (
+            TensorSpec(f"{self.name}: rows", dtype, (n, self.cols[0])),
+            TensorSpec(f"{self.name}: errors", DTYPES["F32"], (n,)),
+            TensorSpec(f"{self.name}: made", DTYPES["I32"], (n,)),
+        )
+
+    def chunks(self, side: Side) -> Iterator[tuple[str, int, int]]:
+        """The steps that its rows are read with: name, first row, number of rows."""
+        i = SIDES.index(side)
+        rows = max(1, CHUNK_ELEMENTS // max(1, self.cols[i]))
+        for first in range(0, self.sizes[i] if self.cols[i] else 0, rows):
+            yield f"{self.name}: {side} {first}", first, min(rows, self.sizes[i] - first)
+
+    def steps(self, reads: Sequence[tuple[int, TensorSpec] | None]) -> Iterator[Step]:
+        """reads: for the model and the donor its number in the plan and its tensor; None: not read."""
+        for side, read in zip(SIDES, reads, strict=True):
+            if read is None:
+                continue
+            model, spec = read
+            cols = self.cols[SIDES.index(side)]
+            for name, first, rows in self.chunks(side):
+                block = Block(first * cols, rows, cols, cols)
+                yield Step(TensorSpec(name, spec.dtype, (rows, cols)), COPY, (Read(model, spec.name, block),))
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork(ProductSettings):
+    """The settings of the product.
+
+    approximation  its name
+    match_norms    rows get the norm predicted from the shared tokens
+    noise, scale   added to and multiplied with new rows; 0 and 1 for neither
+    magikarp       leave out poorly trained tokens
+    shared         ids of tokens that both have, which approximations use
+    pieces         missing id → rows of the model that its token is composed of
+    unused         rows that are surely not trained, of the model and of the donor
+    untied         whether the head has weights of its own, of the model and of the donor
+    tokens         missing id → token, for the report
+    counts         missing id → how often it occurs in the user's text; None without a text
+    """
+
+    approximation: str
+    choices: Choices
+    match_norms: bool
+    noise: float
+    scale: float
+    magikarp: bool
+    tables: tuple[Table, ...]
+    shared: tuple[int, ...]
+    pieces: Mapping[str, tuple[int, ...]]
+    unused: tuple[tuple[int, ...], tuple[int, ...]]
+    untied: tuple[bool, bool]
+    tokens: Mapping[str, str]
+    counts: Mapping[str, int] | None
+
+    def product(self, dtypes: Sequence[DType], steps: Sequence[Step]) -> Product:
+        """The product. dtypes: of the tables."""
+        outs = tuple(out for table, dtype in zip(self.tables, dtypes, strict=True) for out in table.outs(dtype))
+        return Product(NAME, OP, outs, self.to_json(), tuple(steps))
+
+
+class BenchTables:
+    """`Tables` of one table of a product."""
+
+    def __init__(self, bench: ProductContext, table: Table) -> None:
+        self._bench, self._table = bench, table
+
+    def chunks(self, side: Side) -> Iterator[tuple[int, Floats]]:
+        """See `Tables`."""
+        for name, first, rows in self._table.chunks(side):
+            found = np.empty((rows, self._cols(side)), np.float32)
+            self._bench.fill({name: found})
+            yield first, found
+
+    def rows(self, side: Side, numbers: Sequence[int] | Numbers) -> Floats:
+        """See `Tables`."""
+        wanted = np.asarray(numbers, np.int64)
+        order = np.argsort(wanted, kind="stable")
+        ascending = wanted[order]
+        out = np.empty((len(wanted), self._cols(side)), np.float32)
+        chunks = list(self._table.chunks(side))
+        # One buffer for all: memory of this size, freed and asked for again, is scattered over the allocator's arenas.
+        buffer = np.empty((max((rows for _, _, rows in chunks), default=0), out.shape[1]), np.float32)
+        for name, first, rows in chunks:
+            begin, end = np.searchsorted(ascending, [first, first + rows])
+            if begin < end:
+                self._bench.fill({name: buffer[:rows]})
+                out[order[begin:end]] = buffer[ascending[begin:end] - first]
+        return out
+
+    def _cols(self, side: Side) -> int:
+        return self._table.cols[SIDES.index(side)]
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    work = RowWork.of(bench.product)
+    arrays = bench.create()
+    poor = _poorly_trained(bench, work) if work.magikarp else None
+    for i, table in enumerate(work.tables):
+        bench.progress(i, len(work.tables))
+        rows, errors, made = arrays[3 * i : 3 * i + 3]
+        _make(bench, work, table, poor, rows, errors, made)
+    return arrays
+
+
+def _make(
+    bench: ProductContext,
+    work: RowWork,
+    table: Table,
+    poor: tuple[frozenset[int], frozenset[int]] | None,
+    rows: npt.NDArray[Any],
+    errors: Floats,
+    made: npt.NDArray[np.int32],
+) -> None:
+    """Fill the arrays of one table."""
+    tables, ids = BenchTables(bench, table), np.array(table.missing, np.int64)
+    own, shared = np.array(table.own, np.int64), np.array(work.shared, np.int64)
+    shared = shared[(own[shared] >= 0) & (shared < (table.sizes[1] or len(own)))]
+    todo = np.ones(len(ids), bool)
+    errors[:] = np.nan
+    if poor is not None:
+        bad = [np.isin(numbers, list(found)) for numbers, found in zip((own[ids], ids), poor, strict=True)]
+        has = own[ids] >= 0
+        kept, unused = has & (~bad[0] | bad[1]), ~has & bad[1]
+        todo = ~kept & ~unused
+        rows[kept], made[kept] = tables.rows("model", own[ids][kept]), MADE.index("kept")
+        nowhere = tables.rows("model", np.array(work.unused[0][-1:], np.int64)) if work.unused[0] else 0
+        rows[unused], made[unused] = nowhere, MADE.index("unused")
+        shared = shared[~np.isin(own[shared], list(poor[0])) & ~np.isin(shared, list(poor[1]))]
+    if not todo.any():
+        return
+    approximation = find_approximation("mean" if table.kind == "bias" else work.approximation)
+    problem = Problem(
+        missing=ids[todo],
+        shared=np.stack([shared, own[shared]], 1),
+        pieces=[tuple(work.pieces.get(str(number), ())) for number in ids[todo].tolist()],
+        head=table.kind == "head",
+        tables=tables,
+        choices=work.choices,
+        device=usable_device(bench.device) if approximation.torch else "cpu",
+        threads=bench.threads,
+        check=lambda: bench.progress(work.tables.index(table), len(work.tables)),
+    )
+    found = approximation.make(problem) if len(shared) or not approximation.donor else _mean(problem)
+    new = found.rows
+    if work.match_norms and table.kind != "bias":
+        new = matched(new, problem, use_donor=bool(table.cols[1]))
+    if work.noise:
+        new = new + np.float32(work.noise) * problem.random().standard_normal(new.shape, np.float32)
+    rows[todo], errors[todo] = new * np.float32(work.scale), found.errors
+    made[todo] = MADE.index("approximated") if found.composed is None else np.where(found.composed, 1, 0)
+
+
+def _mean(problem: Problem) -> Approximated:
+    return find_approximation("mean").make(problem)
+
+
+def _poorly_trained(bench: ProductContext, work: RowWork) -> tuple[frozenset[int], frozenset[int]]:
+    """Rows of the model and of the donor that are poorly trained in any table."""
+    found: list[frozenset[int]] = []
+    for i, side in enumerate(SIDES):
+        bad: set[int] = set(work.unused[i])
+        for table in work.tables:
+            if table.kind != "bias" and table.cols[i]:
+                lengths = work.untied[i] and table.kind == "embedding"
+                bad |= poorly_trained(BenchTables(bench, table), side, work.unused[i], by_length=lengths)
+        found.append(frozenset(bad))
+    return found[0], found[1]
+
+
+def _report(product: Product, arrays: Arrays) -> Transplant:
+    work = RowWork.of(product)
+    table, errors, made = work.tables[0], arrays[1], arrays[2]
+    return Transplant.of(work.approximation, table.missing, errors, [MADE[i] for i in made], work.tokens, work.counts)
+
+
+def _check(product: Product) -> str:
+    if not has_type(product.settings, RowWork):
+        return "its settings are not those of a transplant"
+    work = RowWork.of(product)
+    if work.approximation not in APPROXIMATIONS or not work.tables:
+        return f"there is no approximation {work.approximation!r}"
+    steps = {step.out.name: step.out.shape for step in product.steps}
+    outs: list[TensorSpec] = []
+    for i, table in enumerate(work.tables):
+        if problem := _table_problem(table, work, steps):
+            return problem
+        if 3 * i >= len(product.outs):
+            return "its arrays are not those of its tables"
+        outs += table.outs(product.outs[3 * i].dtype)
+    return "" if tuple(outs) == product.outs else "its arrays are not those of its tables"
+
+
+def _table_problem(table: Table, work: RowWork, steps: Mapping[str, tuple[int, ...]]) -> str:
+    """Why the numbers of a table cannot be right; ""."""
+    if table.cols[0] < 1 or min(table.cols[1], *table.sizes) < 0:
+        return f"{table.name}: it has no rows of that size"
+    if table.kind != "bias" and not table.cols[1] and find_approximation(work.approximation).donor:
+        return f"{table.name}: {work.approximation} needs the donor's rows"
+    for side in SIDES:
+        for name, _, rows in table.chunks(side):
+            if steps.get(name) != (rows, table.cols[SIDES.index(side)]):
+                return f"it has no step {name!r}"
+    ids, limit = len(table.own), table.sizes[1] if table.cols[1] else len(table.own)
+    if any(not -1 <= row < table.sizes[0] for row in table.own):
+        return f"{table.name}: a row that the model lacks"
+    if any(not 0 <= number < min(ids, limit) for number in table.missing):
+        return f"{table.name}: an id that the donor lacks"
+    if any(not 0 <= number < ids for number in work.shared):
+        return "a shared token that the output lacks"
+    if any(not 0 <= row < table.sizes[0] for own in work.pieces.values() for row in own):
+        return f"{table.name}: a piece that the model lacks"
+    if table.kind not in ("embedding", "head", "bias") or work.choices.k < 1:
+        return f"{table.name} is no table, or k is less than 1"
+    return ""
+
+
+KIND = ProductKind("approximating missing tokens", compute=_compute, check=_check, report=_report, device=True)
+
+
+# ---- The length of new rows: the norm predicted from the shared tokens.
+
+OUTLIERS = 0.01
+"""Share of the shared rows at either end whose lengths no new row gets."""
+
+
+def matched(rows: Floats, problem: Problem, *, use_donor: bool) -> Floats:
+    """Rows with the same directions and the expected lengths; a row of zeros stays.
+
+    use_donor  the length follows from that of the donor's row, by a line through the logarithms of the lengths of the shared
+               tokens; else it is their median
+    """
+    if not len(problem.shared):
+        return rows
+    lengths = _lengths(problem.values())
+    expected: npt.NDArray[np.float64] = np.full(len(rows), np.median(lengths))
+    if use_donor:
+        theirs, wanted = np.log(_lengths(problem.atoms())), np.log(_lengths(problem.targets()))
+        spread = theirs - theirs.mean()
+        slope = (spread @ np.log(lengths)) / max(spread @ spread, 1e-30)
+        low, high = np.quantile(lengths, [OUTLIERS, 1 - OUTLIERS])
+        expected = np.clip(np.exp(np.log(lengths).mean() + slope * (wanted - theirs.mean())), low, high)
+    return (rows * (expected / _lengths(rows))[:, None]).astype(np.float32)
+
+
+def _lengths(rows: Floats) -> npt.NDArray[np.float64]:
+    found: npt.NDArray[np.float64] = np.maximum(np.linalg.norm(rows, axis=1).astype(np.float64), 1e-30)
+    return found
+
+
+# ---- Tokens that are in a vocabulary, and hardly ever were in the training data.
+#
+# Land and Bartolo 2024, "Fishing for Magikarp", https://arxiv.org/abs/2405.05417: the rows of such tokens are near the mean
+# of rows that were surely not trained, and in an embedding with a head of its own they are short.
+
+SHARE = 0.01
+"""Of the other rows, that are called poorly trained by each criterion, at most."""
+
+SIMILAR = 0.5
+"""A row with a smaller cosine to the untrained ones is not called so."""
+
+
+def poorly_trained(tables: Tables, side: Side, unused: Sequence[int], *, by_length: bool) -> frozenset[int]:
+    """Numbers of rows that are poorly trained, besides the unused ones.
+
+    unused     rows that are surely not trained
+    by_length  short rows count too
+    """
+    lengths = np.concatenate([np.linalg.norm(rows, axis=1) for _, rows in tables.chunks(side)])
+    bad, known = np.zeros(len(lengths), bool), np.ones(len(lengths), bool)
+    known[list(unused)] = False
+    if not known.any():
+        return frozenset()
+    if by_length:
+        bad |= lengths < np.quantile(lengths[known], SHARE)
+    if len(unused):
+        mean = tables.rows(side, unused).mean(0, dtype=np.float64)
+        mean = (mean / max(float(np.linalg.norm(mean)), 1e-30)).astype(np.float32)
+        cosines = np.concatenate([rows @ mean for _, rows in tables.chunks(side)]) / np.maximum(lengths, 1e-30)
+        bad |= cosines > max(float(np.quantile(cosines[known], 1 - SHARE)), SIMILAR)
+    found: npt.NDArray[np.int64] = np.flatnonzero(bad)
+    return frozenset(found.tolist())

@@ -1,0 +1,35 @@
+"""How tensors are laid out in files, one file per kind of container. Does no I/O.
+
+A container is a function `(specs, max_shard_bytes, header) -> Layout`, which determines every offset and header byte before the
+first tensor byte is written. To add one, add a file and its name to `CONTAINERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._files.containers.base import Layout as Layout
+from weightsmith._files.containers.base import ShardLayout as ShardLayout
+from weightsmith._files.containers.base import TensorPlace as TensorPlace
+from weightsmith._files.containers.peft import make_layout as make_peft_layout
+from weightsmith._files.containers.safetensors import make_layout as make_layout
+
+SAFETENSORS = "safetensors"
+GGUF = "gguf"
+PEFT = "peft"
+
+
+def _gguf_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes) -> Layout:
+    """The stored format lays out its files; it is further down."""
+    found: Layout = import_module("weightsmith._models.formats.gguf.layout").make_layout(specs, max_shard_bytes, header)
+    return found
+
+
+CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, bytes], Layout]] = {
+    SAFETENSORS: lambda specs, max_shard_bytes, header: make_layout(specs, max_shard_bytes),
+    GGUF: _gguf_layout,
+    PEFT: make_peft_layout,
+}
+"""Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, and `Plan.header`."""

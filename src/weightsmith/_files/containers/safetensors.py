@@ -1,0 +1,155 @@
+"""safetensors shards: `model.safetensors`, or `model-00001-of-00007.safetensors` … and an index.
+
+A safetensors file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes without gaps.
+The JSON is padded with spaces so that tensor data starts on a 4,096-byte boundary, and tensors of wider dtypes come
+first, so every tensor is aligned to its element size and readers can use it in place from a memory map.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from json.encoder import encode_basestring as quote  # JSON string, non-ASCII unchanged
+from types import MappingProxyType
+from typing import Any
+
+from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._files.containers.base import Layout, ShardLayout, TensorPlace
+
+DATA_ALIGNMENT_BYTES = 4096
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library rejects longer headers
+INDEX_NAME = "model.safetensors.index.json"
+PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})  # transformers rejects files without it
+
+
+def make_layout(
+    specs: Sequence[TensorSpec],
+    max_shard_bytes: int,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    index_metadata: Mapping[str, str] | None = None,
+) -> Layout:
+    """Lay out tensors in as few weight files as possible in their order.
+
+    specs           in model order; names are unique
+    max_shard_bytes maximum bytes of tensor data per file; a larger tensor gets its own file
+    metadata        `__metadata__` of every weight file; None means `{"format": "pt"}`
+    index_metadata  keys of the index's metadata besides `total_size`; unused with one file
+
+    Without tensors, lays out one valid, empty file. Raises StoreError for names that cannot be stored, a maximum of 0 or
+    less, and headers longer than readers accept. Cost: about 6 us per tensor.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> layout = make_layout([TensorSpec("a", DTYPES["BF16"], (3,)), TensorSpec("b", DTYPES["F32"], (2,))], 100)
+    >>> layout.shards[0].name, layout.places["b"], layout.places["a"]  # wider dtypes first
+    ('model.safetensors', TensorPlace(shard=0, offset=4096, nbytes=8), TensorPlace(shard=0, offset=4104, nbytes=6))
+    """
+    if max_shard_bytes <= 0:
+        raise StoreError(
+            f"must be positive, not {max_shard_bytes} bytes",
+            where="max_shard_bytes",
+            fix="pass a positive number of bytes, such as 5_000_000_000",
+            state=NOTHING_WRITTEN,
+        )
+    if not isinstance(specs, Sequence):
+        raise TypeError(f"specs must be a sequence in model order, not {type(specs).__name__}")
+    _check_names(spec.name for spec in specs)
+    groups = _split(specs, max_shard_bytes)
+    metadata = PT_METADATA if metadata is None else metadata
+    _check_metadata(metadata)
+
+    shards: list[ShardLayout] = []
+    places: dict[str, TensorPlace] = dict.fromkeys(spec.name for spec in specs)  # type: ignore[assignment]
+    for number, group in enumerate(groups):
+        group.sort(key=lambda spec: -spec.dtype.itemsize)  # stable: model order within a width
+        name = "model.safetensors"
+        if len(groups) > 1:
+            name = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        header = _header(group, metadata, name)
+        offset = len(header)
+        for spec in group:
+            places[spec.name] = TensorPlace(number, offset, spec.nbytes)
+            offset += spec.nbytes
+        shards.append(ShardLayout(name, header, offset, tuple(group)))
+
+    index = _index(shards, places, index_metadata or {}) if len(shards) > 1 else None
+    total = sum(shard.nbytes for shard in shards) + (len(index) if index else 0)
+    return Layout(tuple(shards), MappingProxyType(places), index, total)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise StoreError("two tensors have this name", where=name, state=NOTHING_WRITTEN)
+        if name == "__metadata__":
+            raise StoreError(
+                "this name is reserved in safetensors files",
+                where=name,
+                fix="rename the tensor",
+                state=NOTHING_WRITTEN,
+            )
+        if not name.isascii():
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise StoreError(
+                    f"tensor name {name!r} is not valid Unicode (a lone surrogate)", state=NOTHING_WRITTEN
+                ) from None
+        seen.add(name)
+
+
+def _check_metadata(metadata: Mapping[Any, Any]) -> None:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise StoreError(
+                f"safetensors metadata must map strings to strings, not {key!r} to {value!r}",
+                where="metadata",
+                fix="convert the value to a string, for example with json.dumps",
+                state=NOTHING_WRITTEN,
+            )
+
+
+def _split(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
+    """Split the model-order list into runs of at most `max_shard_bytes`; at least one run."""
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        nbytes = spec.nbytes
+        if groups[-1] and filled + nbytes > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += nbytes
+    return groups
+
+
+def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str) -> bytes:
+    entries = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)}']
+    start = 0
+    for spec in group:
+        end = start + spec.nbytes
+        shape = ",".join(map(str, spec.shape))
+        entries.append(f'{quote(spec.name)}:{{"dtype":"{spec.dtype.name}","shape":[{shape}],"data_offsets":[{start},{end}]}}')
+        start = end
+    text = ("{" + ",".join(entries) + "}").encode()
+    padding = -(8 + len(text)) % DATA_ALIGNMENT_BYTES
+    length = len(text) + padding
+    if length > MAX_HEADER_BYTES:
+        raise StoreError(
+            f"the header of {len(group):,} tensors would be {length:,} bytes; readers accept {MAX_HEADER_BYTES:,}",
+            where=name,
+            fix="use a smaller max_shard_bytes to spread the tensors over more files",
+            state=NOTHING_WRITTEN,
+        )
+    return length.to_bytes(8, "little") + text + b" " * padding
+
+
+def _index(shards: Sequence[ShardLayout], places: Mapping[str, TensorPlace], index_metadata: Mapping[str, str]) -> bytes:
+    """The index as transformers writes it: indented by two, keys sorted, with a trailing newline."""
+    metadata = {**index_metadata, "total_size": sum(place.nbytes for place in places.values())}
+    head = json.dumps(metadata, indent=2, sort_keys=True).replace("\n", "\n  ")
+    lines = [f'    {quote(name)}: "{shards[places[name].shard].name}"' for name in sorted(places)]
+    body = ",\n".join(lines)
+    return f'{{\n  "metadata": {head},\n  "weight_map": {{\n{body}\n  }}\n}}\n'.encode()

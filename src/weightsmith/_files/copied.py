@@ -1,0 +1,213 @@
+"""The other files of a model: which of them are copied into a new model.
+
+Named one by one, so that nothing else is copied into a model that will be published: a key, a backup, a note.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import CheckpointError, Finding, FormatError
+from weightsmith._base.files import open_regular, read_bounded, show
+from weightsmith._base.strict_json import read_object
+
+MAX_CODE_BYTES = 4 << 20  # of one Python file; the longest in transformers has 0.3 MB
+MAX_COPIED_BYTES = 1 << 30  # of one file: a tokenizer of a million tokens takes 100 MB
+MAX_SETTINGS_BYTES = 64 << 20  # of a JSON file that may name code; a tokenizer_config.json of 100,000 tokens takes 20 MB
+_SHOWN = 6  # names that a warning lists
+
+_TOKENS = (
+    # of transformers, sentencepiece, tiktoken, Mistral; vocabularies under the names that repositories give them
+    r"tokenizer\.json|tekken\.json",
+    r"tokenizer\.model(\.v\d+\w*)?|(spiece|spm|source|target|tiktoken|ice_text|sentencepiece[\w.-]*)\.(model|spm)",
+    r"([\w-]+[._-])?vocab([._-][\w-]+)?\.(json|txt|bpe|model)|merges\.txt|bpe\.codes|[\w.-]+\.tiktoken",
+)
+_TOKENIZER = (
+    *_TOKENS,
+    r"tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|normalizer\.json",
+    r"chat_template([._-][\w-]+)?\.(json|jinja)",
+)
+_ALTERNATIVES = (
+    # settings of the model
+    r"config\.json|generation_config\.json|configuration\.json",
+    *_TOKENIZER,
+    # processors, sentence-transformers
+    r"(preprocessor|processor|video_preprocessor)_config\.json|(image_processor|feature_extractor)(_\w+)?\.json",
+    r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json",
+)
+_LICENCE = re.compile(
+    r"(licen[cs]e|notice|use_policy|copying)([-_. ][\w-]+(\.\d+)*)?(\.(txt|md|rst))?", re.ASCII | re.IGNORECASE
+)
+_READ = re.compile("|".join(_ALTERNATIVES), re.ASCII)
+_OF_TOKENS = re.compile("|".join(_TOKENS), re.ASCII)
+_OF_TOKENIZER = re.compile("|".join(_TOKENIZER), re.ASCII)
+_CODE = re.compile(r"[A-Za-z_]\w*\.py", re.ASCII)
+_OURS = frozenset(
+    "weightsmith.json recipe.yml routing.json routing.svg transplant.json report.html distance.svg distance_by_layer.svg "
+    "extraction.json extraction.svg measurement.json imatrix.dat".split()
+)
+"""Files that weightsmith writes about a model. They describe how that model was made, so they are not copied to the next."""
+
+WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .pkl .gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split())
+"""How the names of weight files end, of any format."""
+_LOADED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
+TRAINING = re.compile(
+    r"readme\.md|(optimizer|scheduler|scaler|sampler|rng_state|random_states|trainer_state|training_args|events\.out).*"
+)
+"""What a training run leaves beside a model, in lower case."""
+_MEDIA = tuple(".png .jpg .jpeg .gif .webp .svg .mp4 .mp3 .wav .pdf .zip .gz .tar .csv .parquet .arrow .lock .log".split())
+
+_RELATIVE_IMPORT = re.compile(
+    r"^[ \t]*from[ \t]+\.[ \t]*(?:(\w+)[ \t]+import\b|import[ \t]+([\w, \t]+))", re.MULTILINE | re.ASCII
+)
+_NAMING_CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def copied_files(names: Iterable[str]) -> tuple[str, ...]:
+    """The files that may go with the weights into a new model, sorted: what a loader reads, and licences. Top level only.
+
+    Decided from names alone: of the Python files, `choose_copied` takes those that a configuration names.
+
+    >>> copied_files(["config.json", "model.safetensors", "README.md", "id_rsa", "tokenizer.model", "original/params.json"])
+    ('config.json', 'tokenizer.model')
+    """
+    return tuple(sorted(n for n in names if is_read(n) or _LICENCE.fullmatch(n) or _CODE.fullmatch(n)))
+
+
+def is_read(name: str) -> bool:
+    """True for a file beside the weights that a loader reads for its name: settings, tokenizer, processor, chat template."""
+    return _READ.fullmatch(name) is not None
+
+
+def is_tokenizer(name: str) -> bool:
+    """True for a file of a tokenizer, and for a chat template."""
+    return _OF_TOKENIZER.fullmatch(name) is not None
+
+
+def holds_tokens(name: str) -> bool:
+    """True for a file with a tokenizer's tokens or merges; not for its settings, and not for a chat template.
+
+    >>> list(map(holds_tokens, ("tokenizer.json", "spiece.model", "tokenizer_config.json", "chat_template.jinja")))
+    [True, True, False, False]
+    """
+    return _OF_TOKENS.fullmatch(name) is not None
+
+
+def is_weights(name: str) -> bool:
+    """True for weights of any format, their indexes, and an adapter's configuration; not for what a training run leaves."""
+    lower = name.lower()
+    if TRAINING.fullmatch(lower):
+        return False
+    return lower.endswith((*WEIGHTS, ".index.json")) or lower == "adapter_config.json"
+
+
+def is_loaded(name: str) -> bool:
+    """True for a file that a loader picks up because it is there: weights, an index, an adapter; settings at the top level.
+
+    name  relative, `/` between folders
+
+    >>> list(map(is_loaded, ("pytorch_model.bin", "adapter_config.json", "tokenizer.json", "optimizer.pt", "notes.txt")))
+    [True, True, True, False, False]
+    """
+    lower = name.rpartition("/")[2].lower()
+    if TRAINING.fullmatch(lower):
+        return False
+    return lower.endswith(_LOADED) or lower == "adapter_config.json" or is_read(name)
+
+
+def choose_copied(
+    folder: Path, names: Sequence[str], config: Mapping[str, Any] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(files to copy, files at the top level that are left out), both sorted.
+
+    names   of all files of the model, relative
+    config  config.json
+
+    Copied are what `copied_files` lists, but of the Python files those that `auto_map` names in config.json or in the
+    configuration of tokenizer or processor, and what these import from their own folder. Left out and not listed: weights,
+    README.md, hidden files, media, leftovers of a training run, files that weightsmith writes about a model.
+    """
+    candidates = copied_files(names)
+    present = {name for name in candidates if name.endswith(".py")}
+    code = _named_code(folder, present, set(names), config) if present else set()
+    files = tuple(name for name in candidates if name not in present or name in code)
+    return files, tuple(sorted(name for name in set(names).difference(files) if not _never_copied(name)))
+
+
+def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
+    """The files that `choose_copied` reads: where there is Python code, the settings that may name it, and the code."""
+    code = [name for name in names if _CODE.fullmatch(name)]
+    return (*_NAMING_CODE, *code) if code else ()
+
+
+def _never_copied(name: str) -> bool:
+    lower = name.lower()
+    if "/" in name or name.startswith(".") or name in _OURS:
+        return True
+    return lower.endswith((*WEIGHTS, ".index.json", *_MEDIA)) or TRAINING.fullmatch(lower) is not None
+
+
+def left_out_findings(names: Sequence[str], where: str) -> tuple[Finding, ...]:
+    """The warning that files of the donor are not copied; () when all are.
+
+    >>> print(*left_out_findings(["id_rsa"], "base"))
+    base: 1 file is not copied into the output, because no loader reads it: 'id_rsa'
+      -> Copy what is needed into the output yourself.
+    """
+    if not names:
+        return ()
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    one = len(names) == 1
+    what = f"{len(names)} {'file is' if one else 'files are'} not copied into the output, because no loader reads "
+    what += f"{'it' if one else 'them'}: {', '.join(map(show, names[:_SHOWN]))}{more}"
+    return (Finding(what, where, fix="copy what is needed into the output yourself"),)
+
+
+def check_copied(folder: Path, files: Sequence[str]) -> None:
+    """Raise for a file that cannot be copied: NotFound, FormatError (a pipe, over 1 GiB), CheckpointError (not readable)."""
+    for name in files:
+        with open_regular(folder / name) as file:
+            nbytes = file.seek(0, 2)
+        if nbytes > MAX_COPIED_BYTES:
+            raise FormatError(
+                f"{nbytes:,} bytes, and a file that goes along with the weights has at most {MAX_COPIED_BYTES:,}",
+                where=str(folder / name),
+                fix="Move it out of the folder if it is no part of the model.",
+            )
+
+
+def _named_code(folder: Path, present: set[str], names: set[str], config: Mapping[str, Any] | None) -> set[str]:
+    """The Python files, of those that are present, that the configurations name and that these import."""
+    wanted = list(_auto_map(config or {}))
+    for name in _NAMING_CODE:
+        if name in names:
+            wanted += _auto_map(_settings(folder / name))
+    code: set[str] = set()
+    while wanted:
+        name = wanted.pop()
+        if name in present and name not in code:
+            code.add(name)
+            text = read_bounded(folder / name, MAX_CODE_BYTES).decode(errors="replace")
+            for one, several in _RELATIVE_IMPORT.findall(text):
+                wanted += [f"{part.split()[0]}.py" for part in (one or several).split(",") if part.split()]
+    return code
+
+
+def _settings(path: Path) -> Mapping[str, Any]:
+    """A JSON file of settings; {} for one that is damaged: it is copied as it is, and not ours to judge."""
+    try:
+        return read_object(path, MAX_SETTINGS_BYTES, path.name, "", unique=False)
+    except CheckpointError:
+        return {}
+
+
+def _auto_map(settings: Mapping[str, Any]) -> Iterator[str]:
+    """The files of the classes in `auto_map`: `"modeling_x.XModel"`, or a list of such names and null."""
+    auto_map = settings.get("auto_map")
+    for value in auto_map.values() if isinstance(auto_map, dict) else ():
+        for reference in value if isinstance(value, list) else [value]:
+            if isinstance(reference, str) and "--" not in reference:  # `org/name--modeling_x.X` is code of another repository
+                yield f"{reference.partition('.')[0]}.py"

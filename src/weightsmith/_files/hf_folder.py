@@ -1,0 +1,250 @@
+"""The folder (or hub repository) of a model: which of its files are the weights.
+
+Decided from file names alone, so that a hub repository can be judged before a byte of it is downloaded. Only the top
+level counts: what lies in subfolders (`original/`, `onnx/`) is another copy of the model, or another model.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightsmith._base.errors import FormatError, NotFound, Unsupported
+from weightsmith._base.files import show
+from weightsmith._base.strict_json import read_object
+from weightsmith._files.copied import WEIGHTS, is_weights
+
+MAX_INDEX_BYTES = 100_000_000  # an index of 100,000 tensors takes 10 MB
+
+_SUFFIXES = (".safetensors",)
+_FIRST = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # what transformers and diffusers write
+_NUMBERED = re.compile(r"(.*?)-?([0-9]+)-of-([0-9]+)(\.\w+)")
+_INDEX = ".index.json"
+_DIGITS = re.compile(r"[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weight files of a folder.
+
+    index    name of the index file that lists the shards, or None
+    files    names of the files; () when the index lists them
+    ignored  files of the format at the top level that are no part of the model as chosen (with an index, the shards too:
+             subtract what the index lists)
+    """
+
+    index: str | None
+    files: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+def natural_key(name: str) -> tuple[str, str]:
+    """Sort key under which numbers compare as numbers.
+
+    >>> sorted(["layers.10.w", "layers.9.w", "embed"], key=natural_key)
+    ['embed', 'layers.9.w', 'layers.10.w']
+    """
+    return ".".join(map(_sortable, name.split("."))), name
+
+
+@functools.lru_cache(maxsize=8192)  # the parts of 100,000 tensor names are a few hundred: half the time
+def _sortable(part: str) -> str:
+    # A number becomes its length and its digits: "9" < "10" as text. No int(): a name may hold a million digits.
+    return _DIGITS.sub(lambda m: f"{len(digits := m[0].lstrip('0')):06d}{digits}", part)
+
+
+def choose_weights(
+    names: Iterable[str], where: str, suffixes: tuple[str, ...] = _SUFFIXES, first: Sequence[str] = _FIRST
+) -> Weights | None:
+    """Which files of a format hold the model; None where there are none, or only those of an adapter.
+
+    names     of all files, relative, `/` between folders
+    where     the folder or repository, for messages
+    suffixes  of the format's files, lower case
+    first     names of the single files that libraries write, in order of preference
+
+    In this order: of each of `first` the index or the file; any other one index; all other files of the format;
+    `consolidated*` files (Mistral's own layout: most of its repositories have the same tensors in both).
+
+    Raises FormatError when two of these contradict each other or numbered shards are missing.
+
+    >>> choose_weights(["model.safetensors", "consolidated.safetensors", "config.json"], "here")
+    Weights(index=None, files=('model.safetensors',), ignored=('consolidated.safetensors',))
+    """
+    top = _top_level(names)
+    weights = [n for n in top if n.lower().endswith(suffixes)]
+    indexes = [n for n in top if n.lower().endswith(tuple(f"{suffix}{_INDEX}" for suffix in suffixes))]
+
+    def chosen(index: str | None, files: Collection[str]) -> Weights:
+        _check_numbers_complete(files, where)
+        return Weights(index, tuple(files), tuple(n for n in weights if n not in files))
+
+    for single in first:
+        if f"{single}{_INDEX}" in indexes:
+            return chosen(f"{single}{_INDEX}", ())
+        if single in weights:
+            shards = [n for n in weights if (m := _NUMBERED.fullmatch(n)) and m[1] + m[4] == single]
+            if shards:
+                raise two_models(where, single, shards[0])
+            return chosen(None, (single,))
+    is_adapter = "adapter_config.json" in top
+    for consolidated in (False, True):
+        group = [n for n in top if n.startswith("consolidated") == consolidated and not n.startswith("adapter_model")]
+        mine = [n for n in group if n in weights]
+        lists = [n for n in group if n in indexes]
+        if len(lists) > 1:
+            raise two_models(where, lists[0], lists[1])
+        if lists:
+            return chosen(lists[0], ())
+        if mine and not is_adapter:
+            return chosen(None, mine)
+    return None
+
+
+def read_index(path: Path, present: Collection[str], suffixes: tuple[str, ...] = _SUFFIXES) -> dict[str, str]:
+    """The `weight_map` of an index file: tensor name -> file name, in the file's order, every file name checked.
+
+    present   names of the files at the top level of the folder
+    suffixes  that weight files may have, lower case
+
+    Raises FormatError: not JSON, no weight_map or not str -> str, a file name that is absolute, climbs with `..`, holds
+    a path separator, has another suffix or does not exist.
+    """
+    where = str(path)
+    fix = "Download the checkpoint again from a source you trust: the index is damaged or hostile."
+    data = read_object(path, MAX_INDEX_BYTES, "the index", fix)
+    weight_map = data.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found = show(weight_map) if "weight_map" in data else f"only the keys {show(sorted(data))}"
+        raise FormatError(f"the index has no weight_map object, but {found}", where=where, fix=fix)
+    if not weight_map:
+        raise FormatError("the index lists no tensor: its weight_map is empty", where=where, fix=fix)
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str):
+            raise FormatError(f"weight_map: {show(tensor)} is in {show(file)}, which is not a string", where=where, fix=fix)
+    first_tensor = dict(zip(reversed(weight_map.values()), reversed(weight_map), strict=True))
+    single = path.name.removesuffix(_INDEX)
+    for file in sorted(first_tensor, key=natural_key):
+        if problem := _unsafe(file, suffixes):
+            raise FormatError(
+                f"weight_map: tensor {show(first_tensor[file])} is in {show(file)}: {problem}", where=where, fix=fix
+            )
+        if file not in present:
+            raise FormatError(
+                f"the index names the file {show(file)} (tensor {show(first_tensor[file])}), which does not exist",
+                where=where,
+                fix="Get the missing file: the download was probably interrupted.",
+            )
+    if single in present and single not in first_tensor:
+        raise two_models(str(path.parent), path.name, single)
+    return weight_map
+
+
+def two_models(where: str, one: str, other: str) -> FormatError:
+    """The error for a folder that holds two candidates."""
+    return FormatError(
+        f"both {one} and {other} are there: two models, or one and the rest of an older one",
+        where=where,
+        fix="Remove or move away the one that is not meant, or name a single file.",
+    )
+
+
+def _top_level(names: Iterable[str]) -> list[str]:
+    """The names at the top level that are not hidden, in natural order."""
+    return sorted((n for n in names if "/" not in n and not n.startswith(".")), key=natural_key)
+
+
+def _unsafe(file: str, suffixes: tuple[str, ...]) -> str:
+    """Why a shard's name may not be used, or an empty string. Backslashes too: the folder may go to Windows next."""
+    if file.startswith(("/", "\\")) or re.match("[A-Za-z]:", file):
+        return "an absolute path, a shard must be in the folder of the index"
+    if ".." in re.split(r"[/\\]", file):
+        return "it leaves the folder through '..'"
+    if "/" in file or "\\" in file or "\0" in file:
+        return "it holds a path separator, a shard must be in the folder of the index"
+    if not file.lower().endswith(suffixes):
+        return f"not a {' or '.join(suffixes)} file"
+    return ""
+
+
+def _check_numbers_complete(files: Iterable[str], where: str) -> None:
+    """`model-00002-of-00005.safetensors` says that there are five: without an index nothing else would."""
+    sets: dict[tuple[str, str, str], set[int]] = {}
+    for name in files:
+        if (match := _NUMBERED.fullmatch(name)) and len(match[2]) < 10:
+            sets.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    for (stem, total, suffix), numbers in sets.items():
+        expected = int(total) if len(total) < 10 else 10**9
+        if len(numbers) < expected:
+            first = 0 if 0 in numbers else 1
+            missing = itertools.islice((n for n in range(first, expected + first) if n not in numbers), 3)
+            listed = ", ".join(f"{stem}-{n:0{len(total)}d}-of-{total}{suffix}" for n in missing)
+            raise FormatError(
+                f"{expected - len(numbers)} of {expected} shards are missing: {listed}"
+                + (", …" if expected - len(numbers) > 3 else ""),
+                where=where,
+                fix="Get the missing files: the download was probably interrupted.",
+            )
+
+
+def _hub_cache(folder: Path) -> NotFound | None:
+    """The error for huggingface_hub's cache, or the folder of one model in it, in the place of a model."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.name.startswith("models--"))
+        snapshots = sorted(entry.name for entry in (folder / "snapshots").iterdir()) if (folder / "snapshots").is_dir() else []
+    except OSError:
+        return None
+    if names:
+        ids = [name.removeprefix("models--").replace("--", "/", 1) for name in names]
+        listed = (f"models in it: {', '.join(ids[:5])}{f', … ({len(ids)} in all)' if len(ids) > 5 else ''}",)
+        return NotFound("the cache of hub models, not a model", where=str(folder), details=listed, fix=f"Write {ids[0]}.")
+    if snapshots:
+        fix = f"Write the folder of one revision, {folder / 'snapshots' / snapshots[-1]}"
+        if folder.name.startswith("models--"):
+            fix += f", or the model's hub id, {folder.name.removeprefix('models--').replace('--', '/', 1)}"
+        return NotFound("the cache folder of a hub model, which holds its revisions", where=str(folder), fix=fix)
+    return None
+
+
+def no_weights(names: Iterable[str], where: str, suffixes: tuple[str, ...]) -> Unsupported | NotFound:
+    """The error for a folder without weights that can be read: what it holds instead, and the next step.
+
+    names     of all files, relative, `/` between folders
+    where     the folder or repository
+    suffixes  of the weight files that can be read
+    """
+    everything = list(names)
+    top = _top_level(everything)
+
+    def some(names: list[str]) -> tuple[str, ...]:
+        return (", ".join(map(show, names[:5])) + (f", … ({len(names)} in all)" if len(names) > 5 else ""),)
+
+    if not top and (found := _hub_cache(Path(where))):
+        return found
+    if "adapter_config.json" in top or any(n.startswith("adapter_model.") for n in top):
+        return Unsupported(
+            "an adapter (LoRA), not a model",
+            where=where,
+            details=some([n for n in top if n.startswith("adapter")]),
+            fix=f"Write its base model in front of it: base_model_folder_or_hub_id+{where}",
+        )
+    if others := [n for n in top if n.lower().endswith(WEIGHTS) and is_weights(n) and not n.lower().endswith(suffixes)]:
+        what = "no weights in a format that is read"
+        return Unsupported(what, where=where, details=some(others), fix="Convert them to safetensors.")
+    if nested := sorted(n for n in everything if "/" in n and n.lower().endswith(suffixes)):
+        return NotFound(
+            "no weights at the top level, only in subfolders",
+            where=where,
+            details=some(nested),
+            fix="Name the subfolder that is meant (of a hub model: download it first).",
+        )
+    return NotFound(
+        f"no weights: there is no {', '.join(suffixes[:-1])} or {suffixes[-1]} file",
+        where=where,
+        details=("it holds " + some(top)[0],) if top else ("it is empty",),
+        fix="Name the folder that holds config.json and the weights.",
+    )

@@ -1,0 +1,361 @@
+"""PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt): which tensors a file holds, and where their bytes are.
+
+    <name>/data.pkl      the pickle: the state dict, its tensors as views of storages
+    <name>/data/<key>    the bytes of one storage, uncompressed
+    <name>/byteorder     `little`; older files have none
+
+The pickle is read as data and never run (`state_pickle`). What has no plain state dict inside is refused with what can be
+done about it: older formats, TorchScript, whole modules, sparse and quantised tensors. No tensor data is read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported
+from weightsmith._base.files import DAMAGED, RESAVE, FileState, Opener, lookalike, open_local, show, show_all
+from weightsmith._base.tensors import BY_TORCH_NAME, DType, TensorSpec
+from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS
+from weightsmith._files.state_pickle import CONVERT, MAX_PICKLE_BYTES, STORAGES, Mapping, Storage, Tensor, describe, interpret
+from weightsmith._files.strided import ReadAt, gather, simplify
+from weightsmith._files.zip_records import Record, read_at, read_records
+
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+_NESTED = ("state_dict", "model_state_dict", "model", "module")  # where trainers put the model's state dict
+_TRAINING = re.compile(
+    r"(optim(izer)?s?|(lr_)?schedulers?|(grad_)?scaler|(cuda_|torch_)?rng)(_states?)?(_dict)?"
+)  # a trainer's state
+_PARALLEL = "module."  # what DataParallel adds to every name
+
+
+@dataclass(frozen=True, slots=True)
+class StoredView:
+    """A tensor as a view of a storage in a file.
+
+    spec           name, dtype, shape
+    file           the file, as it was opened
+    offset         of the storage's first byte, from the start of the file
+    storage_bytes  size of the storage
+    first          offset of the tensor's first element in the storage, in elements
+    strides        in elements, one for each dimension, none negative; 0 where a dimension was expanded
+    """
+
+    spec: TensorSpec
+    file: Path
+    offset: int
+    storage_bytes: int
+    first: int
+    strides: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        """Its bytes are in the file as they would be in a safetensors file, from `start` on."""
+        return self.spec.size <= 1 or simplify(self.spec.shape, self.strides)[1] == (1,)
+
+    @property
+    def start(self) -> int:
+        """Offset of the tensor's first byte, from the start of the file."""
+        return self.offset + self.first * self.spec.dtype.itemsize
+
+    @property
+    def span(self) -> int:
+        """Bytes from the tensor's first element to its last, with what lies between them."""
+        if not self.spec.size:
+            return 0
+        steps = sum((n - 1) * stride for n, stride in zip(self.spec.shape, self.strides, strict=True))
+        return (steps + 1) * self.spec.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PickleHeader:
+    """All that a file says of its tensors, checked.
+
+    tensors   in the order of the state dict; tied tensors are each in it, with the same place
+    ignored   entries that are no tensors of the model: `epoch`, `optimizer`, `state_dict.version`
+    notes     what was done to find the tensors: which state dict was taken, which prefix was removed
+    state     of the file, taken before it was read
+    digest    xxh3_128 of the pickle and the zip directory (which holds a CRC-32 of each storage), hex
+    """
+
+    tensors: tuple[StoredView, ...]
+    ignored: tuple[str, ...]
+    notes: tuple[Finding, ...]
+    state: FileState
+    digest: str
+
+
+def read_pickle_header(path: Path, open_file: Opener = open_local) -> PickleHeader:
+    """Read and check the tensor table of a PyTorch checkpoint. Nothing in the file is executed.
+
+    open_file  for a file that is not on this disk
+
+    The state dict is the file's only value, or one of its entries `state_dict`, `model_state_dict`, `model` and `module`.
+    The prefix `module.` is removed when all names have it.
+
+    Raises FormatError for bytes that break the format and for two candidates, Unsupported for what is not a plain state
+    dict of dense tensors in the zip format, NotFound and CheckpointError when the file cannot be read. Cost: about 0.3 s
+    for 10,000 tensors.
+    """
+    where = str(path)
+    if path.suffix == ".distcp":
+        raise Unsupported(
+            "one part of a distributed checkpoint (.distcp)",
+            where=where,
+            fix="Join the parts with torch.distributed.checkpoint.format_utils.dcp_to_torch_save.",
+        )
+    with open_file(path) as file:
+        state = file.state
+        _check_magic(read_at(file, 0, min(512, state.nbytes), where), where)
+        records, directory = read_records(file, state.nbytes, where)
+        prefix = _check_members(records, where)
+        order = records.get(f"{prefix}/byteorder")
+        if order is not None:
+            _check_byteorder(read_at(file, order.offset, min(order.nbytes, 64), where), where)
+        pickled = records[f"{prefix}/data.pkl"]
+        if pickled.nbytes > MAX_PICKLE_BYTES:
+            raise Unsupported(
+                f"the pickle has {pickled.nbytes:,} bytes, and at most {MAX_PICKLE_BYTES:,} are read", where=where, fix=CONVERT
+            )
+        text = read_at(file, pickled.offset, pickled.nbytes, where)
+
+    outer, state_dict, ignored, notes = _find_state_dict(interpret(text, where), where)
+    tensors, skipped = _split(state_dict, outer, where)
+    if skipped:
+        notes.append(Finding(f"entries of the state dict that are no tensors are ignored: {show_all(skipped)}", where))
+    if tensors and all(name.startswith(_PARALLEL) and name != _PARALLEL for name in tensors):
+        tensors = {name.removeprefix(_PARALLEL): tensor for name, tensor in tensors.items()}
+        notes.append(Finding(f"the prefix {show(_PARALLEL)} of all names was removed (the model was a DataParallel)", where))
+    seen: dict[str, Storage] = {}
+    views = []
+    for name, tensor in tensors.items():
+        try:
+            views.append(_check_tensor(name, tensor, path, prefix, records, seen))
+        except CheckpointError as error:  # the inner message is short; name and file are added here, once
+            raise type(error)(
+                f"tensor {show(name)}: {error.finding.what}", where=where, fix=error.finding.fix or DAMAGED
+            ) from None
+    return PickleHeader(
+        tensors=tuple(views),
+        ignored=(*ignored, *skipped),
+        notes=tuple(notes),
+        state=state,
+        digest=xxhash.xxh3_128_hexdigest(len(text).to_bytes(8, "little") + text + directory),
+    )
+
+
+def read_view(read: ReadAt, view: StoredView, start_byte: int, out: memoryview) -> None:
+    """Fill `out` with bytes of the logical tensor (row-major, contiguous) from `start_byte` on.
+
+    read  (offset in `view.file`, writable bytes): fills them from there, or raises
+    out   writable bytes; all of them are filled; the range must be inside the tensor
+
+    One read for a contiguous view. Others are gathered, with at most 1 MiB of memory. Raises what `read` raises.
+    """
+    if not len(out):
+        return
+    if view.contiguous:
+        read(view.start + start_byte, out)
+    else:
+        gather(read, view.start, view.spec.dtype.itemsize, view.spec.shape, view.strides, start_byte, out)
+
+
+def _check_magic(start: bytes, where: str) -> None:
+    if start.startswith(b"PK\x03\x04"):
+        return
+    if start[257:262] == b"ustar":
+        raise Unsupported("a tar archive: the format of PyTorch before 0.1.10", where=where, fix=RESAVE)
+    kind = Unsupported if start.startswith(b"\x80") else FormatError
+    raise kind(f"not a PyTorch zip file (first bytes {show(start[:8])})", where=where, fix=lookalike(start))
+
+
+def _check_members(records: dict[str, Record], where: str) -> str:
+    """The folder that all members are in."""
+    folders = list(dict.fromkeys(name.split("/")[0] for name in records))
+    prefix = folders[0] if folders else ""
+    if f"{prefix}/constants.pkl" in records or any(name.startswith(f"{prefix}/code/") for name in records):
+        raise Unsupported(
+            "a TorchScript archive, which is a program with weights inside",
+            where=where,
+            fix="Load it with torch.jit.load in an isolated environment, and save its state_dict() with torch.save.",
+        )
+    if len(folders) != 1 or f"{prefix}/data.pkl" not in records:
+        raise FormatError(
+            "a zip archive, but not one of PyTorch: its members are not those of one folder with a data.pkl",
+            where=where,
+            details=(f"it holds {show_all(list(records)) or 'nothing'}",),
+            fix="Name the file that torch.save wrote; unpack the archive first if it is inside.",
+        )
+    if packed := [name for name, record in records.items() if record.compressed]:
+        raise FormatError(
+            f"its member {show(packed[0])} is compressed; torch.save stores them as they are",
+            where=where,
+            fix="Unpack it, and pack it without compression (zip -0): another tool packed it again.",
+        )
+    return prefix
+
+
+def _check_byteorder(order: bytes, where: str) -> None:
+    if order == b"big":
+        raise Unsupported(
+            "its numbers are big-endian: it was written on another kind of machine",
+            where=where,
+            fix="Load it with torch on a little-endian machine, and save it again.",
+        )
+    if order != b"little":
+        raise FormatError(f"its byte order is {show(order)}, neither little nor big", where=where, fix=DAMAGED)
+
+
+def _find_state_dict(value: Any, where: str) -> tuple[str, Mapping, list[str], list[Finding]]:
+    """Key of the state dict ("" at the top level), the state dict, the other entries' names, and notes."""
+    if type(value) is not Mapping:
+        raise Unsupported(f"it holds {describe(value)}, not a state dict", where=where, fix=_SAVE_STATE_DICT)
+    entries = _entries(value, where)
+    n_top = _count_tensors(value)
+    n_model = sum(type(v) is Tensor and not _TRAINING.fullmatch(_text(key)) for key, v in entries)
+    nested = [
+        (key, v) for key, v in entries if type(key) is str and key in _NESTED and type(v) is Mapping and _count_tensors(v)
+    ]
+    candidates = [show(key) for key, _ in nested]
+    if any(_count_tensors(v) <= n_model for _, v in nested):
+        candidates.append(f"the top level ({n_model:,} tensors)")
+    if len(candidates) > 1:
+        raise FormatError(
+            f"several state dicts: {' and '.join(candidates)}; which one is the model is not said",
+            where=where,
+            fix="Load the file with torch in an isolated environment, and save the one that is meant.",
+        )
+    if nested:
+        key, state_dict = nested[0]
+        others = [_text(k) for k, _ in entries if k is not key]
+        what = f"the tensors are those of its entry {show(key)}"
+        if others:
+            what += f"; ignored: {show_all(others)}"
+        return key, state_dict, others, [Finding(what, where)]
+    if n_top:
+        return "", value, [], []
+    keys = show_all([_text(key) for key, _ in entries], 8)
+    raise Unsupported(
+        "no state dict: neither the top level nor "
+        + ", ".join(map(show, _NESTED))
+        + (f" holds tensors; its entries are {keys}" if entries else " holds tensors; it is empty"),
+        where=where,
+        fix=_SAVE_STATE_DICT,
+    )
+
+
+_SAVE_STATE_DICT = "Load it with torch in an isolated environment, and save model.state_dict() with torch.save."
+
+
+def _split(state_dict: Mapping, outer: str, where: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of a state dict by name, and the names of its other entries, which must not hold tensors of the model."""
+    tensors: dict[str, Tensor] = {}
+    skipped = []
+    seen: set[int] = set()
+    for key, value in _entries(state_dict, where):
+        if type(value) is Tensor:
+            if type(key) is not str:
+                raise FormatError(f"a tensor has the name {describe(key)}, which is not a string", where=where, fix=DAMAGED)
+            tensors[key] = value
+            continue
+        name = _text(key)
+        if not _TRAINING.fullmatch(name) and _holds_tensors(value, seen):
+            raise Unsupported(
+                f"the entry {show(name)} of the state dict is {describe(value)} with tensors inside, not a tensor",
+                where=where,
+                fix=_SAVE_STATE_DICT,
+            )
+        skipped.append(f"{outer}.{name}" if outer else name)
+    return tensors, skipped
+
+
+def _entries(mapping: Mapping, where: str) -> list[tuple[Any, Any]]:
+    """Keys and values; a duplicate name is an error, where a Python dict would silently keep the last."""
+    names: set[str] = set()
+    for key in mapping.flat[::2]:
+        if type(key) is str:
+            if key in names:
+                raise FormatError(f"the name {show(key)} is in a dict twice", where=where, fix=DAMAGED)
+            names.add(key)
+    return list(mapping.items())
+
+
+def _text(key: Any) -> str:
+    return key if type(key) is str else describe(key)
+
+
+def _count_tensors(mapping: Mapping) -> int:
+    return sum(type(value) is Tensor for value in mapping.flat[1::2])
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    """A tensor is somewhere inside. `seen` holds what was searched before: values may be shared, and hold themselves."""
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if type(value) is Tensor:
+            return True
+        if isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            todo += value.flat if isinstance(value, Mapping) else value
+    return False
+
+
+def _check_tensor(
+    name: str, tensor: Tensor, path: Path, prefix: str, records: dict[str, Record], seen: dict[str, Storage]
+) -> StoredView:
+    """The tensor with every number checked. `seen`: the first storage of each key, for all tensors of a file."""
+    storage = tensor.storage
+    dtype, item = _dtype(tensor.dtype or STORAGES[storage.kind]), _dtype(STORAGES[storage.kind])
+    if tensor.bits:
+        raise Unsupported("a conjugated or negated view, whose values are not in the file", fix=CONVERT)
+    shape, strides, first = tensor.shape, tensor.strides, tensor.first
+    if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
+        raise FormatError("its shape and strides are not tuples of one length")
+    if len(shape) > MAX_DIMENSIONS:
+        raise FormatError(f"shape has {len(shape):,} dimensions, at most {MAX_DIMENSIONS} are allowed")
+    for number in (first, storage.elements, *shape, *strides):
+        if type(number) is not int or not 0 <= number <= MAX_BYTES:
+            raise FormatError(f"its shape, strides or offset holds {describe(number)}, not an integer from 0 to 2^63")
+    product = dtype.itemsize  # zero dimensions left out, as in safetensors
+    for dim in shape:
+        product *= dim or 1
+    if product > MAX_BYTES:
+        raise FormatError(f"shape {show(shape)} of {dtype} overflows: more than 2^63 bytes")
+
+    record = records.get(f"{prefix}/data/{storage.key}")
+    if record is None:
+        raise FormatError(f"its storage {show(storage.key)} is not in the file")
+    other = seen.setdefault(storage.key, storage)
+    if (other.kind, other.elements) != (storage.kind, storage.elements):
+        raise FormatError(
+            f"its storage {show(storage.key)} is {storage.elements:,} elements of {storage.kind} here, "
+            f"and {other.elements:,} of {other.kind} elsewhere"
+        )
+    if not 0 <= record.nbytes - storage.elements * item.itemsize < item.itemsize:
+        raise FormatError(
+            f"its storage {show(storage.key)} has {record.nbytes:,} bytes in the file, "
+            f"and {storage.elements:,} elements of {item} in the pickle"
+        )
+    last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if 0 not in shape and (last + 1) * dtype.itemsize > record.nbytes:
+        raise FormatError(
+            f"its last element is number {last:,} of a storage of {record.nbytes // dtype.itemsize:,} "
+            f"(shape {show(shape)}, strides {show(strides)}, offset {first:,})"
+        )
+    return StoredView(TensorSpec(name, dtype, shape), path, record.offset, record.nbytes, first, strides)
+
+
+def _dtype(name: str) -> DType:
+    dtype = BY_TORCH_NAME.get(name)
+    if dtype is None:
+        raise Unsupported(
+            f"dtype {show(name)} is not supported; supported are {', '.join(BY_TORCH_NAME)}",
+            fix="Convert the tensor to one of these first.",
+        )
+    return dtype

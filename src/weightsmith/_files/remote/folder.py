@@ -1,0 +1,211 @@
+"""A model's folder behind https or in an object store: its weights are read where they are, other files are brought here."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from weightsmith._base.errors import CheckpointError, Finding, FormatError, NotFound
+from weightsmith._base.files import RandomAccess, show
+from weightsmith._files.copied import MAX_COPIED_BYTES
+from weightsmith._files.remote.addresses import STORES, Address, is_file_name
+from weightsmith._files.remote.files import RemoteFile, opened, read_starts
+from weightsmith._files.remote.http import HttpFile, ask, check_status, tag_of
+from weightsmith._files.remote.retries import Ranges, fetch, retry_request
+from weightsmith._files.remote.stores import Store
+
+MAX_INDEX_BYTES = 64 << 20
+_CONNECTIONS = 16
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_PROBED = (
+    *_INDEXES,
+    "model.safetensors",
+    "pytorch_model.bin",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "README.md",
+    "LICENSE",
+    "LICENSE.txt",
+    "NOTICE",
+)
+"""Files to look for on a web server, which does not list its files; those named by an index are added."""
+
+
+class RemoteFolder:
+    """A folder elsewhere, with what `hub.Repository` has. Made by `open_folder`.
+
+    name    its address
+    commit  a digest of the versions of all weight files, after `read_starts`
+    folder  a temporary one, with the files that were brought here
+    sizes   of the files by name
+    """
+
+    def __init__(self, address: Address, files: Mapping[str, Ranges]) -> None:
+        self.name = str(address)
+        self.commit = ""
+        self.folder = Path(tempfile.mkdtemp(prefix="weightsmith-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.sizes = {name: file.nbytes for name, file in files.items()}
+        self.notes: tuple[Finding, ...] = ()
+        self._ranges = files
+        self._files: dict[str, RemoteFile] = {}
+        self._wanted: dict[str, None] = {}
+
+    def want(self, names: Iterable[str]) -> None:
+        """Name files that are needed: `download` brings those that are no weights."""
+        self._wanted |= dict.fromkeys(name for name in names if name in self.sizes)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """The files that are still to be brought, and their sizes."""
+        wanted = (name for name in self._wanted if name not in self._files)
+        return {name: self.sizes[name] for name in wanted if not (self.folder / name).is_file()}
+
+    def download(self, patterns: Sequence[str] | None = None, *, quiet: bool = False) -> None:
+        """Bring what is missing, or the files of these patterns. Raises CheckpointError."""
+        names = list(self.missing)
+        if patterns is not None:
+            absent = [name for name in self.sizes if not (self.folder / name).is_file()]
+            names = [name for name in absent if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            for _ in pool.map(self._bring, names):
+                pass
+
+    def stream(self) -> None:
+        """Weights are always read where they are."""
+
+    def read_starts(self, names: Iterable[str]) -> None:
+        """Read the start of each weight file."""
+        self._files = {name: RemoteFile(self._ranges[name]) for name in names if name in self.sizes}
+        read_starts(self._files.values())
+        for file in self._files.values():
+            file.stream()
+        versions = sorted((name, file.nbytes, file.version) for name, file in self._files.items())
+        self.commit = hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:40]
+        unknown = [name for name, _, version in versions if not version]
+        if unknown:
+            what = f"the server gives no version of {show(unknown[0])}: a change that leaves its size is not noticed"
+            self.notes = (Finding(what, self.name),)
+
+    def open(self, path: Path) -> AbstractContextManager[RandomAccess]:
+        """Open a file of `folder` to read parts of it."""
+        return opened(self._files, path)
+
+    def _bring(self, name: str) -> None:
+        if self.sizes[name] > MAX_COPIED_BYTES:
+            what = f"{self.sizes[name]:,} bytes, and a file that goes along with the weights has at most {MAX_COPIED_BYTES:,}"
+            raise FormatError(what, where=f"{self.name}/{name}")
+        path = self.folder / name
+        part = path.with_name(f"{path.name}.part-{threading.get_ident()}")
+        with part.open("wb") as file:
+
+            def put(at: int, piece: bytes) -> None:
+                file.write(piece)
+
+            fetch(self._ranges[name], 0, self.sizes[name], put)
+        part.replace(path)
+
+
+def open_folder(address: Address, only: str = "") -> RemoteFolder:
+    """The folder at an address. only: the name of the one file of it that is wanted.
+
+    Raises NotFound if nothing of a model is there, CheckpointError, Unsupported without the package that reads it.
+    """
+    list_files = _in_store if address.scheme in STORES else _behind_http
+    files = list_files(address, only)
+    if not files:
+        what = f"{only} is not there" if only else "no file of a model is there"
+        fix = "Check the address." if address.scheme in STORES else f"Name a folder with config.json and {_INDEXES[0]}."
+        raise NotFound(what, where=str(address), fix=fix)
+    return RemoteFolder(address, files)
+
+
+def _in_store(address: Address, only: str) -> dict[str, Ranges]:
+    store = Store(address)
+    found: list[dict[str, object]] = []
+
+    def look() -> None:
+        found[:] = store.objects()
+
+    retry_request(look, str(address))
+    files: dict[str, Ranges] = {}
+    for meta in found:
+        name, size, tag = str(meta["path"]), meta["size"], str(meta.get("e_tag") or "")
+        if is_file_name(name) and "/" not in name and isinstance(size, int) and only in ("", name):
+            files[name] = store.file(name, size, tag)
+    return files
+
+
+def _behind_http(address: Address, only: str) -> dict[str, Ranges]:
+    files: dict[str, Ranges] = {}
+
+    def look(names: Iterable[str]) -> None:
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            for name, file in pool.map(lambda name: (name, _probe(address, name)), names):
+                if file is not None:
+                    files[name] = file
+
+    look([only] if only else _PROBED)
+    shards = {name for index in _INDEXES if index in files for name in _shards(files[index])}
+    look(sorted(shards - files.keys()))
+    return files
+
+
+def _probe(address: Address, name: str) -> HttpFile | None:
+    """A file behind http; None if there is none."""
+    where, url = f"{address}/{name}", address.url(name)
+    found: list[HttpFile] = []
+
+    def look() -> None:
+        with ask("HEAD", url, {}, url, where) as (response, _):
+            if response.status_code in (403, 404, 410):  # a static site in a store answers 403 for what it does not have
+                return
+            check_status(response, where)
+            length = response.headers.get("content-length", "")
+            if not length.isascii() or not length.isdigit():
+                raise CheckpointError("the server does not say how large the file is", where=where, fix="Download it first.")
+            tag = tag_of(response.headers)
+            found.append(HttpFile(url, where, int(length), tag, {}, tag=tag))
+
+    retry_request(look, where)
+    return found[0] if found else None
+
+
+def _shards(index: Ranges) -> set[str]:
+    """The files that an index names, as far as it can be read; opening the model says what is wrong with it."""
+    if index.nbytes > MAX_INDEX_BYTES:
+        return set()
+    data = bytearray()
+    fetch(index, 0, index.nbytes, lambda at, piece: data.extend(piece))
+    try:
+        weight_map = json.loads(data)["weight_map"]
+        return {name for name in set(weight_map.values()) if isinstance(name, str) and is_file_name(name) and "/" not in name}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return set()

@@ -1,0 +1,149 @@
+"""Requests that failed and may succeed: made again, within the bounds of `PATIENCE`, which all parts of the program share.
+
+Whether one may succeed is for `failures` to say. A run of bytes is asked for again from where it stopped.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from weightsmith._base.errors import CheckpointError
+
+_Result = TypeVar("_Result")
+Put = Callable[[int, bytes], None]
+"""Takes in bytes, and where they begin in the file."""
+
+
+class Again(Exception):
+    """A request failed, and may succeed when it is made again. wait_seconds: that the server asks for."""
+
+    def __init__(self, why: str, wait_seconds: float = 0.0) -> None:
+        super().__init__(why)
+        self.why = why
+        self.wait_seconds = wait_seconds
+
+
+class Stopped(Exception):
+    """Nobody waits for the bytes any more."""
+
+
+class Ranges(Protocol):
+    """The bytes of one file on a server. Thread-safe.
+
+    where    for messages
+    nbytes   size of the file
+    version  equal for equal content
+    """
+
+    where: str
+    nbytes: int
+    version: str
+
+    def request(self, first: int, end: int) -> Iterator[bytes]:
+        """Make one request for bytes first … end, and yield them; never others, and never more.
+
+        Raises Again for what may pass, CheckpointError for what will not: the file has changed, or may not be read.
+        """
+
+    def check_parts(self) -> None:
+        """Raise CheckpointError if the requests so far have shown that parts of the file cannot be had."""
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file has changed since it was first read, Again for what may pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often and how long.
+
+    failures        in a row, without `progress_bytes` between them
+    first_seconds   wait after the first failure; twice as long after each other one
+    most_seconds    longest wait
+    asked_seconds   longest wait that a server may ask for
+    slow_seconds    a request that brings fewer than `slow_bytes` per second for so long is given up
+    """
+
+    failures: int = 8
+    progress_bytes: int = 64 << 10
+    first_seconds: float = 0.5
+    most_seconds: float = 20.0
+    asked_seconds: float = 120.0
+    slow_seconds: float = 30.0
+    slow_bytes: int = 16 << 10
+
+    def delay(self, failures: int, error: Exception) -> float:
+        """Seconds to wait after so many failures in a row, the last of which was `error`; at least what a server asks for."""
+        delay = min(self.most_seconds, self.first_seconds * 2.0 ** (failures - 1))
+        asked = error.wait_seconds if isinstance(error, Again) else 0.0
+        return max(asked, delay * random.uniform(0.5, 1.0))  # not all connections at the same moment
+
+
+PATIENCE = Patience()
+
+
+def retry(call: Callable[[], _Result], may_pass: Callable[[Exception], bool], patience: Patience | None = None) -> _Result:
+    """Call until it does not raise what may pass, within the bounds of a patience (default: `PATIENCE`)."""
+    patience = patience or PATIENCE
+    for failures in range(1, patience.failures + 1):
+        try:
+            return call()
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            time.sleep(patience.delay(failures, error))
+    return call()
+
+
+def retry_request(call: Callable[[], None], where: str) -> None:
+    """Call until it does not raise Again. Raises CheckpointError after too many failures."""
+    try:
+        retry(call, lambda error: isinstance(error, Again) and error.wait_seconds <= PATIENCE.asked_seconds)
+    except Again as error:
+        raise _given_up(error, where) from error
+
+
+def fetch(ranges: Ranges, first: int, end: int, put: Put, stop: threading.Event | None = None) -> None:
+    """Hand bytes first … end to `put`, in order, each once.
+
+    Raises CheckpointError when the file has changed or may not be read, and after `PATIENCE.failures` failures without
+    progress; Stopped once `stop` is set.
+    """
+    at, failures, counted = first, 0, first
+    while at < end:
+        begun, asked = time.monotonic(), at
+        try:
+            for piece in ranges.request(at, end):
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                put(at, piece)
+                at += len(piece)
+                taken = time.monotonic() - begun
+                if taken > PATIENCE.slow_seconds and at - asked < PATIENCE.slow_bytes * taken and at < end:
+                    raise Again(f"{at - asked:,} bytes came in {taken:.0f} s")
+            if at < end:
+                raise Again(f"the answer ended after {at - asked:,} of {end - asked:,} bytes")
+        except Again as error:
+            if at - counted >= PATIENCE.progress_bytes:
+                failures, counted = 0, at
+            failures += 1
+            if failures > PATIENCE.failures or error.wait_seconds > PATIENCE.asked_seconds:
+                raise _given_up(error, ranges.where) from error
+            delay = PATIENCE.delay(failures, error)
+            if stop is None:
+                time.sleep(delay)
+            elif stop.wait(delay):
+                raise Stopped from None
+
+
+def _given_up(error: Again, where: str) -> CheckpointError:
+    """The error for bytes that are not asked for again."""
+    if error.wait_seconds > PATIENCE.asked_seconds:
+        what = f"cannot be read now: {error.why}, and the server asks to wait {error.wait_seconds:,.0f} s"
+        return CheckpointError(what, where=where, fix="Run the same command again later to resume.")
+    what = f"cannot be read: {error.why}, after {PATIENCE.failures} more attempts"
+    return CheckpointError(what, where=where, fix="Check the network, and run the same command again to resume.")

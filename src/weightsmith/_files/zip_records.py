@@ -1,0 +1,232 @@
+"""zip: where the bytes of each member of an archive are.
+
+    members      a local header of 30 bytes, the name, extra fields, then the data; nothing else may overlap them
+    directory    one entry a member: name, sizes, place of its local header
+    end          the directory's place and size; before it, for large archives, the zip64 end and its locator
+
+Stricter than a general reader: no comment, no bytes before or behind the archive, no encryption, no second disk.
+Anything that two readers could interpret differently is an error. No member's data is read. Python's zipfile is no help
+here: it takes comments, bytes before the archive, a wrong number of members and two equal names, guesses the encoding of
+names, cuts them at NUL, and reads a directory of any size.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import partial
+
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import DAMAGED, RandomAccess, show
+
+MAX_DIRECTORY_BYTES = 64 << 20  # 250,000 entries of torch take about 20 MB
+MAX_RECORDS = 250_000
+
+_INTERRUPTED = "Get the file again: the download was probably interrupted."
+
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF  # the value is in a zip64 field
+_ENCRYPTED, _SIZES_BEHIND = 1, 8  # bits of the flags
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Place of one member's data.
+
+    offset      of its first byte, from the start of the file
+    nbytes      its size in the file
+    compressed  these bytes are not the member's own
+    """
+
+    offset: int
+    nbytes: int
+    compressed: bool
+
+
+def _invalid(where: str, problem: str, fix: str = DAMAGED) -> FormatError:
+    return FormatError(f"the zip archive {problem}", where=where, fix=fix)
+
+
+def read_at(file: RandomAccess, offset: int, nbytes: int, where: str) -> bytes:
+    """Exactly `nbytes` bytes at `offset`. Raises FormatError when the file ends before, CheckpointError on an I/O error."""
+    data = file.read_at(offset, nbytes)
+    if len(data) < nbytes:
+        raise FormatError(f"ends at byte {offset + len(data):,}, {nbytes - len(data):,} bytes early", where=where, fix=DAMAGED)
+    return data
+
+
+def read_records(file: RandomAccess, nbytes: int, where: str) -> tuple[dict[str, Record], bytes]:
+    """The members of a zip archive by name, in the directory's order, and the directory's bytes (for a checksum).
+
+    nbytes  size of the file
+    where   the file, for messages
+
+    Directory entries of folders are left out. Raises FormatError: not a zip archive, cut off, too large a directory,
+    members that are encrypted, overlap or lie outside the file, names that are absolute, climb with `..`,
+    are not UTF-8 or appear twice, local headers that contradict the directory. Cost: one small read a member.
+    """
+
+    reject = partial(_invalid, where)
+    start, size, count = _find_directory(file, nbytes, where)
+    if size > MAX_DIRECTORY_BYTES or count > MAX_RECORDS:
+        raise reject(
+            f"has a directory of {size:,} bytes and {count:,} members; at most {MAX_DIRECTORY_BYTES:,} bytes and "
+            f"{MAX_RECORDS:,} members are read"
+        )
+    directory = read_at(file, start, size, where)
+    records: dict[str, Record] = {}
+    spans: list[tuple[int, int, str]] = []
+    position = 0
+    for _ in range(count):
+        if position + _ENTRY.size > size:
+            raise reject(f"has {len(spans):,} members in its directory, and says {count:,}")
+        fields = _ENTRY.unpack_from(directory, position)
+        magic, _, _, flags, method, _, _, _, packed, unpacked, name_len, extra_len, comment_len, disk, _, _, header = fields
+        name_end = position + _ENTRY.size + name_len
+        end = name_end + extra_len + comment_len
+        if magic != b"PK\x01\x02" or end > size:
+            raise reject(f"has a damaged directory: no entry at byte {start + position:,}")
+        raw = directory[name_end - name_len : name_end]
+        name = _check_name(raw, where)
+        if flags & _ENCRYPTED:
+            raise reject(f"has the encrypted member {show(name)}", fix="Decrypt it first.")
+        wide = [value == _FULL32 for value in (unpacked, packed, header)]
+        if any(wide) or disk == _FULL16:
+            values = _wide_values(directory[name_end : name_end + extra_len], sum(wide) + (disk == _FULL16))
+            if values is None:
+                raise reject(f"has no valid zip64 sizes for the member {show(name)}")
+            unpacked, packed, header = (
+                values.pop(0) if w else v for w, v in zip(wide, (unpacked, packed, header), strict=True)
+            )
+            disk = 0 if disk == _FULL16 and values == [0] else disk
+        if disk != 0:
+            raise reject(f"is one of several disks: member {show(name)} is on disk {disk}")
+        if method == 0 and packed != unpacked:
+            raise reject(f"has two sizes for the stored member {show(name)}: {packed:,} and {unpacked:,} bytes")
+        if name in records:
+            raise reject(f"has the member {show(name)} twice")
+        if header + _LOCAL.size + name_len > start:
+            raise reject(f"has the member {show(name)} at byte {header:,}, behind the last possible place for it")
+        data = _data_offset(file, header, raw, method, (packed, unpacked), where)
+        if data + packed > start:
+            raise reject(f"has the member {show(name)} of {packed:,} bytes at byte {data:,}; the data ends at byte {start:,}")
+        spans.append((header, data + packed, name))
+        records[name] = Record(data, packed, method != 0)
+        position = end
+    if position != size:
+        raise reject(f"has {size - position:,} unknown bytes in its directory, behind the {count:,} members that it lists")
+    _check_overlaps(spans, where)
+    return {name: record for name, record in records.items() if not name.endswith("/")}, directory
+
+
+def _find_directory(file: RandomAccess, nbytes: int, where: str) -> tuple[int, int, int]:
+    """Offset and size of the directory in bytes, number of its entries."""
+
+    reject = partial(_invalid, where)
+    tail_start = max(0, nbytes - _END.size - _LOCATOR.size)
+    tail = read_at(file, tail_start, nbytes - tail_start, where)
+    if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\x05\x06":
+        raise reject(f"does not end with a directory: cut off after {nbytes:,} bytes, or followed by other bytes", _INTERRUPTED)
+    _, disk, first_disk, here, count, size, start, comment = _END.unpack(tail[-_END.size :])
+    end = nbytes - _END.size
+    if comment:
+        raise reject(f"says that a comment of {comment:,} bytes follows its end, and the file ends there")
+    if tail[: -_END.size][:4] == b"PK\x06\x07":
+        _, locator_disk, end64, disks = _LOCATOR.unpack(tail[: _LOCATOR.size])
+        if end64 + _END64.size != end - _LOCATOR.size or locator_disk != 0 or disks > 1:
+            raise reject(f"has its zip64 end at byte {end64:,} according to its locator, which is not in front of the locator")
+        end = end64
+        magic, length, _, _, disk64, first64, here64, count64, size64, start64 = _END64.unpack(
+            read_at(file, end64, _END64.size, where)
+        )
+        if magic != b"PK\x06\x06" or length != _END64.size - 12:
+            raise reject(f"has no zip64 end at byte {end64:,}, where its locator says that it is")
+        for narrow, full, wide in (
+            (disk, _FULL16, disk64),
+            (first_disk, _FULL16, first64),
+            (here, _FULL16, here64),
+            (count, _FULL16, count64),
+            (size, _FULL32, size64),
+            (start, _FULL32, start64),
+        ):
+            if narrow not in (full, wide):
+                raise reject(f"has two ends that contradict each other: {narrow:,} and {wide:,}")
+        disk, first_disk, here, count, size, start = disk64, first64, here64, count64, size64, start64
+    if disk or first_disk or here != count:
+        raise reject("is one of several disks")
+    if start + size != end:
+        raise reject(
+            f"has its directory at bytes {start:,} to {start + size:,} according to its end, which is at byte {end:,}: "
+            "bytes were added or lost"
+        )
+    return start, size, count
+
+
+def _check_name(raw: bytes, where: str) -> str:
+    try:
+        name = raw.decode()
+    except UnicodeDecodeError as error:
+        raise _invalid(where, f"has a member whose name is not UTF-8: {show(raw)}") from error
+    parts = name.removesuffix("/").split("/")
+    if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise _invalid(
+            where,
+            f"has a member whose name is no plain relative path: {show(name)}",
+            "Get the file from a source you trust, and do not unpack this one: no PyTorch file has such a name.",
+        )
+    return name
+
+
+def _wide_values(extra: bytes, wanted: int) -> list[int] | None:
+    """The values of the one zip64 extra field of a directory entry, None when they are not there."""
+    found: list[bytes] = []
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
+        if position + 4 + length > len(extra):
+            return None
+        if kind == 1:
+            found.append(extra[position + 4 : position + 4 + length])
+        position += 4 + length
+    if len(found) != 1 or not 0 < wanted <= 4:
+        return None
+    field = found[0]
+    values = [int.from_bytes(field[i : i + 8], "little") for i in range(0, len(field) // 8 * 8, 8)]
+    if len(field) % 8 == 4:  # the number of the disk, the last of the four
+        values.append(int.from_bytes(field[-4:], "little"))
+    return values if len(values) >= wanted else None
+
+
+def _data_offset(file: RandomAccess, header: int, name: bytes, method: int, sizes: tuple[int, int], where: str) -> int:
+    """Offset of a member's data: behind its local header, which must say the same as the directory."""
+    data = read_at(file, header, _LOCAL.size + len(name), where)
+    magic, _, flags, own_method, _, _, _, *own_sizes, name_len, extra_len = _LOCAL.unpack_from(data)
+    unknown = (_FULL32, 0) if flags & _SIZES_BEHIND else (_FULL32,)
+    if (
+        magic != b"PK\x03\x04"
+        or data[_LOCAL.size :] != name
+        or name_len != len(name)
+        or flags & _ENCRYPTED
+        or own_method != method
+        or any(own not in (size, *unknown) for own, size in zip(own_sizes, sizes, strict=True))
+    ):
+        raise _invalid(
+            where,
+            f"has the member {show(name.decode())} at byte {header:,} according to its directory, and something else is there",
+        )
+    end: int = header + _LOCAL.size + name_len + extra_len
+    return end
+
+
+def _check_overlaps(spans: list[tuple[int, int, str]], where: str) -> None:
+    covered, before = 0, ""
+    for header, end, name in sorted(spans):
+        if header < covered:
+            raise _invalid(
+                where, f"has overlapping members: {show(name)} starts at byte {header:,}, {show(before)} ends at {covered:,}"
+            )
+        covered, before = end, name

@@ -1,0 +1,159 @@
+"""Storage dtypes to and from rows of float32 (or float64), rounding to nearest even.
+
+Every function reads or writes `n` elements of a byte buffer, beginning at element `start`, and switches on `DType.code`.
+Every code of the 16-bit and 8-bit types is tested against ml_dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.tensors import DTYPES
+from weightsmith._kernels.jit import Switch, kernel
+
+BLOCK = 4096
+"""Elements in a row: a dozen rows of float64 stay in L2."""
+
+F32, BF16, F16, E4M3, F64, E5M2 = (DTYPES[n].code for n in ("F32", "BF16", "F16", "F8_E4M3", "F64", "F8_E5M2"))
+
+# What is read, and what is written.
+F32_IN, BF16_IN, F16_IN, E4M3_IN, F64_IN, E5M2_IN = (Switch("in", [code]) for code in (F32, BF16, F16, E4M3, F64, E5M2))
+F32_OUT, BF16_OUT, F16_OUT, E4M3_OUT, F64_OUT, E5M2_OUT = (Switch("out", [code]) for code in (F32, BF16, F16, E4M3, F64, E5M2))
+OTHER_IN = Switch("in", [F32, F16, E4M3, F64, E5M2])
+"""Some input is not BF16."""
+
+
+def _table(bias: int, mantissa: int, *, has_inf: bool) -> np.ndarray:
+    """float32 [256]: the value of each code of an 8-bit float."""
+    codes = np.arange(256)
+    magnitude, sign = codes & 127, np.where(codes & 128, -1.0, 1.0)
+    exponent, fraction = magnitude >> mantissa, (magnitude & ((1 << mantissa) - 1)) / (1 << mantissa)
+    values = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
+    top = magnitude >> mantissa == (127 >> mantissa)
+    if has_inf:
+        values = np.where(top, np.where(fraction == 0, np.inf, np.nan), values)
+    else:
+        values = np.where(magnitude == 127, np.nan, values)
+    return (sign * values).astype(np.float32)
+
+
+E4M3_VALUES = _table(7, 3, has_inf=False)
+E5M2_VALUES = _table(15, 2, has_inf=True)
+
+
+@kernel
+def as_float(bits: Any) -> np.float32:
+    """The float32 of these bits (numba widens uint32 arithmetic to uint64, so the cast back is needed)."""
+    return np.uint32(bits).view(np.float32)
+
+
+@kernel
+def as_bits(value: Any) -> np.uint32:
+    """The bits of float32(value)."""
+    return np.float32(value).view(np.uint32)
+
+
+@kernel
+def or_zero(value: Any, keep: Any) -> Any:
+    """`value` if `keep`, else +0, for loops that zero a row in place.
+
+    Without the sum LLVM sees that a kept element is stored where it came from, stores the zeros alone, with a mask, and masked
+    stores take five times as long on AMD. A kept -0 becomes +0.
+    """
+    return (value if keep else np.float32(0)) + np.float32(0)
+
+
+@kernel(code="in")
+def decode(raw: np.ndarray, code: int, start: int, n: int, row: np.ndarray) -> None:
+    """row[:n] = elements start … start + n of the uint8 buffer `raw`; row is float32 or float64 [>= n]."""
+    out = row[:n]
+    if BF16_IN and code == BF16:
+        bf16 = raw.view(np.uint16)[start : start + n]
+        for j in range(n):
+            out[j] = as_float(np.uint32(bf16[j]) << np.uint32(16))
+    elif F32_IN and code == F32:
+        f32 = raw.view(np.float32)[start : start + n]
+        for j in range(n):
+            out[j] = f32[j]
+    elif F16_IN and code == F16:
+        f16 = raw.view(np.uint16)[start : start + n]
+        for j in range(n):
+            h = np.uint32(f16[j])
+            # The exponent field is 112 too small; a multiplication rescales it and normalises subnormals as well.
+            magnitude = as_float((h & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112)
+            bits = as_bits(magnitude)
+            bits = bits | np.uint32(0x7F800000) if magnitude >= np.float32(65536.0) else bits
+            out[j] = as_float(bits | ((h & np.uint32(0x8000)) << np.uint32(16)))
+    elif F64_IN and code == F64:
+        f64 = raw.view(np.float64)[start : start + n]
+        for j in range(n):
+            out[j] = f64[j]
+    elif E4M3_IN and code == E4M3:
+        for j in range(n):
+            out[j] = E4M3_VALUES[raw[start + j]]
+    elif E5M2_IN:
+        for j in range(n):
+            out[j] = E5M2_VALUES[raw[start + j]]
+
+
+@kernel
+def _round_bits(bits: np.uint32, bias: int, mantissa: int) -> np.uint32:
+    """Magnitude code of a finite float32's magnitude bits in a smaller float; may carry into the overflow range."""
+    drop = np.uint32(23 - mantissa)
+    rebias = np.uint32(127 - bias) << np.uint32(23)
+    half = (np.uint32(1) << (drop - np.uint32(1))) - np.uint32(1)
+    shifted = bits - rebias
+    normal = (shifted + half + ((shifted >> drop) & np.uint32(1))) >> drop
+    # Adding a power of two whose last bit is the subnormal spacing makes the FPU round to that spacing.
+    magic = (np.uint32(127 - bias) + drop + np.uint32(1)) << np.uint32(23)
+    subnormal = as_bits(as_float(bits) + as_float(magic)) - magic
+    return subnormal if bits < rebias + np.uint32(1 << 23) else normal
+
+
+@kernel(code="out")
+def encode(row: np.ndarray, n: int, code: int, start: int, raw: np.ndarray) -> None:
+    """Elements start … start + n of the uint8 buffer `raw` = row[:n] (float32 or float64), rounded to nearest even.
+
+    float64 rows go through float32 on their way to smaller types: at most 0.5 + 2^-13 ulp of bf16 or f16.
+    """
+    source = row[:n]
+    if BF16_OUT and code == BF16:
+        bf16 = raw.view(np.uint16)[start : start + n]
+        for j in range(n):
+            u = as_bits(source[j])
+            rounded = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            quiet = (u >> np.uint32(16)) | np.uint32(0x40)
+            is_nan = (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            bf16[j] = np.uint16(quiet if is_nan else rounded)
+    elif F32_OUT and code == F32:
+        f32 = raw.view(np.float32)[start : start + n]
+        for j in range(n):
+            f32[j] = np.float32(source[j])
+    elif F16_OUT and code == F16:
+        f16 = raw.view(np.uint16)[start : start + n]
+        for j in range(n):
+            u = as_bits(source[j])
+            magnitude = u & np.uint32(0x7FFFFFFF)
+            finite = min(_round_bits(min(magnitude, np.uint32(0x47800000)), 15, 10), np.uint32(0x7C00))
+            small = np.uint32(0x7E00) if magnitude > np.uint32(0x7F800000) else finite
+            f16[j] = np.uint16(small | ((u >> np.uint32(16)) & np.uint32(0x8000)))
+    elif F64_OUT and code == F64:
+        f64 = raw.view(np.float64)[start : start + n]
+        for j in range(n):
+            f64[j] = source[j]
+    elif E4M3_OUT and code == E4M3:
+        for j in range(n):
+            u = as_bits(source[j])
+            magnitude = u & np.uint32(0x7FFFFFFF)
+            # 448 is the largest finite value and there is no infinity: what rounds past it is NaN (0x7F).
+            small = min(_round_bits(min(magnitude, np.uint32(0x44000000)), 7, 3), np.uint32(0x7F))
+            raw[start + j] = np.uint8(small | ((u >> np.uint32(24)) & np.uint32(0x80)))
+    elif E5M2_OUT:
+        for j in range(n):
+            u = as_bits(source[j])
+            magnitude = u & np.uint32(0x7FFFFFFF)
+            finite = min(_round_bits(min(magnitude, np.uint32(0x47800000)), 15, 2), np.uint32(0x7C))
+            small = np.uint32(0x7E) if magnitude > np.uint32(0x7F800000) else finite
+            raw[start + j] = np.uint8(small | ((u >> np.uint32(24)) & np.uint32(0x80)))

@@ -1,0 +1,109 @@
+"""What is done to a merged delta: its norm beside those of the inputs, and a factor on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weightsmith._kernels.codecs import BLOCK, decode, encode
+from weightsmith._kernels.combine import LANES, add_scaled, fill, narrow, subtract, sum_lanes
+from weightsmith._kernels.jit import kernel
+from weightsmith._kernels.records import Encoded, Inputs
+
+
+@kernel
+def add_squares(row: np.ndarray, n: int, lanes: np.ndarray) -> None:
+    """lanes[j % LANES] += row[j]² for j < n, in float64."""
+    sums = lanes[:LANES]
+    whole = n - n % LANES
+    for start in range(0, whole, LANES):
+        x = row[start : start + LANES]
+        for j in range(LANES):
+            sums[j] += np.float64(x[j]) * np.float64(x[j])
+    for j in range(n - whole):
+        sums[j] += np.float64(row[whole + j]) * np.float64(row[whole + j])
+
+
+@kernel(inputs_codes="in", merged_code="in")
+def delta_squares(
+    inputs: Inputs,
+    n: int,
+    grain: int,
+    weights: np.ndarray,
+    merged: Encoded,
+    out: np.ndarray,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """Squared norms by grain: of merged - base, of Σ weights · delta, of each delta.
+
+    inputs  the base, then the models; merged: n elements of the result
+    out     float64 [grains, 2 + models]
+    rows    scratch [2, BLOCK]; sums float64 [3 + models, BLOCK] scratch
+    """
+    raw, codes = inputs
+    models = weights.size
+    base, x, total = rows[0], rows[1], sums[2 + models]
+    for g in range(out.shape[0]):
+        end = min(n, (g + 1) * grain)
+        for s in range(2 + models):
+            fill(sums[s], LANES, 0.0)
+        for start in range(g * grain, end, BLOCK):
+            m = min(BLOCK, end - start)
+            decode(raw[0], codes[0], start, m, base)
+            decode(merged.data, merged.code, start, m, x)
+            subtract(x, base, m)
+            add_squares(x, m, sums[0])
+            fill(total, m, 0.0)
+            for i in range(models):
+                decode(raw[i + 1], codes[i + 1], start, m, x)
+                subtract(x, base, m)
+                add_squares(x, m, sums[2 + i])
+                add_scaled(weights[i], x, m, total)
+            add_squares(total, m, sums[1])
+        for s in range(2 + models):
+            out[g, s] = sum_lanes(sums[s])
+
+
+@kernel(inputs_codes="in", merged_code="in", out_code="out")
+def rescale_delta(
+    inputs: Inputs,
+    merged: Encoded,
+    n: int,
+    factor: float,
+    out: Encoded,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """out = base + factor · (merged - base), in float64, rounded once; arguments as for `delta_squares`."""
+    raw, codes = inputs
+    base, x, total = rows[0], rows[1], sums[0]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        decode(raw[0], codes[0], start, m, base)
+        decode(merged.data, merged.code, start, m, x)
+        fill(total, m, 0.0)
+        add_scaled(1.0 - factor, base, m, total)
+        add_scaled(factor, x, m, total)
+        narrow(total, m, x)
+        encode(x, m, out.code, start, out.data)
+
+
+@kernel(base_code="in", out_code="in")
+def distance(base: Encoded, out: Encoded, n: int, grain: int, totals: np.ndarray, rows: np.ndarray, sums: np.ndarray) -> None:
+    """totals[g] (float64 [grains, 2]) = Σ (out - base)² and Σ base² over grain g, of n elements each.
+
+    rows scratch [2, BLOCK]; sums float64 [2, >= LANES] scratch
+    """
+    for g in range(totals.shape[0]):
+        fill(sums[0], LANES, 0.0)
+        fill(sums[1], LANES, 0.0)
+        end = min(n, (g + 1) * grain)
+        for start in range(g * grain, end, BLOCK):
+            m = min(BLOCK, end - start)
+            decode(base.data, base.code, start, m, rows[0])
+            decode(out.data, out.code, start, m, rows[1])
+            add_squares(rows[0], m, sums[1])
+            subtract(rows[1], rows[0], m)
+            add_squares(rows[1], m, sums[0])
+        totals[g, 0] = sum_lanes(sums[0])
+        totals[g, 1] = sum_lanes(sums[1])

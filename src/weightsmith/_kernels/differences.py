@@ -1,0 +1,215 @@
+"""What two tensors differ in, and what one tensor holds: sums, counts, and sketches of differences."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from weightsmith._kernels.codecs import as_bits, as_float, decode
+from weightsmith._kernels.combine import LANES, fill, sum_lanes
+from weightsmith._kernels.jit import kernel
+from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.task_vector import decode_delta
+
+DIFFERENCE_SUMS = 5
+"""Columns of `difference`: Σ a², Σ a·d, Σ d², elements with d ≠ 0, the largest |d|; d = b - a."""
+
+STATISTICS = 7
+"""Columns of `statistics`: Σ x, Σ x², smallest, largest, zeros, NaN, infinities. Sums and extremes are of finite elements."""
+
+CHUNK = 1024
+"""Columns of a sum that stay in L1 while rows are added to it."""
+
+
+@kernel
+def add_moments(a: np.ndarray, d: np.ndarray, n: int, lanes: np.ndarray) -> None:
+    """lanes[0], [1], [2] += a², a·d, d² in float64, element j to lane j % LANES. One loop: each number is widened once."""
+    aa, ad, dd = lanes[0, :LANES], lanes[1, :LANES], lanes[2, :LANES]
+    whole = n - n % LANES
+    for start in range(0, whole, LANES):
+        x, y = a[start : start + LANES], d[start : start + LANES]
+        for j in range(LANES):
+            u, v = np.float64(x[j]), np.float64(y[j])
+            aa[j] += u * u
+            ad[j] += u * v
+            dd[j] += v * v
+    for j in range(n - whole):
+        u, v = np.float64(a[whole + j]), np.float64(d[whole + j])
+        aa[j] += u * u
+        ad[j] += u * v
+        dd[j] += v * v
+
+
+@kernel
+def count_changes(d: np.ndarray, n: int) -> int:
+    """How many of d[:n] are not zero."""
+    x = d[:n]
+    count = np.uint32(0)
+    for j in range(n):
+        count = np.uint32(count + np.uint32(x[j] != 0))
+    return int(count)
+
+
+@kernel
+def largest_of(d: np.ndarray, n: int) -> float:
+    """The largest magnitude of d[:n], as float32. As integers, so that it vectorises; a NaN is the largest."""
+    x = d[:n]
+    top = np.uint32(0)
+    for j in range(n):
+        bits = np.uint32(as_bits(x[j]) & np.uint32(0x7FFFFFFF))
+        top = bits if bits > top else top
+    return np.float64(as_float(top))
+
+
+@kernel
+def fold_row(d: np.ndarray, n: int, signs: np.ndarray, shifts: np.ndarray, folded: np.ndarray) -> None:
+    """folded[:] += the row d[:n] times a sparse matrix of signs: a sketch of the row.
+
+    signs   float32 [folds, >= n]; shifts int64 [folds, chunks]: chunk c, as long as `folded`, is added rotated by shifts[·, c]
+    """
+    width = folded.size
+    for f in range(shifts.shape[0]):
+        for c in range(-(-n // width)):
+            begin = c * width
+            m, shift = min(width, n - begin), shifts[f, c]
+            head = min(m, width - shift)
+            x, s, y = d[begin : begin + head], signs[f, begin : begin + head], folded[shift : shift + head]
+            for j in range(head):
+                y[j] += s[j] * np.float32(x[j])
+            x, s = d[begin + head : begin + m], signs[f, begin + head : begin + m]
+            for j in range(m - head):
+                folded[j] += s[j] * np.float32(x[j])
+
+
+class Sketch(NamedTuple):
+    """signs, shifts: see `fold_row`; folded float32 [rows, width]: `fold_row` of each row is added, [0, 0]: of none."""
+
+    signs: np.ndarray
+    shifts: np.ndarray
+    folded: np.ndarray
+
+
+@kernel(inputs_codes="in")
+def difference(
+    inputs: Inputs,
+    n: int,
+    row: int,
+    grain: int,
+    out: np.ndarray,
+    sketch: Sketch,
+    rows: np.ndarray,
+    lanes: np.ndarray,
+) -> None:
+    """Differences between two inputs, by grain; see `DIFFERENCE_SUMS`.
+
+    inputs  n elements of each: rows of `row` elements, of which a grain has a whole number
+    out     float64 [grains, DIFFERENCE_SUMS]
+    rows    scratch [2, >= row]; lanes float64 [3, LANES] scratch
+    """
+    raw, codes = inputs
+    a, d = rows[0], rows[1]
+    for g in range(out.shape[0]):
+        for k in range(3):
+            fill(lanes[k], LANES, 0.0)
+        changed, top = 0, 0.0
+        end = min(n, (g + 1) * grain)
+        for start in range(g * grain, end, row):
+            m = min(row, end - start)
+            decode(raw[0], codes[0], start, m, a)
+            decode_delta(raw[1], codes[1], start, m, a, d)
+            add_moments(a, d, m, lanes)
+            found = count_changes(d, m)
+            if found > 0:
+                changed += found
+                top = max(top, largest_of(d, m))
+                if sketch.folded.shape[0] > 0:
+                    fold_row(d, m, sketch.signs, sketch.shifts, sketch.folded[start // row])
+        for k in range(3):
+            out[g, k] = sum_lanes(lanes[k])
+        out[g, 3], out[g, 4] = changed, top
+
+
+@kernel(codes="in")
+def project(
+    raw: np.ndarray, codes: np.ndarray, count: int, cols: int, basis: np.ndarray, out: np.ndarray, rows: np.ndarray
+) -> None:
+    """out += basisᵀ · (raw[1] - raw[0]), row after row, in float32.
+
+    raw    uint8 [2, bytes]: `count` rows of `cols` elements of each
+    basis  float32 [>= count, k]; out float32 [k, cols]
+    rows   scratch [5, >= cols]
+    """
+    a = rows[0]
+    for first in range(0, count, 4):  # four rows at a time: a sum is loaded and stored once for four products
+        for i in range(4):
+            if first + i < count:
+                decode(raw[0], codes[0], (first + i) * cols, cols, a)
+                decode_delta(raw[1], codes[1], (first + i) * cols, cols, a, rows[1 + i])
+            else:
+                fill(rows[1 + i], cols, 0.0)
+        last = min(first + 3, count - 1)
+        second, third = min(first + 1, last), min(first + 2, last)
+        for begin in range(0, cols, CHUNK):
+            m = min(CHUNK, cols - begin)
+            w, x = rows[1, begin : begin + m], rows[2, begin : begin + m]
+            y, z = rows[3, begin : begin + m], rows[4, begin : begin + m]
+            for k in range(out.shape[0]):
+                p, q, r, s = basis[first, k], basis[second, k], basis[third, k], basis[last, k]
+                total = out[k, begin : begin + m]
+                for j in range(m):
+                    total[j] += p * w[j] + q * x[j] + r * y[j] + s * z[j]
+
+
+@kernel
+def add_finite(x: np.ndarray, n: int, lanes: np.ndarray, out: np.ndarray) -> None:
+    """Enter x[:n] into lanes[0], [1] (Σ x, Σ x²) and into out[2:], as in `STATISTICS`."""
+    low, high, zeros, nans, infinities = out[2], out[3], 0, 0, 0
+    for j in range(n):
+        u = np.float64(x[j])
+        if u - u == 0:
+            low, high = min(low, u), max(high, u)
+            zeros += u == 0
+            lanes[0, j % LANES] += u
+            lanes[1, j % LANES] += u * u
+        elif u != u:
+            nans += 1
+        else:
+            infinities += 1
+    out[2], out[3] = low, high
+    out[4] += zeros
+    out[5] += nans
+    out[6] += infinities
+
+
+@kernel(data_code="in")
+def statistics(
+    data: Encoded,
+    n: int,
+    row: int,
+    grain: int,
+    out: np.ndarray,
+    squares: np.ndarray,
+    rows: np.ndarray,
+    lanes: np.ndarray,
+) -> None:
+    """What n elements hold, by grain; see `STATISTICS`.
+
+    out      float64 [grains, STATISTICS]
+    squares  float64 [rows]: Σ x² of each row of `row` elements
+    rows     scratch [1, >= row]; lanes float64 [2, LANES] scratch
+    """
+    x = rows[0]
+    for g in range(out.shape[0]):
+        out[g, :] = 0
+        out[g, 2], out[g, 3] = np.inf, -np.inf
+        end = min(n, (g + 1) * grain)
+        for start in range(g * grain, end, row):
+            m = min(row, end - start)
+            decode(data.data, data.code, start, m, x)
+            fill(lanes[0], LANES, 0.0)
+            fill(lanes[1], LANES, 0.0)
+            add_finite(x, m, lanes, out[g])
+            squares[start // row] = sum_lanes(lanes[1])
+            out[g, 0] += sum_lanes(lanes[0])
+            out[g, 1] += squares[start // row]

@@ -1,0 +1,133 @@
+"""How kernels are compiled: when they are first called, each only with the branches that the call can take.
+
+`@kernel` is numba's njit without the GIL. A merge of bf16 models needs none of the code that reads F16, and DARE none of
+DELLA's sorting; with all of it a first merge took up to 17 s. So a branch stands behind a `Switch`, a constant of its module,
+and a kernel says which arguments decide its switches:
+
+    BF16_IN = Switch("in", [BF16])
+
+    @kernel(codes="in")
+    def decode_all(raw, codes, ...):      # the values in `codes` are those of the axis "in"
+        if BF16_IN and codes[0] == BF16:  # compiled only where BF16 is among them
+            ...
+
+The kernels that it calls are compiled for the same values, as a part of it: LLVM optimises them once, together. numba drops
+what is behind a constant that is False before it infers types, so that such code costs nothing.
+
+numba itself is in `compiler.py`, which is imported when a kernel is first called: a plan needs none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from functools import cached_property, update_wrapper
+from types import FunctionType
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+F = TypeVar("F")
+
+
+# ---- kernels and their variants
+
+
+class Switch:
+    """A constant of kernels: True in those compiled for a call in which its axis has any of its values, else False."""
+
+    def __init__(self, axis: str, values: Container[int]) -> None:
+        self.axis = axis
+        self.values = values
+
+    def on(self, given: Mapping[str, Collection[int]]) -> bool:
+        """Whether a call with these values can take the branch. An axis that is not given may have any value."""
+        return self.axis not in given or any(value in self.values for value in given[self.axis])
+
+    def __bool__(self) -> bool:
+        """Outside kernels no branch is ruled out."""
+        return True
+
+
+class Kernel:
+    """A function, and what it was compiled to for each setting of its switches."""
+
+    def __init__(self, function: FunctionType, axes: Mapping[str, str], known: Mapping[str, Collection[int]]) -> None:
+        """See `kernel`."""
+        update_wrapper(self, function)
+        self.function = function
+        self._known = known
+        self._axes = [(axis, *_find_argument(function, name)) for name, axis in axes.items()]
+        self._by_arguments: dict[tuple[Any, ...], Any] = {}
+        self._by_setting: dict[tuple[bool, ...], Any] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the variant for these arguments; it is compiled if it is new."""
+        values = [getattr(args[place], field) if field else args[place] for _, place, field in self._axes]
+        key = tuple([v.tobytes() if isinstance(v, np.ndarray) else v for v in values])
+        found = self._by_arguments.get(key)
+        if found is None:
+            given: dict[str, set[int]] = {}
+            for (axis, _, _), value in zip(self._axes, values, strict=True):
+                given.setdefault(axis, set()).update(np.atleast_1d(value).tolist())
+            found = self._by_arguments[key] = self.variant(given)
+        return found(*args)
+
+    def variant(self, given: Mapping[str, Collection[int]], *, called_by_kernel: bool = False) -> Any:
+        """The function for these values of the axes, as numba will compile it when it is called."""
+        given = {**given, **self._known}
+        setting = called_by_kernel, *(switch.on(given) for switch in self._switches)
+        from weightsmith._kernels.compiler import njit
+
+        with self._lock:
+            if setting not in self._by_setting:
+                bound = {
+                    name: used.on(given) if isinstance(used, Switch) else used.variant(given, called_by_kernel=True)
+                    for name, used in self._uses()
+                }
+                function = FunctionType(self.function.__code__, {**self.function.__globals__, **bound})
+                function.__qualname__ += "_" + "".join("01"[on] for on in setting)  # its files in the cache are named so
+                self._by_setting[setting] = njit(function, called_by_kernel)
+            return self._by_setting[setting]
+
+    @cached_property
+    def _switches(self) -> tuple[Switch, ...]:
+        """Its own, and those of the kernels that it calls."""
+        used = [used for _, used in self._uses()]
+        return tuple(dict.fromkeys(switch for one in used for switch in ([one] if isinstance(one, Switch) else one._switches)))
+
+    def _uses(self) -> Iterator[tuple[str, Switch | Kernel]]:
+        """The switches and kernels that the code names."""
+        for name in self.function.__code__.co_names:
+            used = self.function.__globals__.get(name)
+            if isinstance(used, Switch | Kernel):
+                yield name, used
+
+
+def _find_argument(function: FunctionType, name: str) -> tuple[int, str]:
+    """The place of an argument, and "" or a field of the record that it is, by its name: `out_code` is `out.code`."""
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if name in arguments:
+        return arguments.index(name), ""
+    record = next(argument for argument in arguments if name.startswith(f"{argument}_"))
+    return arguments.index(record), name.removeprefix(f"{record}_")
+
+
+@overload
+def kernel(function: F, /) -> F: ...
+@overload
+def kernel(*, known: Mapping[str, Collection[int]] = ..., **axes: str) -> Callable[[F], F]: ...
+def kernel(function: Any = None, /, *, known: Mapping[str, Collection[int]] | None = None, **axes: str) -> Any:
+    """Compile at the first call, for the types of its arguments; releases the GIL; no fastmath.
+
+    known  values of axes that no argument decides
+    axes   argument → axis of the switches that it decides: an integer, or an array of them. `out_code` is an argument, or the
+           field `code` of an argument `out`
+
+    A division by zero gives an infinity or NaN, as in numpy: Python's test for it before each division keeps loops from
+    vectorising.
+    """
+    if function is None:
+        return lambda decorated: Kernel(decorated, axes, known or {})
+    return Kernel(function, {}, {})

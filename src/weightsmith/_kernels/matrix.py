@@ -1,0 +1,58 @@
+"""Between tiles of bytes and whole matrices: deltas copied out of the inputs, and a merged delta added in."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weightsmith._kernels.codecs import BLOCK, decode, encode
+from weightsmith._kernels.combine import add_scaled, fill, narrow, subtract
+from weightsmith._kernels.jit import kernel
+from weightsmith._kernels.records import Encoded, Inputs
+
+
+@kernel(codes="in")
+def copy_rows(raw: np.ndarray, codes: np.ndarray, n: int, start: int, deltas: bool, out: np.ndarray, rows: np.ndarray) -> None:
+    """out[i, start : start + n] = the n elements of input i; with `deltas`, of input i + 1 minus input 0.
+
+    raw, codes  uint8 [inputs, bytes] and int64 [inputs]
+    out         float32 or float64 [inputs, elements], [inputs - 1, elements] with deltas; deltas are rounded to its dtype
+    rows        scratch of the same dtype [>= 1, BLOCK]
+    """
+    first = 1 if deltas else 0
+    for at in range(0, n, BLOCK):
+        m = min(BLOCK, n - at)
+        if deltas:
+            decode(raw[0], codes[0], at, m, rows[0])
+        for i in range(first, raw.shape[0]):
+            place = out[i - first, start + at : start + at + m]
+            decode(raw[i], codes[i], at, m, place)
+            if deltas:
+                subtract(place, rows[0], m)
+
+
+@kernel(inputs_codes="in", out_code="out")
+def combine_with(
+    inputs: Inputs,
+    coefficients: np.ndarray,
+    update: np.ndarray,
+    n: int,
+    out: Encoded,
+    rows: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """out = update[:n] + Σ coefficients[i] · raw[i], accumulated in float64 and rounded once.
+
+    An input whose coefficient is zero is not looked at. update is float32 or float64 [n]; the rest is as for `combine`.
+    """
+    raw, codes = inputs
+    x, total = rows[0], sums[0]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        fill(total, m, 0.0)
+        for i in range(raw.shape[0]):
+            if coefficients[i] != 0.0:
+                decode(raw[i], codes[i], start, m, x)
+                add_scaled(coefficients[i], x, m, total)
+        add_scaled(1.0, update[start : start + m], m, total)
+        narrow(total, m, x)
+        encode(x, m, out.code, start, out.data)

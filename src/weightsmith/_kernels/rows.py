@@ -1,0 +1,314 @@
+"""Selections inside a row: the largest of it, a band of ranks, n of every m neighbours, random by rank.
+
+Whole rows, so nothing has to be known beforehand. Order is by the bits of |x| as float32, largest first, equal magnitudes by
+their index: it does not depend on how a row is stored or sorted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from weightsmith._kernels.codecs import as_bits, or_zero
+from weightsmith._kernels.jit import Switch, kernel
+
+DIGIT = 11  # bits of a radix pass: three of them sort 31-bit magnitudes
+BINS = 1 << DIGIT
+
+FINE_BINS = 4096  # of the first 16 bits of a magnitude, from a row's largest down: 128 to a power of two
+SHORT = 32  # rows up to this length are sorted by insertion
+PATIENCE = 8  # moves an element that insertion may cost before a row is given to the radix sort
+
+_UNBIASED, _BIASED = Switch("unbiased", [True]), Switch("unbiased", [False])
+
+
+@kernel
+def magnitudes(row: np.ndarray, n: int, bits: np.ndarray) -> None:
+    """bits[:n] (uint32) = bits of float32(|row[:n]|)."""
+    x, b = row[:n], bits[:n]
+    for j in range(n):
+        b[j] = as_bits(x[j]) & np.uint32(0x7FFFFFFF)
+
+
+@kernel
+def threshold(bits: np.ndarray, n: int, k: int) -> tuple[Any, Any]:
+    """The k-th largest of bits[:n] (1 <= k <= n), and the index below which elements equal to it are among the k.
+
+    Bit by bit from the highest, leaving out those that no element has: at most 31 counts over a row in the cache, half as many
+    for 16-bit deltas, which take a tenth of the time of sorting it.
+    """
+    b = bits[:n]
+    held = np.uint32(0)
+    for j in range(n):
+        held = np.uint32(held | b[j])
+    found = np.uint32(0)
+    for shift in range(30, -1, -1):
+        bit = np.uint32(np.uint32(1) << np.uint32(shift))
+        if held & bit == np.uint32(0):
+            continue
+        candidate = np.uint32(found | bit)
+        count = np.uint32(0)
+        for j in range(n):
+            count = np.uint32(count + np.uint32(b[j] >= candidate))
+        if count >= k:
+            found = candidate
+    above, equal = np.uint32(0), np.uint32(0)
+    for j in range(n):
+        above = np.uint32(above + np.uint32(b[j] > found))
+        equal = np.uint32(equal + np.uint32(b[j] == found))
+    left = np.uint32(k - np.int64(above))
+    if equal <= left:
+        return np.int64(found), n
+    seen, cut = np.uint32(0), np.uint32(1)
+    for j in range(n):  # no branch: equal ones are many and anywhere
+        seen = np.uint32(seen + np.uint32(b[j] == found))
+        cut = np.uint32(cut + np.uint32(seen < left))
+    return np.int64(found), np.int64(cut)
+
+
+@kernel
+def keep_between(row: np.ndarray, begin: int, end: int, low: int, high: int) -> None:
+    """Zero row[begin:end] but where the bits of its magnitudes are low … high - 1."""
+    x = row[begin:end]
+    least, span = np.uint32(low), np.uint32(max(high - low, 0))
+    for j in range(x.size):
+        b = np.uint32(np.uint32(as_bits(x[j]) & np.uint32(0x7FFFFFFF)) - least)  # below `low` it wraps round
+        x[j] = or_zero(x[j], b < span)
+
+
+@kernel
+def keep_band(row: np.ndarray, n: int, low: int, low_cut: int, high: int, high_cut: int) -> None:
+    """Zero what is not among the largest down to `low`, and what is among the largest down to `high`.
+
+    low, high   bits of magnitudes; of elements equal to one those at an index below its cut are among the largest.
+                high = 2^31 - 1 with high_cut 0: nothing is too large
+    """
+    low_cut, high_cut = min(max(low_cut, 0), n), min(max(high_cut, 0), n)
+    first, second = min(low_cut, high_cut), max(low_cut, high_cut)
+    keep_between(row, 0, first, low, high)
+    if low_cut < high_cut:
+        keep_between(row, first, second, low + 1, high)
+    else:
+        keep_between(row, first, second, low, high + 1)
+    keep_between(row, second, n, low + 1, high + 1)
+
+
+@kernel
+def keep_ranks(row: np.ndarray, n: int, first: int, end: int, bits: np.ndarray) -> None:
+    """Zero row[:n] but for the elements of rank first … end - 1, the largest magnitude having rank 0; bits is scratch."""
+    end, first = min(end, n), max(first, 0)
+    if end <= first:
+        for j in range(n):
+            row[j] = 0
+        return
+    magnitudes(row, n, bits)
+    low, low_cut = threshold(bits, n, end)
+    high, high_cut = 0x7FFFFFFF, 0
+    if first > 0:
+        high, high_cut = threshold(bits, n, first)
+    keep_band(row, n, low, low_cut, high, high_cut)
+
+
+@kernel
+def keep_in_groups(row: np.ndarray, n: int, keep: int, group: int, taken: np.ndarray, bits: np.ndarray) -> None:
+    """Of every `group` neighbours keep the `keep` largest that are not taken; what is kept is then taken.
+
+    taken  uint8 [>= n], 1 where an earlier model has kept an element. A short last group keeps its share, rounded up.
+    """
+    for start in range(0, n, group):
+        m = min(group, n - start)
+        x, t = row[start : start + m], taken[start : start + m]
+        for j in range(m):
+            x[j] = or_zero(x[j], t[j] == np.uint8(0))
+        keep_ranks(x, m, 0, (keep * m + group - 1) // group, bits)
+        for j in range(m):
+            t[j] = np.uint8(t[j] | np.uint8(x[j] != 0))
+
+
+@kernel
+def descending(row: np.ndarray, n: int, order: np.ndarray) -> None:
+    """order[0, :n] = indices of row[:n], largest magnitude first; order uint32 [4, >= n], rows 1 to 3 are scratch.
+
+    A radix sort, stable, so equal magnitudes stay in their order. Unsigned indices throughout: signed ones may be negative, and
+    numba then tests each. A digit that all keys share is skipped.
+    """
+    keys, spare, place = order[1], order[2], order[3]
+    differ = np.uint32(0)
+    first = np.uint32(np.uint32(0x7FFFFFFF) - np.uint32(as_bits(row[0]) & np.uint32(0x7FFFFFFF)))
+    for j in range(n):
+        key = np.uint32(np.uint32(0x7FFFFFFF) - np.uint32(as_bits(row[j]) & np.uint32(0x7FFFFFFF)))
+        keys[j] = key
+        spare[j] = np.uint32(j)
+        differ = np.uint32(differ | np.uint32(key ^ first))
+    source, target = spare, place
+    counts = np.empty(BINS, np.uint32)
+    mask = np.uint32(BINS - 1)
+    for d in range(3):
+        shift = np.uint32(d * DIGIT)
+        if (differ >> shift) & mask == np.uint32(0):
+            continue
+        counts[:] = 0
+        for j in range(n):
+            counts[(keys[j] >> shift) & mask] += np.uint32(1)
+        at = np.uint32(0)
+        for b in range(BINS):
+            held = counts[b]
+            counts[b] = at
+            at = np.uint32(at + held)
+        for j in range(n):
+            i = source[j]
+            b = (keys[i] >> shift) & mask
+            target[counts[b]] = i
+            counts[b] += np.uint32(1)
+        source, target = target, source
+    result = order[0]
+    for j in range(n):
+        result[j] = source[j]
+
+
+@kernel
+def rank_by_sorting(row: np.ndarray, n: int, order: np.ndarray) -> None:
+    """order[0, :n] = the rank of each element of row[:n]; see `descending`."""
+    descending(row, n, order)
+    by_rank, rank = order[0], order[1]
+    for j in range(n):
+        rank[by_rank[j]] = np.uint32(j)
+    for j in range(n):
+        by_rank[j] = rank[j]
+
+
+@kernel
+def sort_run(bits: np.ndarray, order: np.ndarray, begin: int, end: int) -> None:
+    """Sort the indices order[begin:end] by bits, largest first, by insertion; equal ones stay in their order."""
+    for i in range(begin + 1, end):
+        index = order[i]
+        at = i
+        while at > begin and bits[order[at - 1]] < bits[index]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = index
+
+
+@kernel
+def fine_bins(row: np.ndarray, n: int, bits: np.ndarray, bins: np.ndarray) -> Any:
+    """bits[:n] = magnitude bits of row[:n], bins[:n] = their bins (uint32), the largest in bin 0; returns the last bin.
+
+    The last is zero's alone. The one before it also takes what would lie beyond. Returns 0 when more than a quarter of the
+    elements have other than zeros in the lower 16 bits: such a row is not worth counting.
+    """
+    x, b, c = row[:n], bits[:n], bins[:n]
+    top, low, long = np.uint32(0), np.uint32(0xFFFFFFFF), np.uint32(0)
+    for j in range(n):
+        v = np.uint32(as_bits(x[j]) & np.uint32(0x7FFFFFFF))
+        b[j] = v
+        long = np.uint32(long + np.uint32((v & np.uint32(0xFFFF)) != np.uint32(0)))
+        top = v if v > top else top
+        nonzero = np.uint32(v - np.uint32(1))  # zero wraps round to the largest
+        low = nonzero if nonzero < low else low
+    if long > n // 4:
+        return 0
+    high = np.uint32(top >> np.uint32(16))
+    least = np.uint32(min(np.uint32(low + np.uint32(1)), top) >> np.uint32(16))
+    edge = np.uint32(min(np.uint32(high - least), np.uint32(FINE_BINS - 2)))
+    last = np.uint32(edge + np.uint32(1))
+    for j in range(n):
+        v = b[j]
+        bin_ = np.uint32(high - (v >> np.uint32(16)))
+        bin_ = edge if bin_ > edge else bin_
+        c[j] = last if v == np.uint32(0) else bin_
+    return np.int64(last)
+
+
+@kernel
+def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
+    """order[0, :n] (uint32) = the rank of each element of row[:n], 0 for the largest magnitude.
+
+    bits uint32 [>= n] and order[1:4] are scratch. By counting: elements of a bin that are all equal, as those of 16-bit deltas
+    mostly are, are ranked by the number of larger ones and by how many of their bin came before. A bin's counter also gathers
+    which of the lower 16 bits have been 1 in it and which 0, and so tells whether they were all equal. Where not, the bin
+    is sorted by insertion; where that would take long, the row is sorted by `descending`.
+    """
+    rank, bins, place, mixed = order[0][:n], order[1][:n], order[2][:n], order[3][:n]
+    if n <= SHORT:
+        magnitudes(row, n, bits)
+        for j in range(n):
+            place[j] = np.uint32(j)
+        sort_run(bits, place, 0, n)
+        for j in range(n):
+            rank[place[j]] = np.uint32(j)
+        return
+    last = fine_bins(row, n, bits, bins)
+    if last == 0:
+        rank_by_sorting(row, n, order)
+        return
+    counts, runs = np.empty(FINE_BINS, np.uint64), np.empty((2, FINE_BINS), np.int64)
+    for i in range(last + 1):
+        counts[i] = np.uint64(0)
+    if last == FINE_BINS - 1:
+        counts[last - 1] = np.uint64(0xFFFFFFFF00000000)  # takes several: never all equal
+    for j in range(n):
+        seen = counts[bins[j]]
+        rank[j] = np.uint32(seen)
+        ones = np.uint64(bits[j] & np.uint32(0xFFFF))
+        zeros = ones ^ np.uint64(0xFFFF)
+        counts[bins[j]] = (seen | (ones << np.uint64(48)) | (zeros << np.uint64(32))) + np.uint64(1)
+    at, found, cost = np.uint64(0), 0, np.int64(0)
+    for i in range(last + 1):
+        seen = counts[i]
+        size = seen & np.uint64(0xFFFFFFFF)
+        differ = (seen >> np.uint64(48)) & (seen >> np.uint64(32)) & np.uint64(0xFFFF) != np.uint64(0)
+        counts[i] = at | (np.uint64(differ) << np.uint64(63))
+        runs[0, found], runs[1, found] = np.int64(at), np.int64(at + size)
+        found += int(differ)
+        cost += np.int64(size * size) if differ else np.int64(0)
+        at += size
+    if cost > PATIENCE * n:
+        rank_by_sorting(row, n, order)
+        return
+    unsure = np.int64(0)
+    for j in range(n):
+        begin = counts[bins[j]]
+        rank[j] = np.uint32(np.uint32(begin) + rank[j])
+        mixed[unsure] = np.uint32(j)
+        unsure += np.int64(begin >> np.uint64(63))
+    for i in range(unsure):
+        place[rank[mixed[i]]] = mixed[i]
+    for i in range(found):
+        sort_run(bits, place, runs[0, i], runs[1, i])
+        for j in range(runs[0, i], runs[1, i]):
+            rank[place[j]] = np.uint32(j)
+
+
+@kernel
+def keep_by_rank(
+    row: np.ndarray,
+    n: int,
+    density: float,
+    epsilon: float,
+    unbiased: bool,
+    words: np.ndarray,
+    bits: np.ndarray,
+    order: np.ndarray,
+) -> None:
+    """Keep each element with a probability that grows with its rank, from density - epsilon to density + epsilon.
+
+    unbiased  divide what is kept by its probability
+    words     uint32 [>= n], the elements' random words
+    bits, order  scratch, as for `ranks`
+
+    The only element of a row is kept with probability `density`.
+    """
+    ranks(row, n, bits, order)
+    highest, step = (density + epsilon, 2.0 * epsilon / (n - 1)) if n > 1 else (density, 0.0)
+    x, w, r = row[:n], words[:n], order[0][:n]
+    # In the row's order and without a branch: half of them would be mispredicted.
+    if _UNBIASED and unbiased:
+        for j in range(n):
+            p = highest - np.float64(r[j]) * step
+            value = x[j] / p
+            x[j] = value if np.float64(w[j]) < p * 4294967296.0 else 0.0
+    elif _BIASED:
+        for j in range(n):
+            p = highest - np.float64(r[j]) * step
+            x[j] = or_zero(x[j], np.float64(w[j]) < p * 4294967296.0)

@@ -1,0 +1,92 @@
+"""The merge methods: one file each, with a function of its name. Adding one is adding the file, and its name to `NAMES`.
+
+`base.py` is the record of a method, `signature.py` makes it of a function and its typed parameters, `family.py` and
+`linears.py` are what the task-vector methods and those of whole matrices share, `steps.py` what may follow any method with a
+base, `user*.py` methods of the user's own. What the engine runs is in `jobs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from weightsmith._base.errors import MethodError, UnknownMethod, nearest
+from weightsmith._methods.base import Method
+from weightsmith._methods.steps import with_steps
+
+NAMES = (
+    "linear", "task_arithmetic",
+    "slerp", "nuslerp", "multislerp", "karcher", "model_stock", "geometric_median",
+    "ties", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs", "breadcrumbs_ties", "task_vectors",
+    "localize_and_stitch", "cabs", "magmax", "consensus_ta", "sce", "ram", "ramplus_tl", "ramplus", "nearswap", "arcee_fusion",
+    "tsv_m", "svc", "wudi", "star", "iso_c", "iso_cts", "resmerge", "cart",
+    "passthrough",
+)  # fmt: skip
+
+
+def get(name: str) -> Method:
+    """The method of this name: weightsmith's, an installed package's, or one of the user's own that is loaded.
+
+    Raises UnknownMethod with the nearest one, and MethodError for one of a package that does not work.
+
+    >>> get("ties").base
+    'required'
+    """
+    return _built_in(name) if name in NAMES else _from_elsewhere(name)
+
+
+def find(name: str, folder: Path, *, allow_code: bool) -> Method:
+    """What `merge_method` in a recipe means: as `get`, or a file of the user's own, which is run if `allow_code`.
+
+    folder  that the file's path starts from
+    """
+    from weightsmith._methods import user_files
+
+    return user_files.load_file(name, folder, allow_code=allow_code) if user_files.names_file(name) else get(name)
+
+
+def _from_elsewhere(name: str) -> Method:
+    from weightsmith._methods import user_files
+
+    if (found := user_files.loaded(name)) is not None:
+        return found.method
+    if name in user_files.installed_names():
+        return user_files.load_installed(name)
+    if user_files.names_file(name):
+        raise UnknownMethod(f"{name} is code of your own, which only a recipe names", fix="give the function itself in Python")
+    if name in _MIXTURES:
+        raise UnknownMethod(f"'{name}' is no merge method: a mixture of experts has a recipe of its own", fix=TO_MOE)
+    known = (*NAMES, *user_files.installed_names())
+    raise UnknownMethod(f"no merge method is called '{name}'{nearest(name, known)}", fix=f"write one of {', '.join(known)}")
+
+
+_MIXTURES = frozenset({"moe", "mixtral", "mixture", "mixture_of_experts", "experts"})
+TO_MOE = "Write a recipe with base_model and experts, without merge_method and models, and run `weightsmith moe`."
+
+
+@cache
+def _built_in(name: str) -> Method:
+    method: Method = getattr(import_module(f"weightsmith._methods.{name}"), name)
+    return with_steps(method)
+
+
+def all_methods() -> tuple[Method, ...]:
+    """Every method of weightsmith's, in the order of the docs."""
+    return tuple(get(name) for name in NAMES)
+
+
+def installed_methods() -> tuple[tuple[Method, ...], tuple[MethodError, ...]]:
+    """The methods that installed packages bring, under the names that recipes give them; and why others do not work."""
+    from weightsmith._methods import user_files
+
+    found, errors = [], []
+    for name in user_files.installed_names():
+        if name in NAMES:
+            continue  # weightsmith's own come first
+        try:
+            found.append(replace(user_files.load_installed(name), name=name))
+        except MethodError as error:
+            errors.append(error)
+    return tuple(found), tuple(errors)

@@ -1,0 +1,31 @@
+"""arcee_fusion: take only what changed most."""
+
+from __future__ import annotations
+
+from weightsmith._methods.signature import merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="take only what changed most",
+    summary="""Takes over from the other model only the weights whose change is important: the size of the change
+times the divergence of its row, each row seen as a distribution (softmax). Important is what lies above the median by
+1.5 times the interquartile range. The quartiles are exact, of all elements; mergekit draws a sample of a million and
+gives another result each time.""",
+    use="""To take over the strongest changes of one model, about a tenth of them, and leave the rest. Not for
+several models: chain recipes, one model each.""",
+    passes="Two, up to four when the guess of a quartile fails; the rows' divergences are kept from the first.",
+    source="Arcee AI, Arcee Fusion (MergeKit 0.1), https://www.arcee.ai; mergekit, arcee_fusion",
+    formula="I = |W - base| · KL(softmax(W row) ‖ softmax(base row));  out = base + (W - base) where I ≥ Q₂ + 1.5 (Q₃ - Q₁)",
+    max_models=1,
+    example="""merge_method: arcee_fusion
+base_model: ./base
+models:
+  - model: ./fr
+dtype: bfloat16
+""",
+)
+def arcee_fusion(matrix: Matrix) -> Job:
+    from weightsmith._methods.jobs.selective import FusionJob
+
+    return FusionJob(matrix, 1e-8)

@@ -1,0 +1,50 @@
+"""breadcrumbs: drop the largest and the smallest deltas, then sum."""
+
+from __future__ import annotations
+
+from weightsmith._methods import family
+from weightsmith._methods.family import Int8Mask, Lambda, Share, check_normalize
+from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.signature import merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="drop the largest and the smallest deltas, then sum",
+    summary="""Drops the `gamma` largest elements of each delta, which often are outliers, keeps the next `density` of it,
+and zeroes the small rest. Exactly ⌊gamma · n⌋ elements are dropped and ⌊density · n⌋ kept (at least one; fewer are
+dropped when not enough would be left). mergekit ranks within the tensor, the paper within each row (`scope: row`; its
+values are density 0.15, gamma 0.006, lambda 0.2).""",
+    use="""For many fine-tunes, where a few very large deltas of one model would drown the others. Its authors'
+strength is small (lambda 0.2 for eight models): tune `lambda`.""",
+    passes="""Two, up to four when the guess of a threshold fails; one with `density: 1`. With `scope: model` one more,
+over all tensors, before the merge, and with `scope: row` one.""",
+    source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
+    formula="δᵢ = the gamma·n largest of (Wᵢ - base) dropped, the next density·n kept;  out = base + λ Σ wᵢδᵢ",
+    example="""merge_method: breadcrumbs
+base_model: ./base
+models:
+  - model: ./fr
+    parameters: {weight: 0.6, density: 0.9, gamma: 0.01}
+  - model: ./de
+    parameters: {weight: 0.6, density: 0.9, gamma: 0.01}
+dtype: bfloat16
+""",
+    check=check_normalize,
+    needs=family.of_the_model,
+    product=family.model_thresholds,
+)
+def breadcrumbs(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    gamma: family.Gamma = 0.01,
+    scope: family.Scope = "tensor",
+    normalize: family.Normalize = False,
+    rescale: family.Rescale = "none",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale, combine=combine)
+    return family.task_vector_job(matrix, axes)

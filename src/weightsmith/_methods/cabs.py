@@ -1,0 +1,37 @@
+"""cabs: n:m sparsity, without overlap between the models."""
+
+from __future__ import annotations
+
+from weightsmith._methods import family
+from weightsmith._methods.family import Lambda, Weight
+from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.signature import merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="n:m sparsity, without overlap between the models",
+    summary="""The models take turns, in the recipe's order: each keeps, of every `group` neighbours, the share
+`density` that it changed most, among the positions that no earlier model has kept. So masks are balanced over the
+matrix and never overlap, and the deltas are simply added. The authors keep 64 of 256 and weigh two 7 B models by 1.2
+each. Groups here end with their row; the authors' run on over the flattened matrix, which is the same where the columns are a
+multiple of `group` (with 576 columns 3 % of the positions kept are others).""",
+    use="""For two models of about the same base skill, the more important one first: what it keeps the next cannot
+touch. With densities that sum to more than 1 the last models find little left.""",
+    passes="One: the result is written as the inputs are read.",
+    source="Yang et al. 2025, CABS: conflict-aware and balanced sparsification, section 3, https://arxiv.org/abs/2503.01874",
+    formula="mᵢ = n:m largest of |δᵢ| where m₁ … mᵢ₋₁ are 0;  out = base + λ Σ wᵢ (mᵢ ∘ δᵢ)",
+    example="""merge_method: cabs
+base_model: ./base
+models:
+  - model: ./fr
+    parameters: {weight: 1.2}
+  - model: ./de
+    parameters: {weight: 1.2}
+dtype: bfloat16
+""",
+)
+def cabs(
+    matrix: Matrix, weight: Weight = 1.0, density: family.Density = 0.25, group: family.Group = 256, lambda_: Lambda = 1.0
+) -> Job:
+    return family.task_vector_job(matrix, Axes("groups", weight, lambda_, density, group=group))

@@ -1,0 +1,46 @@
+"""dare_linear: drop deltas at random, rescale, add."""
+
+from __future__ import annotations
+
+from weightsmith._methods import family
+from weightsmith._methods.family import Int8Mask, Lambda, Share, check_normalize
+from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.signature import merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="random drop and rescale, then sum",
+    summary="""Keeps each element of a delta with probability `density` and rescales what is left. The mask is a
+function of the seed, the model's place in the recipe, the tensor's name and the element's index: the same on every
+machine. mergekit rescales so that the delta's L1 norm is restored (`rescale: l1`, the default here too); the paper
+divides by the density (`rescale: inv_density`).""",
+    use="""For fine-tunes whose deltas are small and redundant (supervised fine-tuning with a small learning rate).
+Adds noise, which large models take better; not for deltas of continued pretraining. Results depend on the seed: try
+several.""",
+    passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
+    source="Yu et al. 2023, Language models are super Mario, section 3.1, https://arxiv.org/abs/2311.03099",
+    formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢ ~ Bernoulli(density)",
+    example="""merge_method: dare_linear
+base_model: ./base
+models:
+  - model: ./fr
+    parameters: {weight: 0.6, density: 0.5}
+  - model: ./de
+    parameters: {weight: 0.6, density: 0.5}
+dtype: bfloat16
+""",
+    check=check_normalize,
+)
+def dare_linear(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    normalize: family.Normalize = False,
+    rescale: family.Rescale = "l1",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("random", weight, lambda_, density, rescale=rescale, combine=combine)
+    return family.task_vector_job(matrix, axes)

@@ -1,0 +1,42 @@
+"""dare_ties: drop deltas at random, rescale, elect signs, add."""
+
+from __future__ import annotations
+
+from weightsmith._methods import family
+from weightsmith._methods.family import Int8Mask, Lambda, Share
+from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.signature import merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="random drop and rescale, then sign election",
+    summary="""DARE's random mask and rescaling (see dare_linear), then the sign election of TIES. As in mergekit the
+elected deltas are summed, not averaged, and nothing is trimmed; `normalize: true` takes the disjoint mean of the TIES
+paper.""",
+    use="As dare_linear, for models that contradict each other. Results depend on the seed: try several.",
+    passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
+    source="Yu et al. 2023, https://arxiv.org/abs/2311.03099, with the election of https://arxiv.org/abs/2306.01708",
+    formula="δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base));  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
+    example="""merge_method: dare_ties
+base_model: ./base
+models:
+  - model: ./fr
+    parameters: {weight: 0.6, density: 0.5}
+  - model: ./de
+    parameters: {weight: 0.6, density: 0.5}
+dtype: bfloat16
+""",
+)
+def dare_ties(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    normalize: family.NormalizeElected = False,
+    rescale: family.Rescale = "l1",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("random", weight, lambda_, density, rescale=rescale, elect="sum", combine=combine)
+    return family.task_vector_job(matrix, axes)

@@ -1,0 +1,49 @@
+"""della: drop deltas by rank in their row, rescale, elect signs, average."""
+
+from __future__ import annotations
+
+from weightsmith._methods import family
+from weightsmith._methods.family import Int8Mask, Lambda, Share
+from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.signature import merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="drop by magnitude rank, then sign election",
+    summary="""Like DARE, but the larger an element of a delta is among those of its row, the likelier it is kept:
+with probability density - ε for the smallest, density + ε for the largest, in equal steps between. Equal magnitudes
+are ranked by their place. A vector is one row. The paper divides each element by its own probability (`rescale:
+inv_probability`), which leaves the expected delta as it was; mergekit, and so the default, scales the whole tensor so
+that its L1 norm is restored.""",
+    use="""As dare_ties, but what matters more is kept more often; its authors report 1.2 points over DARE and 3.6
+over TIES with Llama-2-13B. Results depend on the seed.""",
+    passes="""One, or two with `rescale: l1`: norms, then the result. Sorts every row, so it takes about three times as
+long as DARE.""",
+    source="Deep et al. 2024, DELLA-Merging, section 3, https://arxiv.org/abs/2406.11617",
+    formula="pᵢⱼ = density - ε + 2ε rank/(n - 1);  δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base)), mᵢⱼ ~ Bernoulli(pᵢⱼ);  then as ties",
+    example="""merge_method: della
+base_model: ./base
+models:
+  - model: ./fr
+    parameters: {weight: 1.0, density: 0.7, epsilon: 0.1}
+  - model: ./de
+    parameters: {weight: 1.0, density: 0.7, epsilon: 0.1}
+parameters: {rescale: inv_probability, lambda: 1.1}
+dtype: bfloat16
+""",
+    check=family.check_probabilities,
+)
+def della(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    epsilon: family.Epsilon = 0.15,
+    normalize: family.NormalizeElected = True,
+    rescale: family.AnyRescale = "l1",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, elect="sum", combine=combine)
+    return family.task_vector_job(matrix, axes)

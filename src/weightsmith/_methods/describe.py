@@ -1,0 +1,53 @@
+"""What a method's parameters may be, in words: for `weightsmith methods` and the pages of docs/methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightsmith._methods.base import BaseRole, Method, Parameter, Scope
+
+SCOPES: Mapping[Scope, str] = {"model": "each model", "tensor": "the merge"}
+"""What one value of a parameter is for."""
+
+BASES: Mapping[BaseRole, str] = {
+    "required": "base_model is needed, and takes no parameters of its own",
+    "optional": "base_model may be given",
+    "input": "a base_model is an input like the others",
+}
+
+
+def models(method: Method) -> str:
+    """How many inputs besides the base; all inputs where the base is one of them."""
+    low, high = method.min_models, method.max_models
+    return f"{low}" if low == high else f"{low} to {high}" if high is not None else f"{low} or more"
+
+
+def values(parameter: Parameter, *, markdown: bool = False) -> str:
+    """What a parameter may be: one of its choices, or a kind of value with its bounds.
+
+    >>> p = Parameter("density", "float", "Share.", minimum=0, maximum=1)
+    >>> values(p), values(Parameter("normalize", "bool", "Divide."), markdown=True)
+    ('number 0 to 1', '`true`, `false`')
+    """
+    names = parameter.choices or (("true", "false") if parameter.kind == "bool" else ())
+    if names:
+        return ", ".join(f"`{name}`" for name in names) if markdown else " | ".join(names)
+    low, high = parameter.minimum, parameter.maximum
+    at_least, at_most = ("≥", "≤") if markdown else (">=", "<=")
+    bounds = f" {low:g} to {high:g}" if low is not None and high is not None else ""
+    bounds = bounds or (f" {at_least} {low:g}" if low is not None else f" {at_most} {high:g}" if high is not None else "")
+    return {"float": "number", "int": "whole number", "str": "text"}[parameter.kind] + bounds
+
+
+def default(parameter: Parameter, *, markdown: bool = False) -> str:
+    """The default as written in a recipe; `required` or `none` if there is none."""
+    value = parameter.default
+    if value is None:
+        return "required" if parameter.required else "none"
+    written = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{written}`" if markdown else written
+
+
+def doc(parameter: Parameter) -> str:
+    """What a parameter does, and why it may do nothing."""
+    return f"{parameter.doc} No effect: {parameter.ignored}." if parameter.ignored else parameter.doc

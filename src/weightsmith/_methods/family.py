@@ -1,0 +1,112 @@
+"""Parameters that the task-vector methods share, and the job they make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._methods.jobs import axes
+from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.signature import Booleans, Bounds, Ignored, PerModel
+from weightsmith._plans import Product, Settings, Step
+from weightsmith.abc.job import Job, Matrix
+
+Floats = Sequence[float]
+
+Share = Annotated[PerModel[float], "Share of this model in the sum."]
+Weight = Annotated[PerModel[float], "Factor on this model's delta."]
+Lambda = Annotated[float, "Factor on the merged task vector."]
+Int8Mask = Annotated[bool, "Accepted for mergekit recipes.", Ignored("masks take no memory here")]
+Density = Annotated[PerModel[float], "Share of the delta that is kept.", Bounds(0.0, 1.0)]
+Gamma = Annotated[
+    PerModel[float],
+    "Share of the delta, the largest elements of all, that is dropped before `density` is kept.",
+    Bounds(0.0, 1.0),
+]
+Epsilon = Annotated[
+    PerModel[float],
+    "The smallest element of a row is kept with probability density - epsilon, the largest with density + epsilon.",
+    Bounds(0.0, 0.5),
+]
+Group = Annotated[PerModel[int], "Neighbours in a row among which the share `density` is kept.", Bounds(1)]
+Scope = Annotated[
+    axes.Scope,
+    "What magnitudes are ranked among: the `tensor` (mergekit's way), each `row`, or all tensors of the `model`, which "
+    "takes a pass over them before the merge and keeps all elements as large as the threshold.",
+]
+Normalize = Annotated[bool, "Divide by the sum of the weights."]
+NormalizeElected = Annotated[bool, "Divide by the sum of |weight| of the models that agree."]
+
+_RESCALE = (
+    "What the mask took away is made up for: `none` does nothing; `l1` (mergekit's `true`) restores each delta's L1 norm; "
+    "`inv_density` divides by the density"
+)
+_BY_PROBABILITY = "`inv_probability` divides each element by the probability with which it was kept"
+Rescale = Annotated[Literal["none", "l1", "inv_density"], f"{_RESCALE}.", Booleans("none", "l1")]
+AnyRescale = Annotated[axes.Rescale, f"{_RESCALE}; {_BY_PROBABILITY}.", Booleans("none", "l1")]
+
+
+def sums_to_zero(weight: Floats) -> str:
+    """What is wrong with weights that are to be normalised and sum to zero (mergekit writes NaN, or divides by 1); else ""."""
+    total = float(sum(weight))
+    return f"the weights sum to {total:g}, so they cannot be normalised" if abs(total) < 1e-8 else ""
+
+
+def check_normalize(weight: Floats, normalize: bool) -> str:
+    """The check of methods with a `normalize` parameter."""
+    return sums_to_zero(weight) if normalize else ""
+
+
+def check_probabilities(density: Floats, epsilon: Floats) -> str:
+    """Probabilities of keeping an element must be probabilities; a density of 1 keeps everything."""
+    for share, spread in zip(density, epsilon, strict=True):
+        if 0 < share < 1 and not (share - spread > 0 and share + spread < 1):
+            return (
+                f"density {share:g} and epsilon {spread:g} make probabilities from {share - spread:g} to "
+                f"{share + spread:g}; they must lie between 0 and 1: use an epsilon below {min(share, 1 - share):g}"
+            )
+    return ""
+
+
+def mean_or_sum(normalize: bool) -> axes.Combine:
+    """What `normalize` means for the axis `combine`."""
+    return "mean" if normalize else "sum"
+
+
+def task_vector_job(matrix: Matrix, settings: Axes) -> Job:
+    """The job of a method of the family."""
+    from weightsmith._methods.jobs.task_vectors import TaskVectorJob
+
+    return TaskVectorJob(matrix, settings)
+
+
+def of_the_model(scope: str) -> bool:
+    """Magnitudes are ranked among those of the whole model."""
+    return scope == "model"
+
+
+def model_thresholds(merged: Sequence[tuple[Step, Settings]]) -> Product | None:
+    """The product of `scope: model`; None where every model keeps nothing. merged: the tensors that have this scope."""
+    wanted: dict[tuple[int, float, float], None] = {}
+    sizes: dict[int, int] = {}
+    for step, settings in merged:
+        for source, own in zip(step.inputs[1:], settings.models[1:], strict=True):
+            sizes[source.model] = sizes.get(source.model, 0) + step.out.size
+            outliers = settings.shared.get("sparsify", "magnitude_outliers") == "magnitude_outliers"
+            density, gamma = float(own["density"] or 0), float(own.get("gamma") or 0) if outliers else 0.0
+            if density > 0:
+                wanted[source.model, density, gamma] = None
+    if not wanted:
+        return None
+    models = tuple(sizes)
+    return Product(
+        name="thresholds",
+        op="thresholds",
+        outs=(TensorSpec("thresholds", DTYPES["I64"], (len(wanted), 2)),),
+        settings={
+            "sizes": list(sizes.values()),
+            "wanted": [[models.index(model), density, gamma] for model, density, gamma in wanted],
+        },
+        models=models,
+    )

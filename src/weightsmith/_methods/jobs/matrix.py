@@ -1,0 +1,183 @@
+"""The job of methods that need a whole matrix at once: singular vectors, polar factors, solutions of linear systems.
+
+The statistics pass copies the inputs into memory (in the dtype of rows); `finish_pass` computes an update with torch, in
+float64; the apply pass adds it to a combination of the inputs. The scheduler limits the number of matrices in memory
+(`Job.resident_bytes`).
+
+The bytes do not depend on tiles and threads: a single thread does each computation, on arrays that torch aligns. Several
+matrices are computed in parallel, on as many threads as the merge has, memory permitting. torch's number of threads is global,
+so it is set to 1 while any update is being computed and restored afterwards. `--device` says where they are computed. Other
+processors, other versions of torch, and GPUs round differently: the last bits of a float32 merge may differ between machines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import ParameterError
+from weightsmith._base.heap import return_large_blocks
+from weightsmith._kernels.matrix import combine_with, copy_rows
+from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith.abc.job import Bytes, Job, Matrix, Tile
+
+Tensor = Any  # torch is optional, so mypy cannot use its type
+Vector = npt.NDArray[np.float64]
+
+WORK_SQUARES = 4
+"""Square float64 matrices in memory during a computation: a Gram matrix, its eigenvectors, and eigh's workspace."""
+
+
+class _OneThread:
+    """Context manager: torch uses one thread while any block is active, and the previous number after the last.
+
+    OpenMP has a number for each thread, so every thread sets its own to 1. A thread that leaves before the last keeps 1,
+    because restoring it would change the process's too; its number does not count as the previous one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = 1
+        self._here = threading.local()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        import torch
+
+        return_large_blocks()
+        with self._lock:
+            if self._inside == 0 and not getattr(self._here, "changed", False):
+                self._before = torch.get_num_threads()
+            self._inside += 1
+            self._here.changed = True
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    torch.set_num_threads(self._before)
+                    self._here.changed = False
+
+
+one_thread = _OneThread()
+
+
+class Deltas(Sequence[Tensor]):
+    """Deltas as float64 tensors on the device, computed one at a time on access."""
+
+    def __init__(self, rows: Tensor, weights: Vector, device: str, *, from_mean: bool = False) -> None:
+        """rows: [models, rows, cols]; weights: a factor on each; from_mean: rows are models, and their mean is the base."""
+        import torch
+
+        self._rows, self._weights, self._device, self._kind = rows, weights, device, torch.float64
+        self._mean = None
+        if from_mean:
+            self._mean = sum(self._wide(i) for i in range(len(rows))) / len(rows)
+
+    def _wide(self, i: int) -> Tensor:
+        return self._rows[i].to(self._device, self._kind)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> Tensor:  # type: ignore[override]  # no slices
+        if i >= len(self):
+            raise IndexError(i)
+        delta = self._wide(i) if self._mean is None else self._wide(i) - self._mean
+        return delta if self._weights[i] == 1.0 else delta * float(self._weights[i])
+
+
+class MatrixJob(Job):
+    """Σ coefficients[i] · input[i] + factor · merge(deltas), for one logical matrix.
+
+    merge         deltas (a sequence of torch float64 [rows, cols]) → merged delta, of the same form
+    coefficients  float64 [inputs]
+    weights       float64, of each delta
+    factor        lambda
+    from_mean     without a base: deltas are inputs minus their mean
+    copies        maximum number of float64 matrices that merge holds, besides square ones
+    side          side of the largest square matrix in merge; None: the shorter side of the matrix
+
+    If a delta is not finite (only with allow_nonfinite), it cannot be decomposed: the update is factor times the mean.
+    """
+
+    portable = False
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        merge: Callable[[Sequence[Tensor]], Tensor],
+        coefficients: Vector,
+        weights: Vector,
+        factor: float,
+        *,
+        from_mean: bool = False,
+        copies: int = 8,
+        side: int | None = None,
+    ) -> None:
+        super().__init__(matrix)
+        if missing := needs_torch():
+            raise ParameterError(missing)
+        self.merge = merge
+        self.coefficients = np.asarray(coefficients, np.float64)
+        self.weights = weights
+        self.factor = factor
+        self.from_mean = from_mean
+        self.rows = matrix.shape[0]
+        self.width = 8 if matrix.wide else 4
+        square = min(self.rows, matrix.cols) if side is None else side
+        held = (len(weights) + 1) * self.width + copies * 8
+        self.resident_bytes = held * matrix.size + WORK_SQUARES * 8 * square * square
+        self._lock = threading.Lock()
+        self._held: Tensor = None
+        self._update: npt.NDArray[Any] = np.empty(0)
+
+    def passes(self) -> int:
+        return 1
+
+    def statistics(self, number: int, tile: Tile) -> None:
+        m = self.matrix
+        with self._lock:
+            if self._held is None:
+                self._held = self._empty(len(self.weights), m.size)
+        rows = tile.scratch.rows(1, m.codes, m.out_code)
+        copy_rows(tile.raw, m.codes, tile.size, tile.start, not self.from_mean, self._held.numpy(), rows)
+
+    def _empty(self, *shape: int) -> Tensor:
+        import torch
+
+        return torch.empty(shape, dtype=torch.float64 if self.width == 8 else torch.float32)  # aligned, unlike numpy's
+
+    def finish_pass(self, number: int, results: list[Any]) -> None:
+        held = self._held.view(len(self.weights), self.rows, self.matrix.cols)
+        self._held = None
+        update = self._empty(self.rows, self.matrix.cols)
+        with one_thread():
+            deltas = Deltas(held, self.weights, self.matrix.device, from_mean=self.from_mean)
+            merge = self.merge if bool(held.isfinite().all()) else mean
+            update[:] = (merge(deltas) * self.factor).to("cpu", update.dtype)
+        self._update = update.view(-1).numpy()
+
+    def update(self, tile: Tile) -> npt.NDArray[Any]:
+        """The tile's elements of factor · merge(deltas)."""
+        return self._update[tile.start : tile.start + tile.size]
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m, update = self.matrix, self.update(tile)
+        rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
+        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
+        combine_with(inputs, self.coefficients, update, tile.size, encoded, rows, sums)
+
+
+def mean(deltas: Sequence[Tensor]) -> Tensor:
+    """The mean of the deltas."""
+    return sum(deltas[i] for i in range(len(deltas))) / len(deltas)

@@ -1,0 +1,40 @@
+"""linear: the weighted average of checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+
+from weightsmith._methods.family import Share, check_normalize
+from weightsmith._methods.signature import always, merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="weighted average",
+    summary="""The weighted average of two or more checkpoints: "model soups". Robust and cheap; use it for
+checkpoints of one training run, or for fine-tunes of one base that do not disagree. Weights may be negative or sum to
+anything with `normalize: false`. A base_model is an input like the others, and needs a weight of its own.""",
+    use="""For checkpoints of one run, seeds of one fine-tune, and as the baseline that a cleverer method has to
+beat. Not for fine-tunes of different bases, and weak when each model knows something else: everything is diluted.""",
+    passes="One: the result is written as the inputs are read.",
+    source="Wortsman et al. 2022, Model soups, https://arxiv.org/abs/2203.05482",
+    formula="out = Σ wᵢ Wᵢ / Σ wᵢ   (without the division if normalize is false)",
+    base="input",
+    example="""merge_method: linear
+models:
+  - model: ./fr
+    parameters: {weight: 0.6}
+  - model: ./de
+    parameters: {weight: 0.4}
+dtype: bfloat16
+""",
+    check=check_normalize,
+    elementwise=always,
+)
+def linear(matrix: Matrix, weight: Share, normalize: Annotated[bool, "Divide by the sum of the weights."] = True) -> Job:
+    from weightsmith._methods.jobs.combination import CombinationJob
+
+    weights = np.asarray(weight)
+    return CombinationJob(matrix, weights / weights.sum() if normalize else weights)

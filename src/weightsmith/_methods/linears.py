@@ -1,0 +1,58 @@
+"""The decorator and the job of the methods that work on whole matrices.
+
+They are for the weights of linear layers. All else (embeddings, heads, norms, biases, convolutions, routers) takes the mean of
+the weighted deltas, as in the methods' own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._methods.signature import merge_method
+from weightsmith.abc.job import Job, Matrix
+
+matrix_method = partial(
+    merge_method,
+    passes="Two: every matrix is read whole, decomposed, then written.",
+    on_device=True,
+    otherwise="averaged",
+    check=needs_torch,
+)
+"""`merge_method` for those that take torch and whole matrices."""
+
+
+def linears_job(
+    matrix: Matrix,
+    weight: Sequence[float],
+    factor: float,
+    merge: Callable[[Sequence[Any]], Any],
+    *,
+    calibrates: bool = False,
+    copies: int = 8,
+    side: int | None = None,
+) -> Job:
+    """base + λ · merge(weighted deltas) for a linear layer, base + λ · their mean for all else.
+
+    weight      of each model's delta
+    factor      λ
+    merge       maps deltas (torch float64 [rows, cols] each, times their weights) to the merged delta
+    calibrates  merge gets the deltas without their weights; tensors that are not linear layers take their weighted sum
+    copies      maximum number of float64 matrices that it holds, not counting square ones
+    side        of the largest square matrix it makes; None: the shorter side of the matrix
+    """
+    weights = np.asarray(weight)
+    if matrix.role != "linear":
+        from weightsmith._methods.jobs.combination import CombinationJob
+
+        share = factor * weights if calibrates else factor * weights / len(weights)
+        return CombinationJob(matrix, np.concatenate([[1.0 - share.sum()], share]))
+    from weightsmith._methods.jobs.matrix import MatrixJob
+
+    taken = np.ones(len(weights)) if calibrates else weights
+    base = np.array([1.0] + [0.0] * len(weights))
+    return MatrixJob(matrix, merge, base, taken, factor, copies=copies, side=side)

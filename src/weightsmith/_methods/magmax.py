@@ -1,0 +1,32 @@
+"""magmax: the largest delta at each position."""
+
+from __future__ import annotations
+
+from weightsmith._methods import family
+from weightsmith._methods.family import Lambda, Weight
+from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.signature import always, merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="the largest delta at each position",
+    summary="""At each position takes the delta of the model that changed it most, of equal ones the later model's.
+For models trained one after the other on different tasks.""",
+    use="""For models fine-tuned one after the other. With unrelated skills it adds up every model's largest changes:
+use a `lambda` below 1, or `norm_match`.""",
+    passes="One: the result is written as the inputs are read.",
+    source="Marczak et al. 2024, MagMax, section 4, https://arxiv.org/abs/2407.06322",
+    formula="out = base + λ wₖδₖ,  k = argmaxᵢ |wᵢδᵢ|",
+    example="""merge_method: magmax
+base_model: ./base
+models:
+  - model: ./fr
+  - model: ./de
+parameters: {lambda: 0.5}
+dtype: bfloat16
+""",
+    elementwise=always,
+)
+def magmax(matrix: Matrix, weight: Weight = 1.0, lambda_: Lambda = 1.0) -> Job:
+    return family.task_vector_job(matrix, Axes("none", weight, lambda_, combine="absmax"))

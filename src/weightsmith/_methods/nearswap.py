@@ -1,0 +1,35 @@
+"""nearswap: move towards the other model where the two are close."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from weightsmith._methods.signature import always, merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="move towards the other model where the two are close",
+    summary="""Where the two models differ by at most `t` the other model is taken; where they differ by more, the
+base moves towards it by `t`. In other words: the base plus the delta cut to ±t. Useful to add a trace of one model to
+another; its author used t = 0.0001.""",
+    use="""To let a trace of another model in without moving anything far: with t = 0.0001 the result stays the base
+for all practical purposes, but for what was nearly equal anyway.""",
+    passes="One: the result is written as the inputs are read.",
+    source="alchemonaut, QuartetAnemoi-70B-t0.0001 (model card); mergekit, nearswap",
+    formula="out = (1 - u) base + u W,  u = min(1, t / |W - base|);  the same as base + clip(W - base, -t, t)",
+    max_models=1,
+    example="""merge_method: nearswap
+base_model: ./base
+models:
+  - model: ./fr
+parameters: {t: 0.0001}
+dtype: bfloat16
+""",
+    elementwise=always,
+)
+def nearswap(matrix: Matrix, t: Annotated[float, "How far the base moves at most; 0 or less leaves it."]) -> Job:
+    from weightsmith._kernels.elementwise import merge_clipped
+    from weightsmith._methods.jobs.elementwise import ElementwiseJob
+
+    return ElementwiseJob(matrix, merge_clipped, t, sums=1)

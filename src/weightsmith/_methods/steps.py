@@ -1,0 +1,82 @@
+"""Steps after a merge: the merged delta of each tensor is measured and scaled before it is added to the base, or its singular
+values are changed.
+
+Every method that needs a base has them as parameters. On language models the length of merged - base decides whether a merge
+works (https://arxiv.org/abs/2511.21437; the card of a merge lists it), and most methods leave it to chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from weightsmith._methods.base import Method
+from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._methods.signature import Bounds, bound, parameters_of
+from weightsmith.abc.job import Job, Matrix
+
+
+def _job(
+    matrix: Matrix,
+    make: Callable[[Matrix], Job],
+    spectrum: Annotated[
+        Literal["none", "flatten", "floor", "calibrate"],
+        "What is done to the singular values S of each linear layer's merged delta: `flatten` moves them towards their mean "
+        "(Iso-C, arXiv 2502.04959), `floor` raises those below the one at which S sums to the share `spectrum_strength` "
+        "(subspace boosting, arXiv 2506.16506), `calibrate` divides by how often the models repeat a direction (SVC, arXiv "
+        "2602.05536). Takes torch.",
+    ] = "none",
+    spectrum_strength: Annotated[
+        float | None,
+        "`flatten`: (1 - strength) S + strength · mean S, by default 0.1. `floor`: the share, by default 0.01. `calibrate`: "
+        "the least repetition assumed, by default 1/K for K models; 1 only weakens.",
+        Bounds(0.0, 1.0),
+    ] = None,
+    norm_match: Annotated[
+        Literal["none", "mean", "max", "task_arithmetic"],
+        "Give each tensor's merged delta the Frobenius norm of: the inputs' deltas, on average (`mean`) or at most (`max`), or "
+        "of their plain weighted sum (`task_arithmetic`).",
+    ] = "none",
+    delta_scale: Annotated[
+        float, "Factor on the merged delta, after all else. A gradient over the layers is LiNeS: shallow layers change less."
+    ] = 1.0,
+) -> Job:
+    """The job that `make` makes, with the steps after it that are asked for; `spectrum` only of a linear layer's weight."""
+
+    def changed(matrix: Matrix) -> Job:
+        if spectrum == "none" or matrix.role != "linear":
+            return make(matrix)
+        from weightsmith._methods.jobs.spectrum import SpectrumJob
+
+        return SpectrumJob(matrix, make, spectrum, spectrum_strength)
+
+    if norm_match == "none" and delta_scale == 1.0:
+        return changed(matrix)
+    from weightsmith._methods.jobs.scaled import ScaledJob
+
+    return ScaledJob(matrix, changed, norm_match, delta_scale)
+
+
+PARAMETERS = parameters_of(_job, skip=("matrix", "make"))
+
+
+def with_steps(method: Method) -> Method:
+    """The method with the steps' parameters, and a job that carries them out where they ask for something.
+
+    As it is when it needs no base, or has a parameter by the name of one of the steps': that is then its own.
+    """
+    if method.base != "required" or not {p.name for p in PARAMETERS}.isdisjoint(p.name for p in method.parameters):
+        return method
+    job = bound(_job, PARAMETERS, skip=("matrix", "make"))
+    check = bound(lambda spectrum: needs_torch() if spectrum != "none" else "", PARAMETERS)
+    decomposed = bound(lambda spectrum: spectrum != "none", PARAMETERS)
+    unchanged = bound(lambda spectrum, norm_match: spectrum == norm_match == "none", PARAMETERS)
+    return replace(
+        method,
+        parameters=method.parameters + PARAMETERS,
+        job=lambda matrix: job(matrix, method.job, shared=matrix.shared),
+        check=lambda shared, models: method.check(shared, models) or check(shared=shared),
+        elementwise=lambda shared: method.elementwise(shared) and unchanged(shared=shared),
+        on_device=lambda shared: method.on_device(shared) or decomposed(shared=shared),
+    )

@@ -1,0 +1,50 @@
+"""ties: trim, elect sign, disjoint mean."""
+
+from __future__ import annotations
+
+from weightsmith._methods import family
+from weightsmith._methods.family import Int8Mask, Lambda, Share
+from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.signature import merge_method
+from weightsmith.abc.job import Job, Matrix
+
+
+@merge_method(
+    title="trim, elect sign, disjoint mean",
+    summary="""Keeps the largest deltas of each fine-tune, lets the models elect a sign for every element by the sum
+of their weighted deltas (zero elects +), and averages only those that agree. Exactly ⌊density · n⌋ elements of each
+tensor are kept (at least one); of equal magnitudes those with the lower flat index. `density: 1`, the default, trims
+nothing. What agrees is divided by the sum of the magnitudes of its weights, so a negative weight subtracts a model as in
+task_arithmetic. The paper ranks the deltas of the whole model: `scope: model`, with `density: 0.2`.""",
+    use="""For two to five fine-tunes of one base with different skills, with densities from 0.2 to 0.5. On language
+models trimming to a tenth or a fifth at full strength made merges worse than the base
+(https://arxiv.org/abs/2511.21437): compare with task_arithmetic, and look at the distance from the base on the card.""",
+    passes="""Two, up to four when the guess of a threshold fails; one with `density: 1`. With `scope: model` one more,
+over all tensors, before the merge, and with `scope: row` one.""",
+    source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; the default scope is mergekit's",
+    formula="δᵢ = trim(Wᵢ - base);  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ / Σ_{agree} |wᵢ|",
+    example="""merge_method: ties
+base_model: ./base
+models:
+  - model: ./fr
+    parameters: {weight: 1.0, density: 0.5}
+  - model: ./de
+    parameters: {weight: 1.0, density: 0.5}
+dtype: bfloat16
+""",
+    needs=family.of_the_model,
+    product=family.model_thresholds,
+)
+def ties(
+    matrix: Matrix,
+    weight: Share,
+    density: family.Density = 1.0,
+    scope: family.Scope = "tensor",
+    normalize: family.NormalizeElected = True,
+    rescale: family.Rescale = "none",
+    lambda_: Lambda = 1.0,
+    int8_mask: Int8Mask = False,
+) -> Job:
+    combine = family.mean_or_sum(normalize)
+    axes = Axes("magnitude", weight, lambda_, density, scope=scope, rescale=rescale, elect="sum", combine=combine)
+    return family.task_vector_job(matrix, axes)

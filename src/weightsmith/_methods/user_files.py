@@ -1,0 +1,165 @@
+"""Sources of user-defined methods: a file named in a recipe, an installed package, or a Python function.
+
+Such a method goes by its name with the hash of its source, `./my_method.py:blend@1f0c…`: in a plan, so that work is resumed
+only with the code that began it, and in the registry, where the engine finds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import CheckpointError, MethodError, nearest
+from weightsmith._base.files import expand_user, read_bounded, real_path
+from weightsmith._files.copied import MAX_CODE_BYTES
+from weightsmith._methods.base import Method
+from weightsmith._methods.steps import with_steps
+from weightsmith._methods.user import OwnMethod, method_of
+from weightsmith._plans import OwnCode
+
+GROUP = "weightsmith.methods"
+"""The entry points of packages that bring methods."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A method that is not one of weightsmith's: its record, and where it comes from."""
+
+    method: Method
+    code: OwnCode
+
+
+_loaded: dict[str, Loaded] = {}
+_modules: dict[tuple[str, str], dict[str, Any]] = {}
+
+
+def loaded(name: str) -> Loaded | None:
+    """The loaded method that goes by this name in a plan."""
+    return _loaded.get(name)
+
+
+def names_file(name: str) -> bool:
+    """True for `./my_method.py:blend` and similar names.
+
+    >>> names_file("m.py:blend"), names_file("ties")
+    (True, False)
+    """
+    return name.endswith(".py") or ".py:" in name
+
+
+def load_file(name: str, folder: Path, *, allow_code: bool) -> Method:
+    """The method that a recipe names as `file.py:function`. Runs the file, once for each content that it has.
+
+    folder      that the file's path starts from
+    allow_code  the user has said that it may run
+
+    Raises MethodError.
+    """
+    file, colon, function = name.rpartition(":")
+    path = real_path(folder / expand_user(file if colon else name))
+    try:
+        source = read_bounded(path, MAX_CODE_BYTES)
+    except CheckpointError as error:
+        fix = error.finding.fix or "write the path relative to the recipe's folder"
+        raise MethodError(f"the file of the merge method, {path}, cannot be read: {error.finding.what}", fix=fix) from None
+    if not colon or not function.isidentifier():
+        raise MethodError(f"merge_method {name} names no function", fix=f"write {file if colon else name}:FUNCTION")
+    if not allow_code:
+        raise MethodError(
+            f"merge_method {name} would run code: the file {path}",
+            fix="read that file, and if you trust it add --allow-code (allow_code=True)",
+        )
+    digest = hashlib.sha256(source).hexdigest()
+    module = _modules.get((str(path), digest))
+    if module is None:
+        module = _modules[str(path), digest] = _run(path, source, digest)
+    if function not in module:
+        known = [n for n, value in module.items() if isinstance(value, OwnMethod | Method)]
+        listed = f"methods in it: {', '.join(known)}" if known else ""
+        raise MethodError(f"{path} has no function '{function}'{nearest(function, known)}", fix=listed)
+    code = OwnCode(name, str(real_path(folder)), digest)
+    return _enter(module[function], code, f"{name}, sha256 {digest}")
+
+
+def _run(path: Path, source: bytes, digest: str) -> dict[str, Any]:
+    """The names that the file defines."""
+    module = types.ModuleType(f"weightsmith_own_{digest[:16]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look up its definitions there
+    try:
+        # These bytes, and not what importlib would read again: the hash is of what runs.
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module.__name__]
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        what = f"{path}{line} cannot be loaded: {type(error).__name__}: {error}"
+        raise MethodError(what, fix=f"see the traceback of: python {path}") from error
+    return module.__dict__
+
+
+@cache
+def installed_names() -> tuple[str, ...]:
+    """The names of the methods that installed packages bring."""
+    return tuple(point.name for point in entry_points(group=GROUP))
+
+
+def load_installed(name: str) -> Method:
+    """The method that an installed package brings under this name. Raises MethodError when it does not work."""
+    (point, *_) = entry_points(group=GROUP, name=name)
+    package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+    try:
+        found = point.load()
+    except Exception as error:
+        what = f"the merge method {name} of the package {package} cannot be loaded: {type(error).__name__}: {error}"
+        raise MethodError(what, fix="reinstall or update the package") from error
+    digest = hashlib.sha256(_source(point) + b"\0" + package.encode()).hexdigest()
+    return _enter(found, OwnCode(name, "", digest), f"package {package}")
+
+
+def _source(point: EntryPoint) -> bytes:
+    file = getattr(sys.modules.get(point.module), "__file__", None)
+    return Path(file).read_bytes() if file else b""
+
+
+def _enter(found: object, code: OwnCode, source: str) -> Method:
+    """The record of what was found under a name, known to the registry from now on."""
+    planned = f"{code.name}@{code.sha256[:16]}"
+    method = _record(found, code.name, planned, source)
+    _loaded[planned] = Loaded(method, code)
+    return method
+
+
+def _record(found: object, name: str, planned: str, source: str) -> Method:
+    if isinstance(found, Method):
+        return with_steps(replace(found, name=planned))
+    if isinstance(found, OwnMethod):
+        return with_steps(method_of(found, planned, source))
+    raise MethodError(
+        f"{name} is a {type(found).__name__}, not a merge method",
+        fix="write @weightsmith.block_method or @weightsmith.tensor_method above the function",
+    )
+
+
+@contextmanager
+def at_hand(own: object) -> Iterator[Method]:
+    """The record of a function, in the registry until the end of the block."""
+    called = getattr(own.plain, "__name__", "own") if isinstance(own, OwnMethod) else str(own)
+    number = 1
+    name = called
+    while (
+        _loaded.setdefault(name, mine := Loaded(_record(own, called, name, "the caller"), OwnCode(called, "", ""))) is not mine
+    ):
+        number += 1
+        name = f"{called}-{number}"
+    try:
+        yield mine.method
+    finally:
+        del _loaded[name]

@@ -1,0 +1,467 @@
+"""Checkpoint: a model's tensors and other files, from a folder, a file or a hub model.
+
+Opening reads only headers and small files. Tensors are read from a source (`weightsmith._models.sources`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, final
+
+from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
+from weightsmith._base.files import exists, expand_user, real_path, show
+from weightsmith._base.strict_json import read_object
+from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.text import status
+from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
+from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
+from weightsmith._models.formats import opening
+from weightsmith._models.sources import Opened, Tensors
+from weightsmith.abc.stored import Wrapped
+from weightsmith.abc.tensors import read
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from weightsmith._base.files import Extent
+    from weightsmith._files.hub import Repository
+    from weightsmith._files.remote.folder import RemoteFolder
+    from weightsmith._plans import Plan
+    from weightsmith.abc.tensors import Buffer
+
+MAX_CONFIG_BYTES = 16 << 20
+CARD_NAME = "README.md"
+
+_HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(.+))?", re.ASCII)
+_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".json", ".yml", ".yaml")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model on the hub: org/name, and branch, tag or commit. streams: its weights are read where they are."""
+
+    name: str
+    revision: str | None
+    streams: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model's files besides its tensors.
+
+    path         of the folder
+    revision     commit hash of a hub model, digest of the files' versions at another address, "" otherwise
+    config, files, left_out, ignored, alone, repositories   see `Checkpoint`
+    temporary    the folder, if it is removed when the checkpoint is closed
+    """
+
+    path: Path
+    revision: str = ""
+    config: Mapping[str, Any] | None = None
+    files: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    alone: bool = False
+    repositories: tuple[Repository | RemoteFolder, ...] = ()
+    temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    @classmethod
+    def of(cls, path: Path, repository: Repository | RemoteFolder | None, **files: Any) -> ModelFolder:
+        """A folder on this machine, or the folder of a repository."""
+        if repository is None:
+            return cls(path, **files)
+        return cls(path, repository.commit, repositories=(repository,), **files)
+
+
+@final
+class Checkpoint:
+    """A model: a source of tensors, and its other files. Created by `open_checkpoint`; a context manager.
+
+    ref          as the user named it
+    folder       contains config.json and the other files; a temporary one if they are made from the weight files (GGUF)
+    source       source of the tensors; its members are available here too, so a checkpoint is itself a source
+    revision     commit hash of a hub model, digest of the files' versions at another address, "" otherwise
+    config       config.json, or None if missing
+    files        names of the files to copy into a new model (including config.json and the tokenizer), sorted
+    left_out     names of other top-level files, which no loader reads and which are not copied
+    ignored      weight files in the folder that are not part of the model (`consolidated.safetensors`, variants)
+    metadata     the weight files' metadata (`__metadata__` of safetensors), without keys on which files disagree
+    quantised    the quantisation of the weights, None if not quantised
+    decoded      the quantisation of stored weights that the source decodes; "" if there is none
+    repositories hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
+    notes        warnings about the model
+    alone        a single file, opened without its folder
+    plan         of a merge whose result it is, if the tensors are computed when they are read
+    """
+
+    def __init__(
+        self,
+        ref: str,
+        source: Tensors,
+        folder: ModelFolder = ModelFolder(Path()),
+        *,
+        metadata: Mapping[str, str] | None = None,
+        notes: tuple[Finding, ...] = (),
+        decoded: str = "",
+        plan: Plan | None = None,
+    ) -> None:
+        self.ref = ref
+        self.folder = folder.path
+        self.source = source
+        self.revision = folder.revision
+        self.config = None if folder.config is None else dict(folder.config)
+        self.files = folder.files
+        self.left_out = folder.left_out
+        self.alone = folder.alone
+        self.ignored = folder.ignored
+        self.metadata = dict(metadata or {})
+        self.quantised = opening.describe_quantisation(folder.config, source.specs)
+        self.notes = notes
+        self.repositories = folder.repositories
+        self.decoded = decoded
+        self.plan = plan
+        self._temporary = folder.temporary
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Name → dtype and shape, in model order: names sorted with their numbers as numbers."""
+        return self.source.specs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.specs.values())
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weight files, in natural order."""
+        return tuple(path.name for path in self.paths)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Paths of the weight files."""
+        return self.source.paths
+
+    @property
+    def identity(self) -> str:
+        """Hash of the weight files' names, sizes and headers."""
+        return self.source.identity
+
+    @property
+    def state(self) -> str:
+        """Hash of the identity and of each file's inode and change time."""
+        return self.source.state
+
+    @property
+    def missing(self) -> dict[Path, int]:
+        """Files of hub models that a merge needs and that are not cached yet, with their sizes."""
+        return {repo.folder / name: nbytes for repo in self.repositories for name, nbytes in repo.missing.items()}
+
+    def stream(self) -> None:
+        """Read weights of hub models that are not cached where they are; `download` then brings the other files alone."""
+        for repository in self.repositories:
+            repository.stream()
+
+    def download(self) -> None:
+        """Download missing files. Raises CheckpointError; completed files stay in the cache."""
+        for repository in self.repositories:
+            repository.download()
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Download these files of a hub model, unless cached. Not for weights."""
+        for repository in self.repositories[:1]:
+            repository.download([glob.escape(name) for name in names], quiet=True)
+
+    def natural_dtype(self, name: str) -> DType:
+        """The default output dtype of a tensor."""
+        return self.source.natural_dtype(name)
+
+    def preferred_rows(self, name: str) -> int:
+        """The number of rows to read at once so that no byte is read twice."""
+        return self.source.preferred_rows(name)
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        """(file descriptor, offset of the tensor's first byte in that file), or None if not stored as plain bytes.
+
+        The descriptor belongs to this checkpoint and stays open until `close`. Raises NotFound for an unknown tensor,
+        CheckpointError if the file has changed since the checkpoint was opened.
+        """
+        return self.source.location(name)
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """The parts of remote files that are read for these bytes of a tensor; () if all of it is on this disk."""
+        return self.source.extents(name, start_byte, nbytes)
+
+    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
+        """Fill `out` with the tensor's bytes from `start_byte` on. Thread-safe.
+
+        out  writable, C-contiguous bytes (numpy uint8, memoryview); filled completely
+
+        Raises NotFound for an unknown tensor, ParameterError for a range outside the tensor, FormatError if the file ends
+        early, CheckpointError if it has changed and for an I/O error.
+        """
+        self.source.read_into(name, start_byte, out)
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """A tensor as a new numpy array, in the machine's byte order (ml_dtypes for bf16 and fp8).
+
+        rows  a slice with step 1 along the first dimension; only these rows are read
+
+        Raises ParameterError for another step and for rows of a 0-d tensor, else as `read_into`.
+        """
+        return read(self, name, rows, where=self.ref)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError, naming the file, if a weight file differs from when it was opened."""
+        self.source.check_unchanged()
+
+    def close(self) -> None:
+        """Close all files, once no thread reads any more. May be called twice."""
+        self.source.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.ref}: {len(self.specs):,} tensors, {self.nbytes:,} bytes>"
+
+
+def open_checkpoint(
+    ref: str | Path,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    token: str | bool | None = None,
+    raw: bool = False,
+    download: bool = True,
+    stream: bool = False,
+) -> Checkpoint:
+    """Open a model: a local folder, one weight file, a hub id `org/name[@revision]`, or an address.
+
+    Addresses are `hf://org/name[@revision]`, `https://host/folder`, `s3://bucket/folder`, `gs://` and `az://`; see
+    docs/remote.md. Their tensors are read by byte range.
+
+    Weights are safetensors, PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code, or GGUF,
+    whose config.json and tokenizer are made from the file. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, bitsandbytes,
+    EXL3 and MLX weights are dequantised to float32; others are returned as stored.
+
+    A local path takes precedence over a hub id of the same name; a Path is never a hub id. A single file is opened without
+    the config.json next to it: open the folder to get both. Hub models are downloaded to huggingface_hub's cache
+    (`cache_dir`, else HF_HOME) unless cached.
+
+    raw       return tensors as stored, without decoding
+    download  False reads the headers of a hub model by byte range; tensors can be read after `Checkpoint.download`
+    stream    read the tensors of a hub model by byte range, without a download
+
+    Raises NotFound, FormatError (a byte that breaks the format), Unsupported (adapters, dtypes, codes in another layout),
+    CheckpointError (permissions, network), ParameterError (a revision for a local path, or two revisions).
+
+    >>> open_checkpoint("./no/such/folder")
+    Traceback (most recent call last):
+    weightsmith._base.errors.NotFound: ./no/such/folder: no such folder or file
+      -> Write the path of a folder that exists, or a hub id: org/name.
+    """
+    name = os.fspath(ref)
+    status(f"reading headers of {name}")
+    place = locate(ref, revision)
+    if isinstance(place, Path):
+        if place.is_dir():
+            return _open_folder(name, place, _local_names(place), raw=raw)
+        return _checkpoint(name, opening.open_file(place, name), ModelFolder(place.parent, alone=True), raw=raw)
+
+    try:
+        repository, only = open_place(place, cache_dir=cache_dir, token=token)
+    except NotFound as error:
+        if (
+            hint := "" if isinstance(place, Address) else _nearest_sibling(expand_user(name))
+        ):  # `models/lama` looks like a hub id
+            found = error.finding
+            raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
+        raise
+    if only:
+        repository.read_starts([only])
+        opened = opening.open_file(repository.folder / only, name, repository.open)
+        return _checkpoint(name, opened, ModelFolder.of(repository.folder, repository, alone=True), raw=raw)
+    repository.download(["config.json", *(pattern for kind in opening.kinds() for pattern in kind.indexes)], quiet=True)
+    weights = [path.name for path in opening.find_weights(repository.folder, repository.sizes, name).paths]
+    repository.want([*weights, *copied_files(repository.sizes), CARD_NAME])
+    stream |= isinstance(place, Address) or place.streams
+    if download and not stream:
+        repository.download()
+    repository.download(read_to_choose(repository.sizes), quiet=True)
+    repository.read_starts(weights)
+    if stream:
+        repository.stream()
+        if download:
+            repository.download(quiet=True)
+    return _open_folder(name, repository.folder, list(repository.sizes), repository, raw=raw)
+
+
+def open_place(
+    place: HubModel | Address, *, cache_dir: str | Path | None = None, token: str | bool | None = None
+) -> tuple[Repository | RemoteFolder, str]:
+    """The files of a model on the hub or at an address; and the name of the one that an address names, else ""."""
+    if isinstance(place, HubModel):
+        from weightsmith._files import hub
+
+        return hub.open_repository(place.name, place.revision, cache_dir=cache_dir, token=token), ""
+    from weightsmith._files.remote.folder import open_folder
+
+    parent, _, last = place.path.rpartition("/")
+    if not last.lower().endswith(opening.suffixes()):
+        return open_folder(place), ""
+    return open_folder(replace(place, path=parent), last), last
+
+
+def locate(ref: str | Path, revision: str | None = None) -> Path | HubModel | Address:
+    """The local path of a name, else the hub model, or the address, that it names.
+
+    Raises NotFound for a name that is neither, ParameterError for a revision of a local path and for two revisions.
+    """
+    name = os.fspath(ref)
+    if isinstance(ref, str) and is_address(name):
+        plain, _, in_name = name.partition("@")
+        address = parse_address(plain if name.lower().startswith("hf://") else name)
+        if address.scheme == HUB:
+            return _hub_model(name, address.path, in_name, revision, streams=True)
+        if revision is not None:
+            raise ParameterError(f"revision {show(revision)} for an address, which has no revisions", where=str(address))
+        return address
+    path = expand_user(name)
+    if name and exists(path):
+        if revision is not None:
+            what = f"revision {show(revision)} for a local path, which has no revisions"
+            raise ParameterError(what, where=name, fix="leave the revision out")
+        return path
+    match = _HUB_ID.fullmatch(name) if isinstance(ref, str) and not name.lower().endswith(_FILE_SUFFIXES) else None
+    if match is None:
+        raise _not_found(name, path)
+    return _hub_model(name, match[1], match[2] or "", revision, streams=False)
+
+
+def _hub_model(name: str, repo: str, in_name: str, revision: str | None, *, streams: bool) -> HubModel:
+    if revision is not None and in_name and revision != in_name:
+        what = f"two revisions: {show(in_name)} in the name, and revision={show(revision)}"
+        raise ParameterError(what, where=name, fix="give one of them")
+    return HubModel(repo, in_name or revision, streams)
+
+
+def _open_folder(
+    ref: str, folder: Path, names: Sequence[str], repository: Repository | RemoteFolder | None = None, *, raw: bool
+) -> Checkpoint:
+    """A folder with the files `names`; `repository` if it is in the hub's cache (whose links need no check)."""
+    found = opening.find_weights(folder, names, str(folder) if repository is None else ref)
+    config = _read_config(folder / "config.json") if "config.json" in names else None
+    files, left_out = choose_copied(folder, names, config)
+    if repository is None:
+        check_links(folder, files)
+    check_copied(folder, [name for name in files if repository is None or name not in repository.missing])
+    opened = found.open(ref) if repository is None else found.open(ref, repository.open)
+    rest = {"config": config, "files": files, "left_out": left_out, "ignored": found.ignored}
+    return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), raw=raw)
+
+
+def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool) -> Checkpoint:
+    """A checkpoint of open weight files; decoded if a wrapper recognises their encoding, unless `raw`."""
+    if opened.files:
+        temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
+        path, files = Path(temporary.name), tuple(sorted(opened.files))
+        for name, content in opened.files.items():
+            (path / name).write_bytes(content)
+        config = _read_config(path / "config.json")
+        folder = replace(folder, path=path, config=config, files=files, left_out=(), temporary=temporary)
+    wrapped = Wrapped(opened.source, folder.config) if raw else opening.wrap(opened.source, folder.config, ref)
+    notes = (*(note for repository in folder.repositories for note in repository.notes), *opened.notes, *wrapped.notes)
+    return Checkpoint(
+        ref,
+        wrapped.source,
+        replace(folder, config=wrapped.config),
+        metadata=opened.metadata,
+        notes=notes,
+        decoded=wrapped.kind or opened.decoded,
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    # Duplicate keys are accepted, and the last one counts, as in every other reader of config.json.
+    return read_object(path, MAX_CONFIG_BYTES, "config.json", "Repair config.json, or download it again.", unique=False)
+
+
+def _local_names(folder: Path) -> list[str]:
+    """Names of the top-level files; without weights among them also one level down, for the error message."""
+    try:
+        entries = sorted(folder.iterdir())
+        names = [p.name for p in entries if not p.is_dir()]
+        if not any(is_weights(name) for name in names):
+            names += [f"{p.parent.name}/{p.name}" for p in folder.glob("*/*") if is_weights(p.name)]
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(folder)) from error
+    return names
+
+
+def check_links(folder: Path, names: Sequence[str]) -> None:
+    """Reject links that leave the folder, among the files to copy into a model, which may then be published.
+
+    A cloned repository can contain `tokenizer.json -> ~/.ssh/id_rsa`. Links into the hub's cache are allowed if a
+    snapshot there has the same file under the same name. Weight files may be links to
+    anywhere, because only tensors are copied from them.
+    """
+    root = real_path(folder)
+    for name in names:
+        path = folder / name
+        if not path.is_symlink():
+            continue
+        target = real_path(path)
+        if not target.is_file():
+            what = f"{name} is a symbolic link to {target}, which is not a file"
+            raise NotFound(what, where=str(folder), fix="restore the link's target, or remove the link")
+        if not target.is_relative_to(root) and not _is_in_hub_cache(target, name):
+            raise CheckpointError(
+                f"{name} is a symbolic link that leaves the folder, to {target}; its content would be copied into the "
+                "merged model",
+                where=str(folder),
+                fix=f"Replace the link by the file, if that is meant: `cp --remove-destination {target} {path}`",
+            )
+
+
+def _is_in_hub_cache(blob: Path, name: str) -> bool:
+    """The hub has published this file under this name: `models--org--name/snapshots/COMMIT/NAME` is a link to it."""
+    if not _BLOB.fullmatch(blob.name) or not re.fullmatch(r"models--[^/]+/blobs", "/".join(blob.parts[-3:-1])):
+        return False
+    snapshots = blob.parent.parent / "snapshots"
+    return snapshots.is_dir() and any(real_path(commit / name) == blob for commit in snapshots.iterdir())
+
+
+def _not_found(name: str, path: Path) -> NotFound:
+    base, at, _ = name.rpartition("@")
+    if at and exists(expand_user(base)):
+        return NotFound(f"no such folder; {base} is one, but a local path has no revisions", where=name, fix="Drop the @.")
+    with contextlib.suppress(OSError, ValueError):  # not a link, or not a valid path
+        return NotFound(f"broken symbolic link to {path.readlink()}", where=name, fix="restore the link's target")
+    kind = "no such folder or file"
+    if "/" not in name and os.sep not in name:
+        kind += ", and not a hub id, which has the form org/name"
+    fix = "Write the path of a folder that exists, or a hub id: org/name."
+    return NotFound(kind + _nearest_sibling(path), where=name, fix=fix)
+
+
+def _nearest_sibling(path: Path) -> str:
+    try:
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir() or is_weights(p.name)]
+        return nearest(path.name, sorted(siblings))
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,50 @@
+"""compressed-tensors, the library of vLLM: codes with scales, of matrices, rows, groups of a row, or blocks.
+
+config.py    the entry of config.json, read and written
+encoding.py  encodings from their entry
+float8.py, integers.py, float4.py  the encodings
+
+Reading is that of `scaled.py`, which `fp8` shares.
+"""
+
+from __future__ import annotations
+
+from weightsmith._models.formats.compressed_tensors.config import METHOD, read_entry
+from weightsmith._models.formats.compressed_tensors.float4 import MXFP4, NVFP4
+from weightsmith._models.formats.compressed_tensors.float8 import BLOCK, DYNAMIC
+from weightsmith._models.formats.compressed_tensors.integers import INT8, packed
+from weightsmith._models.formats.config import recogniser
+from weightsmith._models.formats.scaled import TITLE, is_codes, read_scaled
+from weightsmith.abc.stored import Specs, StoredFormat, Writing, labelled
+
+_ENGINES = "transformers, vLLM, SGLang"
+_NOT_LOADED = "transformers 5.23 does not load experts stored as"
+_MISREAD = "transformers 5.23 ignores the global scales of experts, and computes garbage from those stored as"
+
+
+def _scaled(name: str, specs: Specs) -> str:
+    """A learned scale of a plain weight may be called X.weight_scale too."""
+    weight = specs.get(name.removesuffix("_scale"))
+    return f"{weight.dtype} with scales" if weight is not None and weight.dtype.itemsize == 1 else ""
+
+
+FORMAT = StoredFormat(
+    "compressed_tensors",
+    TITLE,
+    recogniser(is_codes, METHOD),
+    read_scaled(read_entry),
+    {".weight_packed": labelled("compressed-tensors"), ".weight_scale": _scaled},
+    writes=(
+        Writing("fp8-dynamic", "8-bit floats with a scale for each row (W8A8)", _ENGINES, {0: DYNAMIC}),
+        Writing(
+            "fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES, {0: BLOCK}, _NOT_LOADED
+        ),
+        Writing("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES, {0: INT8}, _NOT_LOADED),
+        Writing("w8a16", "8-bit integers with a scale for each group of a row", _ENGINES, packed(8)),
+        Writing("w4a16", "4-bit integers with a scale for each group of a row", _ENGINES, packed(4)),
+        Writing(
+            "nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, {0: NVFP4}, _MISREAD
+        ),
+        Writing("mxfp4", "4-bit floats with a power of two for 32 elements", _ENGINES, {0: MXFP4}),
+    ),
+)

@@ -1,0 +1,135 @@
+"""compressed-tensors' entry of config.json, read and written: which scheme the weights have.
+
+format                        codes                  scales
+float-, naive-quantized       X.weight, F8_E4M3      X.weight_scale: of the matrix, a row, a group of a row, a block
+int-, naive-quantized         X.weight, I8           the same
+pack-quantized, 4 or 8 bits   X.weight_packed, I32   the same; and X.weight_shape. If not symmetric, also
+                                                     X.weight_zero_point, I32, which is subtracted from the codes
+nvfp4-pack-quantized          X.weight_packed, U8    X.weight_scale, F8_E4M3: of 16 elements, divided by
+                                                     X.weight_global_scale
+mxfp4-pack-quantized          X.weight_packed, U8    X.weight_scale, U8: exponents, of 32 elements
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from weightsmith._base.errors import Finding
+from weightsmith._base.files import show
+from weightsmith._models.formats.config import damaged, unsupported
+from weightsmith._models.formats.scaled import TENSOR, Scheme, Structure, read_block
+
+METHOD = "compressed-tensors"
+
+
+def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[Scheme], list[Finding]]:
+    """How weights are stored, from the entry in config.json; see `scaled.read_scaled`."""
+    status = entry.get("quantization_status", "compressed")
+    if status not in ("compressed", "frozen"):  # older releases say frozen of codes too
+        raise unsupported(f"compressed-tensors weights with quantization_status {show(status)} are not read", where)
+    if rotation := entry.get("transform_config"):
+        raise unsupported(f"compressed-tensors weights with a transform_config are not read: {show(rotation)}", where)
+    sparsity = entry.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
+        raise unsupported(f"compressed-tensors weights with a sparsity_config are not read: {show(sparsity)}", where)
+    groups = entry.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise unsupported(f"compressed-tensors without config_groups is not read: {show(groups)}", where)
+    schemes = []
+    for name, group in groups.items():
+        label = f"config_groups.{name}"
+        if not isinstance(group, Mapping):
+            raise unsupported(f"{show(label)} is not read: it is {show(group)}, not an object", where)
+        if (weights := group.get("weights")) is None:  # activations alone
+            continue
+        schemes.append(scheme_of(group.get("format") or entry.get("format"), weights, label, where))
+    notes = []
+    if entry.get("kv_cache_scheme"):
+        notes.append(Finding("the KV cache's quantisation is dropped: plain weights have none", f"{where}: {place}"))
+    return schemes, notes
+
+
+_FORMATS: Mapping[str, Mapping[tuple[str, int], Scheme]] = {
+    "float-quantized": {("float", 8): Scheme("float8", "F8_E4M3", TENSOR)},
+    "int-quantized": {("int", 8): Scheme("int8", "I8", TENSOR)},
+    "naive-quantized": {("float", 8): Scheme("float8", "F8_E4M3", TENSOR), ("int", 8): Scheme("int8", "I8", TENSOR)},
+    "pack-quantized": {
+        ("int", 4): Scheme("offset4", "I32", TENSOR, packed=True, shaped=True),
+        ("int", 8): Scheme("offset8", "I32", TENSOR, packed=True, shaped=True),
+    },
+    "nvfp4-pack-quantized": {("float", 4): Scheme("float4", "U8", TENSOR, packed=True, scales=("F8_E4M3",), divided=True)},
+    "mxfp4-pack-quantized": {("float", 4): Scheme("float4", "U8", TENSOR, packed=True, scales=("U8",))},
+}
+"""compressed-tensors' formats: (type, bits) → how the weights are stored. The block comes from the strategy."""
+
+_ZEROED = ("group", "channel")
+"""Strategies with which packed codes may have zero points."""
+
+
+def scheme_of(format_: object, weights: object, label: str, where: str) -> Scheme:
+    """How weights are stored, from a group of config.json. label: of the group. Raises Unsupported, FormatError."""
+    if not isinstance(format_, str) or format_ not in _FORMATS:
+        raise unsupported(f"compressed-tensors format {show(format_)} is not read, only {', '.join(_FORMATS)}", where)
+    if not isinstance(weights, Mapping):
+        raise unsupported(f"{show(label)}.weights is not read: it is {show(weights)}, not an object", where)
+    read = _FORMATS[format_]
+    found = {key: weights.get(key, default) for key, default in (("type", "int"), ("num_bits", 8))}
+    for key, wanted in (("type", {t for t, _ in read}), ("num_bits", {b for _, b in read})):
+        if type(found[key]) not in (str, int) or found[key] not in wanted:
+            names = " and ".join(sorted(map(str, wanted)))
+            what = f"compressed-tensors {format_} weights with {key} {show(found[key])} are not read, only {key} {names}"
+            raise unsupported(f"{what} ({show(label)})", where)
+    zeroed = format_ == "pack-quantized" and weights.get("symmetric") is False and weights.get("strategy") in _ZEROED
+    for key, required, default in (("symmetric", not zeroed, True), ("dynamic", False, False)):
+        if (value := weights.get(key, default)) is not required:
+            what = f"compressed-tensors {format_} weights with {key} {show(value)} are not read, only {key} {required!r}"
+            raise unsupported(f"{what} ({show(label)})", where)
+    block = _structure(weights, format_, label, where)
+    return replace(read[found["type"], found["num_bits"]], block=block, zeroed=zeroed)
+
+
+def _structure(weights: Mapping[str, Any], format_: str, label: str, where: str) -> Structure:
+    strategy = weights.get("strategy")
+    if strategy in ("group", "tensor_group"):
+        group = weights.get("group_size")
+        if type(group) is not int or group < 1:
+            raise damaged(f"{show(label)}.weights.group_size is {show(group)}, not a positive integer", where)
+        return 1, group
+    if strategy == "tensor" or strategy is None:
+        return TENSOR
+    if strategy == "channel":
+        return 1, None
+    if strategy == "block":
+        return read_block(weights.get("block_structure"), f"{label}.weights.block_structure", where)
+    what = f"compressed-tensors strategy {show(strategy)} is not read for {format_} weights"
+    raise unsupported(f"{what}, only tensor, channel, group, tensor_group and block ({show(label)})", where)
+
+
+def quantization_config(
+    format: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None, ignored: Sequence[str]
+) -> dict[str, Any]:
+    """compressed-tensors' entry of config.json: one group with all linear modules except the ignored ones.
+
+    >>> quantization_config("int-quantized", {"num_bits": 8}, None, ["lm_head"])["quantization_config"]["ignore"]
+    ['lm_head']
+    """
+    group = {
+        "targets": ["Linear"],
+        "weights": {**weights, "symmetric": True, "dynamic": False},
+        "input_activations": None if activations is None else {**activations, "symmetric": True, "dynamic": True},
+        "output_activations": None,
+        "format": format,
+    }
+    return {
+        "quantization_config": {
+            "quant_method": METHOD,
+            "format": format,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(ignored),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
+    }

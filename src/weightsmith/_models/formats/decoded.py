@@ -1,0 +1,269 @@
+"""A source whose weights are decoded from codes on each read: what every quantisation has in common.
+
+A quantisation describes each of its weights as a `Weight`: which stored tensors it consists of, and how any run of its elements
+is decoded from them. `decoded` makes a source of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import CheckpointError, Finding
+from weightsmith._base.files import Extent, show
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._files.hf_folder import natural_key
+from weightsmith._files.strided import gather
+from weightsmith._models.formats.config import damaged, unsupported, without_entries
+from weightsmith.abc.stored import Wrapped
+from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
+
+if TYPE_CHECKING:
+    from weightsmith.abc.tensors import Buffer
+
+F32 = DTYPES["F32"]
+ROWS_BYTES = 4 << 20
+"""Float32 rows to decode at once from codes that are packed along the rows: each read may sweep all of them."""
+
+_TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+
+
+class Weight(Protocol):
+    """One weight of the plain model. A frozen dataclass: its `repr` is part of the source's identity."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Name, F32, shape [outputs, inputs]."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The stored tensors that it is decoded from, which the source hides."""
+
+    @property
+    def natural_dtype(self) -> DType:
+        """The dtype in which loaders compute with it."""
+
+    @property
+    def preferred_rows(self) -> int:
+        """See `Tensors.preferred_rows`."""
+
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        """values = elements first … first + n, n > 0, in row-major order. Thread-safe; scratch memory is bounded.
+
+        Raises FormatError for stored values that no weight can have; the source adds where.
+        """
+
+
+class DecodedTensors:
+    """A source that shows another one's quantised weights as F32, hides the tensors that they consist of, and passes all else.
+
+    specs     the plain model's tensors
+    identity  the stored source's, and the description of each weight
+    paths     the stored source's
+
+    Thread-safe if the stored source is.
+    """
+
+    def __init__(self, stored: Tensors, weights: Sequence[Weight], dropped: Sequence[str], where: str) -> None:
+        """
+        stored   the source that holds the codes; closed with this one
+        weights  of the plain model; no two of one name
+        dropped  stored tensors that are no part of the plain model
+        where    the model as the user named it, for messages
+
+        Raises FormatError if a weight has the name of another tensor.
+        """
+        self._stored, self._where = stored, where
+        self._weights = {weight.spec.name: weight for weight in weights}
+        hidden = {*dropped, *(name for weight in weights for name in weight.stored)}
+        specs = {name: spec for name, spec in stored.specs.items() if name not in hidden}
+        for name, weight in self._weights.items():
+            if name in specs:
+                raise damaged(f"tensor {show(name)} is stored twice: as numbers and as codes {show(weight.stored[0])}", where)
+            specs[name] = weight.spec
+        self.specs: Mapping[str, TensorSpec] = {name: specs[name] for name in sorted(specs, key=natural_key)}
+        self.identity = digest([stored.identity, [repr(weight) for weight in weights], list(dropped)])
+        self.paths: tuple[Path, ...] = stored.paths
+
+    @property
+    def state(self) -> str:
+        return digest([self.identity, self._stored.state])
+
+    def natural_dtype(self, name: str) -> DType:
+        weight = self._weight(name)
+        return self._stored.natural_dtype(name) if weight is None else weight.natural_dtype
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        return self._stored.location(name) if self._weight(name) is None else None
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        weight, stored = self._weight(name), self._stored
+        if weight is None:
+            return stored.extents(name, start_byte, nbytes)
+        return tuple(part for each in weight.stored for part in stored.extents(each, 0, stored.specs[each].nbytes))
+
+    def preferred_rows(self, name: str) -> int:
+        weight = self._weight(name)
+        return self._stored.preferred_rows(name) if weight is None else weight.preferred_rows
+
+    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
+        weight = self._weight(name)
+        if weight is None:
+            self._stored.read_into(name, start_byte, out)
+            return
+        target = np.frombuffer(byte_view(out), np.uint8)
+        check_range(weight.spec, start_byte, target.size, self._where)
+        if target.size == 0:
+            return
+        if start_byte % 4 == 0 and target.size % 4 == 0 and target.ctypes.data % 4 == 0:
+            self._decode(weight, start_byte // 4, target.view(np.float32))
+            return
+        first, end = start_byte // 4, -(-(start_byte + target.size) // 4)
+        values = np.empty(end - first, np.float32)
+        self._decode(weight, first, values)
+        target[:] = values.view(np.uint8)[start_byte - first * 4 :][: target.size]
+
+    def check_unchanged(self) -> None:
+        self._stored.check_unchanged()
+
+    def close(self) -> None:
+        self._stored.close()
+
+    def _decode(self, weight: Weight, first: int, values: npt.NDArray[np.float32]) -> None:
+        try:
+            weight.decode(self._stored, first, values)
+        except CheckpointError as error:
+            error.finding = replace(error.finding, where=error.finding.where or self._where)
+            raise
+
+    def _weight(self, name: str) -> Weight | None:
+        return self._weights.get(spec_of(self.specs, name, self._where).name)
+
+
+def decoded(
+    stored: Tensors,
+    weights: Sequence[Weight],
+    config: Mapping[str, Any],
+    where: str,
+    *,
+    kind: str,
+    parts: Sequence[str],
+    dropped: Sequence[str] = (),
+    notes: Sequence[Finding] = (),
+) -> Wrapped:
+    """The plain model: its source, and config.json without the entry of the quantisation.
+
+    kind   the quantisation, for messages: `GPTQ`
+    parts  suffixes of the stored tensors that belong to a weight; first the one that is missing if others are left over
+
+    Raises Unsupported for models whose layers store [inputs, outputs]: a square matrix would be transposed silently. Raises
+    FormatError for a part of a quantised weight that is incomplete: it would be taken for a plain tensor.
+    """
+    if config.get("model_type") in _TRANSPOSED_MODELS:
+        what = f"{kind} weights of model_type {show(config['model_type'])} are not read: its layers store [inputs, outputs]"
+        raise unsupported(what, where)
+    source = DecodedTensors(stored, weights, dropped, where)
+    _check_complete(source.specs, weights, parts, where)
+    return Wrapped(source, without_entries(config), tuple(notes))
+
+
+def _check_complete(specs: Mapping[str, TensorSpec], weights: Sequence[Weight], parts: Sequence[str], where: str) -> None:
+    """Raise FormatError if a tensor of the plain model is part of a quantised weight whose other tensors are missing.
+
+    A plain model may have its own X.scales or X.biases: they count as parts only if they are integers, if there are other parts
+    of X, or if the last component of X is also the name of a module whose weight is decoded.
+    """
+    left: dict[str, list[TensorSpec]] = {}
+    for name, spec in specs.items():
+        if name.endswith(".weight") and spec.dtype.name[0] in "IU":
+            what = f"tensor {show(name)} is {spec.dtype}, the codes of a quantised weight, and its scales are missing"
+            raise damaged(what, where)
+        module, dot, suffix = name.rpartition(".")
+        if dot + suffix in parts and f"{module}.weight" not in specs:
+            left.setdefault(module, []).append(spec)
+    quantised = {weight.spec.name.split(".")[-2:][0] for weight in weights}
+    for module, found in left.items():
+        first = found[0]
+        own = first.name.endswith((".scales", ".biases")) and first.dtype.name[0] not in "IU"
+        if not own or len(found) > 1 or module.rpartition(".")[2] in quantised:
+            what = f"tensor {show(first.name)} is part of a quantised weight, and {show(module + parts[0])} is missing"
+            raise damaged(what, where)
+
+
+def read_all(stored: Tensors, name: str, start: int = 0, end: int | None = None) -> npt.NDArray[Any]:
+    """Elements start … end of a stored tensor, flat, in its own dtype."""
+    spec = stored.specs[name]
+    values = np.empty((spec.size if end is None else end) - start, spec.dtype.numpy)
+    stored.read_into(name, start * spec.dtype.itemsize, values.view(np.uint8))
+    return values
+
+
+def read_columns(stored: Tensors, name: str, width: int, rows: slice, cols: slice) -> npt.NDArray[Any]:
+    """A block of a stored tensor that is seen as rows of `width` elements: [rows, cols] in its own dtype, C-contiguous.
+
+    Columns that are far apart are read one by one, close ones with what lies between them.
+    """
+    dtype = stored.specs[name].dtype
+    block = np.empty((rows.stop - rows.start, cols.stop - cols.start), dtype.numpy)
+    if block.size:
+        offset = (rows.start * width + cols.start) * dtype.itemsize
+        out = byte_view(block.reshape(-1).view(np.uint8))
+        gather(lambda at, into: stored.read_into(name, at, into), offset, dtype.itemsize, block.shape, (width, 1), 0, out)
+    return block
+
+
+CHUNK_ELEMENTS = 1 << 18
+"""Elements of whole rows to decode at a time, of one row at least."""
+
+
+def bands(first: int, values: npt.NDArray[np.float32], cols: int) -> Iterator[tuple[int, int, int, npt.NDArray[np.float32]]]:
+    """Runs of rows for `Weight.decode` of a weight whose rows are stored one after another.
+
+    Yields the first row, the end of the rows, the elements of them before the wanted ones, and where these go.
+
+    >>> [(row, end, skip, part.size) for row, end, skip, part in bands(5, np.empty(7, np.float32), 4)]
+    [(1, 3, 1, 7)]
+    """
+    rows, row, end = max(1, CHUNK_ELEMENTS // cols), first // cols, first + values.size
+    while row * cols < end:
+        bottom = min(row + rows, -(-end // cols))
+        start = max(first, row * cols)
+        yield row, bottom, start - row * cols, values[start - first : bottom * cols - first]
+        row = bottom
+
+
+BAND_CODES = 1 << 20
+"""Codes of a transposed weight to unpack at a time, of 32 outputs at least."""
+
+Band = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.float32]]
+"""codes [inputs, outputs of the band], zeros and scales [groups, outputs of the band]."""
+
+
+def transposed_rows(outputs: int, inputs: int) -> int:
+    """`preferred_rows` of a weight that is stored as [inputs, outputs]."""
+    return max(1, min(outputs, max(32, ROWS_BYTES // (4 * max(inputs, 1)) // 32 * 32)))
+
+
+def decode_transposed(
+    spec: TensorSpec, groups: npt.NDArray[np.int64], band: Callable[[slice], Band], first: int, values: npt.NDArray[np.float32]
+) -> None:
+    """`Weight.decode` of a weight [outputs, inputs] that is stored as [inputs, outputs].
+
+    groups  [inputs]: the group of each input
+    band    unpacks some outputs; the slice begins at a multiple of 32, and ends at one or at the last output
+    """
+    from weightsmith._kernels.packed import dequantise_transposed
+
+    outputs, inputs = spec.shape
+    most = max(32, BAND_CODES // inputs // 32 * 32)
+    top, end = first // inputs // 32 * 32, -(-(first + values.size) // inputs)
+    while top < end:
+        bottom = min(top + most, -(-end // 32) * 32, outputs)
+        codes, zeros, scales = band(slice(top, bottom))
+        dequantise_transposed(codes.reshape(-1), zeros.reshape(-1), scales.reshape(-1), groups, top, first, values)
+        top = bottom

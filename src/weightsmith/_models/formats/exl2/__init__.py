@@ -1,0 +1,14 @@
+"""EXL2, ExLlamaV2's format.
+
+layout.py   the tensors of a linear layer, and its settings
+reading.py  weights as numbers
+writing.py  the encoding
+"""
+
+from __future__ import annotations
+
+from weightsmith._models.formats.exl2.reading import read, recognises
+from weightsmith._models.formats.exl2.writing import find
+from weightsmith.abc.stored import StoredFormat, labelled
+
+FORMAT = StoredFormat("exl2", "EXL2", recognises, read, {".q_weight": labelled("EXL2")}, parse=find)

@@ -1,0 +1,221 @@
+"""EXL2's layout of a linear layer, as ExLlamaV2 0.3.2 reads it. Pure.
+
+    X.q_weight     I32 [R, N]     codes, packed; R = Σ rows · bits / 32 over the groups
+    X.q_scale      I32 [G, N/8]   eight 4-bit scale codes a word
+    X.q_scale_max  F16 [G]        the largest scale of each group
+    X.q_groups     I16 [2 G]      bits and first row of q_weight, group by group
+    X.q_invperm    I32 [K]        the row of codes of each input feature
+
+The matrix is transposed: a row is an input feature (of K), a column an output feature (of N, padded to a multiple of 32). Rows
+are sorted by importance and divided into G groups, each with its own number of bits.
+
+Decoding, each line rounded once to float16 (subnormals included):
+
+    m[g]    = q_scale_max[g] / 256
+    s[g, c] = (n[g, c] + 1)² · m[g]            n: the 4-bit scale codes
+    D[k, c] = (code[k, c] - 2^(bits - 1)) · s[g, c]
+    W[c, i] = D[q_invperm[i], c]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import show
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._plans.codec import has_type
+
+BITS = (2, 3, 4, 5, 6, 8)
+"""The widths of a code."""
+
+ROWS = 32
+"""Groups have a multiple of so many rows, and matrices a multiple of so many columns."""
+
+MAX_ROWS = (1 << 16) - 1
+"""The loader narrows q_invperm to 16 bits."""
+
+SCALE_BITS = 4
+
+GROUP_SIZES = (32, 64, 128)
+"""Rows of a group that writers choose."""
+
+SUFFIXES = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
+
+
+class Group(NamedTuple):
+    """Some input features that share a number of bits, and for each output feature a scale."""
+
+    bits: int
+    rows: int
+
+
+Groups = tuple[Group, ...]
+
+
+def padded(features: int) -> int:
+    """Columns that are stored for so many output features."""
+    return -(-features // ROWS) * ROWS
+
+
+def packed_rows(groups: Sequence[Group]) -> int:
+    """Rows of q_weight."""
+    return sum(group.rows * group.bits // 32 for group in groups)
+
+
+def why_illegal(groups: Sequence[Group], in_features: int) -> str:
+    """Why the loader would reject or misread a matrix with these groups; "" if it reads it.
+
+    >>> why_illegal([Group(4, 64), Group(5, 64)], 128)
+    'group 1 has 5 bits and follows one of 4: kernels read groups from the most bits to the fewest'
+    """
+    if in_features % ROWS or not 0 < in_features <= MAX_ROWS:
+        return f"it has {in_features:,} input features, which must be a multiple of {ROWS} up to {MAX_ROWS:,}"
+    before = max(BITS)
+    for number, (bits, rows) in enumerate(groups):
+        if bits not in BITS:
+            return f"group {number} has {bits} bits, which must be one of {', '.join(map(str, BITS))}"
+        if bits > before:
+            what = f"group {number} has {bits} bits and follows one of {before}"
+            return f"{what}: kernels read groups from the most bits to the fewest"
+        if rows % ROWS or rows <= 0:
+            return f"group {number} has {rows} rows, which must be a multiple of {ROWS}"
+        before = bits
+    total = sum(group.rows for group in groups)
+    return "" if total == in_features else f"its groups have {total:,} rows in total, and it has {in_features:,} input features"
+
+
+def stored_specs(module: str, groups: Sequence[Group], in_features: int, out_features: int) -> tuple[TensorSpec, ...]:
+    """The tensors of a linear layer, in the order of `SUFFIXES`.
+
+    >>> for spec in stored_specs("q_proj", [Group(4, 64)], 64, 96):
+    ...     print(spec)
+    q_proj.q_weight [8, 96] I32
+    q_proj.q_scale [1, 12] I32
+    q_proj.q_scale_max [1] F16
+    q_proj.q_groups [2] I16
+    q_proj.q_invperm [64] I32
+    """
+    cols = padded(out_features)
+    described = (
+        ("I32", (packed_rows(groups), cols)),
+        ("I32", (len(groups), cols // 8)),
+        ("F16", (len(groups),)),
+        ("I16", (2 * len(groups),)),
+        ("I32", (in_features,)),
+    )
+    return tuple(
+        TensorSpec(f"{module}.{suffix}", DTYPES[dtype], shape)
+        for suffix, (dtype, shape) in zip(SUFFIXES, described, strict=True)
+    )
+
+
+# ---- settings
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """A setting of one linear layer.
+
+    bits         of each part, from the most to the fewest
+    proportions  shares of the input features, in the same order; they add up to 1
+    group_sizes  rows of a group of each part
+    """
+
+    bits: tuple[int, ...]
+    proportions: tuple[float, ...]
+    group_sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        parts = zip(self.bits, self.proportions, self.group_sizes, strict=True)
+        return "+".join(f"{b}/g{g}" if p == 1 else f"{b}@{p}/g{g}" for b, p, g in parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """As in measurement.json.
+
+        >>> params("5@.1+4@.9/g128").to_json()
+        {'group_size': {'5': 128, '4': 128}, 'bits': [5, 4], 'bits_prop': [0.1, 0.9], 'scale_bits': 4}
+        """
+        sizes = {str(bits): size for bits, size in zip(self.bits, self.group_sizes, strict=True)}
+        return {
+            "group_size": sizes,
+            "bits": list(self.bits),
+            "bits_prop": list(self.proportions),
+            "scale_bits": SCALE_BITS,
+        }
+
+
+def params_from_json(value: object, where: str) -> Params:
+    """A setting of an untrusted measurement.json. Raises FormatError for anything that no writer of EXL2 uses."""
+
+    def refuse(what: str) -> FormatError:
+        return FormatError(f"not a setting of EXL2: {what}", where=where)
+
+    if not isinstance(value, Mapping):
+        raise refuse(f"it is {show(value)}, not an object")
+    bits, shares, sizes = (value.get(key, ()) for key in ("bits", "bits_prop", "group_size"))
+    if not has_type(bits, tuple[int, ...]) or not bits or not set(bits) <= set(BITS):
+        raise refuse(f"bits are {show(bits)}, not a list of {', '.join(map(str, BITS))}")
+    if list(bits) != sorted(set(bits), reverse=True):
+        raise refuse(f"bits are {show(bits)}, not from the most to the fewest")
+    if not has_type(shares, tuple[float, ...]) or len(shares) != len(bits):
+        raise refuse(f"bits_prop is {show(shares)}, not a number for each of bits")
+    if any(not 0 < share <= 1 for share in shares) or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise refuse(f"bits_prop is {show(shares)}, not shares that add up to 1")
+    if not isinstance(sizes, Mapping) or any(sizes.get(str(b)) not in GROUP_SIZES for b in bits):
+        raise refuse(f"group_size is {show(sizes)}, not one of {', '.join(map(str, GROUP_SIZES))} for each of bits")
+    if value.get("scale_bits", SCALE_BITS) != SCALE_BITS:
+        raise refuse(f"scale_bits is {show(value['scale_bits'])}, not {SCALE_BITS}")
+    return Params(tuple(bits), tuple(map(float, shares)), tuple(sizes[str(b)] for b in bits))
+
+
+def params(text: str) -> Params:
+    """A setting from its text.
+
+    `6@.05/g32+3@.2/g64+2@.75/g64`: 6 bits for the most important twentieth of the input features, in groups of 32, and so on. A
+    group size at the end is that of all parts without their own. Raises ValueError.
+
+    >>> params("8@.05/g32+4@.95/g128")
+    Params(bits=(8, 4), proportions=(0.05, 0.95), group_sizes=(32, 128))
+    >>> str(params("4/g128"))
+    '4/g128'
+    """
+    parts = [part.partition("/g") for part in text.split("+")]
+    shared = parts[-1][2]
+    bits, proportions, sizes = [], [], []
+    for part, _, size in parts:
+        b, _, share = part.partition("@")
+        bits.append(int(b))
+        proportions.append(float(share or 1))
+        sizes.append(int(size or shared))
+    return Params(tuple(bits), tuple(proportions), tuple(sizes))
+
+
+def groups_of(setting: Params, in_features: int) -> Groups:
+    """The groups of a matrix: each part's share of the input features, rounded up to whole groups. The last may be smaller.
+
+    >>> groups = groups_of(params("8@.05/g32+4@.1/g128+3@.85/g128"), 4096)
+    >>> [sum(group.bits == bits for group in groups) for bits in (8, 4, 3)], groups[-1]
+    ([7, 4, 27], Group(bits=3, rows=32))
+    """
+    groups, left = [], in_features
+    for bits, share, size in zip(setting.bits, setting.proportions, setting.group_sizes, strict=True):
+        count = max(0, math.ceil(min(in_features * share, left) / size))
+        for _ in range(count):
+            groups.append(Group(bits, min(size, left)))
+            left -= groups[-1].rows
+    return tuple(groups)
+
+
+def bits_of(groups: Groups, in_features: int, out_features: int, *, bias: bool = False) -> int:
+    """Bits that a matrix takes on disk: codes, scales, groups, permutation.
+
+    >>> bits_of(groups_of(params("4/g128"), 4096), 4096, 4096)
+    67765760
+    """
+    n, count = padded(out_features), len(groups)
+    codes = sum(group.rows * group.bits for group in groups) * n
+    return codes + count * (16 + 32 + SCALE_BITS * n) + 32 * in_features + (16 * n if bias else 0)

@@ -1,0 +1,99 @@
+"""Whole models as ExLlamaV2 loads them: config.json, written and read, and the architectures that it knows.
+
+Gemma 3 is the text model of a model with images, for ExLlamaV2: it is stored with that one's prefix and config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weightsmith._base.errors import PlanError, Unsupported
+from weightsmith.abc.stored import Config, Specs
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Phi3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""`architectures` of config.json for which names and layout have been checked."""
+
+VERSION = "0.3.2"
+"""Of ExLlamaV2, whose layout is written."""
+
+GEMMA3, GEMMA3_LOADED = "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
+"""ExLlamaV2 knows the text model only as part of the other one, with this prefix."""
+GEMMA3_PREFIX = "language_model."
+
+OTHER_FORMATS = "choose another format; weightsmith quantize --list shows all"
+
+
+def quantization_config(bits: float, head_bits: int, calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of config.json. bits: for each weight; calibration: rows and tokens.
+
+    >>> quantization_config(4.0, 6, {})["quantization_config"]["quant_method"]
+    'exl2'
+    """
+    described = {"quant_method": "exl2", "version": VERSION, "bits": round(bits, 4), "head_bits": head_bits}
+    return {"quantization_config": {**described, "calibration": dict(calibration)}}
+
+
+def loader_config(config: Mapping[str, Any], *, gemma3: bool) -> dict[str, Any]:
+    """config.json with the keys that ExLlamaV2 reads: `rope_theta` and `rope_scaling` beside `rope_parameters`.
+
+    >>> loader_config({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}, gemma3=False)["rope_theta"]
+    100000.0
+    """
+    found = dict(config)
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        layers = rope.get("full_attention")
+        main = layers if isinstance(layers, Mapping) else rope
+        if "rope_theta" in main and config.get("rope_theta") is None:
+            found["rope_theta"] = main["rope_theta"]
+        kind = main.get("rope_type", main.get("type"))
+        if kind not in (None, "default") and not config.get("rope_scaling"):
+            dropped = ("rope_theta", "type", "partial_rotary_factor")
+            found["rope_scaling"] = {"rope_type": kind, **{k: v for k, v in main.items() if k not in dropped}}
+    if not gemma3:
+        return found
+    text = {key: value for key, value in found.items() if key != "architectures"}
+    top: dict[str, Any] = {
+        key: found[key] for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id") if key in found
+    }
+    named: dict[str, Any] = {
+        "architectures": [GEMMA3_LOADED],
+        "model_type": "gemma3",
+        "sliding_window_pattern": _pattern(config),
+    }
+    return {**named, **top, "text_config": text}
+
+
+def _pattern(config: Mapping[str, Any]) -> int:
+    """Every which layer has full attention. Raises PlanError if it is not every n-th."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list):
+        value = config.get("sliding_window_pattern", 6)
+        return value if isinstance(value, int) else 6
+    full = [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"]
+    pattern = full[0] if full else len(kinds) + 1
+    if full != list(range(pattern, len(kinds) + 1, pattern)):
+        what = f"layers {', '.join(map(str, full))} have full attention, and ExLlamaV2 expects every n-th to have it"
+        raise PlanError([Unsupported(what, where="layer_types in config.json", fix=OTHER_FORMATS)])
+    return pattern
+
+
+def text_config(config: Config, specs: Specs) -> dict[str, Any] | None:
+    """config.json of the Gemma 3 text model that `loader_config` has renamed; None for other models."""
+    text = config.get("text_config")
+    if config.get("architectures") != [GEMMA3_LOADED] or "vision_config" in config or not isinstance(text, Mapping):
+        return None
+    if not all(name.startswith(GEMMA3_PREFIX) for name in specs):
+        return None
+    return {"architectures": [GEMMA3], **text}

@@ -1,0 +1,235 @@
+"""exl2: codes of 2 to 8 bits in groups of input features, as ExLlamaV2 loads them. `layout.py` describes the tensors.
+
+The name of an encoding has the setting of the matrix: `exl2 5@0.1/g128+4@0.9/g128`. A matrix is encoded as a whole, because all
+of its output features share the largest scale of a group.
+
+Codes are rounded to nearest, with scales found by a search over the weights alone, and features sorted by their norm.
+`_features/quantisation/exl2/matrix.py` does better with a layer's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.files import show
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.formats.exl2.layout import (
+    SUFFIXES,
+    Groups,
+    Params,
+    groups_of,
+    packed_rows,
+    padded,
+    params,
+    stored_specs,
+    why_illegal,
+)
+from weightsmith._models.formats.exl2.scales import Floats, Halves, pack_codes, scale_values
+from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
+from weightsmith.abc.stored import WHOLE, Bytes, Rows
+
+Places = npt.NDArray[np.int64]
+Codes = npt.NDArray[np.uint8]
+ScalesOf = Callable[[int, Floats], tuple[Floats, Places]]
+"""(number of a group, its rows [r, N']) → scales [s, N'], and which of them each row has."""
+
+_UNSORTED = " unsorted"
+_BAND = 1024
+
+GRID = np.linspace(0.70, 1.20, 97)
+"""Factors that the scale search tries."""
+_FIRST_GUESS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Exl2Matrix:
+    """The stored tensors of a linear layer; `layout.py` describes them.
+
+    q_weight      int32 [R, N']: N' is N rounded up to a multiple of 32
+    q_scale       int32 [G, N' / 8]
+    q_scale_max   float16 [G]
+    q_groups      int16 [2 G]
+    q_invperm     int32 [K]
+    out_features  N
+    """
+
+    q_weight: npt.NDArray[np.int32]
+    q_scale: npt.NDArray[np.int32]
+    q_scale_max: Halves
+    q_groups: npt.NDArray[np.int16]
+    q_invperm: npt.NDArray[np.int32]
+    out_features: int
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[np.int32 | np.int16 | np.float16], ...]:
+        """The tensors in the order of `layout.SUFFIXES`."""
+        return self.q_weight, self.q_scale, self.q_scale_max, self.q_groups, self.q_invperm
+
+
+def store(shape: tuple[int, int], groups: Groups, order: Places, rounded: Callable[[ScalesOf], Iterator[Codes]]) -> Exl2Matrix:
+    """Search scales, and pack codes.
+
+    shape    [N, K] of the weight
+    groups   bits and rows, in stored order
+    order    int64 [K]: the input feature of each row
+    rounded  called with the scale search; yields the codes of each group, uint8 [rows, N']
+
+    Raises Unsupported for groups or a shape that ExLlamaV2 cannot load.
+    """
+    from weightsmith._kernels.exl2 import pack
+
+    n, k = shape
+    if why := why_illegal(groups, k):
+        raise Unsupported(f"the matrix [{n}, {k}] cannot be stored as EXL2: {why}")
+    cols, guess = padded(n), _FIRST_GUESS
+    nibbles, tops = np.empty((len(groups), cols), np.uint8), np.empty(len(groups), np.float16)
+
+    def scales_of(number: int, rows: Floats) -> tuple[Floats, Places]:
+        nonlocal guess
+        nibbles[number], tops[number], scales, guess = find_scales(rows, groups[number].bits, guess)
+        return scales[None], np.zeros(len(rows), np.int64)
+
+    words, starts, packed = np.empty((packed_rows(groups), cols), np.uint32), [], 0
+    for group, codes in zip(groups, rounded(scales_of), strict=True):
+        starts.append((group.bits, packed))
+        end = packed + group.rows * group.bits // 32
+        pack(codes, group.bits, words[packed:end])
+        packed = end
+    inverse = np.empty(k, np.int32)
+    inverse[order] = np.arange(k, dtype=np.int32)
+    return Exl2Matrix(words.view(np.int32), pack_codes(nibbles), tops, np.array(starts, np.int16).ravel(), inverse, n)
+
+
+def rows_of(weight: Floats, features: Places, *, half: bool) -> Floats:
+    """Some columns of a weight as rows: float32 [r, N'].
+
+    half  round them to float16, and pad N to N' with zeros
+
+    Raises NonFinite for a number that float16 cannot hold.
+    """
+    part = weight[:, features].T
+    if not half:
+        return np.ascontiguousarray(part)
+    n = len(weight)
+    rows = np.zeros((len(part), padded(n)), np.float32)
+    with np.errstate(over="ignore"):
+        rows[:, :n] = part.astype(np.float16)
+    if not np.isfinite(rows).all():
+        raise NonFinite("a weight is not a number that float16 can hold, and EXL2 stores float16", fix="repair the model")
+    return rows
+
+
+def by_norm(weight: Floats) -> Places:
+    """Input features, those with the largest weights first: int64 [K]. Without data, these count most.
+
+    It also puts features of similar size into one group.
+    """
+    squares = np.zeros(weight.shape[1])
+    for top in range(0, len(weight), _BAND):
+        squares += np.square(weight[top : top + _BAND], dtype=np.float64).sum(0)
+    return np.argsort(-squares, kind="stable")
+
+
+def round_plainly(weight: Floats, order: Places, groups: Groups, scales_of: ScalesOf, *, half: bool) -> Iterator[Codes]:
+    """The codes of each group, rounded to nearest, features in this order: uint8 [rows, N']. half: see `rows_of`."""
+    from weightsmith._kernels.exl2 import quantise_rows
+
+    none, first = np.empty((0, 0), np.float32), 0
+    for number, group in enumerate(groups):
+        rows = rows_of(weight, order[first : first + group.rows], half=half)
+        codes = np.empty(rows.shape, np.uint8)
+        quantise_rows(rows, *scales_of(number, rows), group.bits, half, none, codes, none)
+        yield codes
+        first += group.rows
+
+
+def find_scales(rows: Floats, bits: int, guess: int) -> tuple[npt.NDArray[np.uint8], np.float16, Floats, int]:
+    """The scale codes [N'], the largest scale, the scales [N'] as the loader computes them, and their place in the grid."""
+    from weightsmith._kernels.exl2 import best_scale
+
+    base = (np.abs(rows).max(0) + np.float32(1e-12)) / np.float32(((1 << bits) - 1) / 2)
+    largest = float(base.max())
+    which = (np.clip(np.rint(16 * np.sqrt(base / np.float32(largest))), 1, 16) - 1).astype(np.uint8)
+    tops = np.minimum(largest * GRID, 65504).astype(np.float16)
+    table = scale_values(tops, np.arange(16))
+    found = best_scale(rows, which, table, bits, 1 / largest, guess)
+    return which, tops[found], table[found][which], found
+
+
+@dataclass(frozen=True, slots=True)
+class Exl2:
+    """Matrices `X.weight` → `X.q_weight`, `X.q_scale`, …, all with one setting.
+
+    sort  features by their norm; False leaves them in their own order
+    """
+
+    name: str
+    params: Params
+    sort: bool = True
+    align_rows: int = WHOLE
+    whole: int = len(SUFFIXES)
+    product: str = ""
+    vocabulary: bool = False
+
+    def refusal(self, spec: TensorSpec) -> str:
+        """Accepts matrices named `….weight` with a multiple of 32 columns."""
+        return matrix_refusal(spec) or why_illegal(groups_of(self.params, spec.shape[1]), spec.shape[1])
+
+    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """The five tensors.
+
+        >>> from weightsmith._base.tensors import DTYPES
+        >>> for out in parse("exl2 4/g128").outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 256)))[:2]:
+        ...     print(out)
+        q_proj.q_weight [32, 64] I32
+        q_proj.q_scale [2, 8] I32
+        """
+        if why := self.refusal(spec):
+            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as EXL2: {why}")
+        n, k = spec.shape
+        return stored_specs(spec.name.removesuffix(SUFFIX), groups_of(self.params, k), k, n)
+
+    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
+        """As `Encoding.encode`, for all rows at once. Raises NonFinite."""
+        n, k = rows.shape
+        groups, order = groups_of(self.params, k), by_norm(rows) if self.sort else np.arange(k)
+        try:
+            stored = store((n, k), groups, order, lambda scales_of: round_plainly(rows, order, groups, scales_of, half=True))
+        except NonFinite as error:
+            error.finding = replace(error.finding, where=f"output tensor {show(spec.name)}")
+            raise
+        for out, array in zip(outs, stored.arrays, strict=True):
+            out[:] = array.reshape(-1).view(np.uint8)
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """No keys: `_features/quantisation/exl2/model.py` describes the whole model."""
+        return {}
+
+
+def find(name: str) -> Exl2 | None:
+    """The encoding of a name; None for a name of others. Raises ValueError."""
+    return parse(name) if name.startswith("exl2 ") else None
+
+
+def parse(name: str) -> Exl2:
+    """The encoding of a name. Raises ValueError."""
+    setting = params(name.removeprefix("exl2 ").removesuffix(_UNSORTED))
+    found = Exl2(name, setting, sort=not name.endswith(_UNSORTED))
+    if encoding_name(setting, sort=found.sort) != name:
+        raise ValueError(name)
+    return found
+
+
+def encoding_name(setting: Params, *, sort: bool = True) -> str:
+    """The name of the encoding with a setting.
+
+    >>> encoding_name(params("4/g64"), sort=False)
+    'exl2 4/g64 unsorted'
+    """
+    return f"exl2 {setting}{'' if sort else _UNSORTED}"

@@ -1,0 +1,177 @@
+"""EXL3's weights as numbers. The package describes the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.files import show
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._models.formats.config import damaged, part_of, plain_dtype, quantisation_entry, unsupported
+from weightsmith._models.formats.decoded import F32, Weight, decoded, read_all, read_columns
+from weightsmith.abc.stored import Config, Wrapped
+from weightsmith.abc.tensors import Tensors
+
+BLOCK = 128
+READ_INPUTS = 4096
+"""Inputs to read at a time, of 128 outputs: 512 KiB of codes of 8 bits."""
+
+_CODEBOOKS = ("mcg", "mul1")
+_PARTS = (".trellis", ".suh", ".svh", ".su", ".sv", *(f".{name}" for name in _CODEBOOKS))
+_SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class Exl3Weight:
+    """One weight.
+
+    spec      the plain weight, without padding
+    stored    trellis, scales or signs of inputs and of outputs, the codebook's marker
+    natural_dtype  config.json's dtype
+    bits      K
+    codebook  `3inst`, `mcg` or `mul1`
+    padded    outputs and inputs as stored, multiples of 128
+    """
+
+    spec: TensorSpec
+    stored: tuple[str, ...]
+    natural_dtype: DType
+    bits: int
+    codebook: str
+    padded: tuple[int, int]
+
+    @property
+    def preferred_rows(self) -> int:
+        return min(BLOCK, self.spec.shape[0])
+
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        from weightsmith._kernels.trellis import dequantise_trellis
+
+        outputs, inputs = self.spec.shape
+        width = 16 * self.bits  # 16-bit words of a tile
+        input_scales, table = _scales(stored, self.stored[1], 0, self.padded[1]), _table(self.codebook)
+        for top in range(first // inputs // BLOCK * BLOCK, -(-(first + values.size) // inputs), BLOCK):
+            scales = _scales(stored, self.stored[2], top, top + BLOCK)
+            columns = slice(top // 16 * width, (top + BLOCK) // 16 * width)
+            for left in range(0, self.padded[1], READ_INPUTS):
+                right = min(left + READ_INPUTS, self.padded[1])
+                tiles = slice(left // 16, right // 16)
+                words = read_columns(stored, self.stored[0], self.padded[0] // 16 * width, tiles, columns).view(np.uint32)
+                dequantise_trellis(
+                    words.reshape(-1),
+                    self.bits,
+                    table,
+                    input_scales[left:right],
+                    scales,
+                    top,
+                    left,
+                    (outputs, inputs),
+                    first,
+                    values,
+                )
+
+
+def _scales(stored: Tensors, name: str, start: int, end: int) -> npt.NDArray[np.float32]:
+    """float32: the scales of inputs or outputs start … end; of signs, bit i of a word is 1 for -1."""
+    if stored.specs[name].dtype.name == "I16":
+        words = read_all(stored, name, start // 16, end // 16).view(np.uint16)
+        signs = words[:, None] >> np.arange(16, dtype=np.uint16) & 1
+        return (1 - 2 * signs.reshape(-1).astype(np.float32)).astype(np.float32)
+    return read_all(stored, name, start, end).astype(np.float32)
+
+
+@cache
+def _table(codebook: str) -> npt.NDArray[np.float32]:
+    """float32 [65536]: the value of each state, a float16."""
+    states = np.arange(1 << 16, dtype=np.uint32)
+    if codebook == "mul1":
+        x = states * np.uint32(0x83DCD12D)
+        total = (x & 255) + (x >> 8 & 255) + (x >> 16 & 255) + (x >> 24)
+        half = (total + 0x6400).astype(np.uint16).view(np.float16).astype(np.float64)
+        factor, offset = np.array([0x1EEE, 0xC931], np.uint16).view(np.float16).astype(np.float64)
+        table: npt.NDArray[np.float32] = (half * factor + offset).astype(np.float16).astype(np.float32)
+        return table
+    x = states * np.uint32(0xCBAC1FED) if codebook == "mcg" else states * np.uint32(89226354) + np.uint32(64248484)
+    x = x & np.uint32(0x8FFF8FFF) ^ np.uint32(0x3B603B60)
+    low, high = ((x >> shift & 0xFFFF).astype(np.uint16).view(np.float16) for shift in (0, 16))
+    return (low + high).astype(np.float32)
+
+
+def read(stored: Tensors, config: Config, where: str) -> Wrapped:
+    _, entry = quantisation_entry(config, where)
+    sizes, dtype = _plain_sizes(config), plain_dtype(config, DTYPES["F16"])
+    weights: list[Weight] = [
+        _weight(stored.specs, name.removesuffix(".trellis"), sizes, dtype, entry.get("codebook"), where)
+        for name in stored.specs
+        if name.endswith(".trellis")
+    ]
+    return decoded(stored, weights, config, where, kind="EXL3", parts=_PARTS)
+
+
+def _weight(
+    specs: Mapping[str, TensorSpec], module: str, sizes: set[int], dtype: DType, codebook: object, where: str
+) -> Exl3Weight:
+    """codebook: config.json's. Weights of several models may be in one file, so another one's marker is legal, but not none."""
+    trellis = part_of(specs, f"{module}.trellis", ("I16",), (None, None, None), where)
+    width = trellis.shape[2]
+    if width % 16 == 8:
+        what = f"tensor {show(trellis.name)} has {width / 16} bits for each weight; only whole numbers of bits are read"
+        raise unsupported(what, where)
+    padded = 16 * trellis.shape[1], 16 * trellis.shape[0]
+    if width % 16 or not 1 <= width // 16 <= 8 or padded[0] % BLOCK or padded[1] % BLOCK:
+        what = f"tensor {show(trellis.name)} is {list(trellis.shape)}, not [8 · n, 8 · m, 16 · K] for a K of 1 to 8"
+        raise damaged(what, where)
+    names = [trellis.name]
+    for scale, sign, size in (("suh", "su", padded[1]), ("svh", "sv", padded[0])):
+        if f"{module}.{sign}" in specs and f"{module}.{scale}" not in specs:
+            names.append(part_of(specs, f"{module}.{sign}", ("I16",), (size // 16,), where).name)
+        else:
+            names.append(part_of(specs, f"{module}.{scale}", ("F16",), (size,), where).name)
+    codebooks = [name for name in _CODEBOOKS if f"{module}.{name}" in specs]
+    if len(codebooks) > 1:
+        raise damaged(f"tensors {show(f'{module}.mcg')} and {show(f'{module}.mul1')} name two codebooks for one weight", where)
+    if codebook in _CODEBOOKS and not codebooks:
+        part_of(specs, f"{module}.{codebook}", (), (), where)
+    outputs, inputs = (_plain_size(n, sizes, trellis.name, where) for n in padded)
+    bias = specs.get(f"{module}.bias")
+    if bias is not None and bias.shape != (outputs,):
+        what = (
+            f"tensor {show(bias.name)} is {list(bias.shape)}, and its layer has {outputs} outputs: padded biases are not read"
+        )
+        raise unsupported(what, where)
+    return Exl3Weight(
+        TensorSpec(f"{module}.weight", F32, (outputs, inputs)),
+        (*names, *(f"{module}.{name}" for name in codebooks)),
+        dtype,
+        width // 16,
+        codebooks[0] if codebooks else "3inst",
+        padded,
+    )
+
+
+def _plain_sizes(config: Mapping[str, Any]) -> set[int]:
+    """Numbers of inputs and outputs that layers of this model may have, as far as config.json says."""
+    sizes: set[object] = set()
+    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        sizes |= {part[key] for key in _SIZES if type(part.get(key)) is int}
+        width, heads = part.get("head_dim"), [part[key] for key in _HEADS if type(part.get(key)) is int and part[key] > 0]
+        if width is None and heads and type(part.get("hidden_size")) is int:
+            width = part["hidden_size"] // heads[0]
+        if type(width) is int:
+            sizes |= {width * n for n in heads}
+    return {n for n in sizes if isinstance(n, int) and n > 0}
+
+
+def _plain_size(padded: int, sizes: set[int], name: str, where: str) -> int:
+    """The size that was padded to this multiple of 128: the only known one that fits, or itself where none does."""
+    fitting = sorted(n for n in sizes if -(-n // BLOCK) * BLOCK == padded)
+    if len(fitting) > 1:
+        what = f"tensor {show(name)} is padded to {padded:,}, and sizes in config.json leave open from what: {fitting}"
+        raise unsupported(what, where)
+    return fitting[0] if fitting else padded

@@ -1,0 +1,20 @@
+"""GGUF, the format of llama.cpp: files that hold all of a model, in ggml's types of blocks.
+
+layout.py     the bytes of a file, and the layout of new ones
+header.py     the header of a file, parsed and checked
+families.py   names of tensors and keys of each family, there and in the Hub's layout
+config.py     config.json from the keys, and the keys from config.json
+tokenizer.py  the tokenizer's files from the keys, and the keys from the tokenizer's files
+imatrix.py    llama.cpp's importance matrices
+blocks.py     ggml's blocks of numbers, and llama.cpp's order of rows
+reading.py    the tensors of files
+writing.py    the encodings
+"""
+
+from __future__ import annotations
+
+from weightsmith._models.formats.gguf.reading import KIND
+from weightsmith._models.formats.gguf.writing import find
+from weightsmith.abc.stored import StoredFormat
+
+FORMAT = StoredFormat("gguf", "GGUF", files=(KIND,), parse=find)

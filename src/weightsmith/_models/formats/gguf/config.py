@@ -1,0 +1,427 @@
+"""config.json from the keys of a GGUF file, and the keys from config.json.
+
+The keys say less than config.json: llama.cpp knows the rest from the family, as transformers' classes do by default. What a
+model has otherwise is rejected when a GGUF file of it is planned, because llama.cpp would compute something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.files import DAMAGED, show
+from weightsmith._models.formats.gguf.families import ARCHITECTURES, FAMILIES, MODEL_TYPES, Family
+from weightsmith._models.formats.gguf.layout import Value
+
+Floats = npt.NDArray[np.float32]
+
+_MOST = 1 << 31
+_OTHER = "llama.cpp would compute something else. Store the model in another format, such as fp8-dynamic."
+
+_COUNTS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What all of Meta's models with scaled frequencies have; a GGUF file has only the quotients that follow."""
+_SLIDING = {"gemma2": 2, "gemma3_text": 6}
+"""Of so many layers, the last attends to the whole context; llama.cpp knows this from the family."""
+_LOCAL_BASE = 10_000.0
+_BIG = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the 27B models, whose attention is scaled by the mean width of a head."""
+_YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"} | {
+    "rope.scaling.yarn_attn_factor": "attention_factor"
+}
+
+
+# ---- reading
+
+
+def family_of_keys(keys: Mapping[str, Any], where: str) -> Family:
+    """The family of a GGUF file. Raises Unsupported for one that is not read, FormatError if it is not stated."""
+    architecture = keys.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise FormatError(f"general.architecture is {show(architecture)}, and not a name", where=where, fix=DAMAGED)
+    experts = keys.get(f"{architecture}.expert_count")
+    with_experts = isinstance(experts, np.ndarray) or bool(experts)
+    for family in FAMILIES:
+        if family.architecture == architecture and bool(family.experts) == with_experts:
+            return family
+    what = f"a GGUF file of the architecture {show(architecture)}{' with experts' if with_experts else ''}"
+    fix = f"Use the model's original checkpoint. GGUF files of these are read: {', '.join(ARCHITECTURES)}."
+    raise Unsupported(what, where=where, fix=fix)
+
+
+class Keys:
+    """The keys of one file, by names without the architecture, checked as they are taken."""
+
+    def __init__(self, keys: Mapping[str, Any], architecture: str, where: str) -> None:
+        self._keys, self._prefix, self.where = keys, architecture, where
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A number from 1 to 2^31."""
+        value = self._keys.get(f"{self._prefix}.{name}", default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # one for each layer, and all are equal
+        if type(value) is not int or not 0 < value <= _MOST:
+            what = f"{self._prefix}.{name} is {show(value)}, not a positive whole number"
+            raise FormatError(what, where=self.where, fix=DAMAGED)
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0, with the fewest digits that give the same float32."""
+        value = self._keys.get(f"{self._prefix}.{name}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            what = f"{self._prefix}.{name} is {show(value)}, and not a positive number"
+            raise FormatError(what, where=self.where, fix=DAMAGED)
+        return float(str(np.float32(value)))
+
+    def __contains__(self, name: str) -> bool:
+        value = self._keys.get(f"{self._prefix}.{name}")
+        return value is not None and (isinstance(value, np.ndarray) or value != 0)
+
+    def token(self, name: str, vocabulary: int) -> int | None:
+        """A token's number; None if there is none."""
+        value = self._keys.get(f"tokenizer.ggml.{name}_token_id")
+        if value is None:
+            return None
+        if type(value) is not int or not 0 <= value < vocabulary:
+            what = f"tokenizer.ggml.{name}_token_id is {show(value)}, and there are {vocabulary:,} tokens"
+            raise FormatError(what, where=self.where, fix=DAMAGED)
+        return value
+
+    def text(self, name: str) -> str:
+        """A text; "" if there is none."""
+        value = self._keys.get(f"{self._prefix}.{name}", "")
+        return value if isinstance(value, str) else ""
+
+
+def config_of_keys(
+    keys: Mapping[str, Any],
+    family: Family,
+    shapes: Mapping[str, tuple[int, ...]],
+    factors: Mapping[str, Floats],
+    dtype: str,
+    where: str,
+) -> dict[str, Any]:
+    """config.json of a GGUF file.
+
+    keys     of the file
+    shapes   of its tensors, by the file's names
+    factors  rope_freqs.weight, rope_factors_long.weight and rope_factors_short.weight, if the file has them
+    dtype    of the model's weights, as torch names it
+
+    Raises FormatError for keys that are missing or no numbers, Unsupported for a model that config.json cannot describe.
+    """
+    found = Keys(keys, family.architecture, where)
+    if "token_embd.weight" not in shapes:
+        raise FormatError("no tensor token_embd.weight", where=where, fix=DAMAGED)
+    vocabulary = shapes["token_embd.weight"][0]
+    config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, "dtype": dtype}
+    config |= {here: found.count(there) for there, here in _COUNTS.items()}
+    config["vocab_size"] = vocabulary
+    config["rms_norm_eps"] = found.number("attention.layer_norm_rms_epsilon")
+    config["rope_theta"] = found.number("rope.freq_base", 10_000.0)
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    heads = config["num_attention_heads"]
+    rope_dimensions = found.count("rope.dimension_count", max(1, config["hidden_size"] // heads))
+    if family.model_type == "phi3":
+        share = rope_dimensions * heads / config["hidden_size"]
+        config |= {"partial_rotary_factor": share} if share != 1 else {}
+    else:
+        config["head_dim"] = found.count("attention.key_length", rope_dimensions)
+        if config["head_dim"] != found.count("attention.value_length", config["head_dim"]):
+            raise Unsupported("heads of k and v of different widths", where=where, fix="Use the original checkpoint.")
+    if family.experts:
+        config[_EXPERTS[family.model_type]] = found.count("expert_count")
+        config["num_experts_per_tok"] = found.count("expert_used_count")
+        if family.model_type == "qwen3_moe":
+            config |= {"moe_intermediate_size": found.count("expert_feed_forward_length"), "norm_topk_prob": True}
+    if family.model_type == "llama":
+        config["attention_bias"] = _all_or_none(shapes, ("attn_q", "attn_k", "attn_v", "attn_output"), where)
+        config["mlp_bias"] = _all_or_none(shapes, ("ffn_gate", "ffn_up", "ffn_down"), where)
+    if family.model_type in _SLIDING:
+        config |= _gemma(family, config, found)
+    if family.model_type == "phi3":
+        config["sliding_window"] = found.count("attention.sliding_window") if "attention.sliding_window" in found else None
+    if scaling := _scaling(family, config, found, factors):
+        config["rope_scaling"] = scaling
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        if (token := found.token(key, vocabulary)) is not None:
+            config[f"{name}_token_id"] = token
+    return config
+
+
+def _all_or_none(shapes: Mapping[str, tuple[int, ...]], modules: Sequence[str], where: str) -> bool:
+    """Whether the modules of a layer have biases. Raises Unsupported if only some have."""
+    present = [f"blk.0.{module}.bias" in shapes for module in modules]
+    if any(present) and not all(present):
+        raise Unsupported(f"biases in some of {', '.join(modules)} only", where=where, fix="Use the original checkpoint.")
+    return present[0]
+
+
+def _gemma(family: Family, config: Mapping[str, Any], found: Keys) -> dict[str, Any]:
+    scalar = _query_scalar(family.model_type, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"])
+    own = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar or config["head_dim"]}
+    if family.model_type == "gemma2":
+        own["attn_logit_softcapping"] = found.number("attn_logit_softcapping", 50.0)
+        own["final_logit_softcapping"] = found.number("final_logit_softcapping", 30.0)
+    else:
+        own["rope_local_base_freq"] = found.number("rope.freq_base_swa", _LOCAL_BASE)
+        if "final_logit_softcapping" in found:
+            own["final_logit_softcapping"] = found.number("final_logit_softcapping")
+    own["sliding_window"] = found.count("attention.sliding_window")
+    own["layer_types"] = _layer_types(family.model_type, config["num_hidden_layers"], found.where)
+    return own
+
+
+def _layer_types(model_type: str, layers: int, where: str) -> list[str]:
+    if layers > 100_000:
+        raise FormatError(f"{layers:,} layers", where=where, fix=DAMAGED)
+    each = _SLIDING[model_type]
+    return ["full_attention" if (i + 1) % each == 0 else "sliding_attention" for i in range(layers)]
+
+
+def _query_scalar(model_type: str, layers: int, width: int, heads: int) -> int:
+    """What attention is divided by the root of, for the largest models; 0 for all others: the width of a head."""
+    return width // heads if layers == _BIG.get(model_type) else 0
+
+
+def _scaling(family: Family, config: dict[str, Any], found: Keys, factors: Mapping[str, Floats]) -> dict[str, Any]:
+    """`rope_scaling`; {} if there is none."""
+    kind = found.text("rope.scaling.type")
+    if family.model_type == "phi3":
+        original = found.count("rope.scaling.original_context_length", config["max_position_embeddings"])
+        config["original_max_position_embeddings"] = original
+        names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+        if not all(name in factors for name in names.values()):
+            return {}
+        return {"type": "longrope"} | {key: _short(factors[name]) for key, name in names.items()}
+    if "rope_freqs.weight" in factors:
+        return _llama3(config, factors["rope_freqs.weight"], found.where)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": found.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": found.number("rope.scaling.factor")}
+        scaling["original_max_position_embeddings"] = found.count("rope.scaling.original_context_length")
+        return scaling | {here: found.number(there) for there, here in _YARN.items() if there in found}
+    if kind in ("", "none"):
+        return {}
+    raise Unsupported(f"RoPE scaling of the type {show(kind)}", where=found.where, fix="Use the original checkpoint.")
+
+
+def _short(values: Floats) -> list[float]:
+    return [float(str(value)) for value in values]
+
+
+def _llama3(config: Mapping[str, Any], quotients: Floats, where: str) -> dict[str, Any]:
+    """The settings of Llama 3's scaling, from the quotients that follow from them."""
+    if not quotients.size or quotients.size != config["head_dim"] // 2 or not np.isfinite(quotients).all():
+        what = (
+            f"rope_freqs.weight has {quotients.size:,} numbers, or one that is not finite, for heads of {config['head_dim']:,}"
+        )
+        raise FormatError(what, where=where, fix=DAMAGED)
+    scaling = {"rope_type": "llama3", "factor": float(str(quotients.max())), **_LLAMA3}
+    if not np.allclose(llama3_quotients(config["head_dim"], config["rope_theta"], scaling), quotients, rtol=1e-5):
+        fix = "Use the original checkpoint."
+        raise Unsupported("RoPE frequencies that are not scaled as Llama 3's (rope_freqs.weight)", where=where, fix=fix)
+    return scaling
+
+
+def llama3_quotients(width: int, theta: float, scaling: Mapping[str, Any]) -> Floats:
+    """By what Llama 3's scaling divides each frequency of a head: float32 [width / 2].
+
+    High frequencies stay, low ones are divided by `factor`, and those between are interpolated (Meta's `apply_scaling`).
+    """
+    factor, low, high = float(scaling["factor"]), float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    context = float(scaling["original_max_position_embeddings"])
+    lengths = 2 * math.pi * theta ** (np.arange(0, width, 2, dtype=np.float64) / width)
+    smooth = (context / lengths - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(lengths < context / high, 1.0, np.where(lengths > context / low, factor, between)).astype(np.float32)
+
+
+# ---- writing
+
+
+def family_of_config(config: Mapping[str, Any] | None) -> Family:
+    """The family of a model. Raises Unsupported for one that cannot be written."""
+    model_type = (config or {}).get("model_type")
+    for family in FAMILIES:
+        if model_type in (family.model_type, *family.also):
+            return family
+    fix = f"choose another format; GGUF files are written of these: {', '.join(MODEL_TYPES)}"
+    raise Unsupported(f"no GGUF file can be written of a model of the type {show(model_type)}", where="config.json", fix=fix)
+
+
+class Config:
+    """config.json of one model, checked as its values are taken."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def get(self, name: str) -> Any:
+        return self._config.get(name)
+
+    def count(self, name: str, default: int | None = None, within: Mapping[str, Any] | None = None) -> int:
+        value = (self._config if within is None else within).get(name)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value < _MOST:
+            raise FormatError(f"{name} is {show(value)}, not a positive whole number", where="config.json", fix="repair it")
+        return value
+
+    def number(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
+        value = (self._config if within is None else within).get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3e38:
+            raise FormatError(f"{name} is {show(value)}, and not a positive number", where="config.json", fix="repair it")
+        return float(value)
+
+    def numbers(self, name: str, within: Mapping[str, Any]) -> Floats:
+        """A list of positive numbers: float32."""
+        values = within.get(name)
+        if not isinstance(values, list) or not values:
+            raise FormatError(f"{name} is {show(values)}, and not a list of numbers", where="config.json", fix="repair it")
+        return np.array([self.number(name, within={name: value}) for value in values], np.float32)
+
+    def rope(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The settings of RoPE in layers that attend to everything, and in those that slide, in one form."""
+        given = self._config.get("rope_parameters") or self._config.get("rope_scaling") or {}
+        given = given if isinstance(given, dict) else {}
+        full = given.get("full_attention", given if "sliding_attention" not in given else {})
+        slides = given.get("sliding_attention", {})
+        full, slides = (dict(x) if isinstance(x, dict) else {} for x in (full, slides))
+        full.setdefault("rope_theta", self._config.get("rope_theta"))
+        full["rope_type"] = full.get("rope_type") or full.get("type") or "default"
+        slides.setdefault("rope_theta", self._config.get("rope_local_base_freq"))
+        return full, slides
+
+    def need(self, name: str, found: object, expected: object) -> None:
+        """Raise Unsupported if a setting is not what llama.cpp takes for granted."""
+        if found != expected:
+            what = f"{name} is {show(found)}, and llama.cpp takes {show(expected)} for granted"
+            raise Unsupported(what, where="config.json", fix=_OTHER)
+
+
+def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) -> tuple[dict[str, Value], dict[str, Floats]]:
+    """The keys of a GGUF file that describe the model, and tensors that exist in GGUF files alone.
+
+    file_type  llama.cpp's number of the mixture of types
+
+    Raises FormatError for values that are missing or no numbers, Unsupported for settings that llama.cpp does not know.
+    """
+    given, arch = Config(config), family.architecture
+    values: dict[str, Value] = {}
+    extra: dict[str, Floats] = {}
+
+    def put(name: str, kind: Any, value: Any) -> None:
+        values[f"{arch}.{name}"] = Value(kind, value)
+
+    values["general.architecture"] = Value("str", arch)
+    values["general.type"] = Value("str", "model")
+    heads, width = given.count("num_attention_heads"), given.count("hidden_size")
+    head_dim = given.count("head_dim", max(1, width // heads))
+    for there, here in _COUNTS.items():
+        put(there, "u32", given.count(here, heads if here == "num_key_value_heads" else None))
+    rope, slides = given.rope()
+    put("rope.freq_base", "f32", given.number("rope_theta", 10_000.0, rope))
+    put("attention.layer_norm_rms_epsilon", "f32", given.number("rms_norm_eps", 1e-6))
+    if family.experts:
+        put("expert_count", "u32", given.count("num_local_experts", given.get("num_experts")))  # transformers writes either
+        put("expert_used_count", "u32", given.count("num_experts_per_tok"))
+    if family.model_type == "qwen3_moe":
+        put("expert_feed_forward_length", "u32", given.count("moe_intermediate_size"))
+        given.need("norm_topk_prob", bool(given.get("norm_topk_prob")), True)
+        given.need("mlp_only_layers", given.get("mlp_only_layers") or [], [])
+        given.need("decoder_sparse_step", given.count("decoder_sparse_step", 1), 1)
+    if family.model_type != "phi3" and (given.get("head_dim") is not None or family.architecture != "llama"):
+        put("attention.key_length", "u32", head_dim)
+        put("attention.value_length", "u32", head_dim)
+    if family.architecture == "llama":
+        put("vocab_size", "u32", given.count("vocab_size"))
+        put("rope.dimension_count", "u32", head_dim)
+    if family.model_type in _SLIDING:
+        _put_gemma(given, family, head_dim, slides, put)
+    elif family.model_type == "phi3":
+        window = given.get("sliding_window")
+        put("attention.sliding_window", "u32", 0 if window is None else given.count("sliding_window"))
+        partial = given.number("partial_rotary_factor", given.number("partial_rotary_factor", 1.0), rope)
+        if partial > 1:
+            raise FormatError(
+                f"partial_rotary_factor is {partial:g}, which is more than 1", where="config.json", fix="repair it"
+            )
+        put("rope.dimension_count", "u32", int(partial * head_dim))
+    elif given.get("use_sliding_window") or (family.model_type != "qwen2" and given.get("sliding_window")):
+        window = given.get("sliding_window")  # Mistral's first version: as long as nobody's context is longer
+        if not isinstance(window, int) or window < given.count("max_position_embeddings"):
+            given.need("sliding_window", window, None)
+    _put_scaling(given, family, rope, head_dim, put, extra)
+    values["general.file_type"] = Value("u32", file_type)
+    values["general.quantization_version"] = Value("u32", 2)
+    return values, extra
+
+
+def _put_gemma(given: Config, family: Family, head_dim: int, slides: Mapping[str, Any], put: Any) -> None:
+    layers, width = given.count("num_hidden_layers"), given.count("hidden_size")
+    scalar = _query_scalar(family.model_type, layers, width, given.count("num_attention_heads")) or head_dim
+    given.need("query_pre_attn_scalar", given.number("query_pre_attn_scalar", 256), float(scalar))
+    types = _layer_types(family.model_type, layers, "config.json")
+    given.need("layer_types", given.get("layer_types") or types, types)
+    put("attention.sliding_window", "u32", given.count("sliding_window", 4096))
+    if family.model_type == "gemma2":
+        put("attn_logit_softcapping", "f32", given.number("attn_logit_softcapping", 50.0))
+        put("final_logit_softcapping", "f32", given.number("final_logit_softcapping", 30.0))
+        return
+    given.need("attn_logit_softcapping", given.get("attn_logit_softcapping"), None)
+    if given.get("final_logit_softcapping") is not None:
+        put("final_logit_softcapping", "f32", given.number("final_logit_softcapping"))
+    put("rope.freq_base_swa", "f32", given.number("rope_theta", _LOCAL_BASE, slides))
+
+
+def _put_scaling(
+    given: Config, family: Family, rope: Mapping[str, Any], head_dim: int, put: Any, extra: dict[str, Floats]
+) -> None:
+    kind = rope["rope_type"]
+    if family.model_type == "phi3":
+        context = given.count("max_position_embeddings")
+        original = given.count("original_max_position_embeddings", context)
+        original = given.count("original_max_position_embeddings", original, rope)
+        put("rope.scaling.original_context_length", "u32", original)
+        if kind not in ("default", "longrope", "su"):
+            given.need("rope_type", kind, "longrope")
+        if kind == "default":
+            return
+        scale = context / original
+        factor = math.sqrt(1 + math.log(scale) / math.log(max(2, original))) if scale > 1 else 1.0
+        put("rope.scaling.attn_factor", "f32", factor)
+        for name in ("long", "short"):
+            extra[f"rope_factors_{name}.weight"] = given.numbers(f"{name}_factor", rope)
+    elif kind == "llama3" and family.architecture == "llama":
+        scaling = {name: given.number(name, default, rope) for name, default in {**_LLAMA3, "factor": 8.0}.items()}
+        if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+            what = (
+                f"low_freq_factor {scaling['low_freq_factor']:g} is not below high_freq_factor {scaling['high_freq_factor']:g}"
+            )
+            raise FormatError(what, where="config.json", fix="repair it")
+        extra["rope_freqs.weight"] = llama3_quotients(head_dim, given.number("rope_theta", 10_000.0, rope), scaling)
+    elif kind in ("linear", "yarn"):
+        put("rope.scaling.type", "str", kind)
+        put("rope.scaling.factor", "f32", given.number("factor", None, rope))
+        if kind == "yarn":
+            context = given.count("max_position_embeddings")
+            put("rope.scaling.original_context_length", "u32", given.count("original_max_position_embeddings", context, rope))
+            for there, here in _YARN.items():
+                if rope.get(here) is not None:
+                    put(there, "f32", given.number(here, None, rope))
+    elif kind != "default":
+        given.need("rope_type", kind, "default")

@@ -1,0 +1,241 @@
+"""GGUF files: one, or several as llama.cpp splits them. Blocks are dequantised on read, by the package libgguf.
+
+Tensors have the Hub's names, shapes and order of rows (`families.py`). Tensors of plain numbers have their own
+dtype, blocks are F32. config.json and the tokenizer's files are made from the file's keys; what else is in the folder is not
+read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._files.hf_folder import Weights, natural_key
+from weightsmith._models.formats.gguf.blocks import dequantise, from_llama_order, libgguf
+from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys
+from weightsmith._models.formats.gguf.families import Family, hub_name, is_norm, rotated_heads
+from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
+from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
+from weightsmith._models.sources.files import FileTensors, SourceFile, unite
+from weightsmith.abc.files import FileKind, Index, Opened
+
+SUFFIX = ".gguf"
+CHUNK_ELEMENTS = 1 << 18
+"""Elements dequantised at a time by each reading thread."""
+MAX_EXPERTS = 4096
+
+_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.IGNORECASE)
+_NO_MODEL = ("mmproj", "imatrix")
+"""How the names of GGUF files begin that are no language models: projectors of images, importance matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """A tensor as the Hub has it, and where its blocks or numbers are in a GGUF file.
+
+    spec       under the Hub's name
+    file       the file, as it was opened
+    offset     of its first byte
+    stored     the type in the file
+    head_rows  rows of a head, if the rows of each head are in another order; else 0
+    shift      what was added to the values
+    """
+
+    spec: TensorSpec
+    file: Path
+    offset: int
+    stored: DType
+    head_rows: int = 0
+    shift: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the bytes in the file are those of the tensor."""
+        return self.stored.block == 1 and not self.head_rows and not self.shift
+
+
+class GgufTensors(FileTensors[StoredBlocks]):
+    """The tensors of GGUF files."""
+
+    def __init__(self, stored: Mapping[str, StoredBlocks], files: Sequence[SourceFile], where: str, dtype: DType) -> None:
+        """dtype: of the model's weights, in which a merge writes them by default."""
+        super().__init__(stored, files, where)
+        self._dtype = dtype
+        if any(tensor.stored.block > 1 for tensor in stored.values()):
+            libgguf(where)
+
+    def natural_dtype(self, name: str) -> DType:
+        dtype = self._find(name).spec.dtype
+        return self._dtype if dtype.floating else dtype
+
+    def stored_as(self, name: str) -> DType:
+        """The dtype of a tensor in the file."""
+        return self._find(name).stored
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        tensor = self._find(name)
+        return self._files.location(tensor.file, tensor.offset) if tensor.plain else None
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        tensor = self._find(name)
+        if tensor.plain:
+            return self._files.extents(tensor.file, tensor.offset + start_byte, nbytes)
+        stored = tensor.stored
+        return self._files.extents(tensor.file, tensor.offset, tensor.spec.size // stored.block * stored.itemsize)
+
+    def preferred_rows(self, name: str) -> int:
+        """The rows of a head, where these are in another order; else 1."""
+        return self._find(name).head_rows or 1
+
+    def _read(self, tensor: StoredBlocks, start_byte: int, out: memoryview) -> None:
+        if tensor.plain:
+            self._files.read(tensor.file, tensor.spec.name, tensor.offset + start_byte, out)
+            return
+        width, target = tensor.spec.dtype.itemsize, np.frombuffer(out, np.uint8)
+        end = start_byte + target.size
+        cols = tensor.spec.shape[-1] if len(tensor.spec.shape) > 1 else 1
+        unit = math.lcm(tensor.head_rows * cols or 1, tensor.stored.block)  # elements that are decoded together
+        at = start_byte // width // unit * unit
+        while at * width < end:
+            wanted = -(-(-(-end // width) - at) // unit) * unit
+            count = min(wanted, max(unit, CHUNK_ELEMENTS // unit * unit))
+            first, last = max(start_byte, at * width), min(end, (at + count) * width)
+            found = self._decoded(tensor, at, count, cols).view(np.uint8)
+            target[first - start_byte : last - start_byte] = found[first - at * width : last - at * width]
+            at += count
+
+    def _decoded(self, tensor: StoredBlocks, first: int, count: int, cols: int) -> npt.NDArray[Any]:
+        """`count` elements from `first` on, whole units; in the dtype of the spec."""
+        stored = tensor.stored
+        raw = np.empty(count // stored.block * stored.itemsize, np.uint8)
+        offset = tensor.offset + first // stored.block * stored.itemsize
+        self._files.read(tensor.file, tensor.spec.name, offset, raw.data)
+        if stored.block > 1:
+            values: npt.NDArray[Any] = dequantise(stored, raw, count)
+        elif tensor.shift:
+            values = raw.view(stored.numpy).astype(np.float32)
+        else:
+            values = raw.view(f"u{stored.itemsize}")
+        values = from_llama_order(values, tensor.head_rows, cols)
+        if tensor.shift:
+            values -= np.float32(tensor.shift)
+        return values
+
+
+def choose(names: Sequence[str], where: str) -> Weights | None:
+    """The GGUF file of the model, or its parts; None if there is none.
+
+    Raises FormatError for several models, as most repositories of GGUF files have them, and for missing parts.
+    """
+    files = [name for name in names if "/" not in name and name.lower().endswith(SUFFIX)]
+    models: dict[str, list[str]] = {}
+    for name in sorted((n for n in files if not n.lower().startswith(_NO_MODEL)), key=natural_key):
+        part = _PART.fullmatch(name)
+        models.setdefault(f"{part[1]} of {part[3]}" if part else name, []).append(name)
+    if not models:
+        return None
+    if len(models) > 1:
+        listed = [parts[0] for parts in models.values()]
+        what = f"{len(models)} GGUF models in one folder: {', '.join(map(show, listed[:5]))}{', …' if len(listed) > 5 else ''}"
+        raise FormatError(what, where=where, fix=f"Name one of the files: {Path(where, listed[0])}")
+    (chosen,) = models.values()
+    if part := _PART.fullmatch(chosen[0]):
+        missing = sorted(set(_parts(part)).difference(chosen))
+        if missing:
+            what = f"{len(missing)} of {int(part[3])} parts are missing: {', '.join(missing[:3])}"
+            raise FormatError(what, where=where, fix="Get the missing files: the download was probably interrupted.")
+    return Weights(None, tuple(chosen), tuple(name for name in files if name not in chosen))
+
+
+def _parts(part: re.Match[str]) -> list[str]:
+    """The names of all parts of a split file. Raises FormatError for the number 0."""
+    count = int(part[3])
+    if not count:
+        raise FormatError("part of a file that is split into 0", where=part[0], fix="Do not rename the parts of a split file.")
+    return [f"{part[1]}-{i:05d}-of-{count:05d}{part[4]}" for i in range(1, count + 1)]
+
+
+def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
+    """The tensors of a GGUF file, and its config.json and tokenizer. Of a split file, any part stands for all.
+
+    Raises FormatError, Unsupported (architectures, types, versions; libgguf is missing), NotFound and CheckpointError.
+    """
+    if len(paths) == 1 and (part := _PART.fullmatch(paths[0].name)):
+        paths = [paths[0].with_name(name) for name in _parts(part)]
+    headers = {path: read_gguf_header(path, open_file) for path in paths}
+    first = headers[paths[0]]
+    count = first.keys.get("split.count", 1)
+    if type(count) is not int or count not in (0, len(paths)):
+        what = f"part of a file that is split into {show(count)}, and {len(paths)} were found"
+        raise FormatError(what, where=str(paths[0]), fix="Do not rename the parts of a split file.")
+    family = family_of_keys(first.keys, where)
+    tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    small = {name: values for header in headers.values() for name, values in header.small.items()}
+    dtype = _dtype(tensors.values())
+    config = config_of_keys(first.keys, family, shapes, small, dtype.torch, where)
+    stored = unite((_tensors(path, header, family, config) for path, header in headers.items()), paths[0].parent)
+    files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
+    made, notes = tokenizer_files(first.keys, family, where)
+    made["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    blocks = Counter(tensor.dtype.name for tensor in tensors.values() if tensor.dtype.block > 1)
+    decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
+    return Opened(GgufTensors(stored, files, where, dtype), notes=tuple(notes), files=made, decoded=decoded)
+
+
+def _dtype(tensors: Iterable[GgufTensor]) -> DType:
+    """The dtype of the model that a file was made of: F32 or F16 if its matrices are, else BF16."""
+    names = {tensor.dtype.name for tensor in tensors if len(tensor.shape) > 1}
+    return DTYPES[next(iter(names)) if names in ({"F32"}, {"F16"}) else "BF16"]
+
+
+def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str, Any]) -> list[StoredBlocks]:
+    """The tensors of one file under the Hub's names."""
+    found: list[StoredBlocks] = []
+    for tensor in header.tensors:
+        if tensor.name in SMALL:
+            continue
+        name = hub_name(family, tensor.name)
+        if name is None:
+            what = f"tensor {show(tensor.name)} does not belong to a model of the family {family.model_type}"
+            raise Unsupported(what, where=str(path), fix="Use the model's original checkpoint.")
+        if "{}" in name:
+            found += _experts(path, tensor, name, int(config.get("num_local_experts") or config.get("num_experts") or 0))
+            continue
+        heads = rotated_heads(family, tensor.name, config["num_attention_heads"], config["num_key_value_heads"])
+        if heads and tensor.shape[0] % (2 * heads):
+            what = f"tensor {show(tensor.name)} has {tensor.shape[0]:,} rows for {heads} heads"
+            raise FormatError(what, where=str(path), fix=DAMAGED)
+        shift = family.shift if is_norm(tensor.name) else 0.0
+        dtype = DTYPES["F32"] if tensor.dtype.block > 1 or shift else tensor.dtype
+        head_rows = tensor.shape[0] // heads if heads else 0
+        found.append(StoredBlocks(TensorSpec(name, dtype, tensor.shape), path, tensor.offset, tensor.dtype, head_rows, shift))
+    return found
+
+
+def _experts(path: Path, tensor: GgufTensor, name: str, experts: int) -> Iterator[StoredBlocks]:
+    """The experts of a layer, one after another in one tensor."""
+    if len(tensor.shape) != 3 or tensor.shape[0] != experts or experts > MAX_EXPERTS:
+        what = (
+            f"tensor {show(tensor.name)} has the shape {list(tensor.shape)}, and not one matrix for each of {experts:,} experts"
+        )
+        raise FormatError(what, where=str(path), fix=DAMAGED)
+    dtype = DTYPES["F32"] if tensor.dtype.block > 1 else tensor.dtype
+    for expert in range(experts):
+        spec = TensorSpec(name.format(expert), dtype, tensor.shape[1:])
+        yield StoredBlocks(spec, path, tensor.offset + expert * (tensor.nbytes // experts), tensor.dtype)
+
+
+KIND = FileKind("GGUF", (SUFFIX,), (), choose, open_files)

@@ -1,0 +1,147 @@
+"""ggml's types, as GGUF files store them: `gguf-q4_k` and others. Blocks are encoded by the package libgguf, as ggml does.
+
+    gguf-q4_k      rows as blocks of Q4_K, all in one tensor
+    gguf-q8_0/64   the same, with the rows of each head of 64 in the order that llama.cpp's RoPE wants
+    gguf-f32+1     numbers, to which 1 is added: a norm of Gemma
+
+The name says all that the bytes depend on, but for importances, which a step takes from a table of its plan. The stored tensor
+has llama.cpp's name; a name says nothing about its bytes, so `outs` leaves the Hub's.
+
+**Error.** F32 is exact; F16 and BF16 are rounded to nearest. In a block whose largest magnitude is a, no element is further off
+than a / 254 (Q8_0), a / 16 (Q5_0) or a / 8 (Q4_0), and a · 2^-11 for the rounding of the scale to float16. The other types
+minimise the (weighted) square error of a block; they have no such bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.files import show
+from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
+from weightsmith._models.formats.gguf.blocks import dequantise, quantise, to_llama_order
+from weightsmith._models.formats.numbers import maxima_of
+from weightsmith.abc.stored import Bytes, Rows
+
+PREFIX = "gguf-"
+PLAIN = ("F32", "F16", "BF16")
+TYPES: dict[str, DType] = {name: DTYPES[name] for name in PLAIN} | dict(BLOCKS)
+"""The types of tensors that are written, by ggml's name."""
+
+NEEDS_IMPORTANCES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"})
+"""Types that cannot be encoded without them."""
+
+_LARGEST_SCALE = 65504
+"""The largest float16."""
+_NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1)?")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufEncoding:
+    """Rows as one of ggml's types.
+
+    dtype      the type
+    head_rows  rows of a head that are reordered; 0: none are
+    shift      added to every value
+    """
+
+    dtype: DType
+    head_rows: int = 0
+    shift: float = 0.0
+    whole: int = 0
+    product: str = ""
+    vocabulary: bool = True
+
+    @property
+    def name(self) -> str:
+        """As in plans."""
+        heads = f"/{self.head_rows}" if self.head_rows else ""
+        return f"{PREFIX}{self.dtype.name.lower()}{heads}{'+1' if self.shift else ''}"
+
+    @property
+    def align_rows(self) -> int:
+        """A head, if its rows are reordered."""
+        return self.head_rows or 1
+
+    def refusal(self, spec: TensorSpec) -> str:
+        """Accepts what has whole blocks in each row, and whole heads."""
+        if not spec.dtype.floating or spec.dtype.itemsize < 2:
+            return f"it is {spec.dtype}, not floating point of 16 bits or more"
+        if not spec.size or len(spec.shape) > 3:
+            return f"its shape is {list(spec.shape)}"
+        if self.dtype.block > 1 and (len(spec.shape) < 2 or spec.shape[-1] % self.dtype.block):
+            return f"its rows of {spec.shape[-1]:,} are not a multiple of {self.dtype.block}"
+        if self.head_rows and (self.head_rows % 2 or spec.shape[0] % self.head_rows):
+            return f"its {spec.shape[0]:,} rows are not whole heads of {self.head_rows}"
+        return ""
+
+    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """One tensor of the same shape.
+
+        >>> print(*find("gguf-q8_0/8").outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 32))))
+        q_proj.weight [64, 32] Q8_0
+        """
+        if why := self.refusal(spec):
+            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
+        return (TensorSpec(spec.name, self.dtype, spec.shape),)
+
+    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
+        """As `Encoding.encode`.
+
+        numbers  importances by which the square errors of columns are weighted: [matrices · cols], of each matrix of a tensor
+                 of three dimensions, or [cols]; empty: all are equal
+        """
+        n, cols = rows.shape
+        rows = to_llama_order(rows, self.head_rows)
+        if self.shift:
+            rows = rows + np.float32(self.shift)
+        if self.dtype.block == 1:
+            from weightsmith._kernels.codecs import encode
+
+            encode(np.ascontiguousarray(rows).reshape(-1), rows.size, self.dtype.code, 0, outs[0])
+            return
+        height = spec.shape[-2]  # of each matrix
+        done = 0
+        while done < n:  # rows of one matrix at a time: each has importances of its own
+            matrix, row = divmod(first_row + done, height)
+            count = min(n - done, height - row)
+            weights = numbers.reshape(-1, cols)[matrix % (numbers.size // cols)] if numbers.size else None
+            nbytes = cols // self.dtype.block * self.dtype.itemsize
+            part, out = rows[done : done + count], outs[0][done * nbytes : (done + count) * nbytes]
+            quantise(self.dtype, part, out, weights)
+            _check_finite(self.dtype, spec, part, out)
+            done += count
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """Nothing: the file says what its tensors are."""
+        return {}
+
+
+def _check_finite(dtype: DType, spec: TensorSpec, rows: Rows, out: Bytes) -> None:
+    """Raise NonFinite if finite rows have become blocks that are not: scales are float16."""
+    if (maxima_of(rows, 1, rows.shape[1]) <= _LARGEST_SCALE).all():
+        return
+    if np.isfinite(rows).all() and not np.isfinite(dequantise(dtype, out, rows.size)).all():
+        raise NonFinite(
+            f"{float(np.abs(rows).max()):g} is not a number that blocks of {dtype} can hold",
+            where=f"output tensor {show(spec.name)}",
+            fix="choose a format with a wider range, such as gguf-bf16",
+        )
+
+
+def find(name: str) -> GgufEncoding | None:
+    """The encoding of a name; None for a name that is none of them.
+
+    >>> find("gguf-f32+1").shift, find("gguf-q4_k/64").head_rows, find("gguf-q9_9")
+    (1.0, 64, None)
+    """
+    match = _NAME.fullmatch(name)
+    dtype = None if match is None else TYPES.get(match[1].upper())
+    if match is None or dtype is None:
+        return None
+    return GgufEncoding(dtype, int(match[2] or 0), 1.0 if match[3] else 0.0)

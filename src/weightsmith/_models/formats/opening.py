@@ -1,0 +1,126 @@
+"""How a model's weight files become plain tensors: which file format they have, and which stored format decodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.files import Opener, open_local, show
+from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
+from weightsmith._models.formats import broken, formats
+from weightsmith._models.formats.config import config_entries
+from weightsmith.abc.files import FileKind, Index, Opened
+from weightsmith.abc.stored import Specs, Wrapped
+from weightsmith.abc.tensors import Tensors
+
+
+def kinds() -> tuple[FileKind, ...]:
+    """File formats, in order of preference if a folder holds several."""
+    return tuple(kind for each in formats() for kind in each.files)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The weight files of a folder, not yet opened.
+
+    kind     their format
+    paths    in natural order
+    index    the index that lists them, if any
+    ignored  names of weight files of this format that are not part of the model
+    """
+
+    kind: FileKind
+    paths: tuple[Path, ...]
+    index: Index | None
+    ignored: tuple[str, ...]
+
+    def open(self, where: str, open_file: Opener = open_local) -> Opened:
+        """Open them; see `FileKind.open`. where: the model as the user named it."""
+        return self.kind.open(self.paths, self.index, where, open_file)
+
+
+def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, Weights]:
+    """The first kind with weights in the folder, and their files. Looks only at names.
+
+    names  relative names of all files in the folder
+    where  the folder or hub repository, for messages
+
+    Raises what `FileKind.choose` raises, and the error of `no_weights` if there are no weights.
+    """
+    listed = list(names)
+    for kind in kinds():
+        chosen = kind.choose(listed, where)
+        if chosen is not None:
+            return kind, chosen
+    raise no_weights(listed, where, suffixes())
+
+
+def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFiles:
+    """The weight files of a folder; arguments as for `choose_kind`. Reads only the index, if any.
+
+    Raises as `choose_kind` and `read_index`.
+    """
+    kind, chosen = choose_kind(names, where)
+    index, files = None, chosen.files
+    if chosen.index is not None:
+        index = folder / chosen.index, read_index(folder / chosen.index, set(names), kind.suffixes)
+        files = tuple(sorted(set(index[1].values()), key=natural_key))
+    ignored = tuple(name for name in chosen.ignored if name not in files)
+    return WeightFiles(kind, tuple(folder / name for name in files), index, ignored)
+
+
+def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
+    """Open a single weight file. Raises Unsupported for an unknown suffix, else as `FileKind.open`."""
+    for kind in kinds():
+        if path.name.lower().endswith(kind.suffixes):
+            return kind.open((path,), None, where, opener)
+    *others, last = suffixes()
+    raise Unsupported(
+        f"not a weight file: its name does not end with {', '.join(others)} or {last}",
+        where=where,
+        fix="Name a folder, or a weight file in one of these formats.",
+    )
+
+
+def suffixes() -> tuple[str, ...]:
+    """The suffixes of weight files of all kinds, lower case."""
+    return tuple(suffix for kind in kinds() for suffix in kind.suffixes)
+
+
+def _mxfp4(name: str, specs: Specs) -> str:
+    """gpt-oss's experts, which no format reads."""
+    return "MXFP4" if name.removesuffix("_scales") + "_blocks" in specs else ""
+
+
+def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str | None:
+    """What the weights are quantised with and how that shows, or None if they are plain numbers.
+
+    config  the model's config.json; a multi-modal one may keep the entry in a sub-config
+    specs   all tensors by name
+
+    >>> describe_quantisation({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {})
+    "'gptq', 4 bits (quantization_config in config.json)"
+    """
+    for where, entry in config_entries(config or {}):
+        method = entry.get("quant_method") or entry.get("mode") or "unnamed method"
+        bits = f", {show(entry['bits'])} bits" if "bits" in entry else ""
+        return f"{show(method)}{bits} ({where} in config.json)"
+    marks = [*(mark for each in formats() for mark in each.marks.items()), ("_scales", _mxfp4)]
+    suffixes = tuple(suffix for suffix, _ in marks)
+    for name in specs:
+        if name.endswith(suffixes):
+            for suffix, mark in marks:
+                if name.endswith(suffix) and (label := mark(name, specs)):
+                    return f"{label} (tensor {show(name)})"
+    return None
+
+
+def wrap(source: Tensors, config: Mapping[str, Any] | None, where: str) -> Wrapped:
+    """The tensors of a model, decoded by the first stored format that recognises them, else as stored."""
+    for each in formats():
+        if each.recognises(config or {}, source.specs):
+            return replace(each.read(source, config or {}, where), kind=each.title)
+    return Wrapped(source, config, broken() if config_entries(config or {}) else ())

@@ -1,0 +1,343 @@
+"""Matrices whose elements are the value of a code · a scale: what fp8 and compressed-tensors have in common.
+
+A `Scheme` says how weights are stored, and a format's config.json which schemes a model has. Names and dtypes of tensors say
+which of them are quantised, so the lists of modules that were left alone (`ignore`, `modules_to_not_convert`) are not needed.
+Each read multiplies the values of the codes that it needs by their scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import Finding, FormatError
+from weightsmith._base.files import DAMAGED, show
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._models.formats.config import (
+    damaged,
+    dropped_scales,
+    plain_dtype,
+    quantisation_entry,
+    unsupported,
+    without_entries,
+)
+from weightsmith._models.formats.decoded import F32, DecodedTensors
+from weightsmith._models.formats.numbers import powers_of_two
+from weightsmith.abc.stored import Config, Specs, Wrapped
+from weightsmith.abc.tensors import Tensors, read
+
+Structure = tuple[int | None, int | None]
+"""Rows and columns of a block; None stands for all of the matrix."""
+
+TENSOR: Structure = (None, None)
+TITLE = "codes with scales"
+
+PACKED, SHAPE, DIVISOR, ZEROS = "_packed", "_shape", "_global_scale", "_zero_point"
+"""Ends of the names of a weight's other tensors: X.weight_packed, …"""
+_PACKED = f".weight{PACKED}"
+_PARTS = tuple(f".weight{part}" for part in (PACKED, SHAPE, DIVISOR))
+_FOREIGN = (f".weight{ZEROS}", ".weight_g_idx")
+_UNUSED = frozenset(
+    "input_scale output_scale activation_scale k_scale v_scale q_scale kv_scale input_global_scale input_zero_point".split()
+)
+_FLOATS = ("F32", "BF16", "F16")
+CHUNK_ELEMENTS = 1 << 18
+"""Elements to decode at a time: at most 256 KiB of codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One way to store weights.
+
+    kind      of the codes, as `kernels.blocks.TABLES` names them: float8, int8, offset8, offset4, float4
+    codes     dtype of their tensor; it is packed if it is not the dtype of a single code
+    packed    the tensor of codes is X.weight_packed, not X.weight
+    block     what a scale is for
+    scales    dtypes that scales may have; U8 is an exponent
+    suffixes  of the tensor of scales, after X.weight
+    shaped    there is a tensor X.weight_shape
+    divided   scales are divided by X.weight_global_scale
+    zeroed    X.weight_zero_point is subtracted from the codes
+    """
+
+    kind: str
+    codes: str
+    block: Structure
+    packed: bool = False
+    scales: tuple[str, ...] = _FLOATS
+    suffixes: tuple[str, ...] = ("_scale",)
+    shaped: bool = False
+    divided: bool = False
+    zeroed: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return int(self.kind[-1])
+
+    def block_of(self, rows: int, cols: int) -> tuple[int, int]:
+        """Rows and columns of a block of a matrix. A block larger than the matrix is the matrix."""
+        high, wide = self.block
+        return min(high or rows, max(rows, 1)) or 1, min(wide or cols, max(cols, 1)) or 1
+
+    def tensors(self, spec: TensorSpec, scale: str) -> tuple[TensorSpec, ...]:
+        """The stored tensors of a weight: codes and scales; then those of the whole weight. scale: dtype of the scales.
+
+        >>> from weightsmith._base.tensors import DTYPES
+        >>> scheme = Scheme("offset4", "I32", (1, 128), packed=True, shaped=True)
+        >>> for each in scheme.tensors(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 256)), "BF16"):
+        ...     print(each)
+        q_proj.weight_packed [64, 32] I32
+        q_proj.weight_scale [64, 2] BF16
+        q_proj.weight_shape [2] I64
+        """
+        (rows, cols), name, codes = spec.shape, spec.name, DTYPES[self.codes]
+        high, wide = self.block_of(rows, cols)
+        found = [
+            TensorSpec(name + (PACKED if self.packed else ""), codes, (rows, cols * self.bits // (8 * codes.itemsize))),
+            TensorSpec(name + self.suffixes[0], DTYPES[scale], (-(-rows // high), -(-cols // wide))),
+        ]
+        if self.shaped:
+            found.append(TensorSpec(name + SHAPE, DTYPES["I64"], (2,)))
+        if self.divided:
+            found.append(TensorSpec(name + DIVISOR, DTYPES["F32"], (1,)))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledWeight:
+    """A matrix of codes and its scales; see `decoded.Weight`.
+
+    spec     of the plain tensor: X.weight
+    codes    name of the tensor of codes
+    kind     of the codes, as `kernels.blocks.TABLES` names them
+    scale    name of the scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major order
+    block    (rows, cols) of a block; the last of a row or column may be smaller
+    natural_dtype  config.json's dtype
+    extent   name of the tensor that holds the shape once more, I64 [2]; "" for none
+    divisor  name of the tensor, F32 of one element, by which scales are divided; "" for none
+    zeros    name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest
+             bits of a word are the first row's; "" where the code of zero is 2^(bits - 1). Blocks then have one row
+    """
+
+    spec: TensorSpec
+    codes: str
+    kind: str
+    scale: str
+    block: tuple[int, int]
+    natural_dtype: DType
+    extent: str = ""
+    divisor: str = ""
+    zeros: str = ""
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return int(self.kind[-1])
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Blocks of a column and of a row."""
+        (rows, cols), (high, wide) = self.spec.shape, self.block
+        return -(-rows // high), -(-cols // wide)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.codes, self.scale, self.extent, self.divisor, self.zeros)))
+
+    @property
+    def preferred_rows(self) -> int:
+        """The height of a block, so that no scale is read twice; 1 if one block is the whole matrix."""
+        return self.block[0] if self.block[0] < self.spec.shape[0] else 1
+
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        from weightsmith._kernels.blocks import TABLES, dequantise
+
+        self._check_extent(stored)
+        cols, (block_rows, block_cols), across = self.spec.shape[1], self.block, self.grid[1]
+        for start in range(0, values.size, CHUNK_ELEMENTS):
+            part, at = values[start : start + CHUNK_ELEMENTS], first + start
+            band, last = at // cols // block_rows, (at + part.size - 1) // cols // block_rows
+            scales = self._scales(stored, band * across, (last + 1) * across)
+            begin, end = at * self.bits // 8, -(-(at + part.size) * self.bits // 8)
+            codes = np.empty(end - begin, np.uint8)
+            stored.read_into(self.codes, begin, codes)
+            if not self.zeros:
+                dequantise(codes, TABLES[self.kind], at, cols, scales, across, block_rows, block_cols, part)
+                continue
+            dequantise(codes, TABLES[self.kind], at, cols, np.ones_like(scales), across, block_rows, block_cols, part)
+            row, col = np.divmod(np.arange(at, at + part.size), cols)
+            block = (row - band) * across + col // block_cols
+            part -= self._zeros(stored, band, last + 1)[block]
+            with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
+                part *= scales[block]
+
+    def _zeros(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
+        """The values of the codes of zero in rows first … end: float32 [blocks], in row-major order."""
+        from weightsmith._kernels.blocks import TABLES
+
+        bits, across = self.bits, self.grid[1]
+        per_word = 32 // bits
+        words = np.empty((-(-end // per_word) - first // per_word, across), "<u4")
+        stored.read_into(self.zeros, first // per_word * across * 4, words.view(np.uint8).reshape(-1))
+        rows = np.arange(first, end)
+        shifts = (rows % per_word * bits).astype(np.uint32)[:, None]
+        codes = words[rows // per_word - first // per_word] >> shifts & np.uint32((1 << bits) - 1)
+        return np.asarray(TABLES[self.kind][codes.reshape(-1)])
+
+    def _scales(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
+        """Scales first … end, by which the values of the codes are multiplied."""
+        from weightsmith._kernels.codecs import decode
+
+        dtype = stored.specs[self.scale].dtype
+        raw = np.empty((end - first) * dtype.itemsize, np.uint8)
+        stored.read_into(self.scale, first * dtype.itemsize, raw)
+        if dtype.name == "U8":
+            return powers_of_two(raw)
+        scales = np.empty(end - first, np.float32)
+        decode(raw, dtype.code, 0, scales.size, scales)
+        if self.divisor:
+            with np.errstate(all="ignore"):
+                scales /= read(stored, self.divisor).reshape(-1)[0]
+        return scales
+
+    def _check_extent(self, stored: Tensors) -> None:
+        """Raise FormatError if the stored shape is not that of the codes."""
+        if self.extent:
+            shape = read(stored, self.extent).tolist()
+            if shape != list(self.spec.shape):
+                what = f"{self.extent} is {shape}, and the codes are for {list(self.spec.shape)}"
+                raise FormatError(what, fix=DAMAGED)
+
+
+ReadEntry = Callable[[Mapping[str, Any], str, str], tuple[Sequence[Scheme], Sequence[Finding]]]
+
+
+def read_scaled(read_entry: ReadEntry) -> Callable[[Tensors, Config, str], Wrapped]:
+    """`StoredFormat.read`.
+
+    read_entry  (the entry in config.json, its place, the model) → how weights are stored, and what the user should know
+
+    Raises what `read_entry` raises; Unsupported for tensors that are not read; FormatError when tensors and config.json
+    contradict each other: no scale, a scale of another shape, a scale without its weight.
+    """
+
+    def read_model(stored: Tensors, config: Config, where: str) -> Wrapped:
+        place, entry = quantisation_entry(config, where)
+        schemes, notes = read_entry(entry, f"{place} in config.json", where)
+        return _read(stored, schemes, notes, config, f"{place} in config.json", where)
+
+    return read_model
+
+
+def _read(
+    stored: Tensors, schemes: Sequence[Scheme], notes: Sequence[Finding], config: Config, place: str, where: str
+) -> Wrapped:
+    specs, dtype = stored.specs, plain_dtype(config)
+    weights = [_weight(spec, specs, schemes, dtype, where) for spec in specs.values() if is_codes(spec)]
+    if not weights:
+        wanted = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
+        what = f"{place} says that the weights are quantised, and no tensor is {wanted}"
+        raise FormatError(what, where=where, fix=f"Remove {place.replace(' in ', ' from ')}, if the weights are plain numbers.")
+    _check_others(specs, weights, where)
+    dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED]
+    return Wrapped(
+        DecodedTensors(stored, weights, dropped, where), without_entries(config), (*notes, *dropped_scales(dropped, where))
+    )
+
+
+def is_codes(spec: TensorSpec) -> bool:
+    """The tensor may be the codes of a weight."""
+    if spec.dtype.name.startswith("F8_"):
+        return not spec.name.endswith((".weight_scale", ".weight_scale_inv"))
+    return spec.name.endswith(_PACKED) or (spec.dtype.name == "I8" and spec.name.endswith(".weight"))
+
+
+def read_block(value: object, key: str, where: str) -> Structure:
+    if isinstance(value, Sequence) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+        return value[0], value[1]
+    raise damaged(f"{show(key)} is {show(value)}, not two positive integers", where)
+
+
+def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DType, where: str) -> ScaledWeight:
+    packed = spec.name.endswith(_PACKED)
+    name = spec.name.removesuffix(PACKED) if packed else spec.name
+    fitting = [scheme for scheme in schemes if (scheme.packed, scheme.codes) == (packed, spec.dtype.name)]
+    if not fitting or len(spec.shape) != 2:
+        wanted = ", ".join(dict.fromkeys(scheme.codes for scheme in schemes if scheme.packed == packed))
+        what = f"tensor {show(spec.name)} is {list(spec.shape)} {spec.dtype}; "
+        what += f"only matrices of {wanted} are read as codes" if wanted else "config.json says nothing of such codes"
+        raise unsupported(what, where)
+    suffixes = tuple(dict.fromkeys(suffix for scheme in fitting for suffix in scheme.suffixes))
+    scale = next((specs[name + suffix] for suffix in suffixes if name + suffix in specs), None)
+    if scale is None:
+        names = " or ".join(show(name + suffix) for suffix in suffixes)
+        raise damaged(f"tensor {show(spec.name)} is {spec.dtype}, and has no scale {names}", where)
+    dtypes = tuple(dict.fromkeys(dtype for scheme in fitting for dtype in scheme.scales))
+    if scale.dtype.name not in dtypes:
+        raise unsupported(f"scale {show(scale.name)} is {scale.dtype}, and only {', '.join(dtypes)} are read", where)
+    candidates = dict.fromkeys(_described(name, spec, scale.name, scheme, dtype) for scheme in fitting)
+    found = [made for made in candidates if scale.shape in _spellings(made.grid)]
+    if len(found) != 1:
+        grids = " or ".join(str(list(grid)) for grid in dict.fromkeys(made.grid for made in candidates))
+        problem = f"and its blocks need {grids or 'none'}"
+        if found:
+            problem = f"which fits blocks of {[made.block for made in found]}"
+        what = f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}, {problem}"
+        raise damaged(what, where)
+    _check_part(found[0].extent, "I64", [(2,)], specs, spec, where)
+    _check_part(found[0].divisor, "F32", [(1,), ()], specs, spec, where)
+    words = -(-found[0].spec.shape[0] * found[0].bits // 32)
+    _check_part(found[0].zeros, "I32", [(words, found[0].grid[1])], specs, spec, where)
+    return found[0]
+
+
+def _check_part(name: str, dtype: str, shapes: Sequence[tuple[int, ...]], specs: Specs, codes: TensorSpec, where: str) -> None:
+    """Raise FormatError if a tensor that belongs to codes is missing, or is another kind of tensor. name: "" for none."""
+    part = specs.get(name)
+    if not name or (part is not None and part.dtype.name == dtype and part.shape in shapes):
+        return
+    found = "missing" if part is None else f"{list(part.shape)} {part.dtype}"
+    raise damaged(f"{show(name)} is {found}, and the codes {show(codes.name)} need it to be {list(shapes[0])} {dtype}", where)
+
+
+def _described(name: str, spec: TensorSpec, scale: str, scheme: Scheme, dtype: DType) -> ScaledWeight:
+    """A weight as a scheme describes it; whether the scales fit is for the caller to check."""
+    rows, cols = spec.shape
+    if scheme.packed:
+        cols = cols * spec.dtype.itemsize * 8 // scheme.bits
+    return ScaledWeight(
+        TensorSpec(name, F32, (rows, cols)),
+        spec.name,
+        scheme.kind,
+        scale,
+        scheme.block_of(rows, cols),  # which makes different names of the same block equal
+        dtype,
+        name + SHAPE if scheme.shaped else "",
+        name + DIVISOR if scheme.divided else "",
+        name + ZEROS if scheme.zeroed else "",
+    )
+
+
+def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:
+    """The shapes in which scales of a grid of blocks are stored: [rows, cols], [rows] of a column, [] of a single one."""
+    return [grid, *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
+
+
+def _check_others(specs: Specs, weights: Sequence[ScaledWeight], where: str) -> None:
+    """Nothing else in the checkpoint may be part of a quantised weight."""
+    used = {name for weight in weights for name in weight.stored}
+    for name in specs:
+        if name in used:
+            continue
+        if name.endswith((*_FOREIGN, *_PARTS)):
+            kinds = ", ".join(dict.fromkeys(weight.kind for weight in weights))
+            raise unsupported(f"tensor {show(name)} is part of a weight that is not read: the others are {kinds}", where)
+        weight = next((name.removesuffix(s) for s in ("_scale_inv", "_scale") if name.endswith(f".weight{s}")), None)
+        # A model may have learned scales of its own beside a plain weight, under the name `weight_scale`.
+        if weight is not None and (weight not in specs or name.endswith("_inv")):
+            raise damaged(f"scale {show(name)} has no quantised weight {show(weight)}", where)

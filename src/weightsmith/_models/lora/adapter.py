@@ -1,0 +1,368 @@
+"""A LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors or .bin, checked before it is believed.
+
+LoRA (Hu et al. 2021, arXiv 2106.09685) adds scaling · B @ A to a matrix, with scaling = alpha / r; rsLoRA (Kalajdzievski 2023,
+arXiv 2312.03732) has alpha / √r. DoRA (Liu et al. 2024, arXiv 2402.09353) then gives each row a norm of its own.
+
+Single files in the format of kohya's scripts (`lora_down`, `lora_up`, `alpha`) are read too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsmith._base.errors import FormatError, NotFound, Unsupported
+from weightsmith._base.files import file_names, is_folder, show
+from weightsmith._base.strict_json import read_object
+from weightsmith._base.text import count
+from weightsmith._files.copied import is_tokenizer
+from weightsmith._models.checkpoint import CARD_NAME, Checkpoint, HubModel, ModelFolder, locate, open_place
+from weightsmith._models.formats.opening import open_file
+from weightsmith._models.lora.patterns import PatternError, Patterns
+from weightsmith._models.lora.records import CONFIG_NAME, Adapter, Factors, Parameter, Stacked
+from weightsmith._models.structure.configs import finite_number, whole_number
+
+if TYPE_CHECKING:
+    from weightsmith._files.hub import Repository
+    from weightsmith._files.remote.addresses import Address
+    from weightsmith._files.remote.folder import RemoteFolder
+
+
+WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
+MAX_CONFIG_BYTES = 16 << 20
+
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)")
+_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
+_SAVED = re.compile(r"(?<=\.)modules_to_save\.(?:default\.)?")
+_LAYER = ".base_layer"
+_NAMES = "Write the names of the modules in place of the pattern."
+_REPAIR = "Repair it, or download the adapter again."
+_MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
+
+# Settings under which B @ A is not all that the adapter does; each must be false, none or empty.
+_NOT_APPLIED = {
+    "lora_bias": "a bias of B, which is added to the layer's own",
+    "use_qalora": "QA-LoRA, which pools the inputs of A",
+    "use_bdlora": "block-diagonal factors",
+    "layer_replication": "layers that are repeated before the adapter is applied",
+    "trainable_token_indices": "single rows of the embedding, trained apart",
+    "alora_invocation_tokens": "an activated LoRA, which is on for some tokens only and so cannot be merged",
+    "arrow_config": "Arrow routing between several adapters",
+    "kasa_config": "KaSA, which changes the base weights",
+    "monteclora_config": "MonteCLoRA's sampled factors",
+    "megatron_config": "layers of Megatron, which are split between devices",
+    "ensure_weight_tying": "factors that embedding and head share",
+}
+# Initialisations that leave the base weights alone. The others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) subtract their first B @ A
+# from them, and the adapter is to that residual, which is not in any file.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
+    """Open an adapter: a local folder, a file of kohya's, or a hub id `org/name[@revision]`.
+
+    Reads its config and header, no tensor data (of kohya's files, one number for each module).
+
+    Raises NotFound, FormatError (bytes or settings that break the format), Unsupported (what is more than LoRA), and what
+    `open_checkpoint` raises for a name. All problems of one file are in one error.
+    """
+    place = locate(ref, revision)
+    if isinstance(place, Path) and not is_folder(place):
+        if place.suffix != ".safetensors":
+            raise Unsupported(
+                "an adapter is a folder, or a .safetensors file", where=ref, fix=f"Name the one that holds {CONFIG_NAME}."
+            )
+        return open_kohya(ref, place)
+    folder, names, repository = _files(place)
+    weights = next((name for name in WEIGHTS_NAMES if name in names), "")
+    if repository is not None and weights:
+        repository.download([CONFIG_NAME], quiet=True)
+        repository.want([weights, CARD_NAME])
+        repository.read_starts([weights])
+        if isinstance(place, HubModel) and place.streams:
+            repository.stream()
+    if CONFIG_NAME not in names or not weights:
+        missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
+        missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]
+        details = (f"it holds {', '.join(sorted(names)[:8])}",) if names else ()
+        fix = "name a folder that PEFT's save_pretrained has written"
+        raise NotFound(f"not a PEFT adapter: it has no {' and no '.join(missing)}", where=ref, details=details, fix=fix)
+    config_path, path = folder / CONFIG_NAME, folder / weights
+    config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
+    _check_kind(config, str(config_path))
+    tokenizer = tuple(sorted(name for name in names if is_tokenizer(name)))
+    opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
+    checkpoint = Checkpoint(
+        ref,
+        opened.source,
+        ModelFolder.of(folder, repository, config=config, files=tokenizer),
+        metadata=opened.metadata,
+        notes=(*(() if repository is None else repository.notes), *opened.notes),
+    )
+    return _sorted(checkpoint, config)
+
+
+def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repository | RemoteFolder | None]:
+    """The adapter's folder, the names of its files, and the repository of one that is elsewhere."""
+    if isinstance(place, Path):
+        return place, file_names(place), None
+    repository, _ = open_place(place)
+    return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if name in repository.sizes], repository
+
+
+def _check_kind(config: Mapping[str, Any], where: str) -> None:
+    """Raise Unsupported for an adapter that is not plain LoRA, with every reason."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        fix = f"Convert it with peft's convert_to_lora, and name the folder of the result. Or: {_MERGE_WITH_PEFT}"
+        raise Unsupported(f"an adapter of peft_type {show(kind)}, not LORA", where=where, fix=fix)
+    reasons = [f"{key}: {why}" for key, why in _NOT_APPLIED.items() if config.get(key)]
+    if config.get("bias", "none") != "none":
+        reasons.append(f"bias: {show(config['bias'])}: biases are trained too")
+    init = config.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        reasons.append(f"init_lora_weights: {show(init)}: the base weights were changed before training")
+    if reasons:
+        raise Unsupported(
+            "the adapter does more than LoRA, and would be applied wrongly", where=where, details=reasons, fix=_MERGE_WITH_PEFT
+        )
+
+
+def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
+    """The adapter in a file. Raises FormatError with everything in it that cannot be."""
+    problems: list[str] = []
+    found: dict[str, dict[str, str]] = {}
+    embeddings: set[str] = set()
+    magnitudes: dict[str, str] = {}
+    replacements: dict[str, str] = {}
+    for name, spec in checkpoint.specs.items():
+        inner = _WRAPPERS.sub("", name).removeprefix(_PREFIX)
+        match = _FACTOR.fullmatch(inner)
+        if ".original_module." in inner:
+            continue  # what a module that is saved whole was before the training
+        if match is None and (found_magnitude := _MAGNITUDE.fullmatch(inner)):
+            magnitudes[found_magnitude[1]] = name
+        elif match is None and any(part.startswith("lora_") for part in inner.split(".")):
+            problems.append(f"{show(name)} is no A or B of a LoRA")
+        elif match is None:
+            replacements[_SAVED.sub("", inner).replace(_LAYER, "")] = name
+        elif not spec.dtype.floating or len(spec.shape) != 2 or 0 in spec.shape:
+            problems.append(f"{spec} is no matrix of floating numbers: only linear and embedding layers are applied")
+        elif found.setdefault(match[1], {}).setdefault(match[2] or match[3], name) != name:
+            problems.append(f"{show(name)} and {show(found[match[1]][match[2] or match[3]])} are the same factor")
+        elif match[3]:
+            embeddings.add(match[1])
+    scalings = _Scalings(config, checkpoint.ref)
+    targets = _targets(config, checkpoint.ref)
+    of_weights = set[str]()
+    updates: dict[str, Factors] = {}
+    stacked: dict[str, dict[int, Stacked]] = {}
+    for module, pair in found.items():
+        if len(pair) < 2:
+            problems.append(f"{module} has an {next(iter(pair))} and no {'B' if 'A' in pair else 'A'}")
+            continue
+        a, b = (checkpoint.specs[pair[part]].shape for part in "AB")
+        rank = scalings.rank(module)
+        outer = module.replace(_LAYER, "")
+        if _of_parameters(outer, targets, plain=a[0] == b[1] == rank):
+            depth = module.count(_LAYER)
+            if f"{outer}{_LAYER * depth}" != module or a[0] != b[1]:
+                problems.append(f"{module} has A {list(a)} and B {list(b)}, which are no factors of experts")
+            else:
+                stacked.setdefault(outer, {})[depth] = Stacked(pair["A"], pair["B"])
+            continue
+        if a[0] != rank or b[1] != rank:
+            problems.append(f"{module} has rank {rank} by the config, and A {list(a)} and B {list(b)}")
+            continue
+        magnitude = magnitudes.pop(module, "")
+        if problem := _magnitude_problem(checkpoint, config, module, magnitude, b[0], embedding=module in embeddings):
+            problems.append(problem)
+            continue
+        updates[module] = Factors(pair["A"], pair["B"], module in embeddings, scalings.of(module), magnitude)
+        if any(name == "weight" and f".{module}".endswith(f".{end}") for end, name in targets):
+            of_weights.add(module)
+    problems += [f"{show(name)} is of a module without A and B" for name in magnitudes.values()]
+    if problems:
+        where, n = str(checkpoint.paths[0]), len(problems)
+        shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
+        fix = "Save it again with peft: the config and the weights are of different adapters, or this is not one of PEFT's."
+        raise FormatError(f"the adapter's tensors have {count(n, 'problem')}", where=where, details=shown, fix=fix)
+    return Adapter(
+        checkpoint,
+        updates,
+        replacements,
+        transposed=config.get("fan_in_fan_out") is True,
+        stacked={module: tuple(levels[depth] for depth in sorted(levels, reverse=True)) for module, levels in stacked.items()},
+        parameters={module: tuple(_parameters(module, targets, scalings)) for module in stacked},
+        weights=frozenset(of_weights),
+        saved=frozenset(_saved_modules(config, replacements)),
+    )
+
+
+def _saved_modules(config: Mapping[str, Any], replacements: Iterable[str]) -> Iterator[str]:
+    """The modules of `modules_to_save`. PEFT compares the ends of names."""
+    listed = config.get("modules_to_save")
+    ends = tuple(filter(None, map(str, listed))) if isinstance(listed, list) else ()
+    for name in replacements:
+        module = name
+        while module := module.rpartition(".")[0]:
+            if module.endswith(ends):
+                yield module
+
+
+def _targets(config: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+    """`target_parameters`, as the end of a module's name and a parameter's."""
+    listed = config.get("target_parameters") or []
+    if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):
+        what = f"target_parameters is {show(listed)}, not a list of names"
+        raise FormatError(what, where=f"{where}, {CONFIG_NAME}", fix=_REPAIR)
+    return sorted({(module, name) for module, _, name in (each.rpartition(".") for each in listed)})
+
+
+def _of_parameters(module: str, targets: Iterable[tuple[str, str]], *, plain: bool) -> bool:
+    """Whether factors are of a module's parameters. plain: by their shapes they could be of the weight of a linear layer."""
+    return any(not plain if name == "weight" or not end else f".{module}".endswith(f".{end}") for end, name in targets)
+
+
+def _parameters(module: str, targets: Iterable[tuple[str, str]], scalings: _Scalings) -> Iterator[Parameter]:
+    for end, name in targets:
+        if not end or f".{module}".endswith(f".{end}"):
+            full = f"{module}.{name}"
+            yield Parameter(name, scalings.rank(full), scalings.of(full))
+
+
+def _magnitude_problem(
+    checkpoint: Checkpoint, config: Mapping[str, Any], module: str, magnitude: str, outputs: int, *, embedding: bool
+) -> str:
+    """What is wrong with the norms that DoRA has for a module; ""."""
+    if bool(config.get("use_dora")) != bool(magnitude):
+        return f"{module} has {'a' if magnitude else 'no'} magnitude, and use_dora is {show(config.get('use_dora'))}"
+    if magnitude and (embedding or config.get("fan_in_fan_out") is True):
+        return f"{module}: DoRA of embeddings, and of weights stored [inputs, outputs], is not read; {_MERGE_WITH_PEFT}"
+    spec = checkpoint.specs[magnitude] if magnitude else None
+    if spec is not None and (spec.shape != (outputs,) or not spec.dtype.floating):
+        return f"{spec} has not one number for each of {outputs} outputs"
+    return ""
+
+
+class _Scalings:
+    """Rank and scaling of each module: `r` and `lora_alpha`, but for the modules that a pattern names."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._where = f"{where}, {CONFIG_NAME}"
+        self._root = config.get("use_rslora") is True
+        self._rank = self._rank_of("r", config.get("r"))
+        self._alpha = self._alpha_of("lora_alpha", config.get("lora_alpha"))
+        self._ranks = self._patterns(config, "rank_pattern", self._rank_of)
+        self._alphas = self._patterns(config, "alpha_pattern", self._alpha_of)
+
+    def rank(self, module: str) -> int:
+        """r of one module."""
+        return int(self._first("rank_pattern", self._ranks, module, self._rank))
+
+    def of(self, module: str) -> float:
+        """What B @ A of one module is multiplied with."""
+        rank = self.rank(module)
+        return self._first("alpha_pattern", self._alphas, module, self._alpha) / (math.sqrt(rank) if self._root else rank)
+
+    def _rank_of(self, key: str, value: object) -> int:
+        rank = whole_number(value)
+        if rank is None or not 0 < rank < 2**31:
+            raise FormatError(f"{key} is {show(value)}; a rank must be a positive integer", where=self._where, fix=_REPAIR)
+        return rank
+
+    def _alpha_of(self, key: str, value: object) -> float:
+        alpha = finite_number(value)
+        if alpha is None:
+            raise FormatError(f"{key} is {show(value)}, not a finite number", where=self._where, fix=_REPAIR)
+        return float(alpha)
+
+    def _patterns(self, config: Mapping[str, Any], key: str, number: Callable[[str, object], float]) -> Patterns:
+        value = config.get(key) or {}
+        if not isinstance(value, dict):
+            raise FormatError(f"{key} is {show(value)}, not an object", where=self._where, fix=_REPAIR)
+        numbers = {text: number(f"{key} of {show(text)}", given) for text, given in value.items()}
+        try:
+            return Patterns(numbers)
+        except PatternError as error:
+            raise self._unread(key, error) from error
+
+    def _first(self, key: str, patterns: Patterns, module: str, otherwise: float) -> float:
+        try:
+            return patterns.find(module, otherwise)
+        except PatternError as error:
+            raise self._unread(key, error) from error
+
+    def _unread(self, key: str, error: PatternError) -> FormatError:
+        why, *pattern = error.args
+        shown = f" {show(pattern[0])}" if pattern else ""
+        return FormatError(f"{key} has a pattern{shown} that is not read: {why}", where=self._where, fix=_NAMES)
+
+
+# ---- LoRA adapters in single files, as kohya's scripts write them: `lora_down`, `lora_up` and `alpha` of each module.
+#
+# A file has no config. Names of modules have `_` in place of dots, after a beginning that names the network, such as
+# `lora_te_` for a text encoder: a module is the base's one whose name is the same with `_` for each dot. Without an
+# `alpha`, the scaling is 1.
+
+_BEGINNING = re.compile(r"lora_(?:te\d*|unet|transformer|llm|prior)_|lora_|lycoris_")
+_PART = re.compile(r"([^.]+)\.(lora_down\.weight|lora_up\.weight|alpha)")
+
+
+def open_kohya(ref: str, path: Path) -> Adapter:
+    """Open a single file. Raises Unsupported for one that is not kohya's, and for layers that are not linear."""
+    opened = open_file(path, ref)
+    checkpoint = Checkpoint(
+        ref, opened.source, ModelFolder(path.parent, config={}), metadata=opened.metadata, notes=opened.notes
+    )
+    try:
+        return Adapter(checkpoint, _updates(checkpoint, path), flat=True)
+    except Exception:
+        checkpoint.close()
+        raise
+
+
+def _updates(checkpoint: Checkpoint, path: Path) -> dict[str, Factors]:
+    parts: dict[str, dict[str, str]] = {}
+    strange: list[str] = []
+    for name in checkpoint.specs:
+        match, beginning = _PART.fullmatch(name), _BEGINNING.match(name)
+        if match is None or beginning is None:
+            strange.append(name)
+        else:
+            parts.setdefault(match[1][beginning.end() :], {})[match[2]] = name
+    if not parts:
+        fix = f"name the folder that holds {CONFIG_NAME}, or a single file with lora_down and lora_up"
+        raise Unsupported("a single file that is not a LoRA of kohya's scripts", where=str(path), details=strange[:3], fix=fix)
+    if strange:
+        what = f"{len(strange):,} tensors are neither lora_down, lora_up nor alpha of a module"
+        fix = "merge it with the program that has made it, or convert it to PEFT's format"
+        raise Unsupported(what, where=str(path), details=[show(name) for name in strange[:8]], fix=fix)
+    problems, updates = [], {}
+    for module, own in parts.items():
+        shapes = [checkpoint.specs[own[part]].shape if part in own else () for part in ("lora_down.weight", "lora_up.weight")]
+        down, up = shapes
+        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or 0 in (*down, *up):
+            problems.append(f"{module}: lora_down {list(down)} and lora_up {list(up)} are no factors of a linear layer")
+            continue
+        scaling = 1.0
+        if "alpha" in own:
+            spec = checkpoint.specs[own["alpha"]]
+            if spec.size != 1 or not spec.dtype.floating:
+                problems.append(f"{spec} is not one number")
+                continue
+            scaling = float(checkpoint.read(spec.name).astype(float).reshape(())) / down[0]
+            if not math.isfinite(scaling):
+                problems.append(f"{spec.name} is {scaling}")
+                continue
+        updates[module] = Factors(own["lora_down.weight"], own["lora_up.weight"], embedding=False, scaling=scaling)
+    if problems:
+        what = f"the adapter's tensors have {count(len(problems), 'problem')}"
+        raise FormatError(what, where=str(path), details=problems[:8], fix="convert it to PEFT's format, or repair it")
+    return updates

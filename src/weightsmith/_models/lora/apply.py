@@ -1,0 +1,321 @@
+"""A model with a LoRA adapter applied: which of the base's tensors everything in the adapter belongs to."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+from weightsmith._base.errors import Finding, ShapeError, nearest
+from weightsmith._base.files import same_bytes, show
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.checkpoint import Checkpoint, ModelFolder
+from weightsmith._models.lora.experts import match_stacked, names_of
+from weightsmith._models.lora.records import Adapter, Factors
+from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, Update
+from weightsmith._models.structure import analyse
+from weightsmith._models.structure.configs import replace_value
+from weightsmith._models.structure.fused import SubMatrix, fused_names, fused_parts
+from weightsmith._models.structure.projections import UNMIXTRAL
+from weightsmith._models.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
+
+_SHOWN = 8  # problems that a message lists
+_BEGINNINGS = 100  # of names that are tried; models have up to ten
+
+_UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
+
+Shape = tuple[int, ...]
+
+
+Names = Callable[[], Mapping[str, str]]
+"""Asks transformers: tensor of the base → tensor of the model that it builds; {} if that is not known."""
+
+
+def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = dict) -> Checkpoint:
+    """A base model with an adapter; config, files and folder are the base's. Closing it closes base and adapter.
+
+    Where embedding and head are one tensor and the adapter changes one of them, the head becomes a tensor of its own, as it was
+    while the adapter was trained.
+
+    names  is called if the base has no place for something: PEFT has names of the model that transformers builds
+
+    Raises ShapeError with everything in the adapter that the base has no place for.
+    """
+    match, own = _matched(base, adapter, ref, names), adapter.checkpoint
+    notes = [*base.notes, *own.notes, *match.notes]
+    base.fetch([name for name in own.files if name in base.files])
+    if other := [name for name in own.files if not same_bytes(own.folder / name, base.folder / name)]:
+        fix = "copy it into the output, if the adapter was trained with it"
+        what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
+        notes.append(Finding(what, ref, fix=fix))
+    folder = ModelFolder(
+        base.folder,
+        f"{base.revision}+{own.revision}" if own.revision else base.revision,
+        match.config or base.config,
+        base.files,
+        base.left_out,
+        base.ignored,
+        repositories=(*base.repositories, *own.repositories),
+    )
+    source = Adapted(base, own, match.origins(), ref)
+    return Checkpoint(ref, source, folder, metadata=base.metadata, notes=tuple(notes), decoded=base.decoded)
+
+
+def find_places(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict[str, str]:
+    """Modules with factors, and tensors that are saved whole → the tensors of the base, but for those that are parts of others.
+
+    Raises ShapeError as `apply_adapter` does.
+    """
+    return _matched(base, adapter, adapter.checkpoint.ref, names).places
+
+
+def _matched(base: Checkpoint, adapter: Adapter, ref: str, names: Names) -> _Match:
+    """The places in the base, by its own names; if these do not fit, by those of the model that transformers builds."""
+    try:
+        return _Match(base, adapter, ref)
+    except ShapeError:
+        sources: dict[str, list[str]] = {}
+        for name, key in names().items():
+            sources.setdefault(key, []).append(name)
+        if all(own == [key] for key, own in sources.items()):
+            raise  # they are the same
+        return _Match(base, adapter, ref, sources)
+
+
+class _Match:
+    """Finds the base's tensor for everything in the adapter.
+
+    config  the base's, with the vocabulary and the tying that the result has
+    notes   what the user should know
+    places  see `find_places`
+
+    sources  tensor of the model that transformers builds → tensors of the base; {}: names are the base's
+    """
+
+    def __init__(
+        self, base: Checkpoint, adapter: Adapter, ref: str, sources: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> None:
+        self._sources = sources
+        self.base, self.adapter, self.ref = base, adapter, ref
+        self.config: dict[str, Any] = copy.deepcopy(base.config or {})
+        self.notes: list[Finding] = []
+        self.places: dict[str, str] = {}
+        self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
+        self._updates: dict[str, Factors] = {}
+        self._parts: dict[str, list[Update]] = {}  # of tensors with several matrices
+        self._replaced: dict[str, str] = {}
+        self._match()
+
+    def origins(self) -> dict[str, AdaptedTensor]:
+        """What each tensor of the result is made from."""
+        return {
+            name: AdaptedTensor(base_name, self._replaced.get(name, ""), tuple(self._updates_of(name)))
+            for name, base_name in self._base_names.items()
+        }
+
+    def _match(self) -> None:
+        adapter, problems = self.adapter, list[str]()
+        stacked = [name for module, own in adapter.parameters.items() for each in own for name in names_of(module, each.name)]
+        targets = [*(f"{m}.weight" for m in adapter.updates), *adapter.replacements, *stacked]
+        rename = self._flat_names() if adapter.flat else self._stored if self._sources else self._renaming(targets)
+        tied = self._tied_embedding()
+        for stored_name, source in adapter.replacements.items():
+            name = rename(stored_name)
+            if name in self._base_names or (tied and is_head(replace(adapter.checkpoint.specs[source], name=name))):
+                self._base_names.setdefault(name, tied)
+                self._replaced[name] = source
+                self.places[stored_name] = self._base_names[name]
+                problem = self._replacement_problem(name)
+            else:
+                problem = self._no_place(name) if len(problems) < _SHOWN else name
+            if problem:
+                problems.append(problem)
+        for module, factors in adapter.updates.items():
+            name = rename(f"{module}.weight")
+            if tied and is_head(replace(self.base.specs[tied], name=name)):
+                self._base_names.setdefault(name, tied)
+            if name in self._base_names:
+                problem = self._shape_problem(name, factors)
+                self._updates[name] = factors
+                self.places[module] = self._base_names[name]
+            elif part := self._part_of(name):
+                problem = self._add_part(name, factors, *part)
+            else:
+                problem = self._no_place(name) if len(problems) < _SHOWN else name
+            if problem:
+                problems.append(problem)
+        modules = {m: rename(f"{m}.x")[:-2] for m in adapter.stacked}
+        found, strange = match_stacked(adapter, self.base.specs, modules, self._sources)
+        problems += strange
+        for name, updates in found.items():
+            self._parts.setdefault(name, []).extend(updates)
+        twice = [name for name, updates in self._parts.items() if name in self._updates or _overlap(updates)]
+        problems += [f"{name}: the adapter has factors for it under several names" for name in twice]
+        problems += self._check_rows() if not problems else []
+        if problems:
+            shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
+            what = f"the adapter does not fit {self.base.ref}: {len(problems)} of its targets have no place there"
+            fix = "name the base model that the adapter was trained on; its adapter_config.json says "
+            fix += show((adapter.checkpoint.config or {}).get("base_model_name_or_path"))
+            raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
+        if tied:
+            self._untie(tied)
+
+    def _stored(self, name: str) -> str:
+        """The base's name of a tensor of the model that transformers builds, unless it is made of several."""
+        sources = self._sources.get(name, ())
+        return sources[0] if len(sources) == 1 else name
+
+    def _renaming(self, targets: Iterable[str]) -> Callable[[str], str]:
+        """From the adapter's names to the base's, which may begin with other modules (`model.`, `language_model.model.`).
+
+        Only a way that no other way does as well as: `layers.0` of a language model is not to be taken for a vision tower's.
+        """
+        names, tensors = list(targets), self.base.specs
+        parts = [name.split(".") for name in tensors]
+        every = dict.fromkeys(".".join(p[:k]) + "." for k in (1, 2) for p in parts if len(p) > k)
+        beginnings = list(every)[:_BEGINNINGS]
+        ways = {(drop, b): [b + name.split(".", drop)[-1] for name in names] for drop in (0, 1, 2) for b in ("", *beginnings)}
+        fits = {way: sum(name in tensors for name in found) for way, found in ways.items()}
+        best = [way for way, n in fits.items() if n == max(fits.values())]
+        if (0, "") in best or len({tuple(ways[way]) for way in best}) > 1:
+            return lambda name: name
+        drop, beginning = best[0]
+        return lambda name: beginning + name.split(".", drop)[-1]
+
+    def _flat_names(self) -> Callable[[str], str]:
+        """From names with `_` for each dot to the base's, whose names may begin with other modules. Only where one fits."""
+        names: dict[str, list[str]] = {}
+        for name in self.base.specs:
+            names.setdefault(name.removesuffix(".weight").replace(".", "_"), []).append(name)
+
+        def rename(name: str) -> str:
+            flat = name.removesuffix(".weight")
+            fitting = names.get(flat) or [n for known, own in names.items() if known.endswith(f"_{flat}") for n in own]
+            return fitting[0] if len(fitting) == 1 else name
+
+        return rename
+
+    def _part_of(self, name: str) -> tuple[str, SubMatrix] | None:
+        """The base's tensor that a matrix is part of, and the part."""
+        for each in (name, _UNMIXTRAL.sub(lambda found: f"{found[1]}{UNMIXTRAL[found[2]]}", name)):
+            if each in self._fused:
+                return self._fused[each]
+        return None
+
+    @cached_property
+    def _fused(self) -> dict[str, tuple[str, SubMatrix]]:
+        """The matrices in tensors of the base that hold several: name → the tensor, and which part of it."""
+        specs = self.base.specs
+        structure = analyse(specs.values(), self.base.config)
+        parts = ((spec.name, part) for spec in specs.values() for part in fused_parts(spec, specs, structure, self.base.config))
+        return {part.name: (name, part) for name, part in parts}
+
+    def _add_part(self, name: str, factors: Factors, tensor: str, part: SubMatrix) -> str:
+        """Add the factors of a matrix that is part of a tensor; the problem with that, or ""."""
+        a, b = self._shapes(factors)
+        if factors.magnitude:
+            return f"{name}: DoRA of a part of {tensor}"
+        if part.shape != (b[0], a[1]):
+            return f"{name}: {list(part.shape)} in {tensor} of the base, and the adapter is for {[b[0], a[1]]}"
+        rows = part.offset // part.shape[1], part.shape[0]
+        self._parts.setdefault(tensor, []).append(Update(factors.a, factors.b, factors.scaling, transposed=False, rows=rows))
+        return ""
+
+    def _no_place(self, name: str) -> str:
+        fused = next((fused for fused in fused_names(name) if fused in self.base.specs), "")
+        if fused:
+            return f"{name}: the base keeps it inside {fused}, in an order that is not known"
+        return f"{name}: the base has no such tensor{nearest(name, self.base.specs)}"
+
+    def _replacement_problem(self, name: str) -> str:
+        own = self.adapter.checkpoint.specs[self._replaced[name]]
+        base = self.base.specs[name] if name in self.base.specs else own
+        grown = is_vocabulary(replace(own, name=name)) and own.shape[1:] == base.shape[1:]
+        if own.shape != base.shape and not grown:
+            return f"{name}: {list(base.shape)} in the base, and {list(own.shape)} is to take its place"
+        if own.dtype.floating != base.dtype.floating:
+            return f"{name}: {base.dtype} in the base, and {own.dtype} is to take its place"
+        return ""
+
+    def _check_rows(self) -> list[str]:
+        """Tokens that the adapter adds must be in embedding and head alike; config.json says how many there are then."""
+        vocabulary = [name for name in self._base_names if is_vocabulary(self._source_spec(name))]
+        rows = {name: self._source_spec(name).shape[0] for name in vocabulary}
+        grown = {self.base.specs[n].shape[0]: rows[n] for n in vocabulary if n in self._replaced and n in self.base.specs}
+        grown = {old: new for old, new in grown.items() if old != new}
+        if grown and len(set(rows.values())) > 1:
+            return [f"{name}: would have {n} rows, and embedding and head need as many" for name, n in rows.items()]
+        for old, new in grown.items():
+            replace_value(self.config, "vocab_size", old, new)
+        return []
+
+    def _shape_problem(self, name: str, factors: Factors) -> str:
+        spec = self._source_spec(name)
+        a, b = self._shapes(factors)
+        fitting = ((b[0], a[1]),) if factors.magnitude else ((b[0], a[1]), (a[1], b[0]))
+        if not spec.dtype.floating or spec.shape not in fitting:
+            return f"{name}: {list(spec.shape)} {spec.dtype} in the base, and the adapter is for {[b[0], a[1]]}"
+        return ""
+
+    def _shapes(self, factors: Factors) -> tuple[Shape, Shape]:
+        specs = self.adapter.checkpoint.specs
+        return specs[factors.a].shape, specs[factors.b].shape
+
+    def _tied_embedding(self) -> str:
+        """The base's embedding where it is also the head, and no file holds a head; else ""."""
+        config = self.base.config or {}
+        architectures = config.get("architectures")
+        causal = isinstance(architectures, list) and any("CausalLM" in str(name) for name in architectures)
+        specs = self.base.specs.values()
+        if tie_flag(config) is False or not causal or any(map(is_head, specs)):
+            return ""
+        return next((spec.name for spec in specs if is_embedding(spec)), "")
+
+    def _untie(self, embedding: str) -> None:
+        """Give the head numbers of its own, where the adapter changes it or the embedding alone."""
+        heads = [name for name in self._base_names if is_head(self._source_spec(name))]
+        changed = embedding in self._updates or embedding in self._replaced
+        if not heads and changed and self._source_spec(embedding).shape == self.base.specs[embedding].shape:
+            heads = ["lm_head.weight"]
+            self._base_names[heads[0]] = embedding
+        if heads:
+            untie(self.config)
+            what = f"the adapter was trained on the {'embedding' if changed else 'head'}, which the base ties to its "
+            what += f"{'head' if changed else 'embedding'}: they are two tensors now"
+            self.notes.append(Finding(what, self.ref, fix="merge it with peft's merge_and_unload, which changes both at once"))
+
+    # --- tensors -------------------------------------------------------------------------------------------------------------
+
+    def _source_spec(self, name: str) -> TensorSpec:
+        """What a tensor starts from, before the update, under the tensor's name."""
+        replaced = self._replaced.get(name)
+        found = self.base.specs[self._base_names[name]] if replaced is None else self.adapter.checkpoint.specs[replaced]
+        return replace(found, name=name)
+
+    def _updates_of(self, name: str) -> list[Update]:
+        """What the adapter adds to a tensor."""
+        factors = self._updates.get(name)
+        if factors is None:
+            return sorted(self._parts.get(name, ()), key=lambda update: update.rows or (0, 0))
+        transposed = self._transposed(factors, self._source_spec(name).shape)
+        return [Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude)]
+
+    def _transposed(self, factors: Factors, shape: Shape) -> bool:
+        """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the config."""
+        a, b = self._shapes(factors)
+        if b[0] == a[1]:
+            return factors.embedding or self.adapter.transposed
+        return shape == (a[1], b[0])
+
+
+def _overlap(updates: Sequence[Update]) -> bool:
+    """Whether two updates of a tensor are of the same rows."""
+    rows = sorted(update.rows or (0, 0) for update in updates)
+    whole = any(update.rows is None for update in updates)
+    return len(rows) > 1 and (whole or any(first + n > after for (first, n), (after, _) in pairwise(rows)))

@@ -1,0 +1,182 @@
+"""Factors of fused experts: which parameter each belongs to, and which way round it is.
+
+PEFT's `target_parameters` train factors of a parameter [E, rows, cols] that holds a matrix of each of E experts. They are
+stored together: A [E · rank, inputs], expert after expert, and B [outputs, rank · E], in which the expert changes fastest. Each
+parameter of one module has a wrapper around the last, so the file's names tell them apart by depth, and not by name: which
+parameter is which follows from their shapes.
+
+Until PEFT had seen which models store [E, outputs, inputs], it took all for [E, inputs, outputs]. An adapter of either layout
+fits one way round where rows and columns differ. In one adapter all factors are the same way round, so one matrix that is not
+square decides for those that are. Where all are square, both fit, and the adapter is refused.
+
+The base may have its experts fused too, or one by one, as most models on the Hub have them (Mixtral, Qwen): then gate and up
+share the factors of `gate_up_proj`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, permutations, takewhile
+
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.lora.records import Adapter, Parameter, Stacked
+from weightsmith._models.sources.adapted import Update
+from weightsmith._models.structure.projections import GATED, MIXTRAL
+
+Specs = Mapping[str, TensorSpec]
+
+_GRANITE = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlace:
+    """Where the base has a parameter [experts, rows, cols].
+
+    tensors  (name, first row) of each expert's matrices, where these are tensors of their own; () where the parameter is one
+    """
+
+    name: str
+    experts: int
+    rows: int
+    cols: int
+    tensors: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+    def fits(self, specs: Specs, factors: Stacked, rank: int, *, transposed: bool) -> bool:
+        """Whether factors have the shapes for it."""
+        inputs, outputs = (self.rows, self.cols) if transposed else (self.cols, self.rows)
+        shapes = (self.experts * rank, inputs), (outputs, rank * self.experts)
+        return (specs[factors.a].shape, specs[factors.b].shape) == shapes
+
+    def updates(self, base: Specs, factors: Stacked, scaling: float, *, transposed: bool) -> Iterator[tuple[str, Update]]:
+        """What is added to which tensor."""
+        for e in range(self.experts):
+            own = Update(factors.a, factors.b, scaling, transposed, expert=(e, self.experts), rows=(e * self.rows, self.rows))
+            if not self.tensors:
+                yield self.name, own
+            for name, first in self.tensors[e] if self.tensors else ():
+                part = first, base[name].shape[0]
+                yield name, Update(factors.a, factors.b, scaling, transposed, expert=own.expert, part=part)
+
+
+def names_of(module: str, parameter: str) -> tuple[str, ...]:
+    """Names of tensors of which a base with this parameter has one: for the search of the beginnings of its names."""
+    return (*_stored(module, parameter), *(names[0] for names in _apart(module, parameter, 0)))
+
+
+def find_place(specs: Specs, module: str, parameter: str) -> ExpertPlace | None:
+    """Where the base has a parameter; None for one that it does not have."""
+    for name in _stored(module, parameter):
+        if name in specs and len(shape := specs[name].shape) == 3 and specs[name].dtype.floating:
+            experts, rows, cols = shape
+            return ExpertPlace(name, experts, rows, cols)
+    ways = list(_apart(module, parameter, 0))
+    way = next((i for i, names in enumerate(ways) if all(name in specs for name in names)), None)
+    if way is None:
+        return None
+    every = (list(_apart(module, parameter, expert))[way] for expert in count())
+    there = takewhile(lambda names: all(name in specs for name in names), every)
+    return _joined(specs, f"{module}.{parameter}", list(there))
+
+
+def _made_of(specs: Specs, name: str, sources: Sequence[str]) -> ExpertPlace | None:
+    """Where the base has a parameter that transformers makes of others: of each expert gate above up."""
+    if len(sources) == 1 and len(specs[sources[0]].shape) == 3:
+        n_experts, rows, cols = specs[sources[0]].shape
+        return ExpertPlace(sources[0], n_experts, rows, cols)
+    experts: dict[int, list[str]] = {}
+    for source in sorted(sources):
+        if found := re.search(r"\.experts\.(\d+)\.", source):
+            experts.setdefault(int(found[1]), []).append(source)
+    if sorted(experts) != list(range(len(experts))):
+        return None
+    return _joined(specs, name, [experts[e] for e in range(len(experts))])
+
+
+def _joined(specs: Specs, name: str, experts: Sequence[Sequence[str]]) -> ExpertPlace | None:
+    """A parameter of which the base has matrices for each expert, one above the other; None if they do not fit together."""
+    shapes = {tuple(specs[each].shape for each in own) for own in experts}
+    if len(shapes) != 1 or not all(specs[each].dtype.floating for own in experts for each in own):
+        return None
+    (parts,) = shapes
+    if any(len(shape) != 2 for shape in parts) or len({cols for _, cols in parts}) != 1:
+        return None
+    firsts = [sum(rows for rows, _ in parts[:i]) for i in range(len(parts))]
+    tensors = tuple(tuple(zip(own, firsts, strict=True)) for own in experts)
+    return ExpertPlace(name, len(tensors), sum(rows for rows, _ in parts), parts[0][1], tensors)
+
+
+def _stored(module: str, parameter: str) -> Iterator[str]:
+    """Names of the parameter in models that fuse their experts."""
+    yield f"{module}.{parameter}"
+    if module.endswith(".experts") and parameter in _GRANITE:
+        yield f"{module.removesuffix('experts')}{_GRANITE[parameter]}.weight"
+
+
+def _apart(module: str, parameter: str, expert: int) -> Iterator[tuple[str, ...]]:
+    """Names of an expert's matrices in models that do not fuse them: one tuple for each way to name them."""
+    *halves, _ = GATED.get(parameter, (parameter, ""))
+    yield tuple(f"{module}.{expert}.{name}.weight" for name in halves)
+    if module.endswith("mlp.experts") and all(name in MIXTRAL for name in halves):
+        mixtral = module.removesuffix("mlp.experts") + "block_sparse_moe.experts"
+        yield tuple(f"{mixtral}.{expert}.{MIXTRAL[name]}.weight" for name in halves)
+
+
+Found = list[tuple[ExpertPlace, Parameter, Stacked]]
+
+
+def match_stacked(
+    adapter: Adapter, base: Specs, modules: Mapping[str, str], sources: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, list[Update]], list[str]]:
+    """tensor of the base → the updates of the matrices in it, and what has no place there.
+
+    modules  name of a module in the adapter → in the base
+    sources  parameter of the adapter's model → tensors of the base that it is made of, where known
+    """
+    specs, problems = adapter.checkpoint.specs, list[str]()
+
+    def find(module: str, parameter: str) -> ExpertPlace | None:
+        own = sources.get(name := f"{module}.{parameter}", ())
+        return (_made_of(base, name, own) if own else None) or find_place(base, modules[module], parameter)
+
+    ways: dict[str, dict[bool, list[Found]]] = {}
+    for module, levels in adapter.stacked.items():
+        places = [(find(module, parameter.name), parameter) for parameter in adapter.parameters[module]]
+        known = [(place, parameter) for place, parameter in places if place is not None]
+        ways[module] = {transposed: list(_ways(specs, levels, known, transposed=transposed)) for transposed in (False, True)}
+        if any(ways[module].values()):
+            continue
+        shapes = ", ".join(f"{list(specs[level.a].shape)} and {list(specs[level.b].shape)}" for level in levels)
+        there = ", ".join(f"{place.name} {[place.experts, place.rows, place.cols]}" for place, _ in known)
+        names = ", ".join(parameter.name for _, parameter in places)
+        missing = f"the base has there {there}" if there else f"{modules[module]} has in the base no {names} of several experts"
+        problems.append(f"{module}: A and B {shapes}; {missing}")
+    if problems or not ways:
+        return {}, problems
+    fitting = [transposed for transposed in (False, True) if all(found[transposed] for found in ways.values())]
+    if not fitting:
+        problems = [f"{module}: the other way round than other experts" for module, found in ways.items() if not found[False]]
+    elif len(fitting) > 1:
+        module = next(iter(ways))
+        problems = [f"{module}: all matrices are square, and both of PEFT's layouts of experts fit"]
+    elif several := [module for module, found in ways.items() if len(found[fitting[0]]) > 1]:
+        problems = [f"{module}: its factors fit more than one parameter" for module in several]
+    if problems:
+        return {}, problems
+    updates: dict[str, list[Update]] = {}
+    for found in ways.values():
+        for place, parameter, factors in found[fitting[0]][0]:
+            for name, update in place.updates(base, factors, parameter.scaling, transposed=fitting[0]):
+                updates.setdefault(name, []).append(update)
+    return updates, []
+
+
+def _ways(
+    specs: Specs, levels: Sequence[Stacked], places: Sequence[tuple[ExpertPlace, Parameter]], *, transposed: bool
+) -> Iterator[Found]:
+    """The ways to give each of a module's factors a parameter of its own, of the right shape."""
+    for chosen in permutations(places, len(levels)):
+        found = [(place, parameter, factors) for (place, parameter), factors in zip(chosen, levels, strict=True)]
+        if all(place.fits(specs, factors, own.rank, transposed=transposed) for place, own, factors in found):
+            yield found

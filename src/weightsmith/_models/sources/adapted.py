@@ -1,0 +1,230 @@
+"""A source with a LoRA adapter applied: W + scaling · B @ A, computed on read; with DoRA, its rows scaled to given norms."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.files import Extent
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._files.hf_folder import natural_key
+from weightsmith.abc.tensors import Tensors, check_range, digest, read, spec_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from weightsmith.abc.tensors import Buffer
+
+FACTORS_BYTES = 128 << 20
+"""Limit of the factors that an adapted source keeps in memory, besides those in use."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """scaling · B @ A, or its transpose, to add to a matrix.
+
+    a, b        the adapter's tensors A [rank, inputs] and B [outputs, rank]
+    scaling     factor on the product
+    transposed  the matrix is [inputs, outputs]: (B @ A)ᵀ is added
+    magnitude   the adapter's tensor of the norms that the rows of the sum are scaled to (DoRA); "": they remain as they are
+    rows        first row and number of rows of the matrix in its tensor, whose last dimension is the columns; None: all of it
+    expert      number, and how many there are: A is [experts · rank, inputs], B [outputs, rank · experts], the factors of all
+    part        first row and number of rows of the product that are added; None: all
+    """
+
+    a: str
+    b: str
+    scaling: float
+    transposed: bool
+    magnitude: str = ""
+    rows: tuple[int, int] | None = None
+    expert: tuple[int, int] = (0, 1)
+    part: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedTensor:
+    """The origin of a tensor of an adapted source.
+
+    base         the corresponding tensor of the base, which determines the output dtype
+    replacement  the adapter's tensor that replaces it; "" for none
+    updates      what is added to it, or to matrices in it: in the order of their rows, which do not overlap
+    """
+
+    base: str
+    replacement: str = ""
+    updates: tuple[Update, ...] = ()
+
+
+class Adapted:
+    """A source `base` with an adapter applied.
+
+    Tensors with updates are F32 (F64 if the base tensor is F64): base plus update, rounded once, so a merge does not lose
+    the part of the update that 16 bits cannot hold. All others are read unchanged.
+
+    base, adapter  the sources; closed with this one
+    origins        name → origin of the tensor
+    where          the model as the user named it, for messages
+    """
+
+    def __init__(self, base: Tensors, adapter: Tensors, origins: Mapping[str, AdaptedTensor], where: str) -> None:
+        self._base, self._adapter, self._where = base, adapter, where
+        self._origins = {name: origins[name] for name in sorted(origins, key=natural_key)}
+        self.specs: Mapping[str, TensorSpec] = {name: self._spec(name, origin) for name, origin in self._origins.items()}
+        changes = [repr((name, origin)) for name, origin in self._origins.items() if origin != AdaptedTensor(name)]
+        self.identity = digest([base.identity, adapter.identity, changes])
+        self.paths: tuple[Path, ...] = (*base.paths, *adapter.paths)
+        self._kept = _Recent(FACTORS_BYTES)
+
+    @property
+    def state(self) -> str:
+        return digest([self.identity, self._base.state, self._adapter.state])
+
+    def natural_dtype(self, name: str) -> DType:
+        return self._base.natural_dtype(self._origin(name).base)
+
+    def preferred_rows(self, name: str) -> int:
+        source, stored = self._stored(self._origin(name))
+        return source.preferred_rows(stored)
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        origin = self._origin(name)
+        source, stored = self._stored(origin)
+        return None if origin.updates else source.location(stored)
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        origin, spec = self._origin(name), self.specs[name]
+        source, stored = self._stored(origin)
+        if not origin.updates:
+            return source.extents(stored, start_byte, nbytes)
+        width, before = spec.dtype.itemsize, source.specs[stored].dtype.itemsize
+        found = source.extents(stored, start_byte // width * before, -(-nbytes // width) * before)
+        factors = dict.fromkeys(part for u in origin.updates for part in (u.a, u.b, u.magnitude) if part)
+        specs = self._adapter.specs
+        return (*found, *(part for each in factors for part in self._adapter.extents(each, 0, specs[each].nbytes)))
+
+    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
+        origin, spec = self._origin(name), self.specs[name]
+        source, stored = self._stored(origin)
+        into = np.frombuffer(out, np.uint8)
+        check_range(spec, start_byte, into.size, self._where)
+        if not origin.updates:
+            source.read_into(stored, start_byte, out)
+            return
+        before = source.specs[stored].dtype
+        width, cols = spec.dtype.itemsize, spec.shape[-1]
+        first, end = start_byte // width, -(-(start_byte + into.size) // width)
+        magnitude = origin.updates[0].magnitude
+        if magnitude:  # a norm is of a whole row
+            first, end = first // cols * cols, -(-end // cols) * cols
+        raw = np.empty((end - first) * before.itemsize, np.uint8)
+        source.read_into(stored, first * before.itemsize, raw)
+        values = np.empty(end - first, spec.dtype.numpy)
+        self._add(origin, raw, before, first, cols, values)
+        if magnitude:
+            rows = values.reshape(-1, cols)
+            norms = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
+            wanted = read(self._adapter, magnitude, slice(first // cols, end // cols)).astype(np.float64)
+            rows *= (wanted / np.where(norms > 0, norms, 1.0))[:, None]
+        into[:] = values.view(np.uint8)[start_byte - first * width :][: into.size]
+
+    def _add(self, origin: AdaptedTensor, raw: Array, before: DType, first: int, cols: int, values: Array) -> None:
+        """values = the elements `raw` from number `first` of a tensor, stored as `before`, with its updates."""
+        from weightsmith._kernels.codecs import BLOCK
+        from weightsmith._kernels.lora import LowRank, add_low_rank
+        from weightsmith._kernels.records import Encoded
+
+        row, total = np.empty(BLOCK, values.dtype), np.empty(BLOCK)
+        nothing = np.empty((0, 0)), np.empty((0, cols), np.float32)
+        done, size = 0, before.itemsize
+
+        def fill(start: int, n: int, left: Array, right: Array, scaling: float) -> None:
+            """The next `n` values, which begin at element `start` of the matrix that left @ right is added to."""
+            nonlocal done
+            weight = Encoded(raw[done * size :], before.code)
+            add_low_rank(weight, start, n, LowRank(left, right, scaling), values[done:], row, total)
+            done += n
+
+        for update in origin.updates:
+            begin, rows = update.rows or (0, -1)
+            start, stop = begin * cols - first, (begin + rows) * cols - first if rows >= 0 else values.size
+            if stop <= done or start >= values.size:
+                continue
+            if start > done:
+                fill(0, start - done, *nothing, 0.0)
+            fill(done - start, min(stop, values.size) - done, *self._factors_of(update), update.scaling)
+        if done < values.size:
+            fill(0, values.size - done, *nothing, 0.0)
+
+    def check_unchanged(self) -> None:
+        self._base.check_unchanged()
+        self._adapter.check_unchanged()
+
+    def close(self) -> None:
+        self._base.close()
+        self._adapter.close()
+
+    def _origin(self, name: str) -> AdaptedTensor:
+        return self._origins[spec_of(self.specs, name, self._where).name]
+
+    def _stored(self, origin: AdaptedTensor) -> tuple[Tensors, str]:
+        """The source of the unmodified tensor, and its name there."""
+        return (self._adapter, origin.replacement) if origin.replacement else (self._base, origin.base)
+
+    def _spec(self, name: str, origin: AdaptedTensor) -> TensorSpec:
+        source, stored = self._stored(origin)
+        spec = replace(source.specs[stored], name=name)
+        return spec if not origin.updates or spec.dtype.name == "F64" else replace(spec, dtype=DTYPES["F32"])
+
+    def _factors_of(self, update: Update) -> tuple[Array, Array]:
+        """Of an update to a matrix [rows, cols]: left, float64 [rows, rank], and right, float32 [rank, cols]."""
+
+        def make() -> tuple[Array, Array]:
+            number, experts = update.expert
+            a, b = (self._factor(name, keep=experts > 1) for name in (update.a, update.b))
+            rank = a.shape[0] // experts
+            a, b = a[number * rank :][:rank], b[:, number::experts]
+            left, right = (a.T, b.T) if update.transposed else (b, a)
+            if update.part is not None:
+                left = left[update.part[0] :][: update.part[1]]
+            return np.ascontiguousarray(left, np.float64), np.ascontiguousarray(right)
+
+        left, right = self._kept.get(update, make)
+        return left, right
+
+    def _factor(self, name: str, *, keep: bool) -> Array:
+        """A tensor of the adapter. keep: others are made of it, too."""
+
+        def make() -> tuple[Array]:
+            return (read(self._adapter, name).astype(np.float32, copy=False),)
+
+        (array,) = self._kept.get(name, make) if keep else make()
+        return array
+
+
+class _Recent:
+    """The arrays that were asked for last, of a limited size together. Threads share them."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._left = limit_bytes
+        self._kept: OrderedDict[Any, tuple[Array, ...]] = OrderedDict()
+        self._lock = threading.RLock()  # arrays are made of others that are kept here
+
+    def get(self, key: object, make: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = made = make()
+                self._left -= sum(array.nbytes for array in made)
+                while self._left < 0 and len(self._kept) > 1:
+                    oldest = next(iter(self._kept))
+                    self._left += sum(array.nbytes for array in self._kept.pop(oldest))
+            self._kept.move_to_end(key)
+            return self._kept[key]

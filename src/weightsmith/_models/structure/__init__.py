@@ -1,0 +1,24 @@
+"""Finds the layer stacks of a model from its tensor names, shapes and config.json, without a list of architectures.
+
+    configs.py  traverses config.json
+    counts.py   the words of names; which keys of config.json hold a number of layers, and of which stack
+    stacks.py   which prefixes are stacks of layers
+    model.py    `analyse` -> `Structure`: locate, rename, module_of, experts; modules (text decoder, vision tower ...)
+    vocabulary.py  embeddings and heads: names and tying
+    roles.py    how methods treat a tensor
+    fused.py    tensors that hold several matrices
+    perlayer.py lists and maps of config.json with one entry per layer
+    rules.py    numbers of config.json that determine the kind of each layer (`first_k_dense_replace`)
+    resize.py   `resize_config`: config.json after layers were dropped, repeated or reordered
+
+The room knows the vocabulary of config.json (a few dozen key names), not models. Pure functions of names and config: no
+I/O, no numpy. 100,000 names take about a third of a second.
+"""
+
+from __future__ import annotations
+
+from weightsmith._models.structure.model import Structure, analyse
+from weightsmith._models.structure.resize import resize_config
+from weightsmith._models.structure.stacks import Stack
+
+__all__ = ["Stack", "Structure", "analyse", "resize_config"]

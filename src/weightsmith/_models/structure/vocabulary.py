@@ -1,0 +1,168 @@
+"""Embeddings and heads: tensors with a row for each token, which may be tied.
+
+A model that ties its head to its embedding stores one tensor for both, although old files may store both. The last module of
+the name identifies them: `model.embed_tokens.weight`, `lm_head.weight`. Only this file knows these names. Some of them have
+another meaning inside a numbered layer (`attention.output.weight`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.structure.configs import replace_value, text_sections
+from weightsmith._models.structure.counts import INDEX
+
+EMBEDDINGS = (
+    *("embed_tokens", "wte", "word_embeddings", "word_embedding", "tok_embeddings", "embed_in", "embeddings", "embedding"),
+    "shared",
+)
+"""Modules that may be a token embedding."""
+
+HEADS = ("lm_head", "embed_out", "output", "output_layer", "head", "proj_out", "decoder", "vocab_proj")
+"""Modules that may be an output head."""
+
+_OUTSIDE_LAYERS = ("output", "output_layer", "proj_out", "decoder", "shared")
+
+_FIRST = re.compile(
+    r"embed(?!_out|ding_norm)|(^|\.)(wte|wpe|shared|stem|patch|class_token|cls_token|token_type|pos_emb|ln_pre|pre_la?y[er]+norm)"
+)
+# `decoder` as one of the first two components is one side of an encoder-decoder, not a head.
+_HEAD_COMPONENT = re.compile(rf"head|^(score|classifier|cls|mtp|nextn|{'|'.join(h for h in HEADS if h != 'decoder')})$")
+
+
+def module_of(name: str) -> str:
+    """The last module of a tensor's name: `lm_head` for `lm_head.weight`; "" if there is none."""
+    return name.split(".")[-2] if "." in name else ""
+
+
+def _is_named(spec: TensorSpec, modules: tuple[str, ...]) -> bool:
+    module = module_of(spec.name)
+    return module in modules and not (module in _OUTSIDE_LAYERS and INDEX.search(spec.name))
+
+
+def is_embedding(spec: TensorSpec) -> bool:
+    """True for a matrix that may be a token embedding, by its name."""
+    return len(spec.shape) == 2 and _is_named(spec, EMBEDDINGS)
+
+
+def is_head(spec: TensorSpec) -> bool:
+    """True for a matrix that may be an output head, by its name.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> [is_head(TensorSpec(n, DTYPES["BF16"], (8, 4))) for n in ("lm_head.weight", "model.decoder.embed_tokens.weight")]
+    [True, False]
+    """
+    return len(spec.shape) == 2 and _is_named(spec, HEADS)
+
+
+def is_vocabulary(spec: TensorSpec) -> bool:
+    """True for a matrix [tokens, hidden] that may be an embedding or a head, by its name."""
+    return is_embedding(spec) or is_head(spec)
+
+
+PER_LAYER = "embed_tokens_per_layer"
+"""Module of an embedding with a row for each token and columns for each layer, which may have fewer rows than the others."""
+
+SIZE_KEYS = ("vocab_size", "padded_vocab_size", "text_vocab_size", "decoder_vocab_size", "n_vocab")
+"""Keys of config.json for the number of rows."""
+
+
+def count_rows(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> int:
+    """The rows of the token embedding or the head; 0 if there is neither.
+
+    The number that config.json states if a tensor has it, else the largest: vision towers have embeddings too.
+    """
+    counts = [spec.shape[0] for spec in specs if is_vocabulary(spec) and module_of(spec.name) != PER_LAYER]
+    stated = [section.get("vocab_size") for section in text_sections(config or {})]
+    return next((rows for rows in stated if isinstance(rows, int) and rows in counts), max(counts, default=0))
+
+
+def has_tokens(spec: TensorSpec, rows: int) -> bool:
+    """True for a tensor with a row (a bias: an element) for each token; `rows` is `count_rows` of its model."""
+    if module_of(spec.name) == PER_LAYER:
+        return len(spec.shape) == 2
+    if len(spec.shape) == 2 and spec.name.endswith("final_logits_bias"):
+        return spec.shape == (1, rows)
+    if len(spec.shape) == 1 and spec.shape[0] == rows:
+        return spec.name.endswith(".predictions.bias") or (spec.name.endswith(".bias") and _is_named(spec, HEADS))
+    return is_vocabulary(spec) and spec.shape[0] == rows
+
+
+def comes_first(name: str) -> bool:
+    """True if a tensor outside the layers comes before them (embeddings), False if after (final norm, head, MTP layers).
+
+    >>> [comes_first(n) for n in ("model.embed_tokens.weight", "model.norm.weight", "embed_out.weight", "lm_head.weight")]
+    [True, False, False, False]
+    """
+    before, _, _ = name.partition(".layers.")
+    return _FIRST.search(before) is not None and "head" not in before
+
+
+def in_head(name: str) -> bool:
+    """True for a tensor outside the layers that belongs to a head of any kind, or to prediction layers.
+
+    >>> in_head("lm_head.dense.weight"), in_head("model.mtp.norm.weight"), in_head("model.decoder.norm.weight")
+    (True, True, False)
+    """
+    return any(_HEAD_COMPONENT.search(part) for part in name.split(".")[:2])
+
+
+def tied_substitute(spec: TensorSpec, own: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> str | None:
+    """The tensor that a model uses as `spec`, which it does not store; None if there is none.
+
+    spec    an embedding, head, or bias of a head in another model
+    own     the model's tensors outside its layers, under the donor's names
+    config  the model's; if `tie_word_embeddings` is false, the embedding does not serve as head
+
+    Returns the donor's name.
+    """
+    if len(spec.shape) == 1:
+        return next((n for n in _bias_twins(spec.name) if n in own and own[n].shape == spec.shape), None)
+    if not is_vocabulary(spec) or (is_head(spec) and tie_flag(config) is False):
+        return None
+    fitting = [s for s in own.values() if s.shape == spec.shape]
+    return next((s.name for test in (is_embedding, is_head) for s in fitting if test(s)), None)
+
+
+def _bias_twins(name: str) -> Iterator[str]:
+    """The other name under which the bias of a BERT head is stored.
+
+    >>> list(_bias_twins("lm_head.decoder.bias")), list(_bias_twins("lm_head.bias"))
+    (['lm_head.bias'], ['lm_head.decoder.bias'])
+    """
+    if name.endswith(".decoder.bias"):
+        yield name.removesuffix(".decoder.bias") + ".bias"
+    elif name.endswith(".bias"):
+        yield name.removesuffix(".bias") + ".decoder.bias"
+
+
+def primary(spec: TensorSpec, stored: Iterable[TensorSpec]) -> str:
+    """The name under which tied copies of `spec` are written once, among all stored names.
+
+    Prefers an embedding to a head, the one shared by encoder and decoder to their own, and the shortest name.
+    """
+    if len(spec.shape) == 1:
+        return min([spec.name, *_bias_twins(spec.name)], key=len)
+    names = [s for s in stored if s.shape == spec.shape and is_vocabulary(s)]
+    return min(names, key=lambda s: (is_head(s), module_of(s.name) != "shared", len(s.name), s.name)).name
+
+
+def tie_flag(config: Mapping[str, Any] | None) -> bool | None:
+    """`tie_word_embeddings` at the top of a config, else in its text section; None if in neither."""
+    flags = (section.get("tie_word_embeddings") for section in text_sections(config or {}))
+    return next((flag for flag in flags if isinstance(flag, bool)), None)
+
+
+def untie(config: dict[str, Any]) -> None:
+    """Set `tie_word_embeddings` to false in every section that has it."""
+    replace_value(config, "tie_word_embeddings", True, False)
+    config["tie_word_embeddings"] = False
+
+
+def ties(config: Mapping[str, Any] | None, *, stores_head: bool) -> bool:
+    """Whether a model uses its embedding as head: by its config, else whether its files hold no head."""
+    flag = tie_flag(config)
+    return flag if flag is not None else not stores_head

@@ -1,0 +1,170 @@
+"""The files around tokenizer.json: chat templates, tokenizer_config.json, generation_config.json, and ids in config.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import UnknownName, WeightsmithError, nearest
+from weightsmith._base.files import expand_user, read_bounded
+from weightsmith._base.strict_json import parse_object
+from weightsmith._models.structure.configs import section_at, sections, whole_number
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Added, Vocabulary
+
+MAX_TEMPLATE_BYTES = 1 << 20
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES: Mapping[str, str] = {
+    path.stem: path.read_text("utf-8") for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))
+}
+"""Chat templates that a recipe can name. Each writes the format that its family of models was trained on."""
+_ID_KEY = re.compile(r"_token_(id|ids|index)$")
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """A JSON file as transformers writes it."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def settings_of(folder: Path, files: Sequence[str], name: str) -> dict[str, Any]:
+    """A JSON object in the folder; {} if it is missing or damaged: loaders say so."""
+    if name not in files:
+        return {}
+    with contextlib.suppress(WeightsmithError, OSError):
+        return settings_in(read_bounded(folder / name, MAX_FILE_BYTES))
+    return {}
+
+
+def settings_in(data: bytes) -> dict[str, Any]:
+    """The JSON object in the bytes of a file; {} if it is damaged."""
+    with contextlib.suppress(WeightsmithError):
+        return parse_object(data, "it", "", "", unique=False, max_memory=1 << 30)
+    return {}
+
+
+# ---- chat templates
+
+
+def templates_of(folder: Path, files: Sequence[str]) -> Any:
+    """The chat template of a model as text, or its named ones as tokenizer_config.json has them; "" if it has none."""
+    if TEMPLATE_FILE in files:
+        with contextlib.suppress(WeightsmithError, OSError):
+            return read_bounded(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES).decode("utf-8", "replace").strip()
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found = settings_of(folder, files, name).get("chat_template")
+        found = found.strip() if isinstance(found, str) else found
+        if found:
+            return found
+    return ""
+
+
+def template_of(folder: Path, files: Sequence[str]) -> str:
+    """The default chat template of a model; "" if it has none."""
+    found = templates_of(folder, files)
+    if isinstance(found, list):  # named templates
+        found = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found.strip() if isinstance(found, str) else ""
+
+
+def choose_template(asked: str, templates: Sequence[str], folder: Path, where: str) -> tuple[str, Path | None]:
+    """The template that a recipe asks for; and the file that it is from, if it names one.
+
+    asked      `auto`, one of `TEMPLATES`, a path, or Jinja
+    templates  of the models, in the recipe's order
+    folder     that relative paths start from
+
+    `auto` is the most frequent template, of equally frequent ones the first; "" if no model has one. Raises UnknownName.
+    """
+    if asked == "auto":
+        counts = Counter(template for template in templates if template)
+        if not counts:
+            return "", None
+        return max(counts, key=lambda template: (counts[template], -templates.index(template))), None
+    if asked in TEMPLATES:
+        return TEMPLATES[asked].strip(), None
+    if "{" in asked or "\n" in asked:
+        return asked.strip(), None
+    path = folder / expand_user(asked)
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_file():
+            return read_bounded(path, MAX_TEMPLATE_BYTES).decode("utf-8", "replace").strip(), path
+    what = f"there is no chat template {asked!r}{nearest(asked, ['auto', *TEMPLATES])}, and no such file"
+    raise UnknownName(
+        what, where=where, fix=f"Write auto, {', '.join(TEMPLATES)}, the path of a file, or Jinja text with {{{{ }}}}."
+    )
+
+
+def with_template(files: dict[str, bytes], settings: Mapping[str, Any], template: Any) -> None:
+    """Write the template as a file of its own; tokenizer_config.json has it no more. It has named ones.
+
+    settings  tokenizer_config.json
+    template  as `templates_of` returns it
+    """
+    if not isinstance(template, str):
+        files["tokenizer_config.json"] = json_bytes({**settings, "chat_template": template})
+        return
+    files[TEMPLATE_FILE] = (template + "\n").encode()
+    if "chat_template" in settings:
+        files["tokenizer_config.json"] = json_bytes({k: v for k, v in settings.items() if k != "chat_template"})
+
+
+# ---- added tokens
+
+
+def with_added(settings: Mapping[str, Any], added: Mapping[str, Added], new: Sequence[str]) -> dict[str, Any]:
+    """tokenizer_config.json with the new tokens, if it lists added tokens."""
+    listed = settings.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return dict(settings)
+    more = {str(added[t]["id"]): {k: v for k, v in added[t].items() if k != "id"} for t in new}
+    return {**settings, "added_tokens_decoder": {**listed, **more}}
+
+
+# ---- ids of tokens in configs
+
+
+def move_ids(
+    config: Mapping[str, Any], theirs: Sequence[Mapping[str, Any]], old: Vocabulary | None, new: Vocabulary
+) -> tuple[dict[str, Any], list[str]]:
+    """A config with the ids of another tokenizer: that model's own value, else the id of the same token.
+
+    theirs  configs of the tokenizer's model, the first that has a key wins
+    old     the tokenizer that the ids are of
+
+    Returns the config, and the keys whose token the new tokenizer lacks: they are null.
+    """
+    found = json.loads(json.dumps(config))
+    lost: list[str] = []
+    for path, section in sections(found):
+        for key in [key for key in section if _ID_KEY.search(key)]:
+            stated = [value for other in theirs if (value := _at(other, path, key)) is not None]
+            if stated:
+                section[key] = stated[0]
+                continue
+            value = section[key]
+            ids = [whole_number(n) for n in value] if isinstance(value, list) else [whole_number(value)]
+            moved = [_moved(n, old, new) for n in ids if n is not None]
+            if not moved:
+                continue
+            kept = [n for n in moved if n is not None]
+            section[key] = kept if isinstance(value, list) else kept[0] if kept else None
+            if len(kept) < len(moved):
+                lost.append(key)
+    return found, lost
+
+
+def _moved(number: int, old: Vocabulary | None, new: Vocabulary) -> int | None:
+    token = None if old is None else old.tokens.get(number)
+    return None if token is None or old is None else new.find(old)(token)
+
+
+def _at(config: Mapping[str, Any], path: tuple[str, ...], key: str) -> Any:
+    with contextlib.suppress(KeyError, TypeError):
+        return section_at(config, path).get(key)
+    return None

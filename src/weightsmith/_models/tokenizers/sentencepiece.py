@@ -1,0 +1,110 @@
+"""SentencePiece models: `tokenizer.model`, `spiece.model`. The protocol buffer's fields as values.
+
+The numbers of fields and types are those of sentencepiece_model.proto (https://github.com/google/sentencepiece).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weightsmith._files.protobuf import fields
+
+SPACE = "\u2581"
+"""Stands for a space in pieces."""
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Types of pieces."""
+
+_BPE = 2
+_ROLES = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}  # field, default
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A token. kind: its type, `NORMAL` to `BYTE`."""
+
+    text: str
+    score: float
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePiece:
+    """A model.
+
+    pieces         by id
+    bpe            BPE, not unigram; True or False for these, None for words or characters
+    byte_fallback  unknown characters become tokens for bytes
+    roles          `unk`, `bos`, `eos`, `pad` → id; without those that the model does not have
+    charsmap       the compiled table of normalisation; b"": none
+    prefix         a space is put before each text
+    squeeze        spaces are removed at both ends of a text, and runs of them become one
+    escape         spaces are written as `SPACE`
+    suffix         the mark of a space ends a word; it does not begin one
+    """
+
+    pieces: tuple[Piece, ...]
+    bpe: bool | None
+    byte_fallback: bool
+    roles: Mapping[str, int]
+    charsmap: bytes
+    prefix: bool
+    squeeze: bool
+    escape: bool
+    suffix: bool
+
+
+def read_sentencepiece(data: bytes) -> SentencePiece:
+    """The model in the bytes of a file. Raises ValueError if there is none."""
+    pieces: list[Piece] = []
+    trainer: dict[int, int | memoryview] = {}
+    normalizer: dict[int, int | memoryview] = {}
+    for key, value in fields(memoryview(data)):
+        if not isinstance(value, memoryview):
+            continue
+        if key == 1:
+            pieces.append(_piece(value))
+        elif key == 2:
+            trainer = dict(fields(value))
+        elif key == 3:
+            normalizer = dict(fields(value))
+    if not pieces:
+        raise ValueError("a model without pieces")
+    charsmap = normalizer.get(2, memoryview(b""))
+    if isinstance(charsmap, int):  # bytes() of it would be as many zeros
+        raise ValueError("a table that is a number")
+    roles = {role: _signed(trainer.get(key, default)) for role, (key, default) in _ROLES.items()}
+    return SentencePiece(
+        pieces=tuple(pieces),
+        bpe={1: False, _BPE: True}.get(_signed(trainer.get(3, 1))),
+        byte_fallback=trainer.get(35, 0) == 1,
+        roles={role: number for role, number in roles.items() if 0 <= number < len(pieces)},
+        charsmap=bytes(charsmap),
+        prefix=normalizer.get(3, 1) == 1,
+        squeeze=normalizer.get(4, 1) == 1,
+        escape=normalizer.get(5, 1) == 1,
+        suffix=trainer.get(24, 0) == 1,
+    )
+
+
+def _piece(data: memoryview) -> Piece:
+    inner = dict(fields(data))
+    text, score, kind = inner.get(1, memoryview(b"")), inner.get(2, memoryview(bytes(4))), inner.get(3, NORMAL)
+    if isinstance(text, int):
+        raise ValueError("a piece whose text is a number")
+    if isinstance(score, int) or len(score) != 4 or not isinstance(kind, int):
+        raise ValueError("a piece whose score or type is of another type")
+    (number,) = struct.unpack("<f", score)
+    if not math.isfinite(number):
+        raise ValueError("a piece whose score is not finite")
+    return Piece(bytes(text).decode(), number, kind)
+
+
+def _signed(value: int | memoryview) -> int:
+    """An int32 field. Negative numbers are written as 64 bits."""
+    if not isinstance(value, int):
+        raise ValueError("a number of another type")
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,381 @@
+"""Reads the tokens of a model, and their ids, from whatever files its tokenizer has.
+
+Tokens are compared as their vocabulary writes them, where two tokenizers are of one family. Between families they are compared
+as bytes: `Ġthe` of byte-level BPE and `▁the` of SentencePiece are both b" the".
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import read_bounded, show
+from weightsmith._base.strict_json import parse_object
+from weightsmith._models.tokenizers.parts import BYTES, CHARACTERS, byte_of
+from weightsmith._models.tokenizers.sentencepiece import CONTROL, SPACE, USER_DEFINED, read_sentencepiece
+
+Family = Literal["byte-level BPE", "BPE", "SentencePiece BPE", "unigram", "WordPiece", "unknown"]
+
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tekken.json", "tokenizer.model", "spiece.model"),
+)
+"""The files that are read, if present. Besides them `tokenizer.model.v3` and the like, and `*.tiktoken`."""
+
+_RANKS_OR_PIECES = re.compile(r"\.model|\.tiktoken$")
+_OTHER_FILES = re.compile(r"tokenizer\.model\.v\d+\w*|[\w.-]+\.tiktoken", re.ASCII)
+
+MAX_FILE_BYTES = 128 << 20
+_MAX_JSON_MEMORY = 1 << 30  # estimated: 0.6 GB for Gemma 3's 33 MB, which take 0.25 GB
+MAX_ID = 1 << 22
+"""More than twice the ids of the largest published vocabulary, of a million tokens."""
+_REPAIR = "Repair the tokenizer's files, or download them again."
+
+Added = Mapping[str, Any]
+"""An entry of `added_tokens`: content, id, special, lstrip, rstrip, normalized, single_word."""
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The tokens of one tokenizer.
+
+    label      of its model
+    family     how text becomes tokens
+    ids        id by token, added tokens included
+    added      the added tokens, by token: special ones, and others that are found before the text is split
+    digest     equal for equal files
+    """
+
+    label: str
+    family: Family
+    ids: Mapping[str, int]
+    added: Mapping[str, Added]
+    digest: str = ""
+
+    @cached_property
+    def tokens(self) -> dict[int, str]:
+        """Token by id. Of two tokens with one id, the added one."""
+        found = {number: token for token, number in self.ids.items() if token not in self.added}
+        return found | {number: token for token, number in self.ids.items() if token in self.added}
+
+    @cached_property
+    def as_bytes(self) -> dict[bytes, int]:
+        """Id by the bytes that a token stands for, to compare it with tokenizers of other families.
+
+        Added tokens win. A piece wins against SentencePiece's token for a byte (`A` against `<0x41>`): no text gives that.
+        """
+        spell = _SPELLINGS[self.family]
+        found: dict[bytes, int] = {}
+        for token, number in sorted(self.ids.items(), key=lambda item: self.is_byte(item[0])):
+            if token not in self.added:
+                found.setdefault(spell(token), number)
+        return found | {self.key(token): self.ids[token] for token in self.added}
+
+    def is_special(self, token: str) -> bool:
+        """True for a special token: `<s>`."""
+        return token in self.added and self.added[token].get("special") is True
+
+    def is_byte(self, token: str) -> bool:
+        """True for SentencePiece's token for a byte, `<0x41>`."""
+        return byte_of(token) is not None if _SPELLINGS[self.family] is _spell_sentencepiece else False
+
+    def key(self, token: str) -> bytes:
+        """The bytes that one of its tokens stands for."""
+        spell = _SPELLINGS[self.family]
+        return token.encode() if token in self.added and spell is not _spell_sentencepiece else spell(token)
+
+    def find(self, other: Vocabulary) -> Callable[[str], int | None]:
+        """A function from a token of another tokenizer to its id in this one."""
+        if self.family == other.family or "unknown" in (self.family, other.family):
+            return self.ids.get
+        return lambda token: self.as_bytes.get(other.key(token))
+
+
+def digest_of(folder: Path, files: Sequence[str]) -> str:
+    """Equal for equal files of a tokenizer; "" if there are none. Nothing is parsed."""
+    data = contents_of(folder, files)
+    return _digest(data) if data else ""
+
+
+def contents_of(folder: Path, files: Sequence[str]) -> dict[str, bytes]:
+    """The files of a tokenizer that are read, by name."""
+    others = sorted(name for name in files if _OTHER_FILES.fullmatch(name))
+    return {name: read_bounded(folder / name, MAX_FILE_BYTES) for name in (*FILES, *others) if name in files}
+
+
+def main_file(data: Mapping[str, bytes]) -> str:
+    """Which of the files has the tokens; "" if none has."""
+    known = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
+    return next((name for name in (*known, *data) if name in data and (name in known or _RANKS_OR_PIECES.search(name))), "")
+
+
+def _digest(data: Mapping[str, bytes]) -> str:
+    return hashlib.sha256(b"".join(name.encode() + hashlib.sha256(text).digest() for name, text in data.items())).hexdigest()
+
+
+def read_vocabulary(
+    label: str, folder: Path, files: Sequence[str], seen: dict[str, Vocabulary] | None = None
+) -> Vocabulary | None:
+    """The tokens of a model; None if it has no tokenizer that can be read.
+
+    label  for messages
+    files  names of the files in the folder
+    seen   tokenizers that were read, by digest: equal files are parsed once
+
+    Raises FormatError for a damaged file.
+    """
+    data = contents_of(folder, files)
+    digest = _digest(data)
+    if seen is not None and digest in seen:
+        return seen[digest]
+    found = _read(label, data, digest)
+    if found is not None and seen is not None:
+        seen[digest] = found
+    return found
+
+
+def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | None:
+    tokenizer: dict[str, Any] | None = None
+    added: dict[str, Added] = {}
+    name = main_file(data)
+    if name == "tokenizer.json":
+        tokenizer = json_object(without_merges(data[name])[0], label, name)
+        model = tokenizer.get("model")
+        if not isinstance(model, dict):
+            raise _wrong(label, name, "has no model")
+        ids, family = _pieces(model.get("vocab"), label), _family(tokenizer, model)
+        added = _added(tokenizer.get("added_tokens"), label)
+    elif name == "vocab.json":
+        ids, family = _pieces(json_object(data[name], label, name), label), "byte-level BPE"
+    elif name == "vocab.txt":
+        lines = data[name].decode("utf-8", "replace").split("\n")
+        ids, family = {token.rstrip("\r"): i for i, token in enumerate(lines) if token.strip()}, "WordPiece"
+    elif name == "tekken.json":
+        ids, family, added = _tekken(json_object(data[name], label, name), label)
+    elif name and (ranks := _tiktoken(data[name])) is not None:
+        ids, family = ranks, "byte-level BPE"
+    elif name:
+        ids, family, added = _sentencepiece(data[name], label, name)
+    else:
+        return None
+    for content, entry in _listed(data, label).items():
+        # As transformers does: a piece of tokenizer.json that these files list under its id is an added token.
+        if content not in added and (tokenizer is None or ids.get(content, entry["id"]) == entry["id"]):
+            added[content] = entry
+    return Vocabulary(label, family, ids | {token: entry["id"] for token, entry in added.items()}, added, digest)
+
+
+_STRING = rb'"(?:[^"\\]|\\.)*+"'
+_PAIR = rb"\[\s*+" + _STRING + rb"\s*+,\s*+" + _STRING + rb"\s*+\]"
+_MERGES = re.compile(rb'(?<!\\)"merges"\s*+:\s*+(\[(?:\s*+(?:' + _STRING + rb"|" + _PAIR + rb")\s*+,?+)*+\s*+\])")
+NO_MERGES = b'"merges":[]'
+
+
+def without_merges(data: bytes) -> tuple[bytes, bytes]:
+    """A tokenizer.json with `NO_MERGES`, and its merges: they are three quarters of the values, and no row depends on them.
+
+    The second is b"[]" where no list of merges is found.
+
+    >>> without_merges(b'{"vocab": {"a": 0}, "merges": [["a", "b"], "c d"]}')
+    (b'{"vocab": {"a": 0}, "merges":[]}', b'[["a", "b"], "c d"]')
+    """
+    found = _MERGES.search(data)
+    if found is None:
+        return data, b"[]"
+    return data[: found.start()] + NO_MERGES + data[found.end() :], found[1]
+
+
+def json_object(data: bytes, label: str, name: str) -> dict[str, Any]:
+    """The object in a file of a tokenizer. Raises FormatError."""
+    return parse_object(data, name, label, _REPAIR, unique=False, max_memory=_MAX_JSON_MEMORY)
+
+
+def _wrong(label: str, name: str, what: str) -> FormatError:
+    return FormatError(f"{name} {what}", where=label, fix=_REPAIR)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_ID
+
+
+def _pieces(listed: object, label: str) -> dict[str, int]:
+    """Id by token: of a mapping, or of unigram's list of [token, score]."""
+    if isinstance(listed, dict) and all(map(_is_id, listed.values())):
+        return dict(listed)
+    if isinstance(listed, list) and all(isinstance(pair, list) and pair and isinstance(pair[0], str) for pair in listed):
+        found: dict[str, int] = {}
+        for i, pair in enumerate(listed):
+            found.setdefault(pair[0], i)
+        return found
+    raise _wrong(label, "tokenizer.json", "has a vocabulary that is neither tokens with ids nor a list of tokens")
+
+
+def _added(listed: object, label: str) -> dict[str, Added]:
+    entries = [] if listed is None else listed
+    if not isinstance(entries, list):
+        raise _wrong(label, "tokenizer.json", "has added tokens that are not a list")
+    if not all(isinstance(e, dict) and isinstance(e.get("content"), str) and _is_id(e.get("id")) for e in entries):
+        raise _wrong(label, "tokenizer.json", "has an added token without content or id")
+    return {entry["content"]: entry for entry in entries if entry["content"]}
+
+
+def _listed(data: Mapping[str, bytes], label: str) -> dict[str, Added]:
+    """The added tokens that tokenizer_config.json and added_tokens.json list."""
+    found: dict[str, Added] = {}
+    if "tokenizer_config.json" in data:
+        listed = json_object(data["tokenizer_config.json"], label, "tokenizer_config.json").get("added_tokens_decoder")
+        for number, entry in listed.items() if isinstance(listed, dict) else ():
+            if number.isascii() and number.isdigit() and len(number) < 9 and isinstance(entry, dict):
+                if isinstance(entry.get("content"), str) and entry["content"] and _is_id(int(number)):
+                    found[entry["content"]] = {**entry, "id": int(number)}
+    if "added_tokens.json" in data:
+        for content, value in json_object(data["added_tokens.json"], label, "added_tokens.json").items():
+            if content and _is_id(value):
+                found.setdefault(content, {"id": value, "content": content, "special": False})
+    return found
+
+
+# ---- families
+
+
+def _family(tokenizer: Mapping[str, Any], model: Mapping[str, Any]) -> Family:
+    kind = model.get("type")
+    if kind == "Unigram" or (kind is None and isinstance(model.get("vocab"), list)):
+        return "unigram"
+    if kind in ("WordPiece", "WordLevel") or (kind is None and "max_input_chars_per_word" in model):
+        return "WordPiece"
+    if kind not in ("BPE", None):
+        return "unknown"
+    steps = [_types(tokenizer.get(part)) for part in ("normalizer", "pre_tokenizer", "decoder")]
+    if any("ByteLevel" in found for found in steps):
+        return "byte-level BPE"
+    vocab = model.get("vocab")
+    marked = isinstance(vocab, dict) and (SPACE in vocab or any(token.startswith(SPACE) for token in vocab))
+    return "SentencePiece BPE" if model.get("byte_fallback") is True or marked else "BPE"
+
+
+def _types(part: object) -> set[str]:
+    """The types in a normaliser, pre-tokenizer or decoder, which may be a sequence."""
+    found: set[str] = set()
+    todo = [part]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if isinstance(kind := value.get("type"), str):
+                found.add(kind)
+            todo += [inner for inner in value.values() if isinstance(inner, list | dict)]
+        elif isinstance(value, list):
+            todo += value
+    return found
+
+
+def _spell_byte_level(token: str) -> bytes:
+    """
+    >>> _spell_byte_level("Ġthe")
+    b' the'
+    """
+    found = [BYTES.get(character, -1) for character in token]
+    return token.encode() if -1 in found else bytes(found)
+
+
+def _spell_sentencepiece(token: str) -> bytes:
+    """
+    >>> _spell_sentencepiece("▁the"), _spell_sentencepiece("<0x0A>")
+    (b' the', b'\\n')
+    """
+    byte = byte_of(token)
+    return token.replace(SPACE, " ").encode() if byte is None else byte
+
+
+def _spell_wordpiece(token: str) -> bytes:
+    """
+    >>> _spell_wordpiece("the"), _spell_wordpiece("##ing")
+    (b' the', b'ing')
+    """
+    return token[2:].encode() if token.startswith("##") and len(token) > 2 else f" {token}".encode()
+
+
+_SPELLINGS: Mapping[Family, Callable[[str], bytes]] = {
+    "byte-level BPE": _spell_byte_level,
+    "SentencePiece BPE": _spell_sentencepiece,
+    "unigram": _spell_sentencepiece,
+    "WordPiece": _spell_wordpiece,
+    "BPE": str.encode,
+    "unknown": str.encode,
+}
+
+
+# ---- other files
+
+
+def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], Family, dict[str, Added]]:
+    """The pieces of a SentencePiece model."""
+    try:
+        model = read_sentencepiece(data)
+    except ValueError as error:
+        raise _wrong(label, name, "is not a SentencePiece model") from error
+    ids: dict[str, int] = {}
+    added: dict[str, Added] = {}
+    for number, piece in enumerate(model.pieces):
+        ids.setdefault(piece.text, number)
+        if piece.kind in (CONTROL, USER_DEFINED) and piece.text:
+            added[piece.text] = {"id": number, "content": piece.text, "special": piece.kind == CONTROL}
+    return ids, "SentencePiece BPE" if model.bpe else "unigram", added
+
+
+def _tiktoken(data: bytes) -> dict[str, int] | None:
+    """The ranks of a tiktoken file: a token in base64 and its rank on each line. None for another file."""
+    found: dict[str, int] = {}
+    try:
+        for line in data.splitlines():
+            piece, rank = line.split()
+            found.setdefault("".join(map(CHARACTERS.__getitem__, base64.b64decode(piece, validate=True))), int(rank[:9]))
+    except ValueError:
+        return None
+    return found or None
+
+
+_TEKKEN_SPECIAL = (
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
+    "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+).split()
+"""Those that mistral_common takes for files that list none."""
+
+
+def _tekken(tekken: Mapping[str, Any], label: str) -> tuple[dict[str, int], Family, dict[str, Added]]:
+    """Mistral's tekken.json: special tokens first, then the ranks; tokens beyond the vocabulary's size are not used."""
+    config, ranks = tekken.get("config"), tekken.get("vocab")
+    config = config if isinstance(config, dict) else {}
+    size, n_special = config.get("default_vocab_size"), config.get("default_num_special_tokens")
+    if not isinstance(ranks, list) or not _is_id(size) or not _is_id(n_special):
+        raise _wrong(label, "tekken.json", "has no vocabulary, or does not say how much of it is used")
+    assert isinstance(size, int)
+    assert isinstance(n_special, int)
+    listed = tekken.get("special_tokens")
+    if listed is None:  # files until version 7
+        listed = [{"rank": i, "token_str": token} for i, token in enumerate(_TEKKEN_SPECIAL[:n_special])]
+    added: dict[str, Added] = {
+        f"<SPECIAL_{i}>": {"id": i, "content": f"<SPECIAL_{i}>", "special": True} for i in range(n_special)
+    }
+    for entry in listed if isinstance(listed, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("token_str"), str) and _is_id(entry.get("rank")):
+            added.pop(f"<SPECIAL_{entry['rank']}>", None)
+            added[entry["token_str"]] = {"id": entry["rank"], "content": entry["token_str"], "special": True}
+    ids: dict[str, int] = {}
+    for i, entry in enumerate(ranks[: max(0, size - n_special)]):
+        text = entry.get("token_bytes") if isinstance(entry, dict) else None
+        try:
+            piece = base64.b64decode(text, validate=True) if isinstance(text, str) else None
+        except ValueError:
+            piece = None
+        if piece is None:
+            raise _wrong(label, "tekken.json", f"has a token that is not base64: {show(text)}")
+        ids.setdefault("".join(map(CHARACTERS.__getitem__, piece)), n_special + i)
+    return ids, "byte-level BPE", added

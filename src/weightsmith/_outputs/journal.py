@@ -1,0 +1,213 @@
+"""The record of finished tensors and products, from which interrupted work is resumed.
+
+A text file of lines `<xxh3_64 of the rest, 16 hex digits> <JSON array>`. The first line identifies the plan and lists what it
+was built from; one line for each finished tensor or product follows. Each line is one append. A line torn by a crash does not
+match its hash and is ignored.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from weightsmith._base.files import read_all
+from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._outputs.local import disk
+from weightsmith.abc.output import Finished
+
+VERSION = 5
+MAX_JOURNAL_BYTES = 128 << 20  # 100,000 tensors take 15 MB
+
+
+_BODY, _TENSOR = 17, b'["tensor","'
+"""Where the JSON of a line begins, and that of a tensor's."""
+
+
+@dataclass(slots=True)
+class Entries:
+    """The contents of a journal.
+
+    plan, layout  hashes of the plan and of all weight files' headers; "" when the first line is unreadable
+    facts         what the plan was built from, for messages
+    tensors       finished tensors by name
+    products      checksums of finished products by name
+    published     (device, inode) of the folder that was about to be renamed to its final name, or None
+    notes         what an output elsewhere needs to resume, by key: see `Staging.note`
+    lines         number of readable lines
+    """
+
+    plan: str = ""
+    layout: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, Finished] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
+    published: tuple[int, int] | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    lines: int = 0
+
+
+def read_journal(path: Path, names: Collection[str] | None = None) -> Entries:
+    """The readable lines of a journal; a missing file is an empty journal. Raises StoreError if it is not a file.
+
+    names  of the tensors whose lines are read; None: all. Others cost a hundredth
+    """
+    return read_lines(disk.read_own(path, MAX_JOURNAL_BYTES) or b"", names)
+
+
+def read_further(path: Path, start: int) -> tuple[Entries, int]:
+    """The lines of a growing journal from byte `start` on, and the byte where the next ones will begin."""
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read(MAX_JOURNAL_BYTES)
+    data = data[: data.rfind(b"\n") + 1]
+    return read_lines(data), start + len(data)
+
+
+def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
+    """The readable lines in the bytes of a journal. names: of the tensors whose lines are read; None: all."""
+    found = Entries()
+    for line in BytesIO(data):
+        if names is not None and (name := _tensor_of(line)) is not None and name not in names:
+            found.lines += 1
+            continue
+        entry = _decode(line)
+        if entry is None:
+            continue
+        found.lines += 1
+        match entry:
+            case ["plan", int(version), str(plan_hash), str(layout_hash), dict(facts)] if version == VERSION:
+                found.plan, found.layout = plan_hash, layout_hash
+                found.facts = {term: value for term, value in facts.items() if isinstance(value, str)}
+            case ["tensor", str(name), str(checksum), str(made_from), distance, bool(differing), bool(nonfinite)]:
+                match distance:
+                    case None:
+                        found.tensors[name] = Finished(checksum, made_from, None, differing, nonfinite)
+                    case [float(moved), float(base)]:
+                        found.tensors[name] = Finished(checksum, made_from, (moved, base), differing, nonfinite)
+            case ["product", str(name), str(checksum)]:
+                found.products[name] = checksum
+            case ["publish", int(device), int(inode)]:
+                found.published = (device, inode)
+            case ["note", str(key), value]:
+                found.notes[key] = value
+    return found
+
+
+def decoded(data: bytes) -> Iterator[Any]:
+    """The JSON value of each readable line."""
+    for line in BytesIO(data):
+        entry = _decode(line)
+        if entry is not None:
+            yield entry
+
+
+def encoded(entry: Sequence[object]) -> bytes:
+    """One line."""
+    body = json.dumps(entry, separators=(",", ":")).encode()
+    return xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
+
+
+def plan_line(plan: str, layout: str, facts: Mapping[str, str]) -> bytes:
+    """The first line."""
+    return encoded(["plan", VERSION, plan, layout, dict(facts)])
+
+
+def tensor_line(name: str, done: Finished) -> bytes:
+    """The line of one finished tensor."""
+    return encoded(["tensor", name, *done])
+
+
+def product_line(name: str, checksum: str) -> bytes:
+    """The line of one finished product."""
+    return encoded(["product", name, checksum])
+
+
+def _tensor_of(line: bytes) -> str | None:
+    """The tensor of a line; None if the line must be parsed to know."""
+    if not line.startswith(_TENSOR, _BODY):
+        return None
+    start = _BODY + len(_TENSOR)
+    name = line[start : line.find(b'"', start)]
+    try:
+        return None if b"\\" in name else name.decode()
+    except UnicodeDecodeError:  # a damaged line
+        return None
+
+
+def _decode(line: bytes) -> Any:
+    digest, _, body = line.rstrip(b"\n").partition(b" ")
+    if not body or digest != xxhash.xxh3_64_hexdigest(body).encode():
+        return None
+    try:
+        return parse(body)
+    except JsonError:  # not a line of ours, though its hash is right
+        return None
+
+
+class Journal:
+    """Appends lines. Thread-safe. Lines are not synced, except the first one, which marks the folder as ours.
+
+    That is enough: after a power loss, the journal is checked against the bytes on disk before it is trusted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = disk.open_own(path, os.O_RDWR | os.O_APPEND, keep=True)
+        self._lock = threading.Lock()
+        size = os.fstat(self._fd).st_size
+        last = bytearray(1)
+        read_all(self._fd, memoryview(last), max(0, size - 1))
+        self._torn = size > 0 and last != b"\n"
+
+    def start(self, plan: str, layout: str, facts: Mapping[str, str]) -> None:
+        """The first line."""
+        self._write(plan_line(plan, layout, facts))
+        os.fsync(self._fd)
+
+    def tensor(self, name: str, done: Finished) -> None:
+        """One finished tensor."""
+        self._write(tensor_line(name, done))
+
+    def product(self, name: str, checksum: str) -> None:
+        """One finished product."""
+        self._write(product_line(name, checksum))
+
+    def note(self, key: str, value: object) -> None:
+        """A JSON value, in place of an earlier one of this key. On the disk when this returns."""
+        self._write(encoded(["note", key, value]))
+        os.fsync(self._fd)
+
+    def publish(self, device: int, inode: int) -> None:
+        """The folder that is about to be renamed to its final name."""
+        self._write(encoded(["publish", device, inode]))
+        os.fsync(self._fd)
+
+    def absorb(self, path: Path) -> None:
+        """Move the lines of another journal to the end of this one."""
+        self._write((disk.read_own(path, MAX_JOURNAL_BYTES) or b"") + b"\n")
+        path.unlink()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            fd, self._fd = self._fd, -1  # first, so that an interrupted close is not repeated
+            if fd >= 0:
+                os.close(fd)
+
+    def _write(self, line: bytes) -> None:
+        with self._lock:
+            if self._torn:
+                line = b"\n" + line
+            self._torn = True  # until the whole line is written; a short write must not corrupt the next line
+            if os.write(self._fd, line) == len(line):
+                self._torn = False
+                return
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # Linux writes part of the line if only that fits

@@ -1,0 +1,142 @@
+"""Products of a plan in the staging folder: one file each, its checksum in the journal.
+
+Arrays of finished products are mapped from their files, so that a model's worth of them needs no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._outputs.checksum import hash_bytes
+from weightsmith._outputs.local import disk
+from weightsmith._outputs.local.target import create_file
+
+Arrays = Sequence[npt.NDArray[Any]]
+
+_READ_BYTES = 4 << 20
+_PART = ".part"
+
+
+def product_path(folder: Path, name: str) -> Path:
+    """The file of a product, named by the hash of the product's name, which may contain any character."""
+    return folder / hash_bytes(name.encode())
+
+
+def create_product(folder: Path, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
+    """Arrays of zeros, mapped from a new file that `write_product` will take over; None where the disk cannot take them."""
+    try:
+        folder.mkdir(exist_ok=True)
+        fd = create_file(folder, PurePosixPath(_part(folder, name).name))
+        try:
+            disk.reserve(fd, sum(out.nbytes for out in outs))  # a full disk is an error now, and no SIGBUS later
+            return _mapped(fd, outs, mmap.ACCESS_WRITE)
+        finally:
+            os.close(fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _part(folder, name).unlink()
+        return None
+
+
+def write_product(folder: Path, name: str, arrays: Arrays) -> str:
+    """Write the arrays of a product one after another, and return their checksum; "" if they cannot be written.
+
+    arrays  those of `create_product` are in the file already
+
+    The file gets its name when it is complete, because another process may be reading it.
+    """
+    part = _part(folder, name)
+    try:
+        if maps := {id(found): found for array in arrays if (found := _map_of(array)) is not None}:
+            for found in maps.values():
+                found.flush()
+        else:
+            folder.mkdir(exist_ok=True)
+            with os.fdopen(create_file(folder, PurePosixPath(part.name)), "wb") as file:
+                for array in arrays:
+                    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        checksum = _hash(part)
+        part.replace(product_path(folder, name))
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        return ""
+    return checksum
+
+
+def read_product(folder: Path, name: str, outs: Sequence[TensorSpec], checksum: str) -> Arrays | None:
+    """The arrays that `write_product` wrote, mapped; None if the file is missing or its checksum differs."""
+    path = product_path(folder, name)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        about = os.fstat(fd)
+        whole = stat.S_ISREG(about.st_mode) and about.st_size == sum(out.nbytes for out in outs)
+        return _mapped(fd, outs, mmap.ACCESS_READ) if whole and _hash(path) == checksum else None
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def remove_product(folder: Path, name: str) -> None:
+    """Remove the file of a product."""
+    with contextlib.suppress(OSError):
+        product_path(folder, name).unlink()
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove the unfinished files that killed processes have left. Call while no other process works in the folder."""
+    for path in folder.glob(f"*{_PART}"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def release_pages(array: npt.NDArray[Any]) -> None:
+    """Let the system take back the memory that shows a mapped array; its file keeps the numbers. Others are left alone."""
+    found = _map_of(array)
+    if found is not None and hasattr(mmap, "MADV_DONTNEED"):
+        found.madvise(mmap.MADV_DONTNEED)
+
+
+def _part(folder: Path, name: str) -> Path:
+    path = product_path(folder, name)
+    return path.with_name(f"{path.name}.{os.getpid()}{_PART}")
+
+
+def _mapped(fd: int, outs: Sequence[TensorSpec], access: int) -> Arrays:
+    nbytes = sum(out.nbytes for out in outs)
+    data = mmap.mmap(fd, nbytes, access=access) if nbytes else b""
+    arrays, at = [], 0
+    for out in outs:
+        arrays.append(np.frombuffer(data, out.dtype.numpy, out.size, at).reshape(out.shape))
+        at += out.nbytes
+    return arrays
+
+
+def _map_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
+    base: Any = array
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    return base if isinstance(base, mmap.mmap) else None
+
+
+def _hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()

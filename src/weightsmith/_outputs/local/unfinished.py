@@ -1,0 +1,59 @@
+"""Finds, describes and removes the staging folders that interrupted runs have left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+
+from weightsmith._base.errors import StoreError
+from weightsmith._outputs.journal import read_journal
+from weightsmith._outputs.local import locks
+from weightsmith._outputs.local.area import STAGING_SUFFIX, StagingArea
+from weightsmith._outputs.local.claim import JOURNAL, LOCK, check_kinds
+from weightsmith.abc.output import Unfinished
+
+
+def find_folders(parent: Path) -> Iterator[Unfinished]:
+    """The staging folders in a folder. Nothing is changed, and no lock is held afterwards. Raises StoreError."""
+    try:
+        names = sorted(path.name for path in parent.iterdir())
+    except OSError as error:
+        raise StoreError(f"cannot be read: {error.strerror}", where=str(parent), fix="change its permissions") from error
+    for folder in (parent / name for name in names if name.startswith(".") and name.endswith(STAGING_SUFFIX)):
+        area = StagingArea(folder.parent / folder.name[1:].removesuffix(STAGING_SUFFIX))
+        found = partial(Unfinished, area.out, folder, remove=partial(remove_work, area.out))
+        try:
+            check_kinds(folder)
+            entries = read_journal(folder / JOURNAL)
+            last = next((path for path in (folder / JOURNAL, folder / LOCK) if path.exists()), folder)
+            about = len(entries.tensors), _disk_bytes(folder), last.stat().st_mtime
+            yield found(*about, "a process is working in it" if locks.is_held(folder) else "")
+        except FileNotFoundError:
+            continue  # its owner has just removed it
+        except StoreError as error:
+            yield found(0, 0, folder.lstat().st_mtime, error.finding.what)
+
+
+def remove_work(out: Path) -> None:
+    """Remove the staging folder of an output, or finish the publishing that was cut off in it.
+
+    Raises Busy while a process works in it, StoreError for a folder that is not ours, or that holds a checkpoint replaced by an
+    interrupted --overwrite.
+    """
+    area = StagingArea(out)
+    with closing(area.locks):
+        area.recover(area.locks.take())
+        if area.locks.held:
+            area.remove()
+
+
+def _disk_bytes(folder: Path) -> int:
+    total = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with suppress(FileNotFoundError):
+                total += (Path(root) / name).lstat().st_blocks * 512
+    return total

@@ -1,0 +1,359 @@
+"""What models disagree on though their tensors have equal shapes: settings that change the computation, and tokenizers.
+
+The output has the donor's. A setting that a config.json does not state is not compared: what it is by default depends on the
+model class. Vision and audio towers are not compared, only the text model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import Finding, LayerError, MismatchError, WeightsmithError
+from weightsmith._base.files import read_bounded, show
+from weightsmith._base.strict_json import parse_object
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import Structure
+from weightsmith._models.tokenizers.files import templates_of
+
+MAX_TOKENIZER_BYTES = 64 << 20
+_SHOWN = 3  # problems, and models in one line
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is compared of one model.
+
+    label  as the user named it
+    text   the section of config.json that describes its text model
+    folder, files  where its tokenizer may be
+    """
+
+    label: str
+    text: Config
+    folder: Path
+    files: Sequence[str]
+
+
+def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> Model:
+    """What is compared of a checkpoint. text: where config.json describes the main stack of layers, else all of it."""
+    config = checkpoint.config or {}
+    text = config if structure.main is None else structure.main.section(config)
+    return Model(label, text, checkpoint.folder, checkpoint.files)
+
+
+def disagreements(
+    models: Sequence[Model], donor: int, *, tokenizer: int | None = None, template: int | None = None
+) -> list[Finding]:
+    """One warning for each kind of setting in which a model differs from the donor, whose value the output has.
+
+    tokenizer, template  index of the model whose tokenizer or chat template the output has; None: these are not compared,
+                         because the recipe chooses them
+
+    No tensor is read. Cost: nothing for the settings; tokenizers are parsed only where their files differ.
+    """
+    found = []
+    for kind in _KINDS:
+        values = [kind.read(model.text) for model in models]
+        first = next((i for i in (donor, *range(len(models))) if values[i] is not None), None)
+        if first is None or all(value is None or _equal(value, values[first]) for value in values):
+            continue
+        fix = kind.fix or "test the result: weights were trained for the value of their own model"
+        what = f"the models differ in {kind.name}; the output has {_text(values[first])}"
+        found.append(Finding(what, "config.json", _by_value(models, values), fix))
+    return found + tokenizer_disagreements(models, tokenizer, template)
+
+
+def tokenizer_disagreements(models: Sequence[Model], tokenizer: int | None, template: int | None) -> list[Finding]:
+    """The same for tokenizers and chat templates alone."""
+    found = [] if tokenizer is None else _tokenizers(models, tokenizer)
+    return found + ([] if template is None else _templates(models, template))
+
+
+def _by_value(models: Sequence[Model], values: Sequence[Any]) -> tuple[str, ...]:
+    """Models and their value, those with the same together."""
+    groups: dict[str, list[str]] = {}
+    for model, value in zip(models, values, strict=True):
+        if value is not None:
+            groups.setdefault(_text(value), []).append(model.label)
+    return tuple(f"{_names(labels)}: {text}" for text, labels in groups.items())
+
+
+def _names(labels: Sequence[str]) -> str:
+    """Models in one line.
+
+    >>> _names(["a", "b", "c"]), _names(["a", "b", "c", "d"])
+    ('a, b and c', 'a, b, c and 1 more')
+    """
+    more = [f"{len(labels) - _SHOWN} more"] if len(labels) > _SHOWN else []
+    listed = [*labels[:_SHOWN], *more]
+    return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
+
+
+# ---- settings
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One kind of setting. read: its value in a config, None where it is not stated."""
+
+    name: str
+    read: Callable[[Config], Any]
+    fix: str = ""
+
+
+_NONE = "none"
+_ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "gelu_python": "gelu"}
+_ROPE_TYPES = {"mrope": "default", "su": "longrope"}
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon", "norm_eps")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_OTHER = (
+    *("query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("logit_scale", "scale_emb", "scale_depth", "clip_qkv", "use_parallel_residual", "num_experts_per_tok"),
+    *("norm_topk_prob", "routed_scaling_factor"),
+)
+
+
+def _stated(*keys: str) -> Callable[[Config], Any]:
+    """The first of some keys that is a number, text or a truth value; "none" for null."""
+
+    def read(config: Config) -> Any:
+        for key in keys:
+            if key in config:
+                value = config[key]
+                if value is None:
+                    return _NONE
+                return value if isinstance(value, int | float | str) else None
+        return None
+
+    return read
+
+
+def _activation(config: Config) -> str | None:
+    # Gemma's code has its own idea of what a null means.
+    key = next((k for k in ("hidden_activation", "hidden_act", "activation_function") if k in config), "")
+    value = config.get(key)
+    return _ACTIVATIONS.get(value, value) if isinstance(value, str) else None
+
+
+def _kv_heads(config: Config) -> Any:
+    value = _stated("num_key_value_heads", "num_kv_heads")(config)
+    return _stated(*_HEADS)(config) if value == _NONE else value
+
+
+def _window(config: Config) -> Any:
+    """The sliding window; "none" where it is switched off or no shorter than the context."""
+    value = _stated("sliding_window")(config)
+    longest = config.get("max_position_embeddings")
+    if value is not None and config.get("use_sliding_window") is False:
+        return _NONE
+    whole = isinstance(value, int) and isinstance(longest, int) and value >= longest
+    return _NONE if whole else value
+
+
+def _rope(config: Config) -> Config:
+    """`rope_parameters`, or what older configs have instead; those of full attention where kinds of layers have their own."""
+    for key in ("rope_parameters", "rope_scaling"):
+        found = config.get(key)
+        if isinstance(found, Mapping):
+            nested = found.get("full_attention")
+            return nested if isinstance(nested, Mapping) else found
+    return {}
+
+
+def _theta(config: Config) -> Any:
+    return _stated("rope_theta")(_rope(config)) or _stated("rope_theta", "rotary_emb_base")(config)
+
+
+def _scaling(config: Config) -> dict[str, Any]:
+    """Type and parameters of RoPE scaling; without any it is the default, in every model class."""
+    rope = _rope(config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _ROPE_TYPES.get(kind, kind) if isinstance(kind, str) else "default"
+    numbers = {k: v for k, v in rope.items() if isinstance(v, int | float) and k not in ("rope_theta", "partial_rotary_factor")}
+    return {"type": kind, **(numbers if kind != "default" else {})}
+
+
+def _partial(config: Config) -> Any:
+    return _stated("partial_rotary_factor")(_rope(config)) or _stated("partial_rotary_factor", "rotary_pct")(config)
+
+
+_KINDS = (
+    _Kind(
+        "model type", _stated("model_type"), "merge models of one architecture; mergekit refuses this without --allow-crimes"
+    ),
+    _Kind("RoPE theta", _theta),
+    _Kind("RoPE scaling", _scaling),
+    _Kind("the share of a head that RoPE turns", _partial),
+    _Kind("activation", _activation),
+    _Kind("norm epsilon", _stated(*_EPSILONS)),
+    _Kind("number of attention heads", _stated(*_HEADS)),
+    _Kind("number of key-value heads", _kv_heads),
+    _Kind("sliding window", _window),
+    _Kind("softcap of attention logits", _stated("attn_logit_softcapping")),
+    _Kind("softcap of output logits", _stated("final_logit_softcapping")),
+    *(_Kind(key, _stated(key)) for key in _OTHER),
+)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equal as far as both are stated: of two mappings the keys that both have."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return all(a[key] == b[key] for key in a.keys() & b.keys())
+    return bool(a == b)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(_text(v) if k == "type" else f"{show(k)[1:-1]} {_text(v)}" for k, v in value.items())
+    return f"{value:g}" if isinstance(value, float) else show(value)[1:-1] if isinstance(value, str) else show(value)
+
+
+# ---- tokenizers
+
+
+def _read(model: Model, name: str) -> bytes | None:
+    """A file of the model; None if it is missing, unreadable or too large."""
+    if name not in model.files:
+        return None
+    with contextlib.suppress(WeightsmithError, OSError):
+        return read_bounded(model.folder / name, MAX_TOKENIZER_BYTES)
+    return None
+
+
+def _object(data: bytes | None) -> dict[str, Any]:
+    with contextlib.suppress(WeightsmithError):
+        return parse_object(data, "it", "", "", unique=False) if data is not None else {}
+    return {}
+
+
+def _vocabulary(model: Model) -> dict[int, str]:
+    """Token by id; {} if unknown."""
+    tokenizer = _object(_read(model, "tokenizer.json"))
+    inner = tokenizer.get("model")
+    listed = inner.get("vocab") if isinstance(inner, Mapping) else None
+    if listed is None:
+        listed = _object(_read(model, "vocab.json"))
+    if isinstance(listed, Mapping):
+        found = {number: token for token, number in listed.items() if isinstance(number, int)}
+    elif isinstance(listed, list):  # of a unigram model: [token, score] each
+        found = {i: pair[0] for i, pair in enumerate(listed) if isinstance(pair, list) and pair and isinstance(pair[0], str)}
+    else:
+        found = {}
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, Mapping) and isinstance(token.get("id"), int) and isinstance(token.get("content"), str):
+            found[token["id"]] = token["content"]
+    if not tokenizer:
+        more = _object(_read(model, "added_tokens.json")).items()
+        found |= {number: token for token, number in more if isinstance(number, int)}
+    return found
+
+
+def _tokenizers(models: Sequence[Model], donor: int) -> list[Finding]:
+    """A warning if an id means different tokens in two models. Ids that one of them does not use do not count."""
+    names = ("tokenizer.json", "vocab.json", "added_tokens.json")
+    digests = [[None if (data := _read(m, n)) is None else hashlib.sha256(data).digest() for n in names] for m in models]
+    if all(digest == digests[donor] for digest in digests):
+        return []
+    own = _vocabulary(models[donor])
+    details, most = [], 0
+    for model, digest in zip(models, digests, strict=True):
+        if not own or digest == digests[donor]:
+            continue
+        other = _vocabulary(model)
+        differing = sorted(number for number in own.keys() & other.keys() if own[number] != other[number])
+        if differing:
+            number = differing[0]
+            tokens = f"{number} is {show(other[number])}, and {show(own[number])} in {models[donor].label}"
+            details.append(f"{model.label}: {len(differing):,} of {len(other):,} ids; {tokens}")
+            most = max(most, len(differing))
+    if not details:
+        return []
+    what = f"the models differ in their tokenizers: the same ids mean different tokens; the output has {models[donor].label}'s"
+    return [Finding(what, "tokenizer.json", tuple(details), "match rows by token with tokenizer_source: base, or union")]
+
+
+def _templates(models: Sequence[Model], donor: int) -> list[Finding]:
+    """A warning if chat templates differ. A model without one does not count. donor: whose template the output has."""
+    templates = [_template(model) for model in models]
+    stated = {template for template in templates if template}
+    if not stated or stated == {templates[donor]}:
+        return []
+    taken = f"the output has {models[donor].label}'s" if templates[donor] else "the output has none"
+    details = _by_value(models, [f"{len(t):,} characters ({_digest(t)})" if t else _NONE for t in templates])
+    return [
+        Finding(
+            f"the models differ in chat template; {taken}",
+            "chat_template",
+            details,
+            "choose one with chat_template: auto, a name or a file",
+        )
+    ]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
+
+
+def _template(model: Model) -> str:
+    """The chat template as text, "" when there is none."""
+    found = templates_of(model.folder, model.files)
+    return found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+
+
+# ---- architectures
+
+_DIMENSIONS = (
+    ("hidden size", ("hidden_size", "d_model", "n_embd", "dim")),
+    ("intermediate size", ("intermediate_size", "d_ff", "n_inner", "ffn_dim", "encoder_ffn_dim")),
+    ("attention heads", _HEADS),
+    ("key-value heads", ("num_key_value_heads", "num_kv_heads")),
+)
+
+
+def of_different_architectures(
+    problems: Sequence[WeightsmithError], models: Sequence[Model], donor: int, where: str
+) -> list[WeightsmithError]:
+    """The problems; if the models' architectures differ, those of their tensors and layers are one.
+
+    problems  in the order found
+    where     of the models in the recipe
+    """
+    mismatches = [problem for problem in problems if isinstance(problem, MismatchError)]
+    if all(isinstance(problem, LayerError) for problem in mismatches):  # it says more about what was asked for
+        return list(problems)
+    own = models[donor]
+    for model in models:
+        texts = _compared(own, model)
+        if texts is None:
+            continue
+        details = [f"{p.finding.where}: {p.finding.what}" if p.finding.where else p.finding.what for p in mismatches[:_SHOWN]]
+        if len(mismatches) > _SHOWN:
+            details.append(f"and {len(mismatches) - _SHOWN:,} more")
+        one = MismatchError(
+            f"the models have different architectures: {own.label} is {texts[0]}, and {model.label} is {texts[1]}",
+            where=where,
+            details=details,
+            fix="merge models of one architecture and size",
+        )
+        return [one, *(problem for problem in problems if not isinstance(problem, MismatchError))]
+    return list(problems)
+
+
+def _compared(a: Model, b: Model) -> tuple[str, str] | None:
+    """Both architectures in words, with the first dimension that differs; None when they are the same."""
+    types = [model.text.get("model_type") for model in (a, b)]
+    names = [show(kind).strip("'") if isinstance(kind, str) else "of unknown type" for kind in types]
+    for dimension, keys in _DIMENSIONS:
+        values = [_stated(*keys)(model.text) for model in (a, b)]
+        if None not in values and values[0] != values[1]:
+            return f"{names[0]}, {dimension} {values[0]}", f"{names[1]}, {dimension} {values[1]}"
+    return (names[0], names[1]) if None not in types and types[0] != types[1] else None

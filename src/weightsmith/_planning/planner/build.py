@@ -1,0 +1,291 @@
+"""Recipe and headers in, Plan out; or every problem at once."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from weightsmith import _methods as methods
+from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._methods.base import Method
+from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
+from weightsmith._planning import recipe as recipes
+from weightsmith._planning.planner.companions import joined
+from weightsmith._planning.planner.inputs import missing_models, open_models
+from weightsmith._planning.planner.merges import (
+    Matched,
+    Opened,
+    Opening,
+    Request,
+    assemble_matched,
+    match,
+    open_request,
+    read_request,
+)
+from weightsmith._planning.planner.prepared import Assembled, Prepared, Stage, Written, code_files
+from weightsmith._planning.planner.stages import adapted, in_order, same_name
+from weightsmith._planning.recipe import ModelRef, Recipe
+from weightsmith._plans import Plan
+
+NOTHING: Written = MappingProxyType({})
+
+
+def prepare(
+    source: recipes.Source,
+    options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
+    *,
+    check: bool = False,
+) -> Prepared:
+    """Read a recipe and its models' headers and plan the merge.
+
+    source  path of a YAML file, YAML text (with a newline), a mapping, or a list of mappings
+    check   ask transformers now whether it could load the output; see `Assembled.finish`
+
+    Raises PlanError with all problems. No tensor data is read. Cost: headers, and about 20 µs a tensor.
+    """
+    return assemble(source, options).finish(check=check)
+
+
+def assemble(source: recipes.Source, options: RecipeOptions) -> Assembled:
+    """The draft of `prepare`."""
+    return assemble_source(source, "merge", options, assemble_recipe)
+
+
+def assemble_source(
+    source: recipes.Source, command: recipes.Command | None, options: RecipeOptions, make: Callable[..., Assembled]
+) -> Assembled:
+    """Read a recipe and make the draft of its plan. make: `assemble_recipe`, or a function with its parameters.
+
+    Raises PlanError. It holds the text of the recipe, and all missing models even if nothing else of the recipe can be read.
+    """
+    loaded = _load(source, command, options)
+    try:
+        again = partial(make, _recipe_of(loaded), options, loaded.problems, folder=_folder_of(source))
+        assembled = again()
+    except PlanError as error:
+        error.source = loaded.source
+        raise
+    assembled.source, assembled.again = loaded.source, lambda written: again(written=written)
+    return assembled
+
+
+def _load(source: recipes.Source, command: recipes.Command | None, options: RecipeOptions) -> recipes.Loaded:
+    settings, names = dict(options.settings), parameter_names()
+    return recipes.load(source, command, settings=settings, lenient=options.lenient, parameter_names=names)
+
+
+def _recipe_of(loaded: recipes.Loaded) -> Any:
+    """The recipe. Raises PlanError if it cannot be read."""
+    if loaded.recipe is None:
+        raise PlanError([*loaded.problems, *missing_models(loaded.models)], loaded.source)
+    return loaded.recipe
+
+
+def _folder_of(source: recipes.Source) -> Path:
+    on_disk = isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source)
+    return Path(str(source)).parent if on_disk else Path()
+
+
+def assemble_recipe(
+    recipe: Recipe,
+    options: RecipeOptions,
+    problems: Sequence[WeightsmithError] = (),
+    *,
+    folder: Path = Path(),
+    written: Written = NOTHING,
+    opening: Opening = open_models,
+) -> Assembled:
+    """The draft of a recipe that has been read; first, the plans of those whose results it reads. See `prepare`.
+
+    problems  found while it was read
+    folder    that paths of the recipe's own code start from
+    written   folders with results of other recipes
+    opening   opens the models
+    """
+    with ExitStack() as stack, _no_collection():
+        bound = _bound(recipe, options, problems, folder, written, opening, stack)
+        assembled = bound.assemble(bound.request)
+        stack.pop_all()
+        return assembled
+
+
+def bind(
+    source: recipes.Source,
+    options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
+) -> Bound:
+    """Open and match the models of a recipe of `merge` once, to plan it with many values of its parameters.
+
+    source  as for `prepare`
+
+    Raises PlanError. Close the result, or use it as a context manager.
+
+    >>> with bind("ties.yml") as bound:  # doctest: +SKIP
+    ...     plans = [bound.plan({"parameters.density": density}) for density in (0.2, 0.5, 0.8)]
+    """
+    loaded = _load(source, "merge", options)
+    try:
+        recipe = _recipe_of(loaded)
+        with ExitStack() as stack, _no_collection():
+            bound = _bound(recipe, options, loaded.problems, _folder_of(source), NOTHING, open_models, stack)
+            return replace(bound, source=source, stack=stack.pop_all())
+    except PlanError as error:
+        error.source = loaded.source
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A recipe whose models are opened and matched."""
+
+    request: Request
+    opened: Opened
+    matched: Matched
+    stages: _Stages
+    find_method: Callable[[str], Method]
+    source: recipes.Source = ""
+    stack: ExitStack | None = None
+
+    def plan(self, values: Mapping[str, Any]) -> Plan:
+        """The plan with these values, by key path: {"parameters.t": 0.3}. The same as planning anew with `--set`.
+
+        Raises PlanError; ParameterError for a value that changes the models or the vocabulary: these are bound.
+        """
+        options = replace(self.request.options, settings={**self.request.options.settings, **values})
+        loaded = _load(self.source, "merge", options)
+        with _no_collection():
+            problems = [*loaded.problems, *self.stages.problems]
+            request = read_request(_recipe_of(loaded), options, problems, self.find_method, self.request.folder)
+            if request.matching != self.request.matching:
+                what = "a value changes the models or the vocabulary, and these are opened already"
+                raise ParameterError(what, where=", ".join(values), fix="set parameters alone, or bind the changed recipe")
+            return self.assemble(request).draft.finish()
+
+    def assemble(self, request: Request) -> Assembled:
+        """The draft of a request with the same models."""
+        return self.stages.join(assemble_matched(request, self.opened, self.matched))
+
+    def close(self) -> None:
+        """Close the models."""
+        if self.stack is not None:
+            self.stack.close()
+
+    def __enter__(self) -> Bound:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+def _bound(
+    recipe: Recipe,
+    options: RecipeOptions,
+    problems: Sequence[WeightsmithError],
+    folder: Path,
+    written: Written,
+    opening: Opening,
+    stack: ExitStack,
+) -> Bound:
+    """The recipe with its models; `stack` closes them."""
+    find = partial(methods.find, folder=folder, allow_code=options.allow_code)
+    stages = _Stages(recipe, find, folder, options, written)
+    stages.prepare(stack)
+    request = read_request(recipe, options, [*problems, *stages.problems], find, folder)
+    opened = open_request(request, stack, stages.results, opening)
+    return Bound(request, opened, match(request, opened, stack), stages, find)
+
+
+class _Stages:
+    """Plans the recipes whose results a recipe reads.
+
+    results   as models, by `ModelRef.path`; None: it has problems
+    problems  of all of them
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        find_method: Callable[[str], Method],
+        folder: Path,
+        options: RecipeOptions,
+        written: Written,
+    ) -> None:
+        self.problems: list[WeightsmithError] = []
+        self.results: dict[str, Checkpoint | None] = dict.fromkeys(recipe.stages)
+        self._recipe, self._find, self._folder, self._written = recipe, find_method, folder, written
+        self._options = replace(options, out_dtype=None, quantize=None, check_loading=False)
+        self._refs = in_order(recipe)
+        self._adapted = adapted(recipe, self._refs)
+        self._stages: list[Stage] = []
+        self._warnings: list[Finding] = []
+        self._lacking: list[Mapping[str, tuple[str, ...]]] = []
+
+    def prepare(self, stack: ExitStack) -> None:
+        """Plan them; `stack` closes their models."""
+        for ref in self._refs:
+            recipe = self._recipe.stages[ref.path]
+            if ref.path in self._written:
+                result = self.results[ref.path] = open_checkpoint(self._written[ref.path])
+                stack.callback(result.close)
+            elif recipe is not None:
+                self._add(ref, recipe, stack)
+
+    def _add(self, ref: ModelRef, recipe: Recipe, stack: ExitStack) -> None:
+        try:
+            with ExitStack() as own:
+                request = read_request(recipe, self._options, (), self._find, self._folder)
+                opened = open_request(request, own, self.results)
+                assembled = assemble_matched(request, opened, match(request, opened, own))
+                draft = assembled.draft  # the other plan holds it, and has the warnings itself
+                warnings, missing = draft.warnings, draft.lacking
+                draft.warnings, draft.lacking, draft.recipe = [], {}, ""
+                plan = draft.finish()
+                own.pop_all()
+        except PlanError as error:
+            self.problems += error.problems
+            return
+        self._warnings += warnings
+        self._lacking.append(missing)
+        path, label = ref.path, ref.path if ref.path == recipe.name else str(ref)
+        stage = Stage.of(path, label, plan, assembled.inputs, self._stages)
+        again = partial(assemble_recipe, recipe, self._options, folder=self._folder)
+        why = "an adapter is applied to it" if path in self._adapted else stage.why
+        stage = replace(stage, why=why, reopen=lambda written: again(written=written).finish())
+        result = self.results[path] = stage.result()
+        stack.callback(result.close)
+        self._stages.append(stage)
+
+    def join(self, assembled: Assembled) -> Assembled:
+        """Add all that is known of these to the draft of the result."""
+        if self._stages:
+            draft = assembled.draft
+            found = same_name([ref for ref in self._refs if ref.path == getattr(self._recipe.stages[ref.path], "name", "")])
+            draft.warnings = [*self._warnings, *found, *draft.warnings]
+            draft.lacking = joined([*self._lacking, draft.lacking], draft.held)
+            assembled.named = [*(path for stage in self._stages for path in code_files(stage.plan)), *assembled.named]
+            assembled.stages = [*self._stages]
+        return assembled
+
+
+def parameter_names() -> list[str]:
+    """The names of all methods' parameters."""
+    return sorted({p.name for m in methods.all_methods() for p in m.parameters})
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection: a plan is a million objects and no cycle; looking for one takes a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,204 @@
+"""The files beside the weights that the donor lacks and another model has.
+
+The output gets a tokenizer, a chat template and a generation_config.json if any model has one. All other files are the donor's;
+those of other models that the output lacks are listed in the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weightsmith._base.errors import Finding, MismatchError
+from weightsmith._base.files import read_bounded, show
+from weightsmith._files.copied import holds_tokens, is_tokenizer
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
+from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES
+
+GENERATION = "generation_config.json"
+
+CHOOSE_TOKENIZER = "write tokenizer_source: and the model whose tokenizer the output is to have"
+
+_TEMPLATES = (TEMPLATE_FILE, "tokenizer_config.json", "chat_template.json")
+_SETTINGS = "tokenizer_config.json"
+
+
+@dataclass
+class Companions:
+    """Files of the output that are not the donor's.
+
+    labels, opened  the models
+    donor           index of the donor
+    files           to write; they replace the donor's
+    removed         files of the donor that the output does not have
+    tokenizer       index of the model whose tokenizer the output has, -1 for one outside the merge
+    template        index of the model whose chat template it has
+    findings        notes on what is taken from another model
+    """
+
+    labels: Sequence[str]
+    opened: Sequence[Checkpoint]
+    donor: int
+    files: dict[str, bytes] = field(default_factory=dict)
+    removed: frozenset[str] = frozenset()
+    tokenizer: int = field(init=False)
+    template: int = field(init=False)
+    findings: list[Finding] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = self.template = self.donor
+
+    def fill_tokenizer(self, where: str, fix: str, seen: dict[str, Vocabulary]) -> None:
+        """Take the tokenizer of the first model that has one, if the donor has none.
+
+        where  of the models in the recipe
+        fix    what to do if the tokenizers differ: the end of the message
+        seen   tokenizers that were read, see `read_vocabulary`
+
+        Raises MismatchError if the models that have one differ in a token.
+        """
+        owners = [k for k, checkpoint in enumerate(self.opened) if any(map(holds_tokens, checkpoint.files))]
+        if not owners or self.donor in owners:
+            return
+        first, *others = owners
+        found = {k: self._tokens(k, seen) for k in owners}
+        if differing := [k for k in others if not _same_tokens(found[first], found[k])]:
+            what = f"{self.labels[self.donor]} has no tokenizer, and those of the other models differ"
+            details = [f"{self.labels[first]}: {_described(found[first])}"]
+            details += [
+                f"{self.labels[k]}: {_described(found[k])}{_first_difference(found[first], found[k])}" for k in differing
+            ]
+            raise MismatchError(what, where=where, details=details, fix=fix)
+        own = self.opened[self.donor]
+        template = self._template_of(self.donor)
+        self.removed |= frozenset(name for name in own.files if is_tokenizer(name))
+        self.files |= {name: self._bytes(first, name) for name in self.opened[first].files if is_tokenizer(name)}
+        if template:
+            self._replace_template(template)
+        self.tokenizer = self.template = first
+        if template:
+            self.template = self.donor
+        what = f"{self.labels[self.donor]} has no tokenizer: the output has that of {self.labels[first]}"
+        self.findings.append(Finding(what, "tokenizer"))
+        self.findings += own_code(self.labels[first], self.opened[first].folder, self.opened[first].files)
+
+    def fill_template(self) -> None:
+        """Take the chat template of the first model that has one, if the output has none."""
+        if self._template_of(self.template):
+            return
+        for k in range(len(self.opened)):
+            if template := self._template_of(k):
+                self._replace_template(template)
+                self.template = k
+                what = f"{self.labels[self.donor]} has no chat template: the output has that of {self.labels[k]}"
+                self.findings.append(Finding(what, "chat_template"))
+                return
+
+    def fill_generation(self, moved: Callable[[int, bytes], bytes] = lambda _k, data: data) -> None:
+        """Take the generation_config.json of the first model that has one, if the output has none.
+
+        moved  (model, file) → the file with the ids of the output's tokenizer
+        """
+        if GENERATION in self.files or GENERATION in self.opened[self.donor].files:
+            return
+        owners = [k for k, checkpoint in enumerate(self.opened) if GENERATION in checkpoint.files]
+        if not owners:
+            return
+        first = self.tokenizer if self.tokenizer in owners else owners[0]
+        own = self._bytes(first, GENERATION)
+        self.files[GENERATION] = moved(first, own)
+        what = f"{self.labels[self.donor]} has no {GENERATION}: the output has that of {self.labels[first]}"
+        differing = [self.labels[k] for k in owners if settings_in(self._bytes(k, GENERATION)) != settings_in(own)]
+        more = f"{', '.join(differing)} {'has' if len(differing) == 1 else 'have'} another one"
+        self.findings.append(Finding(what, GENERATION, (more,) if differing else ()))
+
+    # ---- files
+
+    def _bytes(self, k: int, name: str) -> bytes:
+        self.opened[k].fetch([name])
+        return read_bounded(self.opened[k].folder / name, MAX_FILE_BYTES)
+
+    def _tokens(self, k: int, seen: dict[str, Vocabulary]) -> Vocabulary | dict[str, bytes]:
+        """The tokens of a model; the digests of its files if they cannot be read."""
+        checkpoint = self.opened[k]
+        checkpoint.fetch([name for name in checkpoint.files if is_tokenizer(name)])
+        found = read_vocabulary(self.labels[k], checkpoint.folder, checkpoint.files, seen)
+        if found is not None:
+            return found
+        names = filter(holds_tokens, checkpoint.files)
+        return {name: hashlib.sha256(self._bytes(k, name)).digest() for name in names}
+
+    def _template_of(self, k: int) -> object:
+        checkpoint = self.opened[k]
+        names = [name for name in _TEMPLATES if name in checkpoint.files]
+        checkpoint.fetch(names[:1] if TEMPLATE_FILE in names else names)
+        return templates_of(checkpoint.folder, checkpoint.files)
+
+    def _replace_template(self, template: object) -> None:
+        """Write a chat template in the place of whatever the files have."""
+        own = self.opened[self.donor]
+        settings = settings_of(own.folder, own.files, _SETTINGS) if _SETTINGS not in self.removed else {}
+        if _SETTINGS in self.files:
+            settings = settings_in(self.files[_SETTINGS])
+        for name in (TEMPLATE_FILE, "chat_template.json"):
+            self.files.pop(name, None)
+        self.removed |= {"chat_template.json"}
+        with_template(self.files, settings, template)
+
+
+def own_code(label: str, folder: Path, files: Sequence[str]) -> list[Finding]:
+    """The warning that a tokenizer that is copied has code, which is not."""
+    if not settings_of(folder, files, _SETTINGS).get("auto_map"):
+        return []
+    what = f"the tokenizer of {label} has code of its own, which is not copied"
+    return [Finding(what, _SETTINGS, fix="copy what auto_map names into the output")]
+
+
+def _same_tokens(a: Vocabulary | dict[str, bytes], b: Vocabulary | dict[str, bytes]) -> bool:
+    if isinstance(a, Vocabulary) and isinstance(b, Vocabulary):
+        return a.ids == b.ids
+    return a == b
+
+
+def _described(tokens: Vocabulary | dict[str, bytes]) -> str:
+    return f"{len(tokens.ids):,} tokens" if isinstance(tokens, Vocabulary) else ", ".join(tokens)
+
+
+def _first_difference(a: Vocabulary | dict[str, bytes], b: Vocabulary | dict[str, bytes]) -> str:
+    if not isinstance(a, Vocabulary) or not isinstance(b, Vocabulary):
+        return ""
+    number = min(i for i in a.tokens.keys() | b.tokens.keys() if a.tokens.get(i) != b.tokens.get(i))
+    token = f"{show(b.tokens[number])}" if number in b.tokens else "no token"
+    return f"; {number} is {token}, and {show(a.tokens[number]) if number in a.tokens else 'no token'} there"
+
+
+def carried(names: Iterable[str], files: Collection[str], removed: Collection[str]) -> tuple[str, ...]:
+    """The donor's files to copy: those that are neither written nor removed."""
+    gone = {"config.json", *files, *removed}
+    return tuple(name for name in names if name not in gone)
+
+
+def lacking(models: Iterable[tuple[str, Sequence[str]]], held: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """For each model, its files beside the weights that the output does not have. held: names of the output's files
+
+    >>> lacking([("base", ["config.json"]), ("fr", ["config.json", "vocab.txt"])], {"config.json"})
+    {'fr': ('vocab.txt',)}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for label, files in models:
+        if names := tuple(name for name in files if name not in held):
+            found[label] = names
+    return found
+
+
+def joined(listed: Iterable[Mapping[str, Sequence[str]]], held: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Several results of `lacking` as one, without files that the output has."""
+    found: dict[str, dict[str, None]] = {}
+    for each in listed:
+        for label, files in each.items():
+            found.setdefault(label, {}).update(dict.fromkeys(name for name in files if name not in held))
+    return {label: tuple(files) for label, files in found.items() if files}

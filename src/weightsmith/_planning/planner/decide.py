@@ -1,0 +1,36 @@
+"""What a merge must know of each tensor before it runs: what it is to the method, and which products it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from weightsmith._methods.base import Method
+from weightsmith._models.structure.roles import role_of
+from weightsmith._plans import Product, Settings, Step
+
+
+def decide(steps: Sequence[Step], settings: Sequence[Settings], method: Method) -> tuple[list[Step], tuple[Product, ...]]:
+    """The steps with their roles and needs, and the product of the method, if it has one for these parameters."""
+    waiting = [
+        (leaf, settings[leaf.settings])
+        for step in steps
+        for leaf in step.leaves
+        if leaf.merges and leaf.out.size and method.needs(settings[leaf.settings].shared)
+    ]
+    product = method.product(waiting) if waiting else None
+    needing = {id(leaf) for leaf, _ in waiting} if product is not None else set()
+
+    def decided(leaf: Step) -> Step:
+        if not leaf.merges:
+            return leaf
+        needs = (product.name,) if product is not None and id(leaf) in needing else ()
+        return replace(leaf, role=role_of(leaf.out), needs=needs)
+
+    return [_each_leaf(step, decided) for step in steps], () if product is None else (product,)
+
+
+def _each_leaf(step: Step, change: Callable[[Step], Step]) -> Step:
+    if not step.pieces:
+        return change(step)
+    return replace(step, pieces=tuple(map(change, step.pieces)))

@@ -1,0 +1,238 @@
+"""Which tensors of an output are stored in an encoding, and what config.json lists as ignored.
+
+Encoded are the weights that a loader builds as nn.Linear in the main decoder: matrices with the role `linear` in its layers.
+Everything else is stored as it is: embeddings and heads (unless the encoding takes them), norms, routers, towers and
+projectors, prediction layers after the last, experts that are one tensor, GPT-2's transposed matrices (Conv1D).
+
+**The list of ignored modules.** compressed-tensors quantises every nn.Linear that the list does not name, so each that is
+stored as it is must be in it. transformers and vLLM rename modules (`visual.…` becomes `model.visual.…`) and read `re:`
+entries from the beginning of a module's name (`re.match`), so entries are patterns that a new prefix does not change, one for
+all layers: `re:.*\\.mlp\\.gate$`. A pattern that would match an encoded module is replaced by the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from weightsmith._base.errors import Finding, PlanError, Unsupported
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.products.magnitudes import magnitudes
+from weightsmith._models.formats import Encoding, find_encoding
+from weightsmith._models.structure import Structure, analyse
+from weightsmith._models.structure.projections import JOINED
+from weightsmith._models.structure.roles import role_of
+from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head
+from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
+from weightsmith.abc.stored import array_name
+
+FUSED_EXPERTS = "its experts are one tensor"
+"""Why a tensor is stored as it is: the planner warns of these, which may be most of a model."""
+
+_WEIGHT = ".weight"
+_WIDTH = "its width"
+"""What the reason begins with when an encoding does not take a weight for its width."""
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_CONV1D = frozenset({"c_attn", "c_fc"})
+"""Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
+
+
+def quantise(draft: PlanDraft, name: str) -> None:
+    """Store the weights of the linear layers as `name`, and say so in config.json.
+
+    name  of an encoding
+
+    Raises PlanError: no config.json, no linear weight, a dtype that the encoding cannot take.
+    """
+    encoding, config = find_encoding(name), draft.config
+    if config is None:
+        what = f"the output has no config.json, in which readers of {name} find what is quantised"
+        fix = "put a config.json into the folder of the model that it is taken from"
+        raise PlanError([Unsupported(what, where="quantize", fix=fix)])
+    specs = [step.out for step in draft.steps]
+    structure = analyse(specs, config)
+    reasons = _reasons(specs, structure, encoding)
+    encoded = [spec for spec in specs if spec.name not in reasons]
+    if not encoded:
+        raise PlanError([_nothing(name, structure, reasons)])
+    refused = [(spec, why) for spec in encoded if (why := encoding.refusal(spec))]
+    if refused:
+        spec, why = refused[0]
+        many = f" (and {len(refused) - 1:,} more)" if len(refused) > 1 else ""
+        what = f"the weight cannot be stored as {name}: {why}{many}"
+        raise PlanError([Unsupported(what, where=spec.name, fix="write weights as bfloat16: --out-dtype bfloat16 (out_dtype)")])
+    plain = [spec for spec in specs if spec.name in reasons]
+    products = _products(draft, [step for step in draft.steps if step.out.name not in reasons], structure, encoding)
+    maker = arrays_of(products)
+    draft.steps = [_stored(step, encoding, maker) if step.out.name not in reasons else step for step in draft.steps]
+    draft.products += products
+    draft.config = {**config, **encoding.config(ignored_modules(plain, encoded, structure))}
+    draft.warnings += [*_fused_findings(plain, reasons, name), *_width_findings(plain, reasons)]
+
+
+def encodable(draft: PlanDraft, name: str) -> int:
+    """How many tensors of a draft an encoding would store."""
+    specs = [step.out for step in draft.steps]
+    return len(specs) - len(_reasons(specs, analyse(specs, draft.config), find_encoding(name)))
+
+
+def stored_plain(plan: Plan) -> dict[str, str]:
+    """Each tensor of a quantised plan that is stored as it is, and why; {} if all are encoded, or none is."""
+    if all(step.family != PLAIN for step in plan.steps):
+        return {}
+    specs = [step.out for step in plan.steps]
+    name = next((step.encoding for step in plan.steps if step.family != PLAIN), None)
+    if name is None:
+        return {}
+    reasons = _reasons(specs, analyse(specs, plan.config), find_encoding(name))
+    return {step.out.name: reasons.get(step.out.name, "") for step in plan.steps if step.family == PLAIN}
+
+
+def _stored(step: Step, encoding: Encoding, maker: Mapping[str, str]) -> Step:
+    needs = (*step.needs, maker[array_name(encoding, step.out.name)]) if encoding.product else step.needs
+    return replace(step, encoding=encoding.name, stored=encoding.outs(step.out), needs=needs)
+
+
+def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, encoding: Encoding) -> list[Product]:
+    """One product for each layer, so that its weights are still in the page cache when they are encoded."""
+    layers: dict[str, dict[str, Step]] = {}
+    maker = arrays_of(draft.products)
+    for step in steps if encoding.product else ():
+        place = structure.locate(step.out.name)
+        layers.setdefault("the vocabulary" if place is None else f"layer {place[1]}", {})[step.out.name] = step
+    return [
+        magnitudes(
+            layer,
+            list(own.values()),
+            _joined(own),
+            {name: array_name(encoding, name) for name in own},
+            sorted({needed for step in own.values() for needed in needs_of(step, maker)}),
+        )
+        for layer, own in layers.items()
+    ]
+
+
+def _joined(names: Iterable[str]) -> list[list[str]]:
+    """Weights in sets: those that engines join into one matrix are together.
+
+    >>> _joined(["0.attn.q_proj.weight", "0.attn.o_proj.weight", "0.attn.k_proj.weight"])
+    [['0.attn.q_proj.weight', '0.attn.k_proj.weight'], ['0.attn.o_proj.weight']]
+    """
+    sets: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        parent, _, own = name.removesuffix(_WEIGHT).rpartition(".")
+        sets.setdefault((parent, JOINED.get(own, own)), []).append(name)
+    return list(sets.values())
+
+
+def _reasons(specs: Sequence[TensorSpec], structure: Structure, encoding: Encoding) -> dict[str, str]:
+    """Why tensors are stored as they are, by name; those that are not in it are encoded."""
+    transposed = any(_module(spec).rpartition(".")[2] in _CONV1D and _is_wide(spec) for spec in specs)
+    found = ((spec.name, _reason(spec, structure, encoding, transposed=transposed)) for spec in specs)
+    return {name: why for name, why in found if why}
+
+
+def _reason(spec: TensorSpec, structure: Structure, encoding: Encoding, *, transposed: bool) -> str:
+    place, main = structure.locate(spec.name), structure.main
+    if place is None and (is_head(spec) or is_embedding(spec)):
+        if encoding.vocabulary:
+            return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))
+        return "the head" if is_head(spec) else "an embedding"
+    if place is None or main is None or place[0] != main or main.kind != "decoder":
+        return "it is outside the decoder's layers"
+    if structure.experts(spec) > 1:
+        return FUSED_EXPERTS
+    if len(spec.shape) != 2 or not spec.dtype.floating:
+        return "it is not a matrix of numbers"
+    if role_of(spec) != "linear":
+        is_router = not _ROUTERS.isdisjoint(spec.name.split("."))
+        return "a router or gate" if is_router else "it is not the weight of a linear layer"
+    if transposed and _module(spec).rpartition(".")[2].startswith("c_"):
+        return "it is stored transposed (Conv1D)"
+    return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))  # of a name or shape; a dtype is the caller's to change
+
+
+def _is_wide(spec: TensorSpec) -> bool:
+    return len(spec.shape) == 2 and spec.shape[1] > spec.shape[0]
+
+
+def _module(spec: TensorSpec) -> str:
+    return spec.name.removesuffix(_WEIGHT)
+
+
+def _nothing(name: str, structure: Structure, reasons: Mapping[str, str]) -> Unsupported:
+    """The error when there is nothing to encode."""
+    what = f"nothing can be stored as {name}: no decoder of this model has the weight of a linear layer"
+    widths = [why for why in reasons.values() if why.startswith(_WIDTH)]
+    if widths:
+        what = f"nothing can be stored as {name}: no linear weight of this model fits ({widths[0]})"
+    elif structure.main is None and len(structure.stacks) > 1:
+        stacks = ", ".join(stack.prefix for stack in structure.stacks)
+        what = f"only a decoder can be stored as {name}, and this model has several stacks: {stacks}"
+    tally: dict[str, list[str]] = {}
+    for tensor, why in reasons.items():
+        tally.setdefault(why, []).append(tensor)
+    details = [f"{len(names):,} as they are: {why} ({names[0]})" for why, names in tally.items()]
+    return Unsupported(
+        what, where="quantize", details=details, fix="choose another format; weightsmith quantize --list shows all"
+    )
+
+
+def _fused_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str], name: str) -> Iterator[Finding]:
+    fused = [spec for spec in plain if reasons[spec.name] == FUSED_EXPERTS]
+    if fused:
+        what = f"fused experts are stored as they are, not as {name}, which takes matrices: {len(fused):,} tensors"
+        yield Finding(what, fused[0].name, fix="choose a layout with one matrix for each expert, such as Mixtral's")
+
+
+def _width_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str]) -> Iterator[Finding]:
+    """Weights that would be encoded if their width were another one."""
+    refused = [spec.name for spec in plain if reasons[spec.name].startswith(_WIDTH)]
+    if refused:
+        yield Finding(f"weights stored as they are: {len(refused):,}; {reasons[refused[0]]}", refused[0])
+
+
+# ---- the ignored modules
+
+
+def ignored_modules(plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], structure: Structure) -> list[str]:
+    """Entries for every module among `plain` that a loader may build as a linear layer, as names or `re:` patterns.
+
+    `lm_head` is always among them. A tied head is a module though no tensor has its name: where none is stored, it may have
+    any of the names of heads.
+    """
+    suffixes = {_module(spec) if (s := structure.suffix(spec.name)) is None else s: _module(spec) for spec in encoded}
+    examples = list(suffixes.values())  # of each kind of module one: a pattern matches all layers, or has a layer's number
+    entries: dict[str, None] = {"lm_head": None}
+    for spec in plain:
+        fused = structure.experts(spec) > 1
+        if not fused and not (len(spec.shape) == 2 and spec.name.endswith(_WEIGHT) and spec.dtype.floating):
+            continue
+        pattern = _pattern(spec, structure, fused=fused)
+        if not pattern and is_embedding(spec):
+            continue
+        safe = pattern and not any(re.match(pattern, module) for module in examples)
+        entries[f"re:{pattern}" if safe else _module(spec)] = None
+    if not any(is_head(spec) and structure.locate(spec.name) is None for spec in plain):
+        entries[rf"re:(\w+\.)?({'|'.join(HEADS[1:])})$"] = None  # one component before it: the model's, and no layer's
+    return list(entries)
+
+
+def _pattern(spec: TensorSpec, structure: Structure, *, fused: bool) -> str:
+    """What tells a module from the encoded ones whatever prefix a loader gives it; "" where its name must do."""
+    name, suffix = _module(spec), structure.suffix(spec.name)
+    place, extra = structure.locate(spec.name), structure.extra(spec.name)
+    if extra is not None:  # a prediction layer, of which loaders make modules of other names
+        layer = extra[0].prefix.removeprefix("model.") + str(extra[0].n_layers + extra[1])
+        return rf"(.*\.)?{re.escape(layer)}\..*"
+    if place is not None and suffix is not None and place[0] == structure.main:
+        inner = suffix.removesuffix(_WEIGHT)
+        if fused:  # vLLM asks for `….experts.0.gate_proj`, the module that the experts would be made of
+            return rf".*\.{re.escape(inner.rpartition('.')[0] or inner)}\..*"
+        return rf".*\.{re.escape(inner)}$"
+    if name != "lm_head" and name.endswith(".lm_head"):
+        return r".*\.lm_head$"
+    module = structure.module_of(spec.name)
+    tower = structure.main is not None and module != structure.main.module and name.startswith(f"{module}.")
+    return rf"(.*\.)?{re.escape(module.rpartition('.')[2])}\..*" if tower else ""

@@ -1,0 +1,145 @@
+"""The models that a recipe names: each numbered once, and opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from weightsmith._base.errors import NotFound, Unsupported, WeightsmithError, nearest
+from weightsmith._base.files import exists, expand_user, real_path
+from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
+from weightsmith._models.lora import apply_adapter, open_adapter
+from weightsmith._models.structure import Structure, analyse
+from weightsmith._planning.planner.describing import built_names
+from weightsmith._planning.planner.patterns import is_pattern
+from weightsmith._planning.recipe import ModelRef, Recipe
+
+
+def number_models(recipe: Recipe) -> tuple[dict[ModelRef, int], list[ModelRef]]:
+    """The index of every reference, and the models by index: the base first, then in the recipe's order.
+
+    Two spellings of one local path (`./a`, `a/`) are one model.
+    """
+    models: dict[ModelRef, int] = {}
+    firsts: list[ModelRef] = []
+    places: dict[tuple[str, ...], int] = {}
+    for ref in recipe.references:
+        if ref not in models:
+            place = (ref.path, *map(str, filter(None, [ref.lora]))) if ref.path in recipe.stages else _place(ref)
+            models[ref] = places.setdefault(place, len(firsts))
+            if models[ref] == len(firsts):
+                firsts.append(ref)
+    return models, firsts
+
+
+def find_model(models: Mapping[ModelRef, int], ref: ModelRef) -> int | None:
+    """The index of a reference that may be spelled otherwise than in the recipe; None if it is not a model of it."""
+    if ref in models:
+        return models[ref]
+    return next((number for other, number in models.items() if _place(other) == _place(ref)), None)
+
+
+def open_models(
+    refs: Sequence[ModelRef], stack: ExitStack, results: Mapping[str, Checkpoint | None] = MappingProxyType({})
+) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
+    """Open every model; `stack` closes them. None for one that cannot be used, whose problem is in the list.
+
+    results  of other recipes of the file, by `ModelRef.path`; None: of one that has problems of its own
+    """
+    opened: list[Checkpoint | None] = []
+    problems: list[WeightsmithError] = []
+    for ref in refs:
+        opened.append(None)
+        if ref.path in results and results[ref.path] is None:
+            continue
+        try:
+            checkpoint = _open(ref, stack, results)
+        except WeightsmithError as error:
+            problems.append(at(_with_nearest(error, ref, results), ref.where))
+            continue
+        if checkpoint.quantised is None:
+            opened[-1] = checkpoint
+            continue
+        problems.append(
+            Unsupported(
+                f"{ref} is quantised ({checkpoint.quantised}), and its codes cannot be merged as numbers",
+                where=ref.where,
+                fix="name an unquantised checkpoint of the same model",
+            )
+        )
+    return opened, problems
+
+
+def missing_models(refs: Iterable[ModelRef]) -> list[WeightsmithError]:
+    """What can be said of the models of a recipe that is broken: those that are neither a local path nor a hub id."""
+    problems = []
+    for ref in refs:
+        try:
+            if not is_pattern(ref):
+                locate(ref.path, ref.revision or None)
+        except WeightsmithError as error:
+            problems.append(at(error, ref.where))
+    return problems
+
+
+def _with_nearest(error: WeightsmithError, ref: ModelRef, names: Iterable[str]) -> WeightsmithError:
+    """The error of a model that is nowhere, with the recipe that may have been meant."""
+    found, hint = error.finding, nearest(ref.path, names)
+    if not isinstance(error, NotFound) or not hint or hint in found.what:
+        return error
+    return NotFound(
+        f"{found.what}; no recipe of the file has this name{hint}", where=found.where, details=found.details, fix=found.fix
+    )
+
+
+def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | None]) -> Checkpoint:
+    """A model, its adapter applied to it; `stack` closes what was opened, also when the rest fails."""
+    made = results.get(ref.path)
+    checkpoint = made or open_checkpoint(ref.path, revision=ref.revision or None, download=False)
+    stack.callback(checkpoint.close)
+    if ref.lora is None or checkpoint.quantised is not None:
+        return checkpoint
+    adapter = open_adapter(ref.lora.path, revision=ref.lora.revision or None)
+    stack.callback(adapter.checkpoint.close)
+    return apply_adapter(checkpoint, adapter, str(ref), partial(built_names, checkpoint))
+
+
+def analyse_all(opened: Sequence[Checkpoint | None]) -> list[Structure | None]:
+    """The structure of each model. Twins, as fine-tunes of one base are, share one object: the look at 100,000 names counts."""
+    found: list[Structure | None] = []
+    for k, checkpoint in enumerate(opened):
+        if checkpoint is None:
+            found.append(None)
+            continue
+        twin = next((i for i, other in enumerate(opened[:k]) if other is not None and _alike(checkpoint, other)), None)
+        fresh = twin is None or found[twin] is None
+        found.append(analyse(checkpoint.specs.values(), checkpoint.config) if fresh else found[twin or 0])
+    return found
+
+
+def _alike(a: Checkpoint, b: Checkpoint) -> bool:
+    """True when two models have the same tensor names and shapes, and configs that differ in no number or list."""
+    if len(a.specs) != len(b.specs) or _telling(a.config) != _telling(b.config) or list(a.specs) != list(b.specs):
+        return False
+    return all(x.shape == y.shape for x, y in zip(a.specs.values(), b.specs.values(), strict=True))
+
+
+def _telling(config: Mapping[str, Any] | None) -> Any:
+    """What a structure may depend on: texts at the top level (`torch_dtype`, `_name_or_path`) are left out."""
+    return None if config is None else {k: v for k, v in config.items() if not isinstance(v, str)}
+
+
+def at(error: WeightsmithError, where: str) -> WeightsmithError:
+    """The same error, with the position in the recipe in front of its own place."""
+    found = error.finding
+    place = f"{where}: {found.where}" if found.where and where else where or found.where
+    return type(error)(found.what, where=place, details=found.details, fix=found.fix)
+
+
+def _place(ref: ModelRef) -> tuple[str, ...]:
+    adapter = () if ref.lora is None else _place(ref.lora)
+    path = expand_user(ref.path)
+    return str(real_path(path)) if exists(path) else ref.path, ref.revision, *adapter

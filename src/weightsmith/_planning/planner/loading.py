@@ -1,0 +1,268 @@
+"""Whether transformers could load the output: its names and shapes against the model that its config.json builds.
+
+For outputs whose config.json is a new one: stacks, mixtures, surgery. Where transformers is not installed, nothing is checked.
+It runs in a process of its own (`transformers_script.py`): importing it takes seconds and hundreds of MB, and a config.json of
+unknown origin may ask for a model of any size. Code that a model brings with it is never executed.
+
+Planning makes a `Question`. `weightsmith plan` waits for its answer; a merge has a `Check` ask it meanwhile, and publishes
+nothing before it is answered. Answers are kept (`answers.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from weightsmith._base.errors import Finding, LayerError, PlanError
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.structure import Structure
+from weightsmith._planning.planner import answers
+from weightsmith._planning.planner.transformers_script import pattern_of
+from weightsmith._plans import PlanDraft
+
+TIMEOUT_SECONDS = 120
+"""Ten times what the largest published models take."""
+
+SCRIPT = Path(__file__).with_name("transformers_script.py")
+
+PACKAGES = "torch", "transformers", "accelerate"
+_SHOWN = 3
+_KINDS = {"missing": "not in the output", "unexpected": "the model class has no such tensor", "shape": ""}
+_FIX = "load the output with its own software before you publish it"
+
+Answer = TypeVar("Answer")
+Began = Callable[["subprocess.Popen[str]"], None]
+
+Checked = tuple[Mapping[str, Any] | None, tuple[TensorSpec, ...]]
+"""config.json and the tensors of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What transformers is to say of an output.
+
+    donor  the model that gave config.json: what transformers already misses in it is no fault of the output
+    label  the donor's
+    where  of an error
+    extra  prefixes of the output's prediction layers, which transformers builds for no model
+    """
+
+    output: Checked
+    donor: Checked
+    label: str
+    where: str
+    extra: tuple[str, ...] = ()
+
+
+def question_of(
+    plan: PlanDraft,
+    config: Mapping[str, Any] | None,
+    specs: Iterable[TensorSpec],
+    structure: Structure,
+    label: str,
+    *,
+    where: str,
+    layers: Mapping[str, Sequence[int]] | None = None,
+) -> Question | None:
+    """The question about the output of a draft; None without a config.json, or without transformers to ask.
+
+    config, specs, structure  of the donor
+    layers                    the donor's layers that each changed stack consists of; the rest as in `Question`
+    """
+    if plan.config is None or not installed():
+        return None
+    ends = {stack: len((layers or {}).get(stack.prefix, range(stack.n_layers))) for stack in structure.stacks}
+    extra = tuple(f"{stack.prefix}{end + rank}." for stack, end in ends.items() for rank in range(stack.n_extra))
+    return Question((plan.config, tuple(step.out for step in plan.steps)), (config, tuple(specs)), label, where, extra)
+
+
+class Beside(Generic[Answer]):
+    """Has another process asked something beside other work, from a thread of its own.
+
+    ask  is called with a function that is to be given each process when it has begun
+
+    `close` it, or use it as a context manager: the process is ended then, if it still runs.
+    """
+
+    def __init__(self, ask: Callable[[Began], Answer]) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._closed = False
+        self._answer: Future[Answer] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ask,), name="weightsmith-check", daemon=True)
+        self._thread.start()
+
+    def done(self, seconds: float = 0) -> bool:
+        """Whether the answer is there, or comes within so long."""
+        return bool(wait_for([self._answer], seconds).done)
+
+    def wait(self) -> Answer:
+        """The answer."""
+        return self._answer.result()
+
+    def close(self) -> None:
+        """End the process. May be called twice."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def _run(self, ask: Callable[[Began], Answer]) -> None:
+        try:
+            self._answer.set_result(ask(self._began))
+        except BaseException as error:
+            self._answer.set_exception(error)
+
+    def _began(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            if self._closed:
+                process.kill()
+            self._process = process
+
+
+class Check:
+    """Asks a question beside other work. None: there is nothing to ask.
+
+    source  of the recipe, for the error
+
+    `close` it, or use it as a context manager: the process is ended then, if it still runs.
+    """
+
+    def __init__(self, question: Question | None, source: tuple[str, str] = ("", "")) -> None:
+        self.error: PlanError | None = None
+        self._source = source
+        self._beside = None if question is None else Beside(partial(check_loading, question))
+
+    def poll(self) -> None:
+        """Raise PlanError if the answer is there and transformers could not load the output."""
+        if self.done(0):
+            self.wait()
+
+    def done(self, seconds: float) -> bool:
+        """Whether the answer is there, or comes within so long."""
+        return self._beside is None or self._beside.done(seconds)
+
+    def wait(self) -> tuple[Finding, ...]:
+        """The warnings; at most two minutes for each of two models. Raises as `poll`."""
+        found = None if self._beside is None else self._beside.wait()
+        if isinstance(found, LayerError):
+            self.error = self.error or PlanError([found], self._source)
+            raise self.error
+        return () if found is None else (found,)
+
+    def close(self) -> None:
+        """End the process. May be called twice."""
+        if self._beside is not None:
+            self._beside.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+def check_loading(question: Question, began: Began = lambda _process: None) -> LayerError | Finding | None:
+    """What transformers would say of the output: an error if it could not load it, a warning where that is not known.
+
+    began  is given each process when it has begun
+
+    Cost: 2 to 10 seconds, and a second pass over the donor when a difference is found.
+    """
+    label, where = question.label, question.where
+    answer = _ask(question.output, began)
+    if "unknown" in answer:
+        return _unchecked(f"transformers has no {answer['unknown']}")
+    if not answer.get("failed") and not answer["differences"]:
+        return None
+    own = _ask(question.donor, began)
+    if "failed" in answer:
+        if "failed" in own:
+            return _unchecked(f"transformers cannot load {label} itself: {own['failed']}")
+        return _refused([answer["failed"]], where)
+    # What no layer of the donor's model loads is no loss of the output's. What some of them load may be whole layers.
+    before = {(kind, pattern_of(name)) for kind, name, _ in own.get("differences", ())}
+    partly = frozenset(own.get("loaded", ()))
+
+    def known(kind: str, name: str) -> bool:
+        pattern = pattern_of(name)
+        return (kind, pattern) in before and (pattern not in partly or name.startswith(question.extra))
+
+    found = [(kind, name, text) for kind, name, text in answer["differences"] if not known(kind, name)]
+    if not found:
+        return None
+    return _refused([f"{name}: {text or _KINDS[kind]}" for kind, name, text in found], where)
+
+
+def installed() -> bool:
+    """True where the check can run: from_pretrained places tensors on the meta device by accelerate."""
+    return all(find_spec(name) is not None for name in PACKAGES)
+
+
+def _refused(differences: list[str], where: str) -> LayerError:
+    more = [f"and {len(differences) - _SHOWN:,} more"] if len(differences) > _SHOWN else []
+    return LayerError(
+        "transformers could not load the output: its config.json would build a model with other tensors",
+        where=where,
+        details=[*differences[:_SHOWN], *more],
+        fix="choose other layers; to write it all the same, use --no-check-loading (check_loading=False)",
+    )
+
+
+def _unchecked(why: str) -> Finding:
+    return Finding(f"the output's config.json was not checked: {why}", fix=_FIX)
+
+
+def _ask(checkpoint: Checked, began: Began) -> dict[str, Any]:
+    """The script's answer, or the one it gave before."""
+    config, specs = checkpoint
+    question = json.dumps(["compare", config, [[s.name, s.dtype.torch, s.shape] for s in specs]])
+    key = answers.key_of(question, SCRIPT, PACKAGES)
+    answer = answers.find(key)
+    if answer is None:
+        answer = ask_script(question, began)
+        answers.keep(key, answer)
+    return answer
+
+
+def ask_script(question: str, began: Began) -> dict[str, Any]:
+    """The script's answer, as JSON; {"unknown": why} or {"failed": why} without one."""
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical", "TQDM_DISABLE": "1"}
+    # -P: the folder of the script holds modules whose names are common.
+    command = [sys.executable, "-P", str(SCRIPT), str(int(TIMEOUT_SECONDS) + 10)]  # it ends itself if nobody does
+    pipe = subprocess.PIPE
+    try:
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **quiet}) as process:
+            try:
+                began(process)
+                said, complaint = process.communicate(question, timeout=TIMEOUT_SECONDS)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            lines = complaint.strip().splitlines() or [f"the process ended with status {process.returncode}"]
+            return {"unknown": f"answer: {lines[-1][:300]}"}
+        answer: dict[str, Any] = json.loads(said)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not built after {TIMEOUT_SECONDS} seconds"}
+    except (OSError, ValueError) as error:
+        return {"unknown": f"answer: {error}"}
+    return answer

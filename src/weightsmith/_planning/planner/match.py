@@ -1,0 +1,207 @@
+"""Which tensor of each model feeds which output tensor. Output names are the donor's names on disk.
+
+Models whose names differ by a prefix (a bare decoder and one inside a vision-language model, a file of an older
+transformers) are matched by the stacks that play the same part, and outside the layers by the end of the name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.structure import Stack, Structure
+
+_BUFFERS = ("rotary_emb.inv_freq", ".num_batches_tracked", "rotary_pos_emb.inv_freq")
+_MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+
+
+def home_module(donor: Structure) -> str:
+    """The module of what the donor has not (a head): that of its main stack, else its first."""
+    return donor.main.module if donor.main is not None else next(iter(donor.modules))
+
+
+def is_buffer(spec: TensorSpec) -> bool:
+    """True for a tensor that the model computes for itself: old files store it, new ones do not.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> is_buffer(TensorSpec("h.0.attn.bias", DTYPES["F32"], (1, 1, 8, 8)))
+    True
+    >>> is_buffer(TensorSpec("h.0.attn.bias", DTYPES["F32"], (8,)))  # a parameter
+    False
+    """
+    name = spec.name
+    if name.endswith(_MASKS):  # a causal mask [1, 1, n, n], or the number it masks with
+        return len(spec.shape) in (0, 4)
+    return name.endswith(_BUFFERS) or (name.endswith("position_ids") and not spec.dtype.floating)
+
+
+class ModelNames:
+    """One model's tensors by place: the layers of each stack, and the rest, all under the donor's names.
+
+    layers  donor's stack prefix → layer → name inside the layer → the model's own name
+    depth   donor's stack prefix → number of layers
+    rest    donor's name → the model's own name; layers that the donor does not have are here too
+    outer   the reverse of `rest`
+    paired  the model's stack prefix → donor's
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        specs: Mapping[str, TensorSpec],
+        donor: Structure,
+        donor_specs: Mapping[str, TensorSpec],
+    ) -> None:
+        self.structure = structure
+        self.specs = specs
+        self.paired = pair_stacks(structure.stacks, donor.stacks, specs)
+        counts = {s.prefix: s.n_layers for s in donor.stacks}
+        self.layers: dict[str, dict[int, dict[str, str]]] = {prefix: defaultdict(dict) for prefix in counts}
+        self.depth = {self.paired[s.prefix]: s.n_layers for s in structure.stacks if self.paired[s.prefix] in counts}
+        roots = sorted({_roots(a, b) for a, b in self.paired.items() if a != b}, key=lambda r: -len(r[0]))
+        self._seen: dict[str, tuple[str, int]] = {}
+        found: dict[str, str] = {}  # own → donor's
+        extras: dict[str, str] = {}
+        for name in specs:
+            place = structure.locate(name)
+            prefix = self.paired[place[0].prefix] if place is not None else ""
+            if place is not None and prefix in counts:
+                suffix = name[len(place[0].prefix) + len(str(place[1])) + 1 :]
+                self.layers[prefix][place[1]][suffix] = name
+                continue
+            extra = structure.extra(name)
+            if extra is None or self.paired[extra[0].prefix] not in counts:
+                found[name] = _renamed(name, roots)
+            else:
+                prefix = self.paired[extra[0].prefix]
+                extras[name] = f"{prefix}{counts[prefix] + extra[1]}.{structure.suffix(name)}"
+        if structure is not donor:
+            found |= _by_ending(found, specs, donor, donor_specs)
+            found = self._as_donor_sees(found, donor)
+        found |= extras
+        self.rest = {theirs: mine for mine, theirs in found.items()}
+        self.outer = found
+        self._modules: set[str] | None = None
+
+    def _as_donor_sees(self, found: Mapping[str, str], donor: Structure) -> dict[str, str]:
+        """Remove tensors that are layers for the donor but not for the model's own config (a layer number is missing)."""
+        rest: dict[str, str] = {}
+        for mine, theirs in found.items():
+            place = donor.locate(theirs)
+            if place is None:
+                rest[mine] = theirs
+                continue
+            prefix, layer = place[0].prefix, place[1]
+            self.layers[prefix][layer].setdefault(donor.suffix(theirs) or "", mine)
+            self._seen[mine] = prefix, layer
+            self.depth[prefix] = max(self.depth.get(prefix, 0), layer + 1)
+        return rest
+
+    def of_twin(self, specs: Mapping[str, TensorSpec]) -> ModelNames:
+        """The same for a model with equal names and structure."""
+        twin = copy.copy(self)
+        twin.specs = specs
+        return twin
+
+    def place(self, tensor: str) -> tuple[str, int] | None:
+        """Donor's stack prefix and layer of a tensor of the model; None for one that is in `rest`."""
+        if tensor in self.outer:
+            return None
+        found = self._seen.get(tensor)
+        if found is None:
+            stack, layer = self.structure.locate(tensor) or (None, 0)
+            found = (self.paired[stack.prefix], layer) if stack is not None else None
+        return found
+
+    def has_module_of(self, name: str) -> bool:
+        """True when the model has anything of the module that the tensor `name` (donor's name) is in."""
+        if self._modules is None:
+            self._modules = {n.rpartition(".")[0] for n in self.rest}
+        return name.rpartition(".")[0] in self._modules
+
+
+def pair_stacks(stacks: Sequence[Stack], donor: Sequence[Stack], names: Collection[str]) -> dict[str, str]:
+    """For each stack the donor's prefix that plays the same part; its own where the donor has no such stack.
+
+    names  of all the model's tensors: none is under two of the donor's names
+    """
+    paired = {s.prefix: s.prefix for s in stacks if any(d.prefix == s.prefix for d in donor)}
+    for stack in stacks:
+        if stack.prefix in paired:
+            continue
+        free = [d for d in donor if d.kind == stack.kind and d.prefix not in paired.values()]
+        free = [d for d in free if not any(name.startswith(d.prefix) for name in names)]
+        free.sort(key=lambda d: -_common_tail(d.prefix, stack.prefix))
+        unique = len(free) == 1 or (
+            len(free) > 1 and _common_tail(free[0].prefix, stack.prefix) > _common_tail(free[1].prefix, stack.prefix)
+        )
+        paired[stack.prefix] = free[0].prefix if unique else stack.prefix
+    return paired
+
+
+def _common_tail(a: str, b: str) -> int:
+    """Components that two prefixes have in common at their ends."""
+    n = 0
+    for x, y in zip(reversed(a.split(".")), reversed(b.split(".")), strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+def _roots(mine: str, theirs: str) -> tuple[str, str]:
+    """What differs in front of two prefixes.
+
+    >>> _roots("model.layers.", "model.language_model.layers.")
+    ('model.', 'model.language_model.')
+    """
+    a, b = mine.rstrip(".").split("."), theirs.rstrip(".").split(".")
+    while a and b and a[-1] == b[-1]:
+        a.pop()
+        b.pop()
+    return "".join(f"{x}." for x in a), "".join(f"{x}." for x in b)
+
+
+def _renamed(name: str, roots: Sequence[tuple[str, str]]) -> str:
+    for mine, theirs in roots:
+        if name.startswith(mine) and not (theirs and name.startswith(theirs)):
+            return theirs + name[len(mine) :]
+    return name
+
+
+def _by_ending(
+    found: Mapping[str, str], specs: Mapping[str, TensorSpec], donor: Structure, donor_specs: Mapping[str, TensorSpec]
+) -> dict[str, str]:
+    """Pair the remaining tensors: `language_model.lm_head.weight` with `lm_head.weight`, if the match is unique.
+
+    found  own name → supposed donor's name
+    """
+    taken = set(found.values())
+    free: dict[str, list[str]] = defaultdict(list)
+    theirs = {name: None for name in donor_specs if donor.locate(name) is None}
+    for name in theirs:
+        if name not in taken:
+            free[_ending(name)].append(name)
+    pairs: dict[str, str] = {}
+    given: set[str] = set()
+    for mine, supposed in found.items():
+        if supposed in theirs:
+            continue
+        fits = [
+            name
+            for name in free.get(_ending(mine), ())
+            if (f".{name}".endswith(f".{mine}") or f".{mine}".endswith(f".{name}"))
+            and donor_specs[name].shape == specs[mine].shape
+        ]
+        if len(fits) == 1 and fits[0] not in given:
+            given.add(fits[0])
+            pairs[mine] = fits[0]
+        elif supposed != mine and not fits:
+            pairs[mine] = mine  # renaming would not help: `score.weight` keeps its name
+    return pairs
+
+
+def _ending(name: str) -> str:
+    return ".".join(name.split(".")[-2:])

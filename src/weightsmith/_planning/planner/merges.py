@@ -1,0 +1,381 @@
+"""A recipe of one merge, step by step: what it asks for, its models opened, their tensors matched, the draft of its output.
+
+Each step sees as far as it can, and passes on the problems and warnings that it finds: the recipe alone (`Request`), the models
+alone (`Opened`), which tensors of which models belong together (`Matched`), and then layers, tensors and config.json.
+Only the first and the last depend on the values of parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import Finding, PlanError, RecipeError, WeightsmithError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.text import status
+from weightsmith._files.copied import left_out_findings
+from weightsmith._files.hf_folder import natural_key
+from weightsmith._methods.base import Method
+from weightsmith._methods.user_files import loaded
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import Structure
+from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
+from weightsmith._planning.planner.account import Account
+from weightsmith._planning.planner.agreement import Model, compared, disagreements, of_different_architectures
+from weightsmith._planning.planner.audit import Audit
+from weightsmith._planning.planner.companions import carried, lacking
+from weightsmith._planning.planner.config import output_config
+from weightsmith._planning.planner.decide import decide
+from weightsmith._planning.planner.donor import choose_donor
+from weightsmith._planning.planner.dtypes import DTypes, kept_specs
+from weightsmith._planning.planner.inputs import analyse_all, at, number_models, open_models
+from weightsmith._planning.planner.loading import Question, question_of
+from weightsmith._planning.planner.match import ModelNames
+from weightsmith._planning.planner.mismatch import of_vocabularies
+from weightsmith._planning.planner.outputs import Models, Outputs
+from weightsmith._planning.planner.parameters import Resolver
+from weightsmith._planning.planner.patterns import match_patterns
+from weightsmith._planning.planner.placement import Placement, Placer
+from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
+from weightsmith._planning.planner.segments import Region, SegmentMaker
+from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner
+from weightsmith._planning.recipe import ModelRef, Recipe
+from weightsmith._plans import Made, PlanDraft, Step
+from weightsmith._version import __version__
+
+Opening = Callable[
+    [Sequence[ModelRef], ExitStack, Mapping[str, Checkpoint | None]],
+    tuple[list[Checkpoint | None], list[WeightsmithError]],
+]
+"""Opens models, as `open_models` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a recipe asks for, known before a model is opened.
+
+    recipe   with models in place of patterns
+    folder   that its paths start from
+    models   index of each reference
+    refs     the models, by index
+    method   None: unknown, which is one of the problems
+    regions  the segments of the output
+    audit    of their parameters
+    """
+
+    recipe: Recipe
+    options: RecipeOptions
+    folder: Path
+    models: Mapping[ModelRef, int]
+    refs: Sequence[ModelRef]
+    method: Method | None
+    regions: Sequence[Region]
+    audit: Audit | None
+    problems: tuple[WeightsmithError, ...]
+    warnings: tuple[Finding, ...]
+
+    @property
+    def labels(self) -> list[str]:
+        """The models, as the user named them."""
+        return [str(ref) for ref in self.refs]
+
+    @property
+    def dtype(self) -> DType | None:
+        """The dtype of the output, if one is asked for."""
+        return self.options.out_dtype or self.recipe.out_dtype or self.recipe.dtype
+
+    @property
+    def layers_key(self) -> str:
+        """The key of the recipe that determines the layers of the output."""
+        return "slices" if self.recipe.slices else "modules" if self.recipe.modules else "models"
+
+    @property
+    def matching(self) -> object:
+        """Everything that `open_request` and `match` depend on."""
+        recipe = self.recipe
+        return self.models, recipe.base_model, recipe.tokenizer, recipe.chat_template, recipe.stages, self.folder
+
+    def refusal(self, problems: Sequence[WeightsmithError]) -> PlanError:
+        """The error with all problems: those with a line in the recipe first, in its order."""
+
+        def line(problem: WeightsmithError) -> tuple[float, int]:
+            match = re.match(r":(\d+):(\d+)", problem.finding.where.removeprefix(self.recipe.filename))
+            return (int(match[1]), int(match[2])) if match else (float("inf"), 0)
+
+        return PlanError(sorted({(type(p), str(p)): p for p in problems}.values(), key=line))
+
+
+def read_request(
+    recipe: Recipe,
+    options: RecipeOptions,
+    problems: Sequence[WeightsmithError],
+    find_method: Callable[[str], Method],
+    folder: Path,
+) -> Request:
+    """What a recipe asks for. problems: found while it was read. Raises PlanError for patterns that match nothing."""
+    problems, method = list(problems), None
+    try:
+        method = find_method(recipe.merge_method)
+    except RecipeError as error:
+        problems.append(at(error, recipe.at("merge_method")))
+    base = recipe.base_model if method is not None and method.base != "input" else None
+    recipe, unmatched, found = match_patterns(recipe, base)
+    models, refs = number_models(recipe)
+    request = Request(recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *found))
+    if unmatched:
+        raise request.refusal([*problems, *unmatched])
+    if method is None:
+        return request
+    maker = SegmentMaker(recipe, method, models, request.labels)
+    regions = maker.regions()
+    audit = Audit(method, request.labels, recipe.at("merge_method"), lenient=options.lenient)
+    audit.run([segment for region in regions for segment in region.segments])
+    return replace(
+        request,
+        regions=regions,
+        audit=audit,
+        problems=(*problems, *maker.problems, *audit.problems),
+        warnings=(*request.warnings, *maker.warnings, *audit.warnings),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The models of a recipe.
+
+    checkpoints  None for one that cannot be used
+    structures   of each
+    donor        index of the model that gives names, config.json and other files
+    """
+
+    checkpoints: Sequence[Checkpoint | None]
+    structures: Sequence[Structure | None]
+    donor: int
+    problems: tuple[WeightsmithError, ...]
+    warnings: tuple[Finding, ...]
+
+    @property
+    def inputs(self) -> list[Checkpoint]:
+        """The models that could be opened."""
+        return [checkpoint for checkpoint in self.checkpoints if checkpoint is not None]
+
+
+def open_request(
+    request: Request, stack: ExitStack, results: Mapping[str, Checkpoint | None], opening: Opening = open_models
+) -> Opened:
+    """The models, opened; `stack` closes them. results: of other recipes, see `open_models`.
+
+    Raises PlanError if nothing more can be said: no method, no donor.
+    """
+    opened, problems = opening(request.refs, stack, results)
+    status("planning")
+    structures = analyse_all(opened)
+    donor, findings = choose_donor(structures, request.labels)
+    if request.method is None or structures[donor] is None:
+        raise request.refusal([*request.problems, *problems])
+    return Opened(opened, structures, donor, tuple(problems), tuple(findings))
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Which tensors of the models belong together.
+
+    aligned  the vocabulary of the output; None if a model is missing
+    specs    the tensors of each model, with the output's rows
+    names    of each model under the donor's; None for one that is missing
+    """
+
+    aligned: Aligned | None
+    specs: Sequence[Mapping[str, TensorSpec]]
+    names: Sequence[ModelNames | None]
+    problems: tuple[WeightsmithError, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+
+
+def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
+    """Match the models' tensors by name, and their vocabularies. stack: closes what is opened for that."""
+    if None in opened.checkpoints:
+        specs: Sequence[Mapping[str, TensorSpec]] = [{} if c is None else c.specs for c in opened.checkpoints]
+        return Matched(None, specs, _match_all(opened.structures, specs, opened.donor))
+    planner = VocabularyPlanner(
+        request.recipe, opened.inputs, request.labels, request.models, opened.donor, request.folder, stack
+    )
+    aligned, problems = planner.plan()
+    names = _match_all(opened.structures, aligned.specs, opened.donor)
+    return Matched(aligned, aligned.specs, names, tuple(problems), tuple(aligned.findings))
+
+
+def _match_all(
+    structures: Sequence[Structure | None], specs: Sequence[Mapping[str, TensorSpec]], donor: int
+) -> list[ModelNames | None]:
+    """The names of each model under the donor's; models that share a structure share the work."""
+    shape = structures[donor]
+    assert shape is not None
+    made: dict[int, ModelNames] = {}
+    matched: list[ModelNames | None] = []
+    for structure, own in zip(structures, specs, strict=True):
+        if structure is None:
+            matched.append(None)
+        elif id(structure) in made:
+            matched.append(made[id(structure)].of_twin(own))
+        else:
+            made[id(structure)] = ModelNames(structure, own, shape, specs[donor])
+            matched.append(made[id(structure)])
+    return matched
+
+
+def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> list[Step]:
+    """The steps as a checkpoint's tensors are ordered. stored: the donor's tensors, in this order."""
+    place = {name: i for i, name in enumerate(stored)}
+    if all(step.out.name in place for step in steps):
+        return sorted(steps, key=lambda step: place[step.out.name])
+    return sorted(steps, key=lambda step: natural_key(step.out.name))
+
+
+def assemble_matched(request: Request, opened: Opened, matched: Matched) -> Assembled:
+    """The draft of the output. Raises PlanError with all problems of the recipe, the models and their tensors."""
+    return _Assembler(request, opened, matched).assemble()
+
+
+class _Assembler:
+    """Collects problems and warnings of the output, and its parts."""
+
+    def __init__(self, request: Request, opened: Opened, matched: Matched) -> None:
+        self.request, self.opened, self.matched = request, opened, matched
+        self.recipe, self.labels, self.inputs = request.recipe, request.labels, opened.inputs
+        shape = opened.structures[opened.donor]
+        assert shape is not None
+        self.shape = shape
+        self.problems = [*request.problems, *opened.problems, *matched.problems]
+        self.warnings = [*request.warnings, *opened.warnings, *matched.warnings]
+        self.warnings += [note for checkpoint in self.inputs for note in checkpoint.notes]
+
+    def assemble(self) -> Assembled:
+        request, opened, aligned, method = self.request, self.opened, self.matched.aligned, self.request.method
+        placer = Placer(self.recipe, self.labels, self.matched.names, self.shape)
+        placements = placer.place(request.regions)
+        self.problems += placer.problems
+        if aligned is None or method is None or request.audit is None or not placements:
+            raise request.refusal(self.problems)
+        donor, names = self.inputs[opened.donor], [n for n in self.matched.names if n is not None]
+        account = Account(self.labels, names)
+        dtypes = DTypes(request.dtype, [kept_specs(c) for c in self.inputs])
+        resolver = Resolver(method, self.labels, request.audit.wrong)
+        outputs = Outputs(self._models(names), method, resolver, account, dtypes)
+        outputs.make(placements)
+        found, idle = resolver.finish()
+        alike = [compared(label, c, n.structure) for label, c, n in zip(self.labels, self.inputs, names, strict=True)]
+        self._add_mismatches(outputs, alike)
+        self.problems += found
+        if outputs.problems or placer.problems or any(segment.broken for r in request.regions for segment in r.segments):
+            raise request.refusal(self.problems)
+        dropped, lost = account.settle(self.shape, opened.donor, placements)
+        self.problems += lost
+        ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
+        ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
+        steps, products = decide(ordered, resolver.settings, method)
+        config = self._config(donor, outputs, steps)
+        if config is not None and aligned.move is not None:
+            config, lost_ids = aligned.move(config)
+            self.warnings += [Finding(f"{key} is null: the new tokenizer lacks its token", "config.json") for key in lost_ids]
+        if self.problems:
+            raise request.refusal(self.problems)
+        self.warnings += disagreements(alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template)
+        self.warnings += [*self._untouched(placements, self.labels[opened.donor]), *outputs.warnings]
+        self.warnings += [*account.findings(), *dtypes.findings(), *idle]
+        self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
+        draft = PlanDraft(
+            made=made_by(method),
+            models=[replace(model_input(c), ref=label) for label, c in zip(self.labels, self.inputs, strict=True)],
+            steps=steps,
+            settings=list(resolver.settings),
+            products=list(products),
+            tables=list(tables),
+            dropped=list(dropped),
+            config=config,
+            donor=opened.donor,
+            carried=list(carried(donor.files, aligned.files, aligned.removed)),
+            files=dict(aligned.files),
+            vocabulary=aligned.summary,
+            max_shard_bytes=request.options.shard_bytes,
+            seed=request.options.seed,
+            warnings=self.warnings,
+            recipe=self.recipe.text,
+        )
+        draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), draft.held)
+        named, loading = [*code_files(draft), *aligned.named], self._loading(draft, donor, outputs)
+        return Assembled(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+
+    def _models(self, names: Sequence[ModelNames]) -> Models:
+        base = self.recipe.base_model
+        return Models(
+            labels=self.labels,
+            specs=self.matched.specs,
+            configs=[c.config for c in self.inputs],
+            structures=[n.structure for n in names],
+            names=names,
+            donor=self.opened.donor,
+            base=self.request.models[base] if base is not None else None,
+        )
+
+    def _add_mismatches(self, outputs: Outputs, alike: Sequence[Model]) -> None:
+        """The problems of the tensors, without those that follow from vocabularies that could not be aligned."""
+        unaligned, where = bool(self.matched.problems), self.recipe.at(self.request.layers_key)
+        found = [p for p in outputs.problems if not (unaligned and of_vocabularies(p))]
+        self.problems += of_different_architectures(found, alike, self.opened.donor, where)
+
+    def _loading(self, draft: PlanDraft, donor: Checkpoint, outputs: Outputs) -> Question | None:
+        """What transformers is to be asked, if the output has other layers than the donor."""
+        if not outputs.layers or not self.request.options.check_loading:
+            return None
+        where, specs = self.recipe.at(self.request.layers_key), donor.specs.values()
+        return question_of(draft, donor.config, specs, self.shape, donor.ref, where=where, layers=outputs.layers)
+
+    def _config(self, donor: Checkpoint, outputs: Outputs, steps: Sequence[Step]) -> dict[str, Any] | None:
+        """config.json of the output; None when the donor has none."""
+        if donor.config is None:
+            alone = any(donor.ref.endswith(name) for name in donor.weights)
+            fix = "name its folder, not the file" if alone else "put a config.json into its folder"
+            self.warnings.append(Finding(f"the output has no config.json: {donor.ref} has none", fix=fix))
+            return None
+        try:
+            config, notes = output_config(
+                donor.config,
+                self.shape,
+                outputs.layers,
+                [step.out for step in steps],
+                stored=donor.specs,
+                asked=self.request.dtype,
+                untie=outputs.untie,
+            )
+        except WeightsmithError as error:
+            self.problems.append(at(error, self.recipe.at(self.request.layers_key)))
+            return None
+        self.warnings += [
+            Finding(note, "config.json") for note in notes if LAYERS_UNSPECIFIED in note
+        ]  # the others are seen in the plan
+        return config
+
+    def _untouched(self, placements: Sequence[Placement], donor: str) -> list[Finding]:
+        """A warning for the modules that the recipe does not mention."""
+        names = [p.module for p in placements if not p.segments]
+        if not names:
+            return []
+        what = f"modules {', '.join(names)} are" if len(names) > 1 else f"module {names[0]} is"
+        if self.recipe.slices:
+            why = f"{what} copied from {donor}: 'slices' is about the layers of one module"
+            return [Finding(why, self.recipe.at("slices"))]
+        fix = "write the module in the recipe, if that is not meant; mergekit leaves it out of the output"
+        return [Finding(f"{what} not mentioned, and copied from {donor}", self.recipe.at("modules"), fix=fix)]
+
+
+def made_by(method: Method) -> Made:
+    """What the card and the manifest say of a merge by this method."""
+    own = loaded(method.name)
+    title = f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title})."
+    return Made(method.name, title, method.source, code=None if own is None else own.code)

@@ -1,0 +1,441 @@
+"""The output tensors, one step each: which tensors of which models make it, with which parameters and dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weightsmith._base.errors import Finding, LayerError, MismatchError, WeightsmithError
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._methods.base import Method
+from weightsmith._models.structure import Structure, vocabulary
+from weightsmith._models.structure.fused import fused_parts
+from weightsmith._models.structure.roles import role_of
+from weightsmith._planning.planner.account import Account
+from weightsmith._planning.planner.depth import Counterparts
+from weightsmith._planning.planner.dtypes import DTypes
+from weightsmith._planning.planner.inputs import at
+from weightsmith._planning.planner.logical import split_fused
+from weightsmith._planning.planner.match import ModelNames, home_module, is_buffer
+from weightsmith._planning.planner.mismatch import Mismatches
+from weightsmith._planning.planner.parameters import Resolver
+from weightsmith._planning.planner.placement import Placement
+from weightsmith._planning.planner.segments import Segment, SegmentInput
+from weightsmith._plans import CAST, COPY, Read, Step
+
+Specs = Mapping[str, TensorSpec]
+Origins = dict[str, tuple[Segment, tuple[str, ...], float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The input models, by index: their labels and tensors."""
+
+    labels: Sequence[str]
+    specs: Sequence[Specs]
+    configs: Sequence[Mapping[str, Any] | None]
+    structures: Sequence[Structure]
+    names: Sequence[ModelNames]
+    donor: int
+    base: int | None
+
+
+_UNREAD = "its weight is 0"
+
+
+class Outputs:
+    """Makes the steps, module by module.
+
+    steps    in the order made
+    origins  for each merged tensor what its parameters were looked up with: segment, names in the models, depth
+    layers   for each of the donor's stacks that changes, the donor's layer behind each output layer
+    untie    the output has a head of its own, though the donor ties it to the embedding
+    """
+
+    def __init__(self, models: Models, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
+        self.models = models
+        self.method = method
+        self.resolver = resolver
+        self.account = account
+        self.dtypes = dtypes
+        self.mismatches = Mismatches(models.labels, models.specs, method.name)
+        self.counterparts = Counterparts(models.names, models.configs, models.donor, models.labels)
+        self.donor = models.structures[models.donor]
+        self.steps: list[Step] = []
+        self.origins: Origins = {}
+        self.layers: dict[str, list[int]] = {}
+        self.untie = False
+        self.warnings: list[Finding] = []
+        donor = models.donor
+        self._rows = vocabulary.count_rows(models.specs[donor].values(), models.configs[donor])
+        self._problems: list[WeightsmithError] = []
+        self._whole: dict[int, Segment] = {}
+        self._rests: dict[int, dict[str, TensorSpec]] = {}
+        self._merged: set[int] = set()  # ids of segments whose inputs have been merged somewhere
+
+    @property
+    def problems(self) -> list[WeightsmithError]:
+        """What is wrong, alike ones counted together."""
+        return [*self._problems, *self.mismatches.problems()]
+
+    def make(self, placements: Sequence[Placement]) -> None:
+        """The steps of all modules."""
+        for placement in placements:
+            if placement.segments:
+                self._module(placement)
+            else:
+                for name in self.donor.modules[placement.module]:
+                    self._copy(name, self.models.donor, name)
+        self._strangers(placements)
+        self._note_unread()
+
+    # ---- modules ---------------------------------------------------------------------------------------------------------
+
+    def _module(self, placement: Placement) -> None:
+        for stack in self.donor.stacks_of(placement.module):
+            if stack.prefix in placement.sliced or not placement.sliced:
+                self._stack(stack.prefix, stack.n_layers, placement.segments)
+            else:  # prediction layers next to the sliced stack are copied whole, like the tensors after the layers
+                self._stack(stack.prefix, stack.n_layers, (self._whole_of(placement.segments[-1]),))
+        for name in self._rest_names(placement):
+            segment = placement.segments[0 if vocabulary.comes_first(name) else -1]
+            if not segment.broken:
+                self._outside(name, segment)
+        if placement.sliced:
+            self._check_tie(placement)
+
+    def _whole_of(self, segment: Segment) -> Segment:
+        """The same inputs with all the layers of a stack."""
+        if id(segment) not in self._whole:
+            feeds = tuple(replace(feed, first=0, end=None) for feed in segment.feeds)
+            self._whole[id(segment)] = replace(segment, feeds=feeds, length=None)
+        return self._whole[id(segment)]
+
+    def _stack(self, prefix: str, n_layers: int, segments: Sequence[Segment]) -> None:
+        """The layers of one of the donor's stacks, and what they mean for config.json."""
+        first, sources = 0, []
+        try:
+            for segment in segments:
+                length = self._length(prefix, segment)
+                for i in range(length):
+                    if not segment.broken:
+                        self._layer(prefix, segment, first + i, i, i / (length - 1) if length > 1 else 1.0)
+                        sources.append(self._counterpart(prefix, segment, i))
+                first += length
+        except LayerError as error:
+            self._problems.append(at(error, segment.where))
+            return
+        if sources != list(range(n_layers)) and not any(s.broken for s in segments):
+            self.layers[prefix] = sources
+
+    def _length(self, prefix: str, segment: Segment) -> int:
+        if segment.length is not None or segment.broken:
+            return segment.length or 0
+        counts = {f.model: self.models.names[f.model].depth.get(prefix, 0) for f in segment.feeds}
+        present = {m: n for m, n in counts.items() if n}
+        if not present:
+            raise LayerError(
+                f"none of the models given for module {self.donor.module_of(prefix + 'x')} has layers like {prefix}N",
+                details=[self.models.labels[m] for m in counts],
+                fix=f"leave the module out, and it is copied from {self.models.labels[self.models.donor]}",
+            )
+        if len(set(present.values())) > 1:
+            raise LayerError(
+                f"the models have different numbers of layers under {prefix}",
+                details=[f"{self.models.labels[m]}: {n} layers" for m, n in present.items()],
+                fix="choose layers of each with 'slices'",
+            )
+        return next(iter(present.values()))
+
+    def _counterpart(self, prefix: str, segment: Segment, i: int) -> int:
+        """The donor's layer that config.json takes for layer `i` of the segment."""
+        feeds = [f for f in segment.feeds if self.models.names[f.model].depth.get(prefix)]
+        feed = next((f for f in feeds if f.model == self.models.donor), feeds[0])
+        return self.counterparts.find(prefix, feed.model, feed.first + i)
+
+    def _layer(self, prefix: str, segment: Segment, layer: int, i: int, t: float) -> None:
+        """The tensors of one output layer."""
+        found = [self.models.names[f.model].layers.get(prefix) for f in segment.feeds]
+        owners = [k for k, layers in enumerate(found) if layers]
+        tables = [layers.get(f.first + i, {}) if layers else {} for f, layers in zip(segment.feeds, found, strict=True)]
+        if len(owners) == 1 and len(found) > 1 and segment.length is None:
+            for suffix, source in tables[owners[0]].items():  # a whole stack that one model alone has: a vision tower
+                self._own(f"{prefix}{layer}.{suffix}", segment.feeds[owners[0]].model, source)
+            return
+        if all(table.keys() == tables[0].keys() for table in tables[1:]):
+            for suffix in tables[0]:
+                self._merge(f"{prefix}{layer}.{suffix}", segment, [table[suffix] for table in tables], t)
+            return
+        for suffix in dict.fromkeys(suffix for table in tables for suffix in table):
+            name = f"{prefix}{layer}.{suffix}"
+            sources = [table.get(suffix) for table in tables]
+            if None not in sources:
+                self._merge(name, segment, sources, t)  # type: ignore[arg-type]
+                continue
+            stored = [(f.model, s) for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
+            if all(is_buffer(self.models.specs[m][s]) for m, s in stored):
+                for model, source in stored:
+                    self.account.drop(model, source, "a buffer that the model computes for itself")
+            else:
+                self.mismatches.missing(name, segment, sources)
+
+    # ---- outside the layers ------------------------------------------------------------------------------------------------
+
+    def _rest_names(self, placement: Placement) -> list[str]:
+        """Tensors of the module outside its layers, by the donor's names: the donor's first, then the others'."""
+        donor, names = self.donor, self.models.names
+        found = dict.fromkeys(n for n in donor.modules[placement.module] if donor.locate(n) is None)
+        home = home_module(donor)
+        for model in dict.fromkeys(f.model for s in placement.segments for f in s.feeds):
+            for name in names[model].rest:
+                if name not in names[self.models.donor].rest:
+                    module = donor.module_of(name) if donor.extra(name) else home
+                    if module == placement.module:
+                        found[name] = None
+        return list(found)
+
+    def _outside(self, name: str, segment: Segment) -> None:
+        """One tensor outside the layers; `name` is the donor's."""
+        sources = [self.models.names[f.model].rest.get(name) for f in segment.feeds]
+        if None in sources:
+            self._incomplete(name, segment, sources)
+            return
+        self._note_head(name, segment, sources, sources)
+        self._compare(name, segment, segment.feeds[0].model, sources[0] or "")
+        self._merge(self._numbered(name), segment, sources, 0.0)  # type: ignore[arg-type]
+
+    def _compare(self, name: str, segment: Segment, model: int, source: str) -> None:
+        """Report a tensor outside the layers that the donor's config.json cannot express. `vocab_size` follows the tensors."""
+        donor = self.models.donor
+        own, spec = self._rest_specs(donor).get(name), self.models.specs[model][source]
+        if own is None or own.shape == spec.shape or vocabulary.has_tokens(own, self._rows):
+            return
+        self.mismatches.unlike_donor(name, segment, spec, model, own, donor)
+
+    def _numbered(self, name: str) -> str:
+        """The output name: extra layers follow the others, however many there are now."""
+        extra = self.donor.extra(name) if self.layers else None
+        if extra is None or extra[0].prefix not in self.layers:
+            return name
+        return self.donor.rename(name, len(self.layers[extra[0].prefix]) + extra[1])
+
+    def _incomplete(self, name: str, segment: Segment, sources: list[str | None]) -> None:
+        """A tensor that not all the models store: a buffer, a tied copy, a module of one model, or a mismatch."""
+        spec = self._example(name, segment)
+        if is_buffer(spec):
+            self.account.drop_everywhere(name, "a buffer that the model computes for itself, and not all inputs store it")
+            return
+        filled = [s or self._stand_in(spec, f) for f, s in zip(segment.feeds, sources, strict=True)]
+        if None not in filled:
+            if self._redundant(name, spec, segment, sources):
+                self.account.drop_everywhere(name, "a copy of the tensor it is tied to; not all inputs store it")
+                self._warn_redundant(name, segment, sources)
+                return
+            self._note_head(name, segment, sources, filled)
+            self._compare(name, segment, segment.feeds[0].model, filled[0] or "")
+            self._merge(self._numbered(name), segment, filled, 0.0)  # type: ignore[arg-type]
+            return
+        owners = [(f, s) for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
+        others = [f for f, s in zip(segment.feeds, sources, strict=True) if s is None]
+        donor = self.models.names[self.models.donor]
+        if not owners and name in donor.rest and segment.feeds:
+            owners = [(SegmentInput(self.models.donor, 0, None, {}, segment.where), donor.rest[name])]
+        if not owners:
+            return  # only models of other slices have it: the account says so
+        if len(owners) == 1 and not any(self._has_module(f, name, owners[0]) for f in others):
+            self._compare(name, segment, owners[0][0].model, owners[0][1])
+            self._own(self._numbered(name), owners[0][0].model, owners[0][1])
+        else:
+            self.mismatches.missing(name, segment, sources)
+
+    def _example(self, name: str, segment: Segment) -> TensorSpec:
+        order = [*(f.model for f in segment.feeds), *range(len(self.models.names))]
+        return next(self._rest_specs(m)[name] for m in order if name in self.models.names[m].rest)
+
+    def _rest_specs(self, model: int) -> dict[str, TensorSpec]:
+        """A model's tensors outside its layers under the donor's names."""
+        if model not in self._rests:
+            specs, rest = self.models.specs[model], self.models.names[model].rest
+            self._rests[model] = {outer: replace(specs[own], name=outer) for outer, own in rest.items()}
+        return self._rests[model]
+
+    def _stand_in(self, spec: TensorSpec, feed: SegmentInput) -> str | None:
+        model = feed.model
+        name = vocabulary.tied_substitute(spec, self._rest_specs(model), self.models.configs[model])
+        return self.models.names[model].rest[name] if name is not None else None
+
+    def counterpart(self, name: str, model: int) -> str | None:
+        """The model's own name of what it uses as an output tensor outside the layers; None if it has no such tensor."""
+        own = self.models.names[model].rest.get(name)
+        if own is not None:
+            return own
+        spec = next((specs[name] for m in range(len(self.models.names)) if name in (specs := self._rest_specs(m))), None)
+        return None if spec is None else self._stand_in(spec, SegmentInput(model, 0, None, {}, ""))
+
+    def _has_module(self, feed: SegmentInput, name: str, owner: tuple[SegmentInput, str]) -> bool:
+        """True when a model without the tensor `name` has other tensors of its module, perhaps by a tied one."""
+        if self.models.names[feed.model].has_module_of(name):
+            return True
+        weight = self._rest_specs(owner[0].model).get(f"{name.rpartition('.')[0]}.weight")
+        return weight is not None and weight.name != name and self._stand_in(weight, feed) is not None
+
+    def _redundant(self, name: str, spec: TensorSpec, segment: Segment, sources: Sequence[str | None]) -> bool:
+        """True for a copy of a tied tensor that need not be written, because its other name is."""
+        stored = [s for m in range(len(self.models.names)) for s in self._rest_specs(m).values()]
+        if vocabulary.primary(spec, stored) == name:
+            return False
+        return not vocabulary.is_head(spec) or (self._donor_ties() and all(self._tied(segment, sources)))
+
+    def _warn_redundant(self, name: str, segment: Segment, sources: Sequence[str | None]) -> None:
+        labels = [self.models.labels[f.model] for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
+        if labels:
+            self.warnings.append(
+                Finding(
+                    f"tied tensors are written once: the copy in {' and '.join(labels)} is left out",
+                    name,
+                    fix="set tie_word_embeddings to false in that model's config.json, if it is a tensor of its own",
+                )
+            )
+
+    def _tied(self, segment: Segment, sources: Sequence[str | None]) -> list[bool]:
+        configs = self.models.configs
+        return [
+            vocabulary.ties(configs[f.model], stores_head=s is not None) for f, s in zip(segment.feeds, sources, strict=True)
+        ]
+
+    def _donor_ties(self) -> bool:
+        donor = self.models.donor
+        stores_head = any(vocabulary.is_head(s) for s in self._rest_specs(donor).values())
+        return vocabulary.ties(self.models.configs[donor], stores_head=stores_head)
+
+    def _note_head(self, name: str, segment: Segment, stored: Sequence[str | None], filled: Sequence[str | None]) -> None:
+        """The head gets a tensor of its own, unless all models tie it to the embedding."""
+        spec = self.models.specs[segment.feeds[0].model][filled[0] or ""]
+        if vocabulary.is_head(replace(spec, name=name)):
+            tied = self._tied(segment, stored)
+            if not all(tied) and (any(tied) or self._donor_ties()):
+                self.untie = True
+
+    def _check_tie(self, placement: Placement) -> None:
+        """Embedding and head of a stack come from different slices: say so where the two are one tensor."""
+        first, last = placement.segments[0], placement.segments[-1]
+        decoder = self.donor.main is not None and self.donor.main.kind == "decoder"
+        if {f.model for f in first.feeds} == {f.model for f in last.feeds} or not (decoder and self._donor_ties()):
+            return
+        if not any(vocabulary.is_head(step.out) for step in self.steps):
+            labels = " and ".join(dict.fromkeys(self.models.labels[f.model] for f in first.feeds))
+            self.warnings.append(
+                Finding(
+                    f"the head is tied to the embedding, so it comes from {labels} too, and not from the last slice",
+                    last.where,
+                )
+            )
+
+    # ---- models that do not go together -------------------------------------------------------------------------------------
+
+    def _strangers(self, placements: Sequence[Placement]) -> None:
+        """Models that share no tensor are of different kinds: a model with the parts of both would be no merge."""
+        for segment in {id(s): s for p in placements for s in p.segments}.values():
+            models = list(dict.fromkeys(f.model for f in segment.feeds))
+            if id(segment) in self._merged or len(models) < 2 or segment.broken or self.problems:
+                continue
+            self._problems.append(
+                MismatchError(
+                    "the models have no tensor in common",
+                    where=segment.where,
+                    details=[_first_name(self.models.labels[m], self.models.specs[m]) for m in models],
+                    fix="merge models of one architecture",
+                )
+            )
+
+    def _note_unread(self) -> None:
+        """Say which models' weights are 0 throughout: nothing of them is read."""
+        account, labels = self.account, self.models.labels
+        unread = [labels[m] for m in range(len(labels)) if not account.used[m] and _UNREAD in account.reasons[m].values()]
+        if unread:
+            what = f"{unread[0]} is not read: its weight is 0 for every tensor"
+            if len(unread) > 1:
+                what = f"{len(unread)} models are not read: their weights are 0 for every tensor"
+            self.warnings.append(Finding(what, details=tuple(unread) if len(unread) > 1 else ()))
+
+    # ---- steps -------------------------------------------------------------------------------------------------------------
+
+    def _merge(self, name: str, segment: Segment, sources: Sequence[str], t: float) -> None:
+        """One merged output tensor."""
+        feeds, all_specs = segment.feeds, self.models.specs
+        inputs, specs = [], []
+        for feed, source in zip(feeds, sources, strict=True):
+            inputs.append(Read(feed.model, source))
+            specs.append(all_specs[feed.model][source])
+        first = specs[0]
+        self._merged.add(id(segment))
+        if any(spec.shape != first.shape for spec in specs):
+            self.mismatches.unequal(name, segment, specs)
+            return
+        if not all(spec.dtype.floating for spec in specs):
+            self._integers(name, inputs, specs)
+            return
+        settings = self.resolver.index(segment, name, sources, t)
+        self.origins[name] = (segment, tuple(sources), t)
+        dtype = self.dtypes.of(inputs)
+        out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
+        role = role_of(out)
+        kept = self.method.keeps_base(self.resolver.settings[settings].shared, role)
+        settings, places = self.resolver.taken(settings, role, base=segment.base)
+        for k, used in enumerate(inputs):
+            if k in places:
+                self.account.use(used)
+            else:
+                self.account.drop(used.model, used.tensor, f"{self.method.name} keeps the base's" if kept else _UNREAD)
+        op = self.method.name
+        base_alone = segment.base and len(places) == 1
+        if base_alone or (len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models)):
+            op = COPY if dtype == specs[places[0]].dtype else CAST
+        step = Step(out, op, tuple(inputs[k] for k in places), segment.base, settings)
+        if step.merges and not self.method.elementwise(self.resolver.settings[settings].shared):
+            models, k = self.models, feeds[0].model
+            step = split_fused(step, fused_parts(first, all_specs[k], models.structures[k], models.configs[k], name))
+        self.steps.append(step)
+
+    def _integers(self, name: str, inputs: Sequence[Read], specs: Sequence[TensorSpec]) -> None:
+        """Integers and booleans are not merged: the base's (else the first model's) are copied, and compared on the way."""
+        for source in inputs:
+            self.account.use(source)
+        k = next((k for k, i in enumerate(inputs) if i.model == self.models.base), 0)
+        order = [k, *(i for i in range(len(inputs)) if i != k)]
+        inputs, specs = tuple(inputs[i] for i in order), [specs[i] for i in order]
+        label = self.models.labels[inputs[0].model]
+        if any(s.dtype != specs[0].dtype for s in specs):
+            self.warnings.append(
+                Finding(
+                    f"dtypes differ and are not all floating; taken from {label}",
+                    name,
+                    tuple(f"{self.models.labels[i.model]}: {s}" for i, s in zip(inputs, specs, strict=True)),
+                )
+            )
+            for other in inputs[1:]:
+                self.account.used[other.model].discard(other.tensor)
+                self.account.drop(other.model, other.tensor, f"no floating numbers to merge: taken from {label}")
+            inputs = inputs[:1]
+        self.steps.append(Step(TensorSpec(name, specs[0].dtype, specs[0].shape), COPY, tuple(inputs)))
+
+    def _own(self, name: str, model: int, source: str) -> None:
+        """An output tensor that only one model has."""
+        self.account.copied[model].append(name)
+        self._copy(name, model, source)
+
+    def _copy(self, name: str, model: int, source: str) -> None:
+        """One output tensor that is another's bytes, or a cast of it."""
+        spec = self.models.specs[model][source]
+        inputs = (Read(model, source),)
+        dtype = self.dtypes.of(inputs) if spec.dtype.floating else spec.dtype
+        self.account.use(inputs[0])
+        op = COPY if dtype == spec.dtype else CAST
+        self.steps.append(Step(TensorSpec(name, dtype, spec.shape), op, inputs))
+
+
+def _first_name(label: str, specs: Specs) -> str:
+    name = next((n for n in specs if re.search(r"\.\d+\.", n)), next(iter(specs)))
+    return f"{label}: {name}"

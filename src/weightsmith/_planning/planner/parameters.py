@@ -1,0 +1,291 @@
+"""What each parameter is for each tensor and model, and where the recipe says so.
+
+A parameter of one model is looked up at its own entry, then slice, module, recipe; one of the whole tensor at slice, module,
+recipe. At each level the first entry whose filter fits the tensor's name counts; filters of a model's parameter look at the
+name in that model, those of a shared one at the output name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from weightsmith._base.errors import Finding, ParameterError, WeightsmithError, nearest
+from weightsmith._methods.base import Method, Parameter
+from weightsmith._planning.planner.segments import Segment
+from weightsmith._planning.recipe import Entry, Parameters, Scalar, Schedule, Setting, numeric
+from weightsmith._plans import Role, Settings, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A parameter's value for one tensor and where it comes from: a position in the recipe, or `default`."""
+
+    parameter: str
+    model: int | None
+    value: Value | None
+    where: str
+
+
+def coerce(parameter: Parameter, value: Scalar) -> Value:
+    """The value as the parameter's kind. Raises ValueError with the problem.
+
+    >>> coerce(Parameter("normalize", "bool", ""), 1.0)
+    True
+    """
+    number = numeric(value)
+    if parameter.kind == "bool":
+        if isinstance(value, bool):
+            return value
+        if number in (0, 1):
+            return bool(number)
+        raise ValueError("must be true or false")
+    if parameter.kind == "str":
+        if isinstance(value, bool) and parameter.booleans:
+            return parameter.booleans[value]
+        if number in (0, 1) and parameter.booleans:
+            return parameter.booleans[int(number)]
+        if parameter.choices and value not in parameter.choices:
+            raise ValueError(f"must be one of {', '.join(parameter.choices)}{nearest(str(value), parameter.choices)}")
+        return str(value)
+    if number is None:
+        raise ValueError("must be a number")
+    if parameter.kind == "int" and number != int(number):
+        raise ValueError("must be a whole number")
+    if parameter.minimum is not None and number < parameter.minimum:
+        raise ValueError(f"must be at least {parameter.minimum:g}")
+    if parameter.maximum is not None and number > parameter.maximum:
+        raise ValueError(f"must be at most {parameter.maximum:g}")
+    return int(number) if parameter.kind == "int" else float(number)
+
+
+def taking_part(method: Method, settings: Settings, role: Role, *, base: bool) -> tuple[int, ...]:
+    """Places of the inputs that take part in the merge of a tensor: not those of weight 0, which are as good as not listed.
+
+    base  the first input is the base
+
+    (0,), the base alone, when no model's weight is another, or the method leaves tensors of this role to the base: it is the
+    result. All inputs where the method needs more than are left, or there is no base.
+
+    >>> from weightsmith import methods
+    >>> taking_part(methods.get("ties"), Settings({}, ({}, {"weight": 0.0}, {"weight": 1.0})), "linear", base=True)
+    (0, 2)
+    """
+    models = settings.models
+    if base and method.keeps_base(settings.shared, role):
+        return (0,)
+    places = tuple(k for k, own in enumerate(models) if not method.ignored(own))
+    count = len(places) - base
+    left = count >= method.min_models or (base and count == 0 and method.min_models == 1)
+    return places if left else tuple(range(len(models)))
+
+
+def without(settings: Settings, places: Sequence[int]) -> Settings:
+    """The settings of the inputs at these places alone."""
+    return Settings(settings.shared, tuple(settings.models[k] for k in places), tuple(places))
+
+
+Place = tuple[int, int]
+"""A number among so many, counted from 0."""
+
+
+class Lookup:
+    """One parameter of one feed (or of the tensor), with the levels at which it may be given.
+
+    places  for each level the feed's place among those over which a schedule written there spreads, and how many they are
+    """
+
+    __slots__ = ("_places", "_stepped", "constant", "parameter", "settings")
+
+    def __init__(self, parameter: Parameter, levels: Sequence[Parameters], places: Sequence[Place] = ()) -> None:
+        self.parameter = parameter
+        self._stepped = parameter.kind in ("bool", "str")
+        self.settings: tuple[Setting, ...] = tuple(level[parameter.name] for level in levels if parameter.name in level)
+        self._places = {id(level.get(parameter.name)): place for level, place in zip(levels, places, strict=False)}
+        self.constant: tuple[Scalar | None, Entry | None] | None = None
+        if not self.settings:
+            self.constant = None, None
+        else:
+            entry = self.settings[0].entries[0] if self.settings[0].entries else None
+            if entry is not None and entry.filter in (None, "*") and not isinstance(entry.value, tuple):
+                self.constant = self._plain(entry.value, self.settings[0]), entry
+
+    def find(self, name: str, t: float) -> tuple[Scalar | None, Entry | None]:
+        """Value and entry for a tensor; (None, None) when no level says anything."""
+        if self.constant is not None:
+            return self.constant
+        for setting in self.settings:
+            found = setting.at(name, t, stepped=self._stepped)
+            if found is not None:
+                return self._plain(found[0], setting), found[1]
+        return None, None
+
+    def _plain(self, value: Scalar | Schedule | tuple[Scalar, ...], setting: Setting) -> Scalar | None:
+        """A schedule's weight for this feed, any other value as it is; None for a schedule that has been refused."""
+        assert not isinstance(value, tuple)
+        if not isinstance(value, Schedule):
+            return value
+        place, count = self._places.get(id(setting), (0, 0))
+        try:
+            return value.weights(count)[place] if count else None
+        except ValueError:
+            return None
+
+
+class Resolver:
+    """Parameters of all tensors of a recipe; equal sets are stored once, in `settings`.
+
+    wrong  ids of entries whose value is reported already
+    """
+
+    def __init__(self, method: Method, model_names: Sequence[str], wrong: Collection[int] = ()) -> None:
+        self.method = method
+        self.model_names = model_names
+        self.wrong = set(wrong)
+        self.settings: list[Settings] = [Settings({}, ())]
+        self.problems: list[WeightsmithError] = []
+        self._shared = [p for p in method.parameters if p.scope == "tensor"]
+        self._own = [p for p in method.parameters if p.scope == "model"]
+        self._interned: dict[object, int] = {}
+        self._lookups: dict[int, tuple[list[Lookup], list[list[Lookup]]]] = {}
+        self._constants: dict[int, int] = {}
+        self._taken: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._used: set[int] = set()
+        self._values: dict[tuple[str, object, type, int], Value | None] = {}
+        self._missing: dict[tuple[str, int | None], tuple[Lookup, str]] = {}
+        self._kept: list[Segment] = []  # ids of segments are keys: the segments must live as long
+
+    def _lookup(self, segment: Segment) -> tuple[list[Lookup], list[list[Lookup]]]:
+        found = self._lookups.get(id(segment))
+        if found is None:
+            shared = [Lookup(p, segment.levels) for p in self._shared]
+            first = 1 if segment.base else 0
+            own: list[list[Lookup]] = [[]] * first
+            for k, feed in enumerate(segment.feeds[first:]):
+                places = [feed.matched or (0, 1), *[(k, len(segment.feeds) - first)] * len(segment.levels)]
+                own.append([Lookup(p, (feed.parameters, *segment.levels), places) for p in self._own])
+            found = self._lookups[id(segment)] = shared, own
+            self._kept.append(segment)
+        return found
+
+    def index(self, segment: Segment, out_name: str, names: Sequence[str], t: float) -> int:
+        """Index into `settings` of the parameters of one output tensor; `names` are its names in the feeds' models."""
+        constant = self._constants.get(id(segment))
+        if constant is not None:
+            return constant
+        shared, own = self._lookup(segment)
+        values = [self._value(u, u.find(out_name, t), None, out_name) for u in shared]
+        models = [
+            [self._value(u, u.find(name, t), segment.feeds[k].model, name) for u in lookups]
+            for k, (lookups, name) in enumerate(zip(own, names, strict=True))
+        ]
+        key = (tuple(values), tuple(tuple(m) for m in models))
+        index = self._interned.get(key)
+        if index is None:
+            index = self._intern(key, segment, values, models, own)
+        if all(u.constant is not None for u in shared) and all(u.constant is not None for us in own for u in us):
+            self._constants[id(segment)] = index
+        return index
+
+    def _intern(
+        self,
+        key: object,
+        segment: Segment,
+        values: list[Value | None],
+        models: list[list[Value | None]],
+        own: list[list[Lookup]],
+    ) -> int:
+        shared_map = {p.name: v for p, v in zip(self._shared, values, strict=True)}
+        model_maps = tuple(
+            {u.parameter.name: v for u, v in zip(lookups, m, strict=True)} for lookups, m in zip(own, models, strict=True)
+        )
+        complete = all(v is not None or p.optional for p, v in zip(self._shared, values, strict=True)) and all(
+            v is not None or u.parameter.optional for us, m in zip(own, models, strict=True) for u, v in zip(us, m, strict=True)
+        )
+        if complete and (wrong := self.method.check(shared_map, model_maps)):
+            self.problems.append(ParameterError(wrong, where=segment.where))
+        self.settings.append(Settings(shared_map, model_maps))
+        index = self._interned[key] = len(self.settings) - 1
+        return index
+
+    def _value(self, lookup: Lookup, found: tuple[Scalar | None, Entry | None], model: int | None, name: str) -> Value | None:
+        value, entry = found
+        parameter = lookup.parameter
+        if value is None:
+            # A parameter that no level gives at all has been reported, with the place where it belongs.
+            if entry is None and parameter.required and lookup.settings and not any(s.reported for s in lookup.settings):
+                self._missing.setdefault((parameter.name, model), (lookup, name))
+            return parameter.default
+        self._used.add(id(entry))
+        key = (parameter.name, value, type(value), id(entry))
+        if key not in self._values:
+            try:
+                self._values[key] = coerce(parameter, value)
+            except ValueError as error:
+                self._values[key] = None
+                assert entry is not None
+                if id(entry) not in self.wrong:  # a whole number that a gradient makes a fraction
+                    self.wrong.add(id(entry))
+                    what = f"{parameter.name} {error}, not {value!r}"
+                    fix = "write one number: a gradient is interpolated between its values"
+                    self.problems.append(ParameterError(what, where=entry.where, fix=fix))
+        return self._values[key]
+
+    def taken(self, index: int, role: Role, *, base: bool) -> tuple[int, tuple[int, ...]]:
+        """The settings with those inputs alone that take part, and the places of these; see `taking_part`."""
+        places = taking_part(self.method, self.settings[index], role, base=base)
+        if len(places) == len(self.settings[index].models):
+            return index, places
+        if (index, places) not in self._taken:
+            self.settings.append(without(self.settings[index], places))
+            self._taken[index, places] = len(self.settings) - 1
+        return self._taken[index, places], places
+
+    def explain(self, segment: Segment, out_name: str, names: Sequence[str], t: float) -> list[Origin]:
+        """Every parameter's value for one tensor, with its origin."""
+        shared, own = self._lookup(segment)
+        lookups: list[tuple[Lookup, int | None, str]] = [(u, None, out_name) for u in shared]
+        lookups += [(u, segment.feeds[k].model, n) for k, (us, n) in enumerate(zip(own, names, strict=True)) for u in us]
+        origins = []
+        for u, model, name in lookups:
+            found = u.find(name, t)
+            where = found[1].where if found[1] is not None else "default"
+            origins.append(Origin(u.parameter.name, model, self._value(u, found, model, name), where))
+        return origins
+
+    def finish(self) -> tuple[list[WeightsmithError], list[Finding]]:
+        """Problems found, and warnings about filters and settings that decide nothing."""
+        for (parameter, model), (lookup, tensor) in self._missing.items():
+            whose = "" if model is None else f" for {self.model_names[model]}"
+            self.problems.append(
+                ParameterError(
+                    f"'{parameter}'{whose} has no value for {tensor}: no filter fits it",
+                    where=lookup.settings[0].where,
+                    fix="add an entry without a filter, last in the list: it holds for the rest",
+                )
+            )
+        return self.problems, list(self._idle())
+
+    def _idle(self) -> Iterator[Finding]:
+        settings: dict[int, tuple[Parameter, Setting]] = {}
+        for shared, own in self._lookups.values():
+            for lookup in [*shared, *(u for us in own for u in us)]:
+                settings.update({id(s): (lookup.parameter, s) for s in lookup.settings})
+        for parameter, setting in settings.values():
+            idle = [e for e in setting.entries if id(e) not in self._used]
+            if idle == list(setting.entries):
+                if idle and all(e.filter in (None, "*") for e in idle) and not parameter.ignored:
+                    yield Finding(
+                        f"{parameter.name} here decides for no tensor: nearer values are used for all of them",
+                        setting.where,
+                        fix="remove it",
+                    )
+                    continue
+            for entry in idle:
+                if entry.filter in (None, "*"):
+                    continue  # "the rest" may be empty
+                yield Finding(
+                    f"the filter '{entry.filter}' of {parameter.name} decides for no tensor",
+                    entry.filter_where or entry.where,
+                    fix="check its spelling and place: a filter is a part of a tensor name, and the first that fits counts",
+                )

@@ -1,0 +1,221 @@
+"""What planning gives: a draft with the open models that it reads, and then a plan with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightsmith._base.errors import UnknownName, nearest
+from weightsmith._base.files import expand_user
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import Structure
+from weightsmith._planning.planner.loading import Check, Question
+from weightsmith._planning.planner.outputs import Origins
+from weightsmith._planning.planner.parameters import Origin, Resolver
+from weightsmith._planning.planner.stages import count_reads, result_of, why_written
+from weightsmith._plans import ModelInput, Plan, PlanDraft
+
+if TYPE_CHECKING:
+    from weightsmith._engine.computed import Computed
+
+Written = Mapping[str, Path]
+"""Folders with results of other recipes, by `Stage.path`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan and the open checkpoints it reads from; close it, or use it as a context manager.
+
+    structure  of the donor
+    named      other files that the recipe or the settings name: code of a merge method, prompts, saliency, a measurement
+    source     name and text of the recipe, ("", "") if it has no lines
+    stages     the other recipes whose results it reads, each after those whose results it reads itself
+    reopen     plans again, with the results of some stages in folders
+    loading    what transformers is to be asked of the output before it is published; None: nothing
+    """
+
+    plan: Plan
+    inputs: tuple[Checkpoint, ...]
+    structure: Structure
+    origins: Origins = field(default_factory=dict)
+    resolver: Resolver | None = None
+    named: tuple[Path, ...] = ()
+    source: tuple[str, str] = ("", "")
+    stages: tuple[Stage, ...] = ()
+    reopen: Callable[[Written], Prepared] | None = None
+    loading: Question | None = None
+
+    def explain(self, tensor: str) -> list[Origin]:
+        """The value of every parameter of one output tensor, and where the recipe says so; [] for one that is copied.
+
+        Raises UnknownName.
+        """
+        names = [step.out.name for step in self.plan.steps]
+        if tensor not in names:
+            fix = "see the names with `weightsmith plan RECIPE --json`, or give a pattern such as '*.0.*'"
+            raise UnknownName(f"the output has no tensor '{tensor}'{nearest(tensor, names)}", fix=fix)
+        if self.resolver is None or tensor not in self.origins:
+            return []
+        segment, sources, t = self.origins[tensor]
+        return self.resolver.explain(segment, tensor, sources, t)
+
+    def close(self) -> None:
+        """Close the checkpoints."""
+        for checkpoint in self.inputs:
+            checkpoint.close()
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class Assembled:
+    """The draft of a plan and the open checkpoints it reads from: `Prepared` before it is finished.
+
+    Features change it in place. again: assembles it again, with the results of some stages in folders. The other fields are
+    those of `Prepared`.
+    """
+
+    draft: PlanDraft
+    inputs: Sequence[Checkpoint]
+    structure: Structure
+    origins: Origins = field(default_factory=dict)
+    resolver: Resolver | None = None
+    named: list[Path] = field(default_factory=list)
+    source: tuple[str, str] = ("", "")
+    stages: list[Stage] = field(default_factory=list)
+    again: Callable[[Written], Assembled] | None = None
+    loading: Question | None = None
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> Assembled:
+        """The beginning of another plan of the same models."""
+        return cls(
+            PlanDraft.of(prepared.plan),
+            prepared.inputs,
+            prepared.structure,
+            prepared.origins,
+            prepared.resolver,
+            list(prepared.named),
+            prepared.source,
+            list(prepared.stages),
+            loading=prepared.loading,
+        )
+
+    def check(self) -> None:
+        """Ask `loading` now, and add its warnings. Raises PlanError if transformers could not load the output."""
+        if self.loading is not None:
+            with Check(self.loading, self.source) as check:
+                self.draft.warnings += check.wait()
+            self.loading = None
+
+    def finish(self, *, check: bool = False) -> Prepared:
+        """The plan with its models, which are closed if it is invalid.
+
+        check  see `check`; else whoever runs the plan asks
+
+        Raises PlanError, and StoreError for tensors that cannot be stored.
+        """
+        try:
+            if check:
+                self.check()
+            plan = self.draft.finish()
+        except BaseException:
+            self.close()
+            raise
+        return Prepared(
+            plan,
+            tuple(self.inputs),
+            self.structure,
+            self.origins,
+            self.resolver,
+            tuple(self.named),
+            self.source,
+            tuple(self.stages),
+            None if self.again is None else self._finish_again,
+            self.loading,
+        )
+
+    def _finish_again(self, written: Written) -> Prepared:
+        assert self.again is not None
+        made = self.again(written)
+        made.draft.warnings = self.draft.warnings
+        return made.finish()
+
+    def close(self) -> None:
+        """Close the checkpoints."""
+        for checkpoint in self.inputs:
+            checkpoint.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A recipe whose result is a model of another.
+
+    path    of references to it (`ModelRef.path`)
+    label   its name; or where it is, if it is written inside another
+    plan    of its result
+    source  its result, computed when it is read
+    reads   tiles that are read for one of its tiles
+    depth   results that are computed for it, each for the next
+    why     why it must be written before it can be read; "" if it need not be
+    reopen  plans it again, with the results of other stages in folders
+    """
+
+    path: str
+    label: str
+    plan: Plan
+    source: Computed
+    reads: int
+    depth: int
+    why: str = ""
+    reopen: Callable[[Written], Prepared] | None = None
+
+    @classmethod
+    def of(cls, path: str, label: str, plan: Plan, inputs: Sequence[Checkpoint], others: Sequence[Stage]) -> Stage:
+        """The stage of a plan. others: that it may read."""
+        from weightsmith._engine.computed import Computed
+
+        source = Computed(plan, inputs, label)
+        known = {id(stage.source): stage for stage in others}
+        used = {i: known[id(c.source)] for i, c in enumerate(inputs) if c.plan is not None}
+        depth = 1 + max((stage.depth for stage in used.values()), default=0)
+        made = cls(path, label, plan, source, count_reads(plan, {i: stage.reads for i, stage in used.items()}), depth)
+        return replace(made, why=why_written(plan, source, made.reads, depth))
+
+    def result(self) -> Checkpoint:
+        """Its result, as a model of another."""
+        return result_of(self.label, self.source, whole=not self.why)
+
+
+def model_input(checkpoint: Checkpoint) -> ModelInput:
+    """What a plan holds of a model."""
+    return ModelInput(checkpoint.ref, checkpoint.revision, checkpoint.identity, checkpoint.plan)
+
+
+def code_files(plan: Plan | PlanDraft) -> tuple[Path, ...]:
+    """The user's own file that the merge method comes from, if there is one."""
+    code = plan.made.code
+    return () if code is None or not code.folder else (Path(code.folder) / expand_user(code.name.rpartition(":")[0]),)
+
+
+def missing_files(models: Iterable[Checkpoint]) -> dict[Path, int]:
+    """Files of hub models that must be downloaded before tensors are read, and their sizes."""
+    return {path: nbytes for model in models for path, nbytes in model.missing.items()}
+
+
+def stream(models: Iterable[Checkpoint]) -> None:
+    """Read the weights of hub models where they are; `download` then fetches the other files alone."""
+    for model in models:
+        model.stream()
+
+
+def download(models: Iterable[Checkpoint]) -> None:
+    """Download what is missing. Raises CheckpointError."""
+    for model in models:
+        model.download()

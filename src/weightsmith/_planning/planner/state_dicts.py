@@ -1,0 +1,316 @@
+"""State dicts in, Plan out; or every problem at once. What `build.py` does for a recipe and checkpoints on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from keyword import iskeyword
+from typing import Any, cast
+
+import numpy as np
+
+from weightsmith._base.errors import (
+    Finding,
+    MismatchError,
+    ParameterError,
+    PlanError,
+    ShapeError,
+    UnknownParameter,
+    Unsupported,
+    WeightsmithError,
+    nearest,
+)
+from weightsmith._base.options import output_dtype
+from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._files.views import View, view_of
+from weightsmith._methods.base import Method, Parameter
+from weightsmith._models.structure import analyse
+from weightsmith._models.structure.fused import fused_parts
+from weightsmith._models.structure.roles import role_of
+from weightsmith._planning.planner.decide import decide
+from weightsmith._planning.planner.dtypes import DTypes
+from weightsmith._planning.planner.logical import split_fused
+from weightsmith._planning.planner.merges import made_by
+from weightsmith._planning.planner.parameters import coerce, taking_part, without
+from weightsmith._plans import CAST, COPY, ModelInput, Plan, PlanDraft, Read, Settings, Step, Value
+
+StateDict = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and what it reads from.
+
+    models  in the plan's order
+    views   of their tensors
+    donor   index of the model whose order, integers and kind of tensors the result has
+    same    names that are another name's tensor in every model, with that name
+    """
+
+    plan: Plan
+    models: tuple[StateDict, ...]
+    views: tuple[Mapping[str, View], ...]
+    donor: int
+    same: Mapping[str, str]
+
+
+def plan_state_dicts(
+    method: Method,
+    models: Sequence[StateDict],
+    base: StateDict | None,
+    parameters: Mapping[str, Any],
+    out_dtype: object,
+    seed: int,
+) -> Planned:
+    """The plan of a merge in memory; see `weightsmith.merge_state_dicts`. No element is read.
+
+    Raises PlanError with all problems.
+    """
+    problems: list[WeightsmithError] = []
+    call = _Call(method, models, base, problems)
+    settings = call.settings(parameters)
+    asked = _dtype(out_dtype, problems)
+    held = tuple(_views(label, model, problems) for label, model in zip(call.labels, call.inputs, strict=True))
+    if not problems:
+        call.compare(held)
+    if problems:
+        raise PlanError(problems)
+    plan, same = call.plan(held, asked, settings, seed)
+    return Planned(plan, tuple(call.inputs), held, call.donor, same)
+
+
+class _Call:
+    """The models of one call in the order in which the method takes them.
+
+    inputs    a base first if the method has one; a base that is an input like the others is the last, unless it is listed
+    has_base  inputs[0] is the base
+    places    of each input among the user's models; None for a base
+    donor     index of the input whose integers, order and kind of tensors the result has
+    findings  warnings
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        models: Sequence[StateDict],
+        base: StateDict | None,
+        problems: list[WeightsmithError],
+    ) -> None:
+        self.method = method
+        self.problems = problems
+        self.findings: list[Finding] = []
+        if isinstance(models, Mapping) or not isinstance(models, Sequence):
+            raise PlanError([ParameterError("models must be a list of state dicts", where="models", fix="write [a, b]")])
+        self.count = len(models)
+        places: list[int | None] = list(range(self.count))
+        self.has_base = base is not None and method.base != "input"
+        if base is not None:
+            listed = next((i for i, model in enumerate(models) if model is base), None)
+            if self.has_base:
+                places = [None, *(i for i in places if i != listed)]
+            elif listed is None:
+                places = [*places, None]
+        elif method.base == "required":
+            problems.append(
+                ParameterError(f"method {method.name} needs a base", fix="give base=, the model the others came from")
+            )
+        self.places = places
+        self.inputs = [models[i] if i is not None else cast("StateDict", base) for i in places]
+        self.labels = [f"models[{i}]" if i is not None else "base" for i in places]
+        self.donor = next((k for k, model in enumerate(self.inputs) if model is base), 0) if base is not None else 0
+        self._check_count()
+
+    @property
+    def label(self) -> str:
+        """Of the donor."""
+        return self.labels[self.donor]
+
+    def _check_count(self) -> None:
+        method, count = self.method, len(self.inputs) - self.has_base
+        low, high = method.min_models, method.max_models
+        if count < low or (high is not None and count > high):
+            wanted = f"exactly {low}" if low == high else f"at least {low}" if count < low else f"at most {high}"
+            beside = " besides the base" if self.has_base else ""
+            self.problems.append(MismatchError(f"method {method.name} takes {wanted} models{beside}, not {count}"))
+
+    # ---- parameters
+
+    def settings(self, given: Mapping[str, Any]) -> Settings:
+        """The values of all parameters; adds their problems to the list."""
+        known = {p.name: p for p in self.method.parameters}
+        values: dict[str, Any] = {}
+        before = len(self.problems)
+        for written, value in given.items():
+            name = written[:-1] if iskeyword(written[:-1]) and written.endswith("_") else written
+            if name not in known:
+                others = ", ".join(p + "_" * iskeyword(p) for p in known)
+                self.problems.append(
+                    UnknownParameter(
+                        f"method {self.method.name} has no parameter '{written}'{nearest(written, known)}",
+                        fix=f"write one of {others}" if others else "remove it",
+                    )
+                )
+            elif value is not None:
+                values[name] = value.item() if isinstance(value, np.generic) else value
+                if known[name].ignored:
+                    self.findings.append(Finding(f"{name} has no effect: {known[name].ignored}"))
+        takers = [k for k in range(len(self.inputs)) if not (self.has_base and k == 0)]
+        shared = {p.name: self._one(p, values.get(p.name), "") for p in known.values() if p.scope == "tensor"}
+        own: list[dict[str, Value | None]] = [{} for _ in self.inputs]
+        for p in known.values():
+            if p.scope == "model":
+                for k, value in zip(takers, self._each(p, values.get(p.name), takers), strict=True):
+                    own[k][p.name] = value
+        if len(self.problems) == before and (wrong := self.method.check(shared, own)):
+            self.problems.append(ParameterError(wrong))
+        return Settings(shared, tuple(own))
+
+    def _one(self, parameter: Parameter, value: Any, place: str) -> Value | None:
+        """One value as the parameter's kind, or its default."""
+        where = parameter.name + place
+        if value is None:
+            if parameter.required:
+                what = f"method {self.method.name} needs the parameter '{where}'"
+                self.problems.append(ParameterError(what, fix=f"give {parameter.name}="))
+            return parameter.default
+        if not isinstance(value, bool | int | float | str):
+            kind = type(value).__name__
+            many = " for each model" if parameter.scope == "model" else ", for all models and tensors"
+            self.problems.append(ParameterError(f"must be one value{many}, not a {kind}", where=where))
+            return None
+        try:
+            return coerce(parameter, value)
+        except ValueError as error:
+            self.problems.append(ParameterError(f"{error}, not {value!r}", where=where))
+            return None
+
+    def _each(self, parameter: Parameter, value: Any, takers: Sequence[int]) -> list[Value | None]:
+        """The values of a parameter for the inputs `takers`: one for all, or one for each of the user's models."""
+        if isinstance(value, np.ndarray) and value.ndim == 1:
+            value = value.tolist()
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return [self._one(parameter, value, "")] * len(takers)
+        if len(value) != self.count:
+            what = f"has {len(value)} values, and there are {self.count} models"
+            self.problems.append(
+                ParameterError(what, where=parameter.name, fix="give one value for each of models, or one for all")
+            )
+        elif any(self.places[k] is None for k in takers):
+            self.problems.append(
+                ParameterError(
+                    f"the base counts as one more input of {self.method.name}, and has no value",
+                    where=parameter.name,
+                    fix="list the base among the models too, with a value of its own",
+                )
+            )
+        else:
+            return [self._one(parameter, value[self.places[k] or 0], f"[{self.places[k]}]") for k in takers]
+        return [None] * len(takers)
+
+    # ---- tensors
+
+    def compare(self, held: Sequence[Mapping[str, View]]) -> None:
+        """All models must have the same names and shapes."""
+        first = held[self.donor]
+        details = []
+        for label, views in zip(self.labels, held, strict=True):
+            missing = [name for name in first if name not in views]
+            more = [name for name in views if name not in first]
+            details += [f"{label} has no {_some(missing)}"] if missing else []
+            details += [f"{label} has {_some(more)}, which {self.label} has not"] if more else []
+        if details:
+            fix = "give the same names to the same tensors, and leave out what is not to be merged"
+            self.problems.append(MismatchError("the models have different tensors", details=details, fix=fix))
+        for name in first:
+            specs = [(label, views[name].spec) for label, views in zip(self.labels, held, strict=True) if name in views]
+            if any(spec.shape != first[name].spec.shape for _, spec in specs):
+                lines = [f"{label}: {list(spec.shape)} {spec.dtype}" for label, spec in specs]
+                self.problems.append(ShapeError("the shapes differ", where=name, details=lines))
+
+    def plan(
+        self, held: Sequence[Mapping[str, View]], asked: DType | None, settings: Settings, seed: int
+    ) -> tuple[Plan, dict[str, str]]:
+        """The plan, and names that are another name's tensor in every model."""
+        specs = [{name: view.spec for name, view in views.items()} for views in held]
+        dtypes, structure = DTypes(asked, specs), analyse(specs[self.donor].values(), None)
+        steps, same, found = [], dict[str, str](), self.findings
+        first_with: dict[tuple[Any, ...], str] = {}
+        taken = {tuple(range(len(held))): 0}  # places of the inputs that take part → index of their settings
+        for name, spec in specs[self.donor].items():
+            identity = tuple(views[name].identity for views in held)
+            if None not in identity and first_with.setdefault(identity, name) != name:
+                same[name] = first_with[identity]
+                continue
+            own = [s[name] for s in specs]
+            if all(s.dtype.floating for s in own):
+                step = self._merged(name, own, dtypes, settings, taken)
+                if step.merges and not self.method.elementwise(settings.shared):
+                    step = split_fused(step, fused_parts(spec, specs[self.donor], structure, None))
+                steps.append(step)
+            else:
+                steps.append(self._copied(name, own, found))
+        draft = PlanDraft(made_by(self.method), [ModelInput(label, "", "") for label in self.labels], seed=seed)
+        draft.settings = [settings, *(without(settings, places) for places in list(taken)[1:])]
+        draft.steps, products = decide(steps, draft.settings, self.method)
+        draft.products, draft.warnings = list(products), [*found, *dtypes.findings()]
+        return draft.finish(stored=False), same
+
+    def _merged(
+        self, name: str, own: Sequence[TensorSpec], dtypes: DTypes, settings: Settings, taken: dict[tuple[int, ...], int]
+    ) -> Step:
+        """The step of one merged tensor. taken: see `plan`."""
+        dtype = dtypes.of([Read(k, name) for k in range(len(own))])
+        out = TensorSpec(name, dtype, own[0].shape)
+        places = taking_part(self.method, settings, role_of(out), base=self.has_base)
+        op = self.method.name
+        if (self.has_base and len(places) == 1) or (len(own) == 1 and self.method.copies(settings.models)):
+            op = COPY if dtype == own[places[0]].dtype else CAST
+        index = taken.setdefault(places, len(taken))
+        return Step(out, op, tuple(Read(k, name) for k in places), self.has_base, index)
+
+    def _copied(self, name: str, own: Sequence[TensorSpec], found: list[Finding]) -> Step:
+        """Integers and booleans: the donor's, compared with the others' while they are copied."""
+        order = [self.donor, *(k for k in range(len(own)) if k != self.donor)]
+        if any(spec.dtype != own[self.donor].dtype for spec in own):
+            found.append(
+                Finding(
+                    f"dtypes differ and are not all floating; taken from {self.label}",
+                    name,
+                    tuple(f"{label}: {spec.dtype}" for label, spec in zip(self.labels, own, strict=True)),
+                )
+            )
+            order = order[:1]
+        return Step(own[self.donor], COPY, tuple(Read(k, name) for k in order))
+
+
+def _views(label: str, model: object, problems: list[WeightsmithError]) -> dict[str, View]:
+    """The views of a model's tensors."""
+    if not isinstance(model, Mapping):
+        fix = "give its state_dict()" if hasattr(model, "state_dict") else ""
+        problems.append(
+            Unsupported(f"this is a {type(model).__qualname__}, not a mapping of names to tensors", where=label, fix=fix)
+        )
+        return {}
+    views: dict[str, View] = {}
+    for name, tensor in model.items():
+        if not isinstance(name, str):
+            problems.append(Unsupported(f"the name {name!r} is not a string", where=label, fix="use names as in a state_dict"))
+            continue
+        try:
+            views[name] = view_of(name, tensor)
+        except WeightsmithError as error:
+            what = error.finding.what.removesuffix("; it cannot be stored")
+            problems.append(Unsupported(f"{what}; it cannot be merged", where=f"{label}, tensor {name}", fix=error.finding.fix))
+    return views
+
+
+def _dtype(asked: object, problems: list[WeightsmithError]) -> DType | None:
+    try:
+        return output_dtype(asked)
+    except ParameterError as error:
+        problems.append(error)
+        return None
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")

@@ -1,0 +1,479 @@
+"""The vocabulary of a merge: the tokenizer of the output, and which rows of the models' embeddings and heads become its rows.
+
+Two steps. `VocabularyPlanner` reads the tokenizers, before the tensors are matched; with it, every embedding and head has the
+output's number of rows, whatever it has on disk. `Aligned.place` then turns the reads of the finished steps into gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.errors import Finding, NotFound, ParameterError, UnknownName, WeightsmithError, nearest
+from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded, show
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._files.copied import is_tokenizer
+from weightsmith._models.checkpoint import Checkpoint, check_links, open_checkpoint
+from weightsmith._models.structure import vocabulary
+from weightsmith._models.tokenizers import (
+    Alignment,
+    RowRule,
+    United,
+    Vocabulary,
+    align,
+    extend,
+    missing_tokens,
+    read_vocabulary,
+)
+from weightsmith._models.tokenizers.convert import REPLACED, Converted, convert
+from weightsmith._models.tokenizers.files import (
+    TEMPLATES,
+    choose_template,
+    json_bytes,
+    move_ids,
+    settings_in,
+    settings_of,
+    template_of,
+    with_added,
+    with_template,
+)
+from weightsmith._models.tokenizers.matching import roles_of
+from weightsmith._models.tokenizers.union import Rows, is_marker, left_out
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
+from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
+from weightsmith._planning.planner.inputs import at, find_model
+from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
+from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
+
+Specs = Mapping[str, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A folder with the files of a tokenizer."""
+
+    label: str
+    folder: Path
+    files: tuple[str, ...]
+
+
+@dataclass
+class Aligned:
+    """What the output's vocabulary makes of a merge.
+
+    specs      the tensors of each model, by name, with the output's rows
+    files      to write; they replace the donor's
+    removed    files of the donor that the output does not have
+    named      files that the recipe names
+    summary    for `weightsmith plan`: `Plan.vocabulary`
+    tokenizer, template  index of the model whose tokenizer or chat template the output has; None if the recipe chooses it
+    """
+
+    models: Sequence[Specs]
+    counts: Sequence[int]
+    alignment: Alignment | None
+    specs: list[Specs]
+    files: dict[str, bytes] = field(default_factory=dict)
+    removed: frozenset[str] = frozenset()
+    named: tuple[Path, ...] = ()
+    summary: dict[str, Any] | None = None
+    tokenizer: int | None = None
+    template: int | None = None
+    move: Callable[[dict[str, Any]], tuple[dict[str, Any], list[str]]] | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    def place(
+        self, steps: Sequence[Step], counterpart: Callable[[str, int], str | None], dropped: Sequence[Dropped]
+    ) -> tuple[list[Step], tuple[Table, ...], tuple[Dropped, ...]]:
+        """The steps with the rows of embeddings and heads in the output's order; their tables; what is still not used.
+
+        counterpart  what a model uses as an output tensor, by that tensor's name
+        """
+        if self.alignment is None:
+            return list(steps), (), tuple(dropped)
+        placer = _Placer(self.models, self.counts, self.alignment, counterpart)
+        placed = [placer.step(step) for step in steps]
+        used = {(read.model, read.tensor) for read in placer.fallbacks}
+        left = tuple(d for d in dropped if (d.model, d.tensor) not in used)
+        return placed, tuple(map(Table, placer.tables)), left
+
+
+class _Placer:
+    """Turns reads into gathers. Equal tables are stored once."""
+
+    def __init__(
+        self,
+        models: Sequence[Specs],
+        counts: Sequence[int],
+        alignment: Alignment,
+        counterpart: Callable[[str, int], str | None],
+    ) -> None:
+        self.models = models
+        self.counts = counts
+        self.alignment = alignment
+        self.counterpart = counterpart
+        self.tables: dict[bytes, int] = {}
+        self.fallbacks: list[Read] = []
+        self._limited: dict[tuple[bool, int, int, int], Rows] = {}
+
+    def step(self, step: Step) -> Step:
+        if step.pieces or not step.out.size:
+            return step
+        reads = tuple(self._read(read, step.out) for read in step.inputs)
+        return step if reads == step.inputs else replace(step, inputs=reads)
+
+    def _read(self, read: Read, out: TensorSpec) -> Read:
+        spec = self.models[read.model].get(read.tensor)
+        if read.view is not None or spec is None or not vocabulary.has_tokens(spec, self.counts[read.model]):
+            return read
+        height = _height(spec)
+        cols = spec.size // height if height else 0
+        rows = out.size // cols if cols else 0
+        own = self._rows(read.model, height, rows, default=False)
+        if rows == height and np.array_equal(own, np.arange(rows)):
+            return read
+        missing = own < 0
+        fallback = []
+        for k in range(len(self.models)) if missing.any() else ():
+            name = self.counterpart(out.name, k)
+            other = None if name is None else self.models[k][name]
+            if name is None or other is None or not _height(other):
+                continue
+            table = self._rows(k, _height(other), rows, default=True)
+            if (missing & (table >= 0)).any():
+                fallback.append(Read(k, name, Gather(self._table(table), Block(0, _height(other), cols, cols))))
+        self.fallbacks += fallback
+        return replace(read, view=Gather(self._table(own), Block(0, height, cols, cols), 0, tuple(fallback)))
+
+    def _rows(self, model: int, height: int, rows: int, *, default: bool) -> Rows:
+        """A model's table for a tensor of `height` rows, of which the output has `rows`."""
+        key = (default, model, height, rows)
+        if key not in self._limited:
+            found = (self.alignment.defaults if default else self.alignment.own)[model][:rows]
+            self._limited[key] = np.where(found < height, found, np.int32(-1)).astype(np.int32)
+        return self._limited[key]
+
+    def _table(self, rows: Rows) -> int:
+        return self.tables.setdefault(Table.of(rows).data, len(self.tables))
+
+
+def _height(spec: TensorSpec) -> int:
+    """Rows of a tensor with a row for each token; of a bias, its elements."""
+    return spec.size if len(spec.shape) == 1 or spec.shape[0] == 1 else spec.shape[0]
+
+
+class VocabularyPlanner:
+    """Reads the tokenizers, and decides the output's tokenizer and rows.
+
+    numbers  index of each reference of the recipe
+    folder   that paths of the recipe start from
+
+    Without a key of the recipe the rows are merged by number, and no tokenizer is read unless the models differ in rows: then
+    those that differ in padding alone are aligned.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        opened: Sequence[Checkpoint],
+        labels: Sequence[str],
+        numbers: Mapping[ModelRef, int],
+        donor: int,
+        folder: Path,
+        stack: ExitStack,
+    ) -> None:
+        self.recipe = recipe
+        self.opened = opened
+        self.labels = labels
+        self.numbers = numbers
+        self.donor = donor
+        self.folder = folder
+        self.stack = stack
+        self.problems: list[WeightsmithError] = []
+        self.counts = [vocabulary.count_rows(c.specs.values(), c.config) for c in opened]
+        self.places = [_Place(label, c.folder, c.files) for label, c in zip(labels, opened, strict=True)]
+        self.outside = self.places[0]  # a model that is not in the merge, whose tokenizer the output has
+        self.source = donor  # index of the model whose tokenizer the output has; -1: that one
+        self.made: Vocabulary | None = None  # the output's, if the recipe asks for one
+        self._seen: dict[str, Vocabulary] = {}
+
+    def plan(self) -> tuple[Aligned, list[WeightsmithError]]:
+        """The vocabulary, and what is wrong with what the recipe asks for."""
+        recipe = self.recipe
+        specs = [c.specs for c in self.opened]
+        found = Aligned(specs, self.counts, None, list(specs))
+        try:
+            if recipe.tokenizer is not None:
+                self._merge(recipe.tokenizer, found)
+            elif len({count for count in self.counts if count}) > 1:
+                self._padding(found)
+            if recipe.chat_template:
+                self._template(recipe.chat_template, found)
+            self._fill(found)
+        except WeightsmithError as error:
+            self.problems.append(error)
+        return found, self.problems
+
+    def _fill(self, found: Aligned) -> None:
+        """Take from another model what the donor lacks of tokenizer, chat template and generation_config.json."""
+        recipe, chosen = self.recipe, self.recipe.tokenizer is not None
+        more = Companions(self.labels, self.opened, self.donor, found.files, found.removed)
+        if not chosen:
+            where = recipe.at("models" if recipe.base_model is None else "base_model")
+            more.fill_tokenizer(where, CHOOSE_TOKENIZER, self._seen)
+        elif self.source >= 0:
+            more.tokenizer = more.template = self.source
+        if not recipe.chat_template and self.source == self.donor:
+            more.fill_template()
+        more.fill_generation(self._moved)
+        found.files, found.removed = more.files, more.removed
+        found.findings += more.findings
+        found.tokenizer = None if chosen else more.tokenizer
+        found.template = None if recipe.chat_template or self.source < 0 else more.template
+
+    def _moved(self, k: int, data: bytes) -> bytes:
+        """A model's generation_config.json with the ids of the output's tokenizer."""
+        own = self._read(self.places[k], self.opened[k])
+        if self.made is None or own is None or k == self.source:
+            return data
+        return json_bytes(move_ids(settings_in(data), (), own, self.made)[0])
+
+    # ---- which tokenizer
+
+    def _read(self, place: _Place, checkpoint: Checkpoint | None) -> Vocabulary | None:
+        if checkpoint is not None:
+            checkpoint.fetch([name for name in place.files if is_tokenizer(name) or name == GENERATION])
+        return read_vocabulary(place.label, place.folder, place.files, self._seen)
+
+    def _read_all(self) -> list[Vocabulary | None]:
+        return [self._read(place, checkpoint) for place, checkpoint in zip(self.places, self.opened, strict=True)]
+
+    def _padding(self, found: Aligned) -> None:
+        """Models without a key that have the same tokens, and different numbers of rows."""
+        read = [vocab for vocab, count in zip(self._read_all(), self.counts, strict=True) if count]
+        own = read[0]
+        if own is None or any(vocab is None or vocab.ids != own.ids for vocab in read):
+            return  # the tensors say what is wrong
+        rows, sizes = self.counts[self.donor], [count for count in self.counts if count]
+        if not rows or any(min(sizes) <= number < max(sizes) for number in own.ids.values()):
+            return  # a token has a row in some of the models only
+        self._align(found, own, rows, [own] * len(self.opened))
+        details = [f"{label}: {count:,} rows" for label, count in zip(self.labels, self.counts, strict=True) if count]
+        what = f"the models have the same {len(own.tokens):,} tokens and different numbers of rows; the output has {rows:,}"
+        found.findings.append(Finding(what, "vocabulary", tuple(details)))
+
+    def _merge(self, asked: Tokenizer, found: Aligned) -> None:
+        """The tokenizer that the recipe asks for."""
+        if self._is_shared(asked):
+            rows = self.counts[self.donor]
+            found.summary = {"tokenizer": self.labels[self.donor], "rows": rows, "rows_before": rows, "shared": True}
+            return
+        read = self._read_all()
+        source, k = self._source(asked, read)
+        if source is None:
+            what = f"{self.labels[k] if k >= 0 else asked.source} has no tokenizer that can be read"
+            fix = "put its tokenizer.json next to its weights, or remove the key"
+            raise NotFound(what, where=asked.where, fix=fix)
+        vocabularies = [vocab or source for vocab in read]
+        found.findings += [
+            Finding(f"{label} has no tokenizer that can be read: its rows are taken to be those of {source.label}")
+            for vocab, label in zip(read, self.labels, strict=True)
+            if vocab is None
+        ]
+        others = [vocab for vocab in dict.fromkeys(read) if vocab is not None and vocab is not source]
+        new = dict(missing_tokens(source, others, asked.where)) if asked.source == "union" else {}
+        for rule in asked.rules:
+            if rule.token not in source.ids:
+                new.setdefault(rule.token, {"content": rule.token, "special": False})
+        place = self.places[k] if k >= 0 else self.outside
+        self.source = k
+        united, converted = United(source, ()), None
+        if new:
+            files = contents_of(place.folder, place.files)
+            converted = None if "tokenizer.json" in files else convert(source, files)
+            united = extend(source, new, files["tokenizer.json"] if converted is None else converted.data)
+        out = self.made = united.vocabulary
+        rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
+        rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
+        rows = -(-rows // asked.multiple) * asked.multiple
+        rules = [made for rule in asked.rules if (made := self._rule(rule, out, vocabularies)) is not None]
+        if self.problems:
+            return
+        self._align(found, out, rows, vocabularies, rules)
+        self._write(found, k, source, united, converted)
+        assert found.summary is not None
+        found.summary |= {
+            "new": list(united.new),
+            "left_out": {label: n for label, n in left_out(out, others).items() if n},
+        }
+        if plain := [
+            token for token in united.new if token not in {rule.token for rule in asked.rules} and not is_marker(token)
+        ]:
+            what = "text is split at added tokens of other models that are ordinary text: " + ", ".join(map(show, plain[:6]))
+            what += f" and {len(plain) - 6} more" if len(plain) > 6 else ""
+            fix = f"use tokenizer_source: base to split text as {source.label} does; the output then lacks these tokens"
+            found.findings.append(Finding(what, asked.where, fix=fix))
+        families = {vocab.family for vocab in vocabularies}
+        if len(families) > 1:
+            what = "the tokenizers are of different families: rows are matched by the bytes of their tokens"
+            details = tuple(f"{label}: {vocab.family}" for label, vocab in zip(self.labels, vocabularies, strict=True))
+            found.findings.append(Finding(what, asked.where, details, "test the result: text is split differently by each"))
+
+    def _is_shared(self, asked: Tokenizer) -> bool:
+        """All models have the donor's tokenizer and rows, and the recipe asks for no other: then nothing is parsed."""
+        own = isinstance(asked.source, str) or find_model(self.numbers, asked.source) == self.donor
+        if not own or asked.rules or len(set(self.counts)) > 1 or self.counts[0] % asked.multiple:
+            return False
+        for place, checkpoint in zip(self.places, self.opened, strict=True):
+            checkpoint.fetch([name for name in place.files if is_tokenizer(name)])
+        digests = {digest_of(place.folder, place.files) for place in self.places}
+        return len(digests) == 1 and "" not in digests
+
+    def _source(self, asked: Tokenizer, read: Sequence[Vocabulary | None]) -> tuple[Vocabulary | None, int]:
+        """The tokenizer to begin with, and the index of its model; -1 if that is not in the merge."""
+        if isinstance(asked.source, str):
+            return read[self.donor], self.donor
+        k = find_model(self.numbers, asked.source)
+        if k is not None:
+            return read[k], k
+        try:
+            place, checkpoint = self._open(asked.source)
+        except WeightsmithError as error:
+            what = error.finding.what + nearest(asked.source.path, ("union", "base"))
+            error.finding = replace(error.finding, what=what)
+            raise at(error, asked.where) from error
+        self.outside = place
+        return self._read(place, checkpoint), -1
+
+    def _open(self, ref: ModelRef) -> tuple[_Place, Checkpoint | None]:
+        """A model that is not in the merge: of a folder, the files alone."""
+        folder = expand_user(ref.path)
+        if not ref.revision and is_folder(folder):
+            names = tuple(file_names(folder))
+            check_links(folder, [name for name in names if is_tokenizer(name)])
+            return _Place(str(ref), folder, names), None
+        checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)
+        self.stack.callback(checkpoint.close)
+        return _Place(str(ref), checkpoint.folder, checkpoint.files), checkpoint
+
+    def _rule(self, rule: TokenRule, out: Vocabulary, vocabularies: Sequence[Vocabulary]) -> RowRule | None:
+        number = out.ids[rule.token]
+        if rule.model is None:
+            return RowRule(number, -1, 0, rule.force) if rule.chosen else None
+        k = find_model(self.numbers, rule.model)
+        if k is None:
+            fix = f"name one of {', '.join(self.labels)}"
+            self.problems.append(
+                UnknownName(f"the source of the token {show(rule.token)} is not in the merge", where=rule.where, fix=fix)
+            )
+            return None
+        theirs, wanted = vocabularies[k], rule.token if rule.other is None else rule.other
+        row = (
+            theirs.find(out)(rule.token)
+            if rule.other is None
+            else wanted
+            if isinstance(wanted, int)
+            else theirs.ids.get(wanted)
+        )
+        if row is None or not 0 <= row < self.counts[k]:
+            what = f"{self.labels[k]} has no row for the token {show(wanted)}"
+            what += "" if row is None else f": it has {self.counts[k]:,} rows, and this is number {row:,}"
+            fix = "name a token of that model with {kind: model_token, model: ..., token: ...}"
+            self.problems.append(ParameterError(what, where=rule.where, fix=fix))
+            return None
+        return RowRule(number, k, row, rule.force)
+
+    # ---- rows and files
+
+    def _align(
+        self, found: Aligned, out: Vocabulary, rows: int, vocabularies: Sequence[Vocabulary], rules: Sequence[RowRule] = ()
+    ) -> None:
+        base = self.donor if self.recipe.base_model is None else self.numbers[self.recipe.base_model]
+        found.alignment = align(out, rows, vocabularies, self.labels, self.counts, base, rules)
+        found.specs = [self._aligned(k, rows) for k in range(len(self.opened))]
+        found.summary = {
+            "tokenizer": out.label,
+            "rows": rows,
+            "rows_before": self.counts[self.donor],
+            "tokens": len(out.tokens),
+            "sources": dict(found.alignment.sources),
+        }
+
+    def _aligned(self, k: int, rows: int) -> Specs:
+        """The tensors of a model, as if they had the output's rows."""
+        found, count = dict(self.opened[k].specs), self.counts[k]
+        donor = self.opened[self.donor].specs
+        own = next((s.shape[0] for s in donor.values() if vocabulary.module_of(s.name) == vocabulary.PER_LAYER), 0)
+        for name, spec in self.opened[k].specs.items():
+            if not vocabulary.has_tokens(spec, count):
+                continue
+            height = (own or _height(spec)) if vocabulary.module_of(name) == vocabulary.PER_LAYER else rows
+            shape = (1, height) if spec.shape[0] == 1 and len(spec.shape) == 2 else (height, *spec.shape[1:])
+            if shape != spec.shape:
+                found[name] = replace(spec, shape=shape)
+        return found
+
+    def _write(self, found: Aligned, k: int, source: Vocabulary, united: United, converted: Converted | None) -> None:
+        """The files of the tokenizer."""
+        place = self.places[k] if k >= 0 else self.outside
+        if k != self.donor:
+            found.removed = frozenset(name for name in self.places[self.donor].files if is_tokenizer(name))
+            wanted = [name for name in place.files if is_tokenizer(name)]
+            found.files |= {name: read_bounded(place.folder / name, MAX_FILE_BYTES) for name in wanted}
+            found.findings += own_code(place.label, place.folder, place.files)
+            self._ids(found, k, place, source)
+        new, out = united.new, united.vocabulary
+        if new:
+            found.files["tokenizer.json"] = united.tokenizer
+            settings = settings_of(place.folder, place.files, "tokenizer_config.json")
+            more = with_added(settings if converted is None else converted.settings(settings), out.added, new)
+            if more != settings:
+                found.files["tokenizer_config.json"] = json_bytes(more)
+            if converted is not None:
+                what = f"{place.label} has no tokenizer.json: that of the output is made from {converted.source}"
+                found.findings.append(Finding(what, fix="compare what both make of a text"))
+                stale = frozenset(place.files) & REPLACED
+                found.removed |= stale
+                found.files = {name: data for name, data in found.files.items() if name not in stale}
+            if {"added_tokens.json", "tokenizer.model"}.intersection(place.files):  # llama.cpp looks for new tokens there
+                listed = settings_of(place.folder, place.files, "added_tokens.json")
+                found.files["added_tokens.json"] = json_bytes({**listed, **{token: out.ids[token] for token in new}})
+
+    def _ids(self, found: Aligned, k: int, place: _Place, source: Vocabulary) -> None:
+        """The ids of special tokens in config.json and generation_config.json, which are those of the donor's tokenizer."""
+        mine = self.places[self.donor]
+        old = self._read(mine, self.opened[self.donor])
+        config = self.opened[k].config if k >= 0 else settings_of(place.folder, place.files, "config.json")
+        generation = settings_of(place.folder, place.files, GENERATION)
+        roles = {}
+        if not config:  # a tokenizer alone: its own files name its special tokens
+            named = roles_of(source, place.folder, place.files, None)
+            roles = {f"{role}_token_id": source.ids[token] for role, token in named.items()}
+        found.move = lambda donors: move_ids(donors, [config or {}, generation, roles], old, source)
+        if own := settings_of(mine.folder, mine.files, GENERATION):
+            moved, _ = move_ids(own, [generation, config or {}, roles], old, source)
+            found.files[GENERATION] = json_bytes(moved)
+
+    def _template(self, asked: str, found: Aligned) -> None:
+        for place, checkpoint in zip(self.places, self.opened, strict=True):
+            checkpoint.fetch([name for name in place.files if is_tokenizer(name)])
+        templates = [template_of(place.folder, place.files) for place in self.places]
+        where = self.recipe.at("chat_template")
+        template, path = choose_template(asked, templates, self.folder, where)
+        found.named = () if path is None else (path,)
+        if asked == "auto" and not template:
+            fix = f"name one: {', '.join(TEMPLATES)}; or leave the line out"
+            found.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
+            return
+        mine = self.places[self.donor]
+        settings = settings_of(mine.folder, mine.files, "tokenizer_config.json")
+        if "tokenizer_config.json" in found.files:
+            settings = settings_in(found.files["tokenizer_config.json"])
+        with_template(found.files, settings, template)
+        found.files.pop("chat_template.json", None)
+        found.removed |= {"chat_template.json"}

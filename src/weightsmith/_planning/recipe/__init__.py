@@ -1,0 +1,43 @@
+"""Recipes as the user wrote them: the YAML grammar, gradients and filters, with positions. Nothing is resolved yet.
+
+    text ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem
+
+    kinds.py                                               the form of the grammar: Kind, Key, Level
+    single.py nested.py references.py parameters.py        kinds of values: how each is read, its JSON Schema, its words
+    grammar.py moe_grammar.py                              the keys of each mapping
+    misuse.py                                              what to say of keys that no mapping has
+    schema.py                                              the JSON Schema of it all
+
+A wrong value does not stop reading: all problems are reported at once, each with file, line and column.
+"""
+
+from weightsmith._planning.recipe.load import Command as Command
+from weightsmith._planning.recipe.load import Loaded as Loaded
+from weightsmith._planning.recipe.load import Source as Source
+from weightsmith._planning.recipe.load import StandardInput as StandardInput
+from weightsmith._planning.recipe.load import load as load
+from weightsmith._planning.recipe.load import parse as parse
+from weightsmith._planning.recipe.misuse import HARMLESS as HARMLESS
+from weightsmith._planning.recipe.misuse import RETIRED as RETIRED
+from weightsmith._planning.recipe.moe_grammar import GATE_MODES as GATE_MODES
+from weightsmith._planning.recipe.nodes import Scalar as Scalar
+from weightsmith._planning.recipe.records import Expert as Expert
+from weightsmith._planning.recipe.records import Input as Input
+from weightsmith._planning.recipe.records import ModelRef as ModelRef
+from weightsmith._planning.recipe.records import Module as Module
+from weightsmith._planning.recipe.records import Parameters as Parameters
+from weightsmith._planning.recipe.records import Recipe as Recipe
+from weightsmith._planning.recipe.records import Section as Section
+from weightsmith._planning.recipe.records import Slice as Slice
+from weightsmith._planning.recipe.records import Surgery as Surgery
+from weightsmith._planning.recipe.records import Tokenizer as Tokenizer
+from weightsmith._planning.recipe.records import TokenRule as TokenRule
+from weightsmith._planning.recipe.records import Upcycling as Upcycling
+from weightsmith._planning.recipe.schema import moe_schema as moe_schema
+from weightsmith._planning.recipe.schema import schema as schema
+from weightsmith._planning.recipe.values import SCHEDULED as SCHEDULED
+from weightsmith._planning.recipe.values import Entry as Entry
+from weightsmith._planning.recipe.values import Schedule as Schedule
+from weightsmith._planning.recipe.values import Setting as Setting
+from weightsmith._planning.recipe.values import gradient as gradient
+from weightsmith._planning.recipe.values import numeric as numeric

@@ -1,0 +1,470 @@
+"""A recipe from a file, a YAML text or a Python mapping; or several, as stages of one."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+
+from weightsmith._base.errors import (
+    Finding,
+    NotFound,
+    ParameterError,
+    SyntaxProblem,
+    UnknownName,
+    Unsupported,
+    WeightsmithError,
+    nearest,
+)
+from weightsmith._base.files import is_folder
+from weightsmith._base.redaction import redactor
+from weightsmith._planning.recipe.grammar import read_recipe
+from weightsmith._planning.recipe.moe_grammar import SURGERY, read_moe
+from weightsmith._planning.recipe.nodes import Document, Node, Pair, describe, from_python, plain
+from weightsmith._planning.recipe.records import ModelRef, Recipe, Surgery, Upcycling
+from weightsmith._planning.recipe.walk import Walker
+from weightsmith._planning.recipe.yaml import MAX_BYTES, read_yaml
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Command = Literal["merge", "moe"]
+
+
+class StandardInput(str):
+    """A recipe's text that was read from standard input; messages name it `<stdin>`."""
+
+
+MAX_RECIPES = 100
+"""In one file."""
+
+_PIPES = (("/", "dev"), ("/", "proc"))
+"""Where the pipes of the process itself are: /dev/stdin, and `<(command)` of a shell."""
+_MERGE_KEYS = frozenset({"merge_method", "models", "slices", "modules"})
+_MOE_KEYS = frozenset({"experts", *SURGERY.one_of})
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A recipe that was read, with its problems.
+
+    recipe    None if its skeleton is broken; never None without problems. Of several recipes, the one without a name, else the
+              last; the others are its `stages`
+    problems  in the order of the text
+    models    every reference that could be read, even in a broken recipe, but to recipes of the file
+    source    name and text of the file for messages; ("", "") of a Python mapping, whose positions are key paths
+    """
+
+    recipe: Recipe | Upcycling | Surgery | None
+    problems: tuple[WeightsmithError, ...]
+    models: tuple[ModelRef, ...] = ()
+    source: tuple[str, str] = ("", "")
+
+
+def load(
+    source: Source,
+    command: Command | None = "merge",
+    *,
+    settings: Mapping[str, Any] | None = None,
+    lenient: bool = False,
+    parameter_names: Collection[str] = (),
+) -> Loaded:
+    """The recipe of a command, and all its problems.
+
+    source    a path to a YAML file; YAML text, known by its newline; or a mapping, whose positions are key paths like
+              `models[0].parameters.weight`; or a list of such mappings, as a YAML file of several documents
+    command   None: decided by the top-level keys (`merge` if they do not decide)
+    settings  values to set in the recipe first, by key path: {"parameters.t": 0.3, "models[0].model": "a"}; of several recipes,
+              in the one whose name the path begins with, `blend.parameters.t`, else in the one without a name (else the last)
+    lenient, parameter_names   see `parse`
+
+    Raises TypeError for a source of another type, nothing else.
+
+    >>> soup = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]}
+    >>> load(soup).problems
+    ()
+    >>> load(soup, settings={"dtype": "float61"}).problems[0].finding.where
+    '--set dtype'
+    >>> mixture = {"base_model": "a", "experts": [{"source_model": "b", "noise_scal": 1}]}
+    >>> print(load(mixture, "moe").problems[0].finding.what)
+    unknown key 'noise_scal' in an entry of 'experts' (did you mean 'noise_scale'?); mergekit silently ignored it
+    >>> type(load(mixture | {"experts": [{"source_model": "b"}]}, None).recipe).__name__
+    'Upcycling'
+    """
+    written = _read(source, lenient=lenient)
+    if isinstance(written, WeightsmithError):
+        return Loaded(None, (written,))
+    if settings:
+        written = _with_settings(written, settings)
+    for document in written.documents:
+        if document.root is not None and (problem := _of_another_kind(document.root, written.filename)):
+            return Loaded(None, (problem,), source=written.shown)
+    root = written.documents[written.last].root
+    found = _command(root)
+    if root is not None and command and found and found != command:  # reporting its keys as unknown would not help
+        what = f"this is a recipe of `weightsmith {found}`, not of `weightsmith {command}`"
+        fix = f"Run `weightsmith {found}` (in Python: weightsmith.{found})."
+        return Loaded(None, (SyntaxProblem(what, where=root.where, fix=fix),), source=written.shown)
+    return _build(written, command or found or "merge", lenient, parameter_names)
+
+
+def parse(
+    text: str, filename: str, *, lenient: bool = False, parameter_names: Collection[str] = ()
+) -> tuple[Recipe | None, list[WeightsmithError]]:
+    """The recipe of a merge in a YAML text (of several, see `load`), and all problems in the order of the text. Never raises.
+
+    filename         for positions
+    lenient          what mergekit ignores silently becomes a warning, and is ignored
+    parameter_names  of all methods: to recognise a parameter outside `parameters:`
+    The recipe is None if its skeleton is broken; never without problems.
+
+    >>> recipe, problems = parse("merge_method: linear\\nmodels: [{modle: a}]\\n", "r.yml")
+    >>> print(problems[0])
+    r.yml:2:11: unknown key 'modle' in an entry of 'models' (did you mean 'model'?); mergekit silently ignored it
+      -> Write 'model'.
+    """
+    written = _Written(read_yaml(text, filename, lenient=lenient), text, filename, (filename, text))
+    loaded = _build(written, "merge", lenient, parameter_names)
+    return cast("Recipe | None", loaded.recipe), list(loaded.problems)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Recipes before they are parsed: trees, the whole text, file name for positions; and the name and text these refer to."""
+
+    documents: tuple[Document, ...]
+    text: str
+    filename: str
+    shown: tuple[str, str] = ("", "")
+
+    @property
+    def last(self) -> int:
+        """The document of the result: the first one without a name, else the last."""
+        unnamed = (i for i, document in enumerate(self.documents) if not _name(document))
+        return next(unnamed, len(self.documents) - 1)
+
+
+def _name(document: Document) -> str:
+    """Of a recipe, perhaps a broken one; "" for none."""
+    pairs = document.root.value if document.root is not None else None
+    name = pairs["name"].value.value if isinstance(pairs, dict) and "name" in pairs else None
+    return name if isinstance(name, str) else ""
+
+
+def _where(document: Document, filename: str, key: str = "") -> str:
+    """Position of a document, or of the value of one of its keys."""
+    root = document.root
+    if root is not None and isinstance(root.value, dict) and key in root.value:
+        return root.value[key].value.where
+    return root.where if root is not None and root.where else filename
+
+
+def _of_another_kind(root: Node, filename: str) -> SyntaxProblem | None:
+    """The problem of a file that is not a recipe but a known other file; None otherwise."""
+    keys = root.value if isinstance(root.value, dict) else {}
+    if {"made", "steps", "weightsmith"} <= keys.keys():
+        fix = "Run `weightsmith run` with it (in Python: weightsmith.run)."
+        return SyntaxProblem("this is a plan, not a recipe", where=root.where, fix=fix)
+    if {"architectures", "model_type"} & keys.keys() and not (_MERGE_KEYS | _MOE_KEYS) & keys.keys():
+        folder = os.path.dirname(filename) or "."  # noqa: PTH120  `./a` stays `./a`
+        fix = f"Write a recipe, a YAML file that names the model: - model: {folder}."
+        return SyntaxProblem("this is the config.json of a model, not a recipe", where=root.where, fix=fix)
+    return None
+
+
+def _command(root: Node | None) -> Command | None:
+    """The command of a recipe; None if it has the keys of both or of neither."""
+    keys = root.value if root is not None and isinstance(root.value, dict) else {}
+    merge, moe = not _MERGE_KEYS.isdisjoint(keys), not _MOE_KEYS.isdisjoint(keys)
+    return None if merge == moe else "merge" if merge else "moe"
+
+
+def _build(written: _Written, command: Command, lenient: bool, parameter_names: Collection[str]) -> Loaded:
+    documents, several = written.documents, len(written.documents) > 1
+    stages: dict[str, Recipe | None] = {}
+    recipes: list[Recipe | Upcycling | Surgery | None] = []
+    models: list[ModelRef] = []
+    found: list[WeightsmithError] = _name_problems(written) if several else []
+    if len(documents) > MAX_RECIPES:
+        where = _where(documents[MAX_RECIPES], written.filename)
+        found = [SyntaxProblem(f"more than {MAX_RECIPES} recipes", where=where, fix="Write them into several files.")]
+        return Loaded(None, tuple(found), source=written.shown)
+    for i, document in enumerate(documents):
+        walk = Walker(document, written.filename, lenient=lenient, parameter_names=parameter_names, stages=stages)
+        read = read_moe if command == "moe" and i == written.last else read_recipe
+        text = document.text if several else written.text
+        recipes.append(read(document.root, text, walk) if document.root else None)
+        found += [*document.problems, *walk.problems]
+        models += walk.models
+    recipe = recipes[written.last]
+    if several:
+        named = {_name(d): r for i, (d, r) in enumerate(zip(documents, recipes, strict=True)) if i != written.last}
+        stages |= {name: r if isinstance(r, Recipe) else None for name, r in named.items() if name}
+    # A document that could not be read may have the name of any model.
+    models = [ref for ref in models if ref.path not in stages] if all(d.root is not None for d in documents) else []
+    if stages:
+        found += _stage_problems(recipe, stages)
+    found += _secrets(written)
+    if recipe is not None and several:
+        findings = [*recipe.findings, *_unused(written, recipe, stages)]
+        recipe = replace(recipe, text=written.text, findings=tuple(findings))
+    if isinstance(recipe, Upcycling):
+        recipe = _with_stages(recipe, stages)
+    problems: dict[tuple[type, str], WeightsmithError] = {}  # each once: an aliased value is read at each of its uses
+    for problem in found:
+        problems.setdefault((type(problem), str(problem)), problem)
+    # Those of the text itself were found in a pass of their own.
+    ordered = sorted(problems.values(), key=_position) if written.shown[0] else problems.values()
+    return Loaded(recipe, tuple(ordered), tuple(dict.fromkeys(models)), written.shown)
+
+
+def _secrets(written: _Written) -> list[WeightsmithError]:
+    """A problem for each line with a secret, in a comment too: the recipe is stored with the model."""
+    hide, found = redactor(of_equal_length=True), list[WeightsmithError]()
+    for number, line in enumerate(written.text.splitlines(), 1):
+        if (hidden := hide(line)) != line:
+            column = next(i for i, (a, b) in enumerate(zip(line, hidden, strict=True), 1) if a != b)
+            where = f"{written.filename}:{number}:{column}" if written.shown[0] else written.filename
+            what = "this looks like a password, a token or a key, and the recipe is stored with the model"
+            fix = "Take it out. Keys are given by the environment: see docs/remote.md."
+            found.append(ParameterError(what, where=where, fix=fix))
+    return found
+
+
+# ---- several recipes
+
+
+def _name_problems(written: _Written) -> list[WeightsmithError]:
+    """Every recipe but one has a name, and no two have the same."""
+    problems: list[WeightsmithError] = []
+    firsts: dict[str, str] = {}
+    for document in written.documents:
+        if document.root is None:
+            continue
+        name = _name(document)
+        where = _where(document, written.filename, "name")
+        if name not in firsts:
+            firsts[name] = where
+        elif name:
+            what, details = f"two recipes are called {name!r}", (f"first at {firsts[name]}",)
+            problems.append(SyntaxProblem(what, where=where, details=details, fix="Give each a name of its own."))
+        else:
+            what, details = "a second recipe without a name", (f"the first is at {firsts[name]}",)
+            fix = "Give all but one a name: name: first_stage. The one without is the result."
+            problems.append(SyntaxProblem(what, where=where, details=details, fix=fix))
+        if wrong := sorted(set(name) & set("*?[]+@")):
+            what = f"a recipe cannot be called {name!r}: {' and '.join(map(repr, wrong))} cannot be in the name of a model"
+            problems.append(SyntaxProblem(what, where=where, fix="Use letters, digits, '-', '_' and '.'."))
+    return problems
+
+
+def _uses(recipe: Recipe | Upcycling | Surgery | None, stages: Mapping[str, Recipe | None]) -> dict[str, ModelRef]:
+    """The stages that a recipe uses as models, by path; those inside it count, and those inside these."""
+    found: dict[str, ModelRef] = {}
+    left = [recipe]
+    while left:
+        for ref in _models_of(left.pop()):
+            if isinstance(ref, Recipe):
+                left.append(ref)
+            elif ref.path in stages and ref.path not in found:
+                found[ref.path] = ref
+    return found
+
+
+def _models_of(recipe: Recipe | Upcycling | Surgery | None) -> Iterable[ModelRef | Recipe]:
+    if isinstance(recipe, Recipe):
+        return recipe.references
+    if isinstance(recipe, Upcycling):
+        return (recipe.base, *(expert.model for expert in (*recipe.experts, *recipe.shared_experts)))
+    return () if recipe is None else (recipe.model,)
+
+
+def _stage_problems(last: Recipe | Upcycling | Surgery | None, stages: Mapping[str, Recipe | None]) -> list[WeightsmithError]:
+    """Results that cannot be used where they are named: by themselves, with a revision, as an adapter."""
+    problems: list[WeightsmithError] = []
+    uses = {name: _uses(recipe, stages) for name, recipe in stages.items()}
+    for ref in (ref for found in (*uses.values(), _uses(last, stages)) for ref in found.values() if ref.revision):
+        what = f"{ref.path!r} is a recipe of this file, and has no revisions"
+        problems.append(
+            UnknownName(what, where=ref.where, fix=f"Write {ref.path}; for a model of this name, rename the recipe.")
+        )
+    for ref in (ref for user in (last, *stages.values()) for ref in _models_of(user) if isinstance(ref, ModelRef)):
+        what = ""
+        if ref.lora is not None and ref.lora.path in stages:
+            what = f"the result of the recipe {ref.lora.path!r} cannot be used as an adapter"
+        elif isinstance(last, Surgery) and ref is last.model and ref.path in stages:
+            what = f"the result of the recipe {ref.path!r} cannot be operated on"
+        elif isinstance(last, Upcycling) and ref.lora is not None and ref.path in stages and ref in _models_of(last):
+            what = f"no adapter can be applied to the result of the recipe {ref.path!r} in a mixture"
+        if what:
+            fix = "Run that recipe alone first, and use its output folder here."
+            problems.append(Unsupported(what, where=ref.where, fix=fix))
+    done: set[str] = set()
+    for start in stages:
+        path: list[str] = []
+        trail = [iter([start])]
+        while trail:  # depth first, without recursion: a file may hold thousands of recipes
+            name = next(trail[-1], None)
+            if name is None:
+                trail.pop()
+                done.update(path[-1:])
+                path[-1:] = []
+            elif name in path:
+                circle = [*path[path.index(name) :], name]
+                what = f"recipes need each other's results: {' -> '.join(circle)}" if len(circle) > 2 else ""
+                what = what or f"the recipe {name!r} needs its own result"
+                fix = "Name another model: each recipe can use the results of those that do not depend on it."
+                problems.append(SyntaxProblem(what, where=uses[path[-1]][name].where, fix=fix))
+            elif name not in done:
+                path.append(name)
+                trail.append(iter(uses[name]))
+    return problems
+
+
+def _unused(written: _Written, last: Recipe | Upcycling | Surgery, stages: Mapping[str, Recipe | None]) -> list[Finding]:
+    """A warning for each recipe that the result does not depend on."""
+    reached: set[str] = set()
+    left: list[Recipe | Upcycling | Surgery | None] = [last]
+    while left:
+        new = [name for name in _uses(left.pop(), stages) if name not in reached]
+        reached.update(new)
+        left += [stages[name] for name in new]
+    fix = "Use its name as a model, or put it into a file of its own."
+    return [
+        Finding(f"the recipe {_name(document)!r} is not run: the result does not use it", _where(document, "", "name"), fix=fix)
+        for i, document in enumerate(written.documents)
+        if i != written.last and _name(document) and _name(document) not in reached
+    ]
+
+
+def _with_stages(recipe: Upcycling, stages: Mapping[str, Recipe | None]) -> Upcycling:
+    """The recipes in place of their names, as if they were written there."""
+
+    def found(model: ModelRef | Recipe) -> ModelRef | Recipe:
+        return (stages.get(model.path) if isinstance(model, ModelRef) and model.lora is None else None) or model
+
+    experts, shared = (
+        tuple(replace(expert, model=found(expert.model)) for expert in each) for each in (recipe.experts, recipe.shared_experts)
+    )
+    return replace(recipe, base=found(recipe.base), experts=experts, shared_experts=shared)
+
+
+def _position(problem: WeightsmithError) -> tuple[float, int]:
+    match = re.search(r":(\d+):(\d+)$", problem.finding.where)
+    return (int(match[1]), int(match[2])) if match else (math.inf, 0)
+
+
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+
+
+def _with_settings(written: _Written, settings: Mapping[str, Any]) -> _Written:
+    """Set values by key path. The texts are generated again, without comments."""
+    documents = list(written.documents)
+    names = [_name(document) for document in documents] if len(documents) > 1 else []
+    for path, value in settings.items():
+        where = f"--set {path}"
+        i = next((i for i, name in enumerate(names) if name and path.startswith(f"{name}.")), written.last)
+        inner = path.removeprefix(f"{names[i]}.") if names else path
+        document = documents[i]
+        root, problems = document.root, list(document.problems)
+        if root is None:
+            continue
+        new = from_python({"value": value}, where)
+        problems += new.problems
+        steps = [name or int(index) for name, index in _STEP.findall(inner)]
+        if "".join(m[0] for m in _STEP.finditer(inner)) != inner or not steps or not isinstance(root.value, dict):
+            fix = "Write the keys with dots between them: parameters.t, models[0].parameters.weight."
+            problems.append(SyntaxProblem("this is not the place of a value in the recipe", where=where, fix=fix))
+        elif new.root is not None and isinstance(new.root.value, dict):
+            changed = _put(root, steps, new.root.value["value"].value, where)
+            root = changed if isinstance(changed, Node) else root
+            problems += [changed] if isinstance(changed, WeightsmithError) else []
+        documents[i] = replace(document, root=root, problems=tuple(problems), text=_as_yaml(root))
+    return replace(written, documents=tuple(documents), text="---\n".join(_as_yaml(document.root) for document in documents))
+
+
+def _as_yaml(root: Node | None) -> str:
+    return "" if root is None else yaml.safe_dump(plain(root), sort_keys=False, allow_unicode=True)
+
+
+def _put(node: Node, steps: Sequence[str | int], value: Node, where: str) -> Node | SyntaxProblem:
+    """The tree with one value set; missing mappings are created."""
+    if not steps:
+        return value
+    (step, *rest), inside = steps, node.value
+    if isinstance(step, int) and isinstance(inside, tuple) and step < len(inside):
+        made = _put(inside[step], rest, value, where)
+        return made if isinstance(made, SyntaxProblem) else replace(node, value=(*inside[:step], made, *inside[step + 1 :]))
+    if isinstance(step, str) and (inside is None or isinstance(inside, dict)):
+        pairs = inside or {}
+        old = pairs.get(step)
+        made = _put(old.value if old else Node(None, where), rest, value, where)
+        new = {**pairs, step: Pair(old.where if old and rest else where, made)} if isinstance(made, Node) else pairs
+        return made if isinstance(made, SyntaxProblem) else replace(node, value=new)
+    what = f"the recipe has no entry [{step}] there" if isinstance(step, int) else f"{step!r} cannot be set in {describe(node)}"
+    return SyntaxProblem(what, where=where, fix="Write the place of a value in the recipe.")
+
+
+def _read(source: Source, *, lenient: bool) -> _Written | WeightsmithError:
+    if isinstance(source, Mapping):
+        document = from_python(source)
+        return _Written((document,), _as_yaml(document.root), "recipe")
+    if isinstance(source, list | tuple) and source and all(isinstance(each, Mapping) for each in source):
+        read = [from_python(each, within=f"[{i}]") for i, each in enumerate(source)]
+        documents = tuple(replace(document, text=_as_yaml(document.root)) for document in read)
+        return _Written(documents, "---\n".join(document.text for document in documents), "recipe")
+    if not isinstance(source, str | os.PathLike):
+        what = "a recipe is the path of a file, YAML text, a mapping or a list of mappings"
+        raise TypeError(f"{what}, not {type(source).__name__}")
+    if isinstance(source, str) and "\n" in source:
+        name = "<stdin>" if isinstance(source, StandardInput) else "<text>"
+        return _Written(read_yaml(source, name, lenient=lenient), source, name, (name, source))
+    text_or_problem = _text(Path(source))
+    if isinstance(text_or_problem, WeightsmithError):
+        return text_or_problem
+    name = os.fspath(source)
+    return _Written(read_yaml(text_or_problem, name, lenient=lenient), text_or_problem, name, (name, text_or_problem))
+
+
+def _text(path: Path) -> str | WeightsmithError:
+    try:
+        about = path.stat()
+        if stat.S_ISFIFO(about.st_mode) and path.parts[:2] not in _PIPES:  # reading might wait forever
+            return NotFound("the recipe is a named pipe, not a file", where=str(path), fix="Name a YAML file.")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)  # longer ones are refused
+    except IsADirectoryError:
+        inside = path / "mergekit_config.yml"
+        fix = f"Name the file in it: {inside}." if inside.is_file() else "Name a YAML file."
+        return NotFound("the recipe is a folder", where=str(path), fix=fix)
+    except FileNotFoundError:
+        return _not_found(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        return NotFound(f"the recipe cannot be read: {reason}", where=str(path))
+    if len(data) > MAX_BYTES:
+        return SyntaxProblem(f"the recipe is larger than {MAX_BYTES:,} bytes", where=f"{path}:1:1")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode()
+        line = before.count("\n") + 1
+        column = len(before) - before.rfind("\n")
+        what = f"the recipe is not UTF-8 text: byte 0x{data[error.start]:02x}"
+        return SyntaxProblem(what, where=f"{path}:{line}:{column}", fix="Save the file as UTF-8.")
+
+
+def _not_found(path: Path) -> NotFound:
+    folder = path.parent
+    if not is_folder(folder):
+        return NotFound(f"no such recipe: the folder {folder} does not exist", where=str(path))
+    names = sorted(p.name for p in folder.iterdir()) if os.access(folder, os.R_OK) else []
+    recipes = [name for name in names if name.endswith((".yml", ".yaml"))]
+    details = (f"recipes in {folder}: {', '.join(recipes[:10])}{', ...' if len(recipes) > 10 else ''}",)
+    fix = "" if recipes else "Write a recipe with `weightsmith init`."
+    return NotFound(f"no such recipe{nearest(path.name, names)}", where=str(path), details=details if recipes else (), fix=fix)

@@ -1,0 +1,34 @@
+"""The Plan: everything a run will do, as a value. `values.py` defines it, `reading.py` reads it from JSON, `parts.py` divides
+it among processes.
+
+Commands build a plan from headers only; the engine runs it; the store takes the position of every byte from it.
+(A module named `plan` would hide the function `weightsmith.plan`.)
+"""
+
+from weightsmith._plans.draft import PlanDraft as PlanDraft
+from weightsmith._plans.forms import plan_from_json as plan_from_json
+from weightsmith._plans.values import CAST as CAST
+from weightsmith._plans.values import COPY as COPY
+from weightsmith._plans.values import FILL as FILL
+from weightsmith._plans.values import JOIN as JOIN
+from weightsmith._plans.values import PERTURB as PERTURB
+from weightsmith._plans.values import PLAIN as PLAIN
+from weightsmith._plans.values import PRODUCTS as PRODUCTS
+from weightsmith._plans.values import Block as Block
+from weightsmith._plans.values import Dropped as Dropped
+from weightsmith._plans.values import FileRead as FileRead
+from weightsmith._plans.values import Gather as Gather
+from weightsmith._plans.values import Made as Made
+from weightsmith._plans.values import ModelInput as ModelInput
+from weightsmith._plans.values import OwnCode as OwnCode
+from weightsmith._plans.values import Parameters as Parameters
+from weightsmith._plans.values import Plan as Plan
+from weightsmith._plans.values import Product as Product
+from weightsmith._plans.values import Read as Read
+from weightsmith._plans.values import Role as Role
+from weightsmith._plans.values import Settings as Settings
+from weightsmith._plans.values import Step as Step
+from weightsmith._plans.values import Table as Table
+from weightsmith._plans.values import Value as Value
+from weightsmith._plans.values import arrays_of as arrays_of
+from weightsmith._plans.values import needs_of as needs_of

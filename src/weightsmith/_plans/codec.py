@@ -1,0 +1,211 @@
+"""Records as JSON values and back: one walk for every dataclass of a plan, and of the settings of its products.
+
+A record is an object with a key for each field. The JSON of a plan is untrusted: `decode` accepts only what the types of the
+fields allow, and no unknown keys. A type whose JSON is not such an object has a `Form`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from weightsmith._base.errors import FormatError
+
+T = TypeVar("T")
+
+OMITTED = {"omit": True}
+"""Metadata of a field that is left out while it is empty or has its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A type with JSON of its own. decode: (value, its place in the plan) → the record. Raises as `invalid`."""
+
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any, str], Any]
+
+
+FORMS: dict[Any, Form] = {}
+
+
+def invalid(at: str, what: str) -> FormatError:
+    """The error of a plan that no run could do."""
+    return FormatError(f"invalid plan: {what}", where=at, fix="create the plan again: weightsmith plan RECIPE --json")
+
+
+def encode(value: Any) -> Any:
+    """A record, or a value of its fields, as JSON values.
+
+    >>> @dataclass
+    ... class Point:
+    ...     name: str
+    ...     place: tuple[int, int]
+    >>> encode(Point("a", (1, 2)))
+    {'name': 'a', 'place': [1, 2]}
+    """
+    kind = type(value)
+    if kind in (str, int, float, bool):
+        return value
+    if kind in FORMS:
+        return FORMS[kind].encode(value)
+    if is_dataclass(kind):
+        return encode_record(value)
+    if isinstance(value, tuple | list):
+        return [encode(one) for one in value]
+    return {key: encode(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+
+
+def encode_record(record: Any) -> dict[str, Any]:
+    """A record as an object, whatever its form."""
+    made, kind = {}, record.__class__
+    for name, key, omit, default in _keys(kind):
+        value = getattr(record, name)
+        if omit and (value is default or value == default or not (value or isinstance(value, int))):
+            continue
+        made[key] = value if value.__class__ in (str, int, bool) else encode(value)
+    return made
+
+
+def decode(kind: type[T], value: Any, at: str) -> T:
+    """The inverse of `encode`. Raises FormatError for values that do not have the type.
+
+    >>> decode(tuple[int, ...], [1, 2], "here")
+    (1, 2)
+    """
+    hint: Any = kind  # types are hashable, which mypy does not know
+    made: T = _decoder(hint)(value, at)
+    return made
+
+
+def has_type(value: object, hint: Any) -> bool:
+    """Whether a JSON value has a type: a scalar, `tuple[int, ...]` (list), `Mapping[str, X]`, `X | None`, a dataclass (object).
+
+    >>> has_type([1, "a"], tuple[int, str]), has_type([1, "a"], tuple[int, ...]), has_type(True, int), has_type(1, float)
+    (True, False, False, True)
+    """
+    try:
+        _decoder(hint)(value, "")
+    except FormatError:
+        return False
+    return True
+
+
+def decode_record(kind: type[T], value: Any, at: str, *, open_keys: bool = False) -> T:
+    """A record from an object, whatever its form. open_keys: unknown keys are ignored."""
+    return kind(**decode_fields(kind, value, at, open_keys=open_keys))
+
+
+def decode_fields(kind: type, value: Any, at: str, *, open_keys: bool = False) -> dict[str, Any]:
+    """The fields of a record from an object."""
+    own: Any = kind
+    value, made = _object(value, at), {}
+    for name, key, omit, _ in _keys(own):
+        if key in value:
+            made[name] = _decoder(_hints(own)[name])(value[key], f"{at}.{key}")
+        elif not omit:
+            raise invalid(at, f"{key!r} is missing")
+    if len(made) < len(value) and not open_keys:
+        raise invalid(at, f"unknown key {next(iter(value.keys() - {key for _, key, _, _ in _keys(own)}))!r}")
+    return made
+
+
+@cache
+def _keys(kind: Any) -> tuple[tuple[str, str, bool, Any], ...]:
+    """Of each field its name, its key, whether it is omitted while it has its default, and that."""
+    own = [each for each in fields(kind) if each.init]
+    return tuple((each.name, each.metadata.get("key", each.name), "omit" in each.metadata, each.default) for each in own)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _object(value: Any, at: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise invalid(at, f"expected dict, not {type(value).__name__}")
+    return value
+
+
+def _list(value: Any, at: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise invalid(at, f"expected list, not {type(value).__name__}")
+    return value
+
+
+@cache
+def _decoder(hint: Any) -> Callable[[Any, str], Any]:
+    """(value, place) → the value as this type."""
+    if hint in FORMS:
+        return FORMS[hint].decode
+    if isinstance(hint, type) and is_dataclass(hint):
+        return partial(decode_record, hint)
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return partial(_one_of, frozenset(inner) & _SCALARS, [_decoder(each) for each in inner])
+    if kind is Literal:
+        return partial(_literal, inner)
+    if kind is tuple:
+        return partial(_many, _decoder(inner[0])) if inner[1:] == (...,) else partial(_row, [*map(_decoder, inner)])
+    if kind in (Mapping, dict):
+        return partial(_mapping, _decoder(inner[1]))
+    if kind is float:
+        return _number
+    return _anything if kind is Any else partial(_scalar, kind)
+
+
+_SCALARS = frozenset({str, int, bool, type(None)})
+
+
+def _one_of(scalars: frozenset[type], decoders: list[Callable[[Any, str], Any]], value: Any, at: str) -> Any:
+    if type(value) in scalars:
+        return value
+    error = None
+    for one in decoders:
+        try:
+            return one(value, at)
+        except FormatError as found:
+            error = error or found
+    assert error is not None
+    raise error
+
+
+def _literal(values: tuple[Any, ...], value: Any, at: str) -> Any:
+    if not any(type(value) is type(one) and value == one for one in values):
+        raise invalid(at, f"{value!r} is not one of {', '.join(map(str, values))}")
+    return value
+
+
+def _many(one: Callable[[Any, str], Any], value: Any, at: str) -> tuple[Any, ...]:
+    return tuple(one(each, f"{at}[{i}]") for i, each in enumerate(_list(value, at)))
+
+
+def _row(decoders: list[Callable[[Any, str], Any]], value: Any, at: str) -> tuple[Any, ...]:
+    value = _list(value, at)
+    if len(value) != len(decoders):
+        raise invalid(at, f"expected {len(decoders)} values, not {len(value)}")
+    return tuple(one(each, at) for one, each in zip(decoders, value, strict=True))
+
+
+def _mapping(one: Callable[[Any, str], Any], value: Any, at: str) -> dict[str, Any]:
+    return {key: one(each, f"{at}.{key}") for key, each in _object(value, at).items()}
+
+
+def _number(value: Any, at: str) -> Any:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise invalid(at, f"expected a finite number, not {value!r}"[:200])
+    return value
+
+
+def _anything(value: Any, _at: str) -> Any:
+    return value
+
+
+def _scalar(kind: type, value: Any, at: str) -> Any:
+    if type(value) is not kind:  # type(None) is NoneType, which `X | None` holds
+        raise invalid(at, f"expected {kind.__name__}, not {type(value).__name__}")
+    return value

@@ -1,0 +1,482 @@
+"""The frozen values of a Plan. Nothing here reads, writes or computes.
+
+Read      a tensor of a model or product: all of it, a block, or rows or columns selected by a table
+Product   a value that must exist before some steps can run: thresholds of a model, router rows, an order of neurons
+Step      one output tensor: its op, its reads, and how it is stored
+Plan      models, products, steps, and everything that is not a tensor
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightsmith._base.errors import Finding, legible
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._files.containers import CONTAINERS, SAFETENSORS, Layout
+from weightsmith._plans.codec import OMITTED, encode
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Value = bool | int | float | str
+Parameters = Mapping[str, Value | None]
+
+Role = Literal["linear", "vocabulary", "other"]
+"""How methods treat a tensor: the weight of a linear layer inside a block; one row per token; anything else."""
+
+COPY = "copy"
+"""Copies bytes unchanged."""
+
+CAST = "cast"
+"""Converts to another dtype."""
+
+JOIN = "join"
+"""Concatenates the pieces of a step."""
+
+PERTURB = "perturb"
+"""Adds noise to an expert's values, reinitialises some of them, and scales the result."""
+
+FILL = "fill"
+"""Fills the tensor with one number; no inputs."""
+
+OPERATIONS = frozenset({COPY, CAST, JOIN, PERTURB, FILL})
+"""Ops other than merge methods."""
+
+PLAIN = "plain"
+"""The encoding of a tensor stored as plain values of its dtype."""
+
+PRODUCTS = -1
+"""`Read.model` of a product's array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a tensor: `rows` runs of `cols` elements, the first at `offset`, each starting `stride` after the last."""
+
+    offset: int
+    rows: int
+    cols: int
+    stride: int
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether the block is one run of elements."""
+        return self.cols == self.stride or self.rows == 1
+
+    @property
+    def end(self) -> int:
+        """One past the flat index of the last element.
+
+        >>> Block(offset=5, rows=3, cols=2, stride=10).end
+        27
+        """
+        return self.offset + (self.rows - 1) * self.stride + self.cols if self.rows and self.cols else self.offset
+
+    def flat(self, index: int) -> int:
+        """The index in the flat tensor of the block's element `index`.
+
+        >>> Block(offset=5, rows=3, cols=2, stride=10).flat(3)
+        16
+        """
+        row, col = divmod(index, self.cols)
+        return self.offset + row * self.stride + col
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Rows (axis 0) or columns (axis 1) of a matrix, selected by a table: position i is source position table[i]; -1: zeros.
+
+    table     index into `Plan.tables`, or the name of a product's int32 vector
+    block     the matrix, which must be contiguous (`whole_rows`)
+    fallback  rows for the positions where the table has -1: gathers of rows with a table of the plan, as long as this one,
+              and rows of the same length. Such a row is the mean of those that are not -1 there; zeros if all are. A single
+              one is copied; a mean, or a row of another dtype, is rounded to the dtype of the tensor
+    """
+
+    table: int | str
+    block: Block
+    axis: Literal[0, 1] = 0
+    fallback: tuple[Read, ...] = field(default=(), metadata=OMITTED)
+
+
+View = Block | Gather
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Tensor `tensor` of `Plan.models[model]`, or a product's array (model is `PRODUCTS`): all of it, or a view."""
+
+    model: int
+    tensor: str
+    view: View | None = None
+
+    @property
+    def table(self) -> str:
+        """The product's vector that the view uses as its table; "" if none."""
+        return self.view.table if isinstance(self.view, Gather) and isinstance(self.view.table, str) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Row or column numbers for `Gather` (int32), or importances of columns for an encoding (float32), little endian.
+
+    >>> Table.of([2, -1]).array.tolist()
+    [2, -1]
+    """
+
+    data: bytes
+
+    @classmethod
+    def of(cls, numbers: npt.ArrayLike) -> Table:
+        """A table from a sequence of integers."""
+        import numpy as np
+
+        return cls(np.asarray(numbers, "<i4").tobytes())
+
+    @property
+    def array(self) -> npt.NDArray[np.int32]:
+        """The numbers: int32 [n]."""
+        import numpy as np
+
+        return np.frombuffer(self.data, "<i4")
+
+    @property
+    def floats(self) -> npt.NDArray[np.float32]:
+        """The importances: float32 [n]."""
+        import numpy as np
+
+        return np.frombuffer(self.data, "<f4")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Resolved parameters. Steps with equal parameters share them.
+
+    shared   parameters of the output tensor
+    models   parameters of each input of the step, in order ({} for a base without parameters)
+    places   for each input, its position among the recipe's models, if some are left out; else ()
+    """
+
+    shared: Parameters
+    models: tuple[Parameters, ...]
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How to compute one output tensor.
+
+    out       name, dtype and shape of the tensor
+    op        one of `OPERATIONS`, or the name of a merge method
+    inputs    in the recipe's order; with a base, the base first
+    base      whether inputs[0] is the base of the merge
+    settings  index into `Plan.settings`
+    pieces    for `join`: steps that each compute a run of the tensor's elements, as a tensor of its own
+    needs     products that must be finished first, besides those that it reads
+    role      how methods treat the tensor
+    layer     prefix of its layer, `model.layers.3.`; "" outside the layers, and if the op does not use it
+    encoding  how its values are stored
+    stored    the tensors to write, if the encoding is not `plain`
+    weighted  index into `Plan.tables` of the importances that the encoding takes; -1: none
+    """
+
+    out: TensorSpec
+    op: str
+    inputs: tuple[Read, ...]
+    base: bool = False
+    settings: int = 0
+    pieces: tuple[Step, ...] = field(default=(), metadata=OMITTED)
+    needs: tuple[str, ...] = field(default=(), metadata=OMITTED)
+    role: Role = field(default="other", metadata=OMITTED)
+    layer: str = field(default="", metadata=OMITTED)
+    encoding: str = field(default=PLAIN, metadata=OMITTED)
+    stored: tuple[TensorSpec, ...] = field(default=(), metadata=OMITTED)
+    weighted: int = field(default=-1, metadata=OMITTED)
+
+    @property
+    def outs(self) -> tuple[TensorSpec, ...]:
+        """The tensors to write: one, or those of the encoding."""
+        return self.stored or (self.out,)
+
+    @property
+    def family(self) -> str:
+        """The encoding without its setting: `exl2` for `exl2 4/g128`."""
+        return self.encoding.partition(" ")[0]
+
+    @property
+    def leaves(self) -> tuple[Step, ...]:
+        """The pieces, or else the step itself."""
+        return self.pieces or (self,)
+
+    @property
+    def all_inputs(self) -> Iterator[Read]:
+        """Its inputs, and what replaces rows that they lack. Not those of its pieces."""
+        for read in self.inputs:
+            yield read
+            if isinstance(read.view, Gather):
+                yield from read.view.fallback
+
+    @property
+    def merges(self) -> bool:
+        """Whether the op is a merge method; for a `join`, check its leaves."""
+        return self.op not in OPERATIONS
+
+    @property
+    def made_by(self) -> str:
+        """The op of the leaves if all have the same, else `join`."""
+        ops = {leaf.op for leaf in self.leaves}
+        return ops.pop() if len(ops) == 1 else self.op
+
+    @property
+    def reads(self) -> Iterator[Read]:
+        """All reads of its leaves."""
+        for leaf in self.leaves:
+            yield from leaf.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class FileRead:
+    """A file of `Plan.models[model]` that a product reads, with its sha256 at planning time."""
+
+    model: int
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A value that must exist before some steps can run. Computed once, stored in the staging folder, and reused on resume.
+
+    name      unique in the plan
+    op        its kind (`weightsmith._engine.products`)
+    outs      its arrays, with names that are unique in the plan; steps read them as tensors
+    settings  JSON values: everything it depends on, besides tensors and files
+    steps     steps for the tensors it reads; () if its kind reads the steps that need it
+    models    model indices; `settings` refers to positions in this list
+    needs     products that must be finished first
+    files     files that it reads
+    transient only products need it: removed once these are finished, and made again only if one of them must be
+    """
+
+    name: str
+    op: str
+    outs: tuple[TensorSpec, ...]
+    settings: Mapping[str, Any]
+    steps: tuple[Step, ...] = ()
+    models: tuple[int, ...] = ()
+    needs: tuple[str, ...] = ()
+    files: tuple[FileRead, ...] = ()
+    transient: bool = field(default=False, metadata=OMITTED)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One input checkpoint: its name, and its identity at planning time.
+
+    ref       as written in the recipe (`org/name@revision`, `./folder`, `base+adapter`)
+    revision  commit of a hub model, "" otherwise
+    identity  hash of names, headers and sizes
+    plan      of a merge whose result it is: its tensors are computed when they are read
+    """
+
+    ref: str
+    revision: str
+    identity: str
+    plan: Plan | None = field(default=None, metadata=OMITTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """An input tensor that is not used, and why."""
+
+    model: int
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCode:
+    """The user's file that defines the merge method.
+
+    name    as in the recipe, `./my_method.py:blend`
+    folder  base for a relative name
+    sha256  of the file
+    """
+
+    name: str
+    folder: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The method or command of a plan, for the model card, the manifest and the summary. Not used in decisions.
+
+    name      the merge method, or the command: `ties`, `moe`
+    title     one sentence that describes the checkpoint
+    source    the method's source, and remarks
+    distance  the text after "Frobenius norms of merged - base" on the card
+    code      the user's file, if any
+    relation  to the models, in the hub's words: `merge`, `quantized`; "" for a copy
+    format    in which the weights are stored, if they are quantised: `gguf-q4_k_m`
+    """
+
+    name: str
+    title: str = ""
+    source: str = ""
+    distance: str = ""
+    code: OwnCode | None = None
+    relation: str = "merge"
+    format: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run will do.
+
+    made             the method or command
+    models           inputs, in the recipe's order (the base first, if any)
+    steps            output tensors in model order
+    settings         indexed by `Step.settings`
+    products         values that some steps need, in dependency order
+    tables           indexed by `Gather.table` and `Step.weighted`
+    dropped          every unused input tensor, with a reason
+    config           the new config.json, or None if the donor has none
+    donor            index of the model that supplies config, tokenizer and other files
+    carried          names of the donor's files to copy unchanged
+    files            other files to write, by name; they replace the donor's
+    lacking          files beside the weights that a model has and the output lacks, by model; not used in decisions
+    vocabulary       how the tokens of the output were found, for the summary; not used in decisions
+    container        how tensors are laid out in files
+    header           what these files contain besides tensors: the keys of a GGUF file
+    max_shard_bytes  maximum size of a weight file
+    seed             of the random masks
+    warnings         for the user
+    recipe           the recipe's text, unchanged
+    follows_recipe   False: `recipe` holds the settings of a command instead, and is not written as a file
+    then             the format and the settings of the plan that follows from the products; nothing else of this plan is run
+    """
+
+    made: Made
+    models: tuple[ModelInput, ...]
+    steps: tuple[Step, ...]
+    settings: tuple[Settings, ...]
+    products: tuple[Product, ...] = ()
+    tables: tuple[Table, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    config: dict[str, Any] | None = None
+    donor: int = 0
+    carried: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict, metadata={**OMITTED, "key": "other_files"})
+    lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict, metadata=OMITTED)
+    vocabulary: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
+    container: str = SAFETENSORS
+    header: bytes = field(default=b"", metadata=OMITTED)
+    max_shard_bytes: int = 5_000_000_000
+    seed: int = 0
+    warnings: tuple[Finding, ...] = field(default=())
+    recipe: str = ""
+    follows_recipe: bool = field(default=True, metadata=OMITTED)
+    then: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The position of every output byte."""
+        specs = [out for step in self.steps for out in step.outs]
+        return CONTAINERS[self.container](specs, self.max_shard_bytes, self.header)
+
+    @cached_property
+    def encodings(self) -> tuple[str, ...]:
+        """The encodings in use, other than `plain`, without their settings."""
+        return tuple(dict.fromkeys(step.family for step in self.steps if step.family != PLAIN))
+
+    @cached_property
+    def widest(self) -> int:
+        """The largest number of inputs of any step; those of merges that are computed on the way, and their results, count."""
+        steps = [*self.steps, *(step for product in self.products for step in product.steps)]
+        inner = sum(model.plan.widest + 1 for model in self.models if model.plan is not None)
+        return max((len(leaf.inputs) for step in steps for leaf in step.leaves), default=1) + inner
+
+    @cached_property
+    def levels(self) -> int:
+        """This plan, and the merges that are computed on the way."""
+        return 1 + sum(model.plan.levels for model in self.models if model.plan is not None)
+
+    @cached_property
+    def maker(self) -> Mapping[str, str]:
+        """Name of a product's array → name of the product."""
+        return arrays_of(self.products)
+
+    def products_for(self, steps: Iterable[Step], names: Collection[str] = ()) -> tuple[Product, ...]:
+        """The products that these steps need, those named, and their dependencies; in plan order."""
+        wanted = {*names, *(name for step in steps for name in self.needs(step))}
+        for product in reversed(self.products):
+            wanted.update(product.needs if product.name in wanted else ())
+        return tuple(product for product in self.products if product.name in wanted)
+
+    def label(self, read: Read) -> str:
+        """The model or product that a read refers to, for messages."""
+        return f"product {self.maker[read.tensor]}" if read.model == PRODUCTS else self.models[read.model].ref
+
+    def needs(self, step: Step) -> frozenset[str]:
+        """The products that must be finished before a step can run."""
+        return needs_of(step, self.maker)
+
+    @cached_property
+    def hash(self) -> str:
+        """Identity of the plan (sha256, hex). With equal inputs, equal hashes mean equal weight files."""
+        data = self.to_json()
+        for name in ("warnings", "lacking"):
+            data.pop(name, None)
+        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        nbytes = sum(out.nbytes for step in self.steps for out in step.outs)
+        return f"<Plan {self.made.name} of {len(self.models)} models: {len(self.steps):,} tensors, {nbytes:,} bytes>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: totals, ops and warnings."""
+        ops: dict[str, tuple[int, int]] = {}
+        for step in self.steps:
+            tensors, nbytes = ops.get(step.made_by, (0, 0))
+            ops[step.made_by] = tensors + 1, nbytes + sum(out.nbytes for out in step.outs)
+        rows = [("method", self.made.name), ("models", ", ".join(model.ref for model in self.models))]
+        rows += [(f"by {op}", f"{tensors:,} tensors, {nbytes:,} bytes") for op, (tensors, nbytes) in ops.items()]
+        rows += [("not in the output", f"{len(self.dropped):,} tensors")] if self.dropped else []
+        rows += [("warning", str(finding)) for finding in self.warnings]
+        cells = "".join(f"<tr><th>{escape(legible(name))}</th><td>{escape(legible(text))}</td></tr>" for name, text in rows)
+        return f"<table>{cells}</table>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Skip cached properties: the layout is large and holds a view that cannot be pickled.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values; `plan_from_json` is its inverse."""
+        data: dict[str, Any] = encode(self)
+        return data
+
+
+def arrays_of(products: Iterable[Product]) -> dict[str, str]:
+    """Name of a product's array → name of the product."""
+    return {out.name: product.name for product in products for out in product.outs}
+
+
+def needs_of(step: Step, maker: Mapping[str, str]) -> frozenset[str]:
+    """The products that must be finished before a step can run. maker: see `arrays_of`."""
+    found = set(step.needs)
+    for leaf in step.leaves:
+        found.update(leaf.needs)
+        for read in leaf.all_inputs:
+            if read.model == PRODUCTS:
+                found.add(maker[read.tensor])
+            if read.table:
+                found.add(maker[read.table])
+    return frozenset(found)

@@ -1,0 +1,446 @@
+"""`weightsmith diff --base BASE A B C`: the task vectors of several models side by side."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.text import count
+from weightsmith._kernels.agreement import agreement, sketch_deltas
+from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.combine import LANES, gram
+from weightsmith._kernels.select import HIGH_BINS, Scores, count_high, find_bin
+from weightsmith._methods.jobs.combination import symmetric
+from weightsmith._plans import Product, Step
+from weightsmith._reports.look.differences import WIDTH, Floats, analyse_sketch, measured, sparse_signs
+from weightsmith._reports.look.models import Place, Watching, groups, is_floating, json_values, match, opened
+from weightsmith._reports.look.nonfinite import NonFinite, counted, decoded, of_rows, sentences, together
+from weightsmith.abc.job import Matrix, Tile
+from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
+
+# ---- The `alignments` product: how the task vectors of several models lie to each other.
+#
+# It streams: a first pass samples magnitudes, to find what the largest elements are; a second makes inner products, counts
+# and sketches. Its steps have the base as their first input.
+
+OP = "alignments"
+
+LARGE_SHARE = 0.01
+"""Of the elements of a delta that count as its largest."""
+
+DIRECTIONS = 8
+"""Leading singular vectors whose span is compared."""
+
+_NO_FACTORS = np.zeros(0)
+
+Count = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.float64]
+
+
+def alignments(name: str, steps: Sequence[Step]) -> Product:
+    """The product. steps: each with the base and k models, of floating numbers; subspaces are of the weights of linear layers.
+
+    Its arrays have a row for each step: `products` float64 [steps, pairs] (inner products of the deltas, pairs (i, j) with
+    i <= j in row order), `counts` int64 [steps, 2 + pairs] (see `kernels.agreement`), `cosines` float64 [steps, pairs,
+    DIRECTIONS] (of the principal angles, descending; nan where there are fewer), `nonfinite` int64 [steps, 1 + k, 2] (of each
+    input, how many elements are NaN, and infinite).
+    """
+    n, k = len(steps), len(steps[0].inputs) - 1 if steps else 0
+    pairs = k * (k + 1) // 2
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "products": ("F64", (n, pairs)),
+        "counts": ("I64", (n, 2 + pairs)),
+        "cosines": ("F64", (n, pairs, DIRECTIONS)),
+        "nonfinite": ("I64", (n, 1 + k, 2)),
+    }
+    outs = tuple(TensorSpec(f"{name}: {what}", DTYPES[dtype], shape) for what, (dtype, shape) in shapes.items())
+    return Product(name, OP, outs, {}, tuple(steps))
+
+
+@dataclass(slots=True)
+class _Sampled:
+    name: str
+    bins: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.uint32]]]
+
+
+@dataclass(slots=True)
+class _Part:
+    name: str
+    first_row: int
+    products: Sums
+    counts: Count
+    nonfinite: Count | None
+    sketch: Floats | None
+
+
+class Alignments(StreamingReduction):
+    """See `alignments`."""
+
+    def __init__(self, product: Product) -> None:
+        self._steps = {step.out.name: i for i, step in enumerate(product.steps)}
+        self._specs = [step.out for step in product.steps]
+        self._sketched = {step.out.name for step in product.steps if step.role == "linear"}
+        n, self._k = len(product.steps), len(product.steps[0].inputs) - 1 if product.steps else 0
+        pairs = self._k * (self._k + 1) // 2
+        self._products, self._counts = np.zeros((n, pairs)), np.zeros((n, 2 + pairs), np.int64)
+        self._nonfinite = np.zeros((n, 1 + self._k, 2), np.int64)
+        self._cosines = np.full((n, pairs, DIRECTIONS), np.nan)
+        self._bins: dict[str, Count] = {}
+        self._limits = np.zeros((n, self._k), np.uint32)
+        self._sketches: dict[str, Floats] = {}
+
+    def passes(self) -> int:
+        return 2
+
+    def sampled(self, number: int) -> bool:
+        return number == 0
+
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Sampled | _Part:
+        return self._sample(matrix, tile) if number == 0 else self._compare(matrix, tile)
+
+    def _sample(self, matrix: Matrix, tile: Tile) -> _Sampled:
+        scratch, found = tile.scratch, []
+        rows = scratch.rows(2, matrix.codes, matrix.out_code)
+        for i in range(1, 1 + self._k):
+            counts = scratch.counts(HIGH_BINS)
+            scores = Scores(tile.raw, matrix.codes, i, _NO_FACTORS, matrix.cols, rows, scratch.bits)
+            count_high(scores, tile.size, counts)
+            used = np.flatnonzero(counts)
+            found.append((used, counts[used]))
+        return _Sampled(matrix.name, found)
+
+    def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
+        i, pairs = self._steps[matrix.name], self._products.shape[1]
+        products, counts = np.empty((tile.grains(matrix.grain), pairs)), np.zeros(2 + pairs, np.int64)
+        rows = tile.scratch.rows(1 + self._k, matrix.codes, matrix.out_code, matrix.cols)
+        gram(tile.raw, matrix.codes, tile.size, matrix.grain, True, products, rows, np.empty((pairs, LANES)))
+        nonfinite = None if np.isfinite(products).all() else counted(decoded(matrix, tile))
+        marks = np.empty((3 + self._k, BLOCK), np.uint8)
+        agreement(tile.raw, matrix.codes, tile.size, self._limits[i], counts, rows, marks)
+        if matrix.name not in self._sketched:
+            return _Part(matrix.name, 0, products, counts, nonfinite, None)
+        signs, shifts = sparse_signs(matrix.cols)
+        count = tile.size // matrix.cols
+        sketch = np.zeros((self._k, count, min(WIDTH, matrix.cols)), np.float32)
+        sketch_deltas(tile.raw, matrix.codes, count, matrix.cols, signs, shifts, sketch, rows)
+        return _Part(matrix.name, tile.start // matrix.cols, products, counts, nonfinite, sketch)
+
+    def take(self, number: int, result: _Sampled | _Part) -> None:
+        if isinstance(result, _Sampled):
+            held = self._bins.setdefault(result.name, np.zeros((self._k, HIGH_BINS), np.int64))
+            for own, (used, counts) in zip(held, result.bins, strict=True):
+                own[used] += counts
+            return
+        i = self._steps[result.name]
+        # cumsum adds grain after grain; sum would add in an order that depends on the tiles.
+        with np.errstate(invalid="ignore"):
+            self._products[i] = np.cumsum(np.concatenate([self._products[i][None], result.products]), axis=0)[-1]
+        if result.nonfinite is not None:
+            self._nonfinite[i] += result.nonfinite
+        self._counts[i] += result.counts
+        if result.sketch is not None:
+            shape = self._k, self._specs[i].shape[0], result.sketch.shape[2]
+            held_sketch = self._sketches.setdefault(result.name, np.zeros(shape, np.float32))
+            held_sketch[:, result.first_row : result.first_row + result.sketch.shape[1]] = result.sketch
+
+    def end(self, number: int) -> None:
+        if number == 0:
+            for name, bins in self._bins.items():
+                for i, own in enumerate(bins):
+                    rank = max(1, round(LARGE_SHARE * int(own.sum())))
+                    self._limits[self._steps[name], i] = int(find_bin(own, rank)[0]) << 16
+            self._bins.clear()
+            return
+        for name in list(self._sketches):
+            self._compare_directions(self._steps[name], self._sketches.pop(name))
+
+    def _compare_directions(self, i: int, sketches: Floats) -> None:
+        cols = self._specs[i].shape[1]
+        bases = [analyse_sketch(s, cols).basis[:, :DIRECTIONS] if np.isfinite(s).all() and s.any() else None for s in sketches]
+        at = 0
+        for a in range(self._k):
+            for b in range(a, self._k):
+                p, q = bases[a], bases[b]
+                if p is not None and q is not None:
+                    found = np.minimum(1, np.linalg.svd(p.astype(np.float64).T @ q.astype(np.float64), compute_uv=False))
+                    self._cosines[i, at, : len(found)] = found
+                at += 1
+
+    def arrays(self) -> Arrays:
+        return [self._products, self._counts, self._cosines, self._nonfinite]
+
+
+def _check(product: Product) -> str:
+    counts = {len(step.inputs) for step in product.steps}
+    if len(counts) != 1 or min(counts) < 3 or any(not step.out.size for step in product.steps):
+        return "its steps do not have a base and the same number of models, two or more"
+    if any(step.role == "linear" and len(step.out.shape) != 2 for step in product.steps):
+        return "a matrix of it has not two dimensions"
+    return "" if product.outs == alignments(product.name, product.steps).outs else "its arrays are not those of its steps"
+
+
+KIND = ProductKind("comparing", reduce=Alignments, check=_check)
+
+
+ALIKE, OPPOSED = 0.5, -0.1
+"""Cosines of task vectors from which on two models count as alike, or as opposed."""
+
+_NEARLY = 0.2
+"""Cosines below this are nearly those of orthogonal vectors."""
+
+LONG = 3.0
+"""How much longer than the shortest a task vector must be to be named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How the deltas of k models lie to each other, in a tensor, a layer, a part or all tensors.
+
+    elements   of the tensors
+    measured   how many of the tensors hold finite numbers in the base and in all models. What follows is of them alone
+    norms      of the delta of each model; nan without such tensors
+    cosines    of the deltas of each pair, (i, j) with i < j in row order; nan where one is zero
+    shared     elements where two or more deltas are not zero
+    conflicts  those of them where two signs differ
+    overlaps   for each pair, the share of the largest elements (1 % of each delta) that both have; by chance it is 1 %; nan
+               where one is zero
+    nonfinite  NaN and infinities in the base, and in each model
+    subspaces  for each pair, the mean squared cosine of the principal angles between the spans of the 8 leading singular
+               vectors, over the linear layers; 1: the same span; nan where there is none
+    """
+
+    name: str
+    place: Place | None
+    tensors: int
+    elements: int
+    measured: int
+    norms: tuple[float, ...]
+    cosines: tuple[float, ...]
+    shared: int
+    conflicts: int
+    overlaps: tuple[float, ...]
+    subspaces: tuple[float, ...]
+    nonfinite: tuple[NonFinite, ...]
+
+    @property
+    def conflict_share(self) -> float:
+        """conflicts / shared; nan where nothing is shared."""
+        return self.conflicts / self.shared if self.shared else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        found = asdict(self) | {"conflict_share": self.conflict_share}
+        place = found.pop("place")
+        return found | (place or {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What is added up over tensors. gram: float64 [k, k]; large: int64 [k, k]; spans: float64 [m, pairs], of m matrices."""
+
+    place: Place
+    name: str
+    elements: int
+    gram: npt.NDArray[np.float64]
+    shared: int
+    conflicts: int
+    large: npt.NDArray[np.int64]
+    spans: npt.NDArray[np.float64]
+    nonfinite: tuple[NonFinite, ...]
+
+    @property
+    def measured(self) -> bool:
+        return bool(np.isfinite(self.gram).all())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The task vectors of several models, side by side. `weightsmith.diff` with a base makes it.
+
+    base, names  as they were given
+    tensors      of each tensor that all have
+    layers, parts, total   sums of them: of each layer, of each part over all layers, of all
+    missing      tensors of the base that some model does not have, or in another shape
+    chosen       the globs of tensors that were compared; () for all
+    """
+
+    base: str
+    names: tuple[str, ...]
+    tensors: tuple[Alignment, ...]
+    layers: tuple[Alignment, ...]
+    parts: tuple[Alignment, ...]
+    total: Alignment
+    missing: tuple[str, ...]
+    chosen: tuple[str, ...] = ()
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of models, in the order of all tuples of pairs."""
+        return tuple(combinations(range(len(self.names)), 2))
+
+    @cached_property
+    def reading(self) -> tuple[str, ...]:
+        """What it means for a merge, in sentences. Models are A, B, C, … in their order."""
+        return tuple(_read(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is undefined."""
+        return json_values(
+            base=self.base,
+            models=self.names,
+            reading=self.reading,
+            pairs=[list(pair) for pair in self.pairs],
+            total=self.total.to_json(),
+            layers=[group.to_json() for group in self.layers],
+            parts=[group.to_json() for group in self.parts],
+            tensors=[tensor.to_json() for tensor in self.tensors],
+            missing=self.missing,
+        )
+
+
+def compare(
+    base: str | os.PathLike[str],
+    models: Sequence[str | os.PathLike[str]],
+    *,
+    tensors: Sequence[str] = (),
+    threads: int | None = None,
+    stream: bool = False,
+    progress: Watching = True,
+) -> Comparison:
+    """The task vectors of some models; see `weightsmith.diff`."""
+    with opened(base, *models, stream=stream) as checkpoints:
+        found = match(checkpoints, tensors)
+        chosen = [each for each in found.matrices if is_floating(each.step, checkpoints)]
+        rows = measured("alignments", alignments, chosen, checkpoints, threads=threads, progress=progress)
+        sums = [_sums(each.place, each.step, *arrays) for each, arrays in rows]
+        lacking = [name for names in found.missing for name in names]
+        missing = dict.fromkeys([*lacking, *(name for name, _ in found.different)])
+        refs = [checkpoint.ref for checkpoint in checkpoints]
+    by_layer, by_part = (groups([own.place for own in sums], key) for key in (lambda p: p.group, lambda p: p.part))
+    return Comparison(
+        refs[0],
+        tuple(refs[1:]),
+        tuple(_aligned(own.name, [own], len(models), own.place) for own in sums),
+        tuple(_aligned(name, [sums[i] for i in own], len(models)) for name, own in by_layer.items()),
+        tuple(_aligned(name, [sums[i] for i in own], len(models)) for name, own in by_part.items()),
+        _aligned("all", sums, len(models)),
+        tuple(missing),
+        tuple(tensors),
+    )
+
+
+def _sums(
+    place: Place,
+    step: Step,
+    products: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
+    cosines: npt.NDArray[np.float64],
+    nonfinite: npt.NDArray[np.int64],
+) -> _Sums:
+    k = len(step.inputs) - 1
+    large = np.zeros((k, k), np.int64)
+    large[np.triu_indices(k)] = counts[2:]
+    apart = np.flatnonzero(np.not_equal(*np.triu_indices(k)))
+    squares = np.square(cosines[apart])
+    known = np.isfinite(squares).any(1)
+    spans = np.full(len(apart), np.nan)
+    spans[known] = np.nansum(squares[known], axis=1) / np.isfinite(squares[known]).sum(1)
+    gram = symmetric(products, k)
+    return _Sums(
+        place, step.out.name, step.out.size, gram, int(counts[0]), int(counts[1]), large, spans[None], of_rows(nonfinite)
+    )
+
+
+def _aligned(name: str, every: Sequence[_Sums], k: int, place: Place | None = None) -> Alignment:
+    sums = [own for own in every if own.measured]
+    gram = np.sum([own.gram for own in sums], axis=0) if sums else np.zeros((k, k))
+    large = np.sum([own.large for own in sums], axis=0) if sums else np.zeros((k, k), np.int64)
+    spans = np.concatenate([own.spans for own in sums]) if sums else np.empty((0, k * (k - 1) // 2))
+    norms = np.sqrt(np.diag(gram)) if sums else np.full(k, np.nan)
+    pairs = list(combinations(range(k), 2))
+    known = np.isfinite(spans)
+    with np.errstate(invalid="ignore"):
+        means = np.where(known, spans, 0).sum(0) / known.sum(0)
+    return Alignment(
+        name,
+        place,
+        len(every),
+        sum(own.elements for own in every),
+        len(sums),
+        tuple(norms.tolist()),
+        tuple(_quotient(float(gram[i, j]), float(norms[i]), float(norms[j])) for i, j in pairs),
+        sum(own.shared for own in sums),
+        sum(own.conflicts for own in sums),
+        tuple(int(large[i, j]) / n if (n := int(min(large[i, i], large[j, j]))) else math.nan for i, j in pairs),
+        tuple(means.tolist()),
+        tuple(together(own.nonfinite[i] for own in every) for i in range(1 + k)),
+    )
+
+
+def _quotient(product: float, a: float, b: float) -> float:
+    """The cosine of two vectors; nan if one is zero."""
+    return max(-1.0, min(1.0, product / a / b)) if a > 0 and b > 0 else math.nan
+
+
+def letters(count: int) -> list[str]:
+    """Names of models in tables: A to Z, then M27, M28.
+
+    >>> letters(28)[25:]
+    ['Z', 'M27', 'M28']
+    """
+    return [chr(65 + i) if i < 26 else f"M{i + 1}" for i in range(count)]
+
+
+def _read(found: Comparison) -> list[str]:
+    names, total = letters(len(found.names)), found.total
+    texts = sentences(["The base", *names], [(tensor.name, tensor.nonfinite) for tensor in found.tensors])
+    if not found.tensors:
+        texts.append(f"The models have no {'such tensor' if found.chosen else 'tensor'} in common that can be compared.")
+    elif not total.measured:
+        texts.append("No norm and no cosine is defined.")
+    elif total.measured < total.tensors:
+        left_out = total.tensors - total.measured
+        texts.append(f"All numbers of several tensors leave {count(left_out, 'tensor')} out, which cannot be measured.")
+    texts += _read_measured(found, names)
+    if found.chosen:
+        texts.append(f"Only tensors that match {', '.join(map(repr, found.chosen))} were compared.")
+    return texts
+
+
+def _read_measured(found: Comparison, names: Sequence[str]) -> list[str]:
+    total, texts = found.total, []
+    same = [names[i] for i, norm in enumerate(total.norms) if norm == 0]
+    if same:
+        texts.append(f"{', '.join(same)}: no difference from the base.")
+    of_pairs = zip(found.pairs, total.cosines, strict=True)
+    pairs = [(names[i], names[j], cosine) for (i, j), cosine in of_pairs if math.isfinite(cosine)]
+    alike = [f"{a} and {b} (cosine {cosine:.2f})" for a, b, cosine in pairs if cosine >= ALIKE]
+    opposed = [f"{a} and {b} (cosine {cosine:.2f})" for a, b, cosine in pairs if cosine <= OPPOSED]
+    if alike:
+        texts.append(f"Much the same was learned by {'; '.join(alike)}: sum their weights to about 1.")
+    if opposed:
+        texts.append(f"Opposed are {'; '.join(opposed)}: a merge undoes part of both.")
+    if pairs and not alike and not opposed:
+        a, b, cosine = max(pairs, key=lambda pair: abs(pair[2]))
+        most = f"cosines are at most {abs(cosine):.2f} ({a} and {b})"
+        texts.append(f"The task vectors are {'nearly' if abs(cosine) < _NEARLY else 'not far from'} orthogonal: {most}.")
+    if total.shared:
+        share = total.conflict_share
+        chance = 1 - 0.5 ** (len(names) - 1)
+        text = f"Where two or more differ from the base, their signs conflict in {share:.0%} of the elements"
+        texts.append(f"{text}{f'; by chance it would be {chance:.0%}' if len(names) == 2 else ''}.")
+    norms = {name: norm for name, norm in zip(names, total.norms, strict=True) if norm > 0}
+    if len(norms) > 1 and max(norms.values()) > LONG * min(norms.values()):
+        long, short = max(norms, key=norms.__getitem__), min(norms, key=norms.__getitem__)
+        times = f"{norms[long] / norms[short]:.1f} times as long as that of {short}"
+        texts.append(f"The task vector of {long} is {times}: at equal weights it dominates.")
+    return texts

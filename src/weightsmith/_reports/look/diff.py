@@ -1,0 +1,173 @@
+"""`weightsmith diff A B`: what a model differs in from another, by tensor, layer and part, and in words."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import overload
+
+from weightsmith._base.errors import ParameterError
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.tokenizers.vocabulary import Vocabulary
+from weightsmith._reports.look.comparison import Comparison, compare
+from weightsmith._reports.look.differences import VALUES, differences, measured
+from weightsmith._reports.look.files import compare_files, fetch_small, is_merge, lineage, vocabulary_of
+from weightsmith._reports.look.models import Matched, Watching, match, opened
+from weightsmith._reports.look.nonfinite import of_rows
+from weightsmith._reports.look.reading import read_difference
+from weightsmith._reports.look.values import Difference, Leading, MovedRow, TensorDifference
+from weightsmith.abc.product import Arrays
+
+Name = str | os.PathLike[str]
+
+
+@overload
+def diff(
+    a: Name,
+    b: Name,
+    /,
+    *,
+    tensors: Sequence[str] = (),
+    threads: int | None = None,
+    stream: bool = False,
+    progress: Watching = True,
+) -> Difference: ...
+@overload
+def diff(
+    *models: Name,
+    base: Name,
+    tensors: Sequence[str] = (),
+    threads: int | None = None,
+    stream: bool = False,
+    progress: Watching = True,
+) -> Comparison: ...
+def diff(
+    *models: Name,
+    base: Name | None = None,
+    tensors: Sequence[str] = (),
+    threads: int | None = None,
+    stream: bool = False,
+    progress: Watching = True,
+) -> Difference | Comparison:
+    """What model B differs in from model A; or, with a base, how the task vectors of two or more models lie to each other.
+
+    models    as in a recipe: a folder, a weight file, a hub id, `base+adapter`; stored in any format that weightsmith reads
+    base      the model that all were fine-tuned from
+    tensors   globs of tensor names of A, or of the base; all if there are none
+    threads   default: all available processors; does not affect the result
+    stream    read weights of hub models that are not cached where they are, instead of downloading them
+    progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
+
+    Tensors are matched as in a merge. Embeddings of different numbers of tokens are compared in the rows that both have.
+
+    Raises PlanError for models that cannot be opened, UnknownName for a glob that matches no tensor, ParameterError for another
+    number of models.
+
+    Cost: two passes over both models, one where nothing differs. With a base: one, and an eighth. Memory does not depend on
+    the size of the models.
+
+    >>> weightsmith.diff("base", "base-german").reading  # doctest: +SKIP
+    ('A change of low rank, as LoRA makes it, or a merge of such models: rank about 8 in all linear layers of all layers.', ...)
+    >>> weightsmith.diff("german", "french", base="base").total.cosines  # doctest: +SKIP
+    (0.2093,)
+    """
+    if base is not None:
+        if len(models) < 2:
+            what = f"two or more models are compared with a base, not {len(models)}"
+            raise ParameterError(what, fix="compare one model with the base: diff(base, model)")
+        return compare(base, models, tensors=tensors, threads=threads, stream=stream, progress=progress)
+    if len(models) != 2:
+        raise ParameterError(f"two models are compared, not {len(models)}", fix="name A and B; or several, and their base")
+    return _differ(models[0], models[1], tensors, threads, progress, stream=stream)
+
+
+def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progress: Watching, *, stream: bool) -> Difference:
+    with opened(a, b, stream=stream) as models:
+        first, second = models
+        for model in models:
+            fetch_small(model)
+        seen: dict[str, Vocabulary] = {}
+        vocabularies = vocabulary_of(first, seen), vocabulary_of(second, seen)
+        files = compare_files(first, second, vocabularies)
+        found = match(models, tensors)
+        rows = measured("differences", differences, found.matrices, models, threads=threads, progress=progress, passes=2)
+        tensors_and_rows = [_tensor(matched, arrays, models) for matched, arrays in rows]
+        difference = Difference(
+            (first.ref, second.ref),
+            files,
+            tuple(tensor for tensor, _ in tensors_and_rows),
+            found.missing[0],
+            found.strange[0],
+            found.different,
+            _moved([own for _, own in tensors_and_rows], vocabularies),
+            (first.decoded, second.decoded),
+            lineage(second) if is_merge(second) else None,
+            tuple(tensors),
+        )
+        return replace(difference, reading=read_difference(difference))
+
+
+_Rows = tuple[str, tuple[tuple[int, float], ...]]
+
+
+def _tensor(matched: Matched, arrays: Arrays, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Rows]:
+    sums, nonfinite, values, upper, rank, moved = arrays
+    aa, ad, dd, changed, largest, noise, bb, ab = sums.tolist()
+    in_a, in_b = of_rows(nonfinite)
+    # Undefined where it is not of numbers, where a sum overflows, and where the squares of a delta vanish.
+    known = math.isfinite(aa + ad + dd) and (dd > 0 or not changed)
+    delta, a = math.sqrt(dd) if known else math.nan if changed else 0.0, _root(aa)
+    b = _root(bb)
+    dtypes = tuple(model.natural_dtype(read.tensor).name for model, read in zip(models, matched.step.inputs, strict=True))
+    linear, leading = matched.step.role == "linear", None
+    if linear and changed and known:
+        k = min(VALUES, *matched.step.out.shape) if math.isfinite(rank) else 0
+        leading = Leading(tuple(values[:k].tolist()), tuple(upper[:k].tolist()), int(rank) if rank >= 0 else None)
+    size = matched.step.out.size
+    tensor = TensorDifference(
+        matched.step.out.name,
+        matched.place,
+        matched.step.out.shape,
+        (dtypes[0], dtypes[1]),
+        size,
+        delta,
+        a,
+        b,
+        _cosine(aa, ad, dd, bb, ab) if known else math.nan,
+        int(changed),
+        largest if known else 0.0 if not changed else math.nan,
+        math.sqrt(noise * size),
+        linear,
+        leading,
+        (in_a, in_b),
+        matched.rows,
+    )
+    return tensor, (tensor.name, tuple((int(row), float(share)) for row, share in moved.tolist() if row >= 0))
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if math.isfinite(square) else math.nan
+
+
+def _cosine(aa: float, ad: float, dd: float, bb: float, ab: float) -> float:
+    """The cosine of a and b = a + d; nan if either is zero.
+
+    >>> _cosine(1, 0, 0, 1, 1), _cosine(1, -1, 1, 0, 0), _cosine(1e-200, 0, 1e-200, 2e-200, 1e-200) == math.sqrt(0.5)
+    (1.0, nan, True)
+    """
+    if not (aa > 0 and bb > 0):
+        return math.nan
+    if dd > 0.1 * aa:
+        return max(-1.0, min(1.0, ab / math.sqrt(aa) / math.sqrt(bb)))
+    # From the part of d that is not along a: near 1 the quotient of sums has lost its digits.
+    across = max(0.0, dd / bb - (ad / aa) * (ad / bb))  # sin²
+    return math.sqrt(max(0.0, 1 - across))
+
+
+def _moved(rows: Iterable[_Rows], vocabularies: tuple[Vocabulary | None, Vocabulary | None]) -> tuple[MovedRow, ...]:
+    known = vocabularies[1] or vocabularies[0]
+    tokens = {} if known is None else known.tokens
+    found = [MovedRow(name, row, tokens.get(row, ""), math.sqrt(share)) for name, own in rows for row, share in own]
+    return tuple(sorted(found, key=lambda row: -row.share))

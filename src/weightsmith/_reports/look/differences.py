@@ -1,0 +1,385 @@
+"""The `differences` product: how far some matrices of one model are from those of another, and in which directions.
+
+It streams: one pass for the sums and the sketches, and one more for the largest singular values, if any matrix differs. Its
+steps have two inputs, the two tensors.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.adapters.factors import rounding_noise
+from weightsmith._kernels.codecs import BLOCK, decode
+from weightsmith._kernels.combine import LANES
+from weightsmith._kernels.delta import distance
+from weightsmith._kernels.differences import DIFFERENCE_SUMS, Sketch, difference, project
+from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._plans import Product, Step
+from weightsmith._reports.look.models import Matched, Watching, survey, with_needs
+from weightsmith._reports.look.nonfinite import counted, decoded, differs
+from weightsmith.abc.job import Matrix, Tile
+from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
+
+# ---- Sketches of a difference: its rows times a sparse matrix of random signs, and what they tell of its singular values.
+#
+# A sketch Y = D S has few columns, and a row of it needs nothing but the same row of D. So one pass over the tiles of D makes
+# it, in any order. S is a sparse sign matrix (Martinsson and Tropp 2020, https://arxiv.org/abs/2002.01387, section 9.2). From
+# Y come an orthonormal basis Q of what the largest singular vectors of D span, and a second pass makes Qᵀ D (Halko,
+# Martinsson and Tropp 2011, https://arxiv.org/abs/0909.4061).
+#
+# Bounds: the singular values of Qᵀ D are never larger than those of D. In the other direction, the i-th of D is at most the
+# i-th of Y over the smallest singular value of an i-dimensional part of S, which is above 1 - √(i / width) - 3 / √width but
+# for a probability of about 1 % (section 8 of the former: Gaussian matrices; sparse signs behave like them).
+
+WIDTH = 128
+"""Columns of a sketch."""
+
+FOLDS = 2
+"""Signs in a row of S: two, so that columns of D that meet in one column of Y part in another."""
+
+VALUES = 16
+"""Singular values that are estimated."""
+
+TINY = 1e-10
+"""Squared singular values below this share of the largest are rounding errors of the sketch."""
+
+NOISE_MARGIN = 2.0
+"""What is left of a difference of low rank, as a multiple of the rounding noise that its dtype predicts."""
+
+GAP = 5.0
+"""Between the singular values of a signal and those of noise, in a sketch that the signal fills by more than half."""
+
+Floats = npt.NDArray[np.float32]
+Vector = npt.NDArray[np.float64]
+
+
+@cache
+def sparse_signs(cols: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Signs (float32 [folds, cols]) and shifts (int64 [folds, chunks]) of S, for `kernels.differences.fold_row`.
+
+    S depends on the number of columns alone. With at most `WIDTH` columns it is the identity, and the sketch is D.
+    """
+    chunks = -(-cols // WIDTH)
+    if chunks == 1:
+        return np.ones((1, cols), np.float32), np.zeros((1, 1), np.int64)
+    random = np.random.Generator(np.random.Philox(cols))
+    signs = np.where(random.random((FOLDS, cols)) < 0.5, -1, 1) / math.sqrt(FOLDS)
+    return signs.astype(np.float32), random.integers(0, WIDTH, (FOLDS, chunks))
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """What a sketch tells of a difference D [rows, cols].
+
+    basis    float32 [rows, k], orthonormal: what the largest singular vectors span; k is at most `VALUES`
+    upper    float64 [VALUES]: the singular values of D are at most so large; 0 beyond the sides of D
+    squares  float64 [WIDTH]: squared singular values of the sketch, descending
+    """
+
+    basis: Floats
+    upper: Vector
+    squares: Vector
+
+    def rank(self, rows: int, cols: int, energy: float, noise: float) -> int:
+        """Number of singular values above the rounding noise; -1 if a sketch has no more columns, or if they and the noise do
+        not explain the difference. A sketch shrinks the last of many singular values: more than half as many as it has columns
+        count only where a gap of a factor `GAP` follows them.
+
+        rows, cols  of D
+        energy      its squared norm
+        noise       the energy that rounding adds, by the dtype
+        """
+        found, width = self.squares, len(self.squares)
+        edge = NOISE_MARGIN * noise / width * (1 + math.sqrt(width / rows)) ** 2
+        rank = int((found > max(edge, TINY * float(found[0]))).sum())
+        if rank >= min(rows, cols):
+            return min(rows, cols)
+        if rank > width // 2 and cols > width and (rank == width or GAP**2 * found[rank] > found[rank - 1]):
+            return -1
+        left = float(found[rank:].sum()) * width / max(1, width - rank)  # the basis of the signal is a part of the sketch too
+        return rank if left <= NOISE_MARGIN * noise + 1e-3 * energy else -1
+
+
+def analyse_sketch(sketch: Floats, cols: int) -> Sketched:
+    """See `Sketched`. sketch: float32 [rows, WIDTH or cols], not of zeros. Cost: a Gram matrix of its columns, in float64."""
+    rows, width = sketch.shape
+    wide = sketch.astype(np.float64)
+    squares, vectors = np.linalg.eigh(wide.T @ wide)
+    squares, vectors = np.maximum(squares[::-1], 0), vectors[:, ::-1]
+    k = min(VALUES, rows, int((squares > TINY * squares[0]).sum()))
+    basis = wide @ (vectors[:, :k] / np.sqrt(squares[:k]))
+    upper = np.zeros(VALUES)
+    i = np.arange(1, min(VALUES, rows, width) + 1)
+    slack = 1 - np.sqrt(i / width) - 3 / math.sqrt(width) if cols > width else 1.0
+    upper[: len(i)] = np.sqrt(squares[: len(i)]) / slack
+    return Sketched(basis.astype(np.float32), upper, squares)
+
+
+OP = "differences"
+
+MOVED = 16
+"""Rows of an embedding that are listed: those that moved most."""
+
+SKETCH_BYTES = 32 << 20
+"""Of the sketches that are held at once: matrices are shared out among products of this size."""
+
+SUMS = DIFFERENCE_SUMS + 3
+"""Columns of the product's sums: those of `kernels.differences`, the noise of an element, Σ b², Σ a·b."""
+
+_CANCELLED = 1e-6
+"""A grain whose Σ b² is below this share of Σ a² is looked at again: from the other sums it would have lost its digits."""
+
+_NOISE_SAMPLE = 1024
+"""Elements of each tile whose rounding is looked at."""
+
+_NO_SKETCH = np.empty((0, 0), np.float32)
+_NO_SIGNS = np.empty((0, 0), np.float32), np.empty((0, 0), np.int64)
+
+
+def differences(name: str, steps: Sequence[Step]) -> Product:
+    """The product. steps: each with two inputs; spectra are made of the weights of linear layers.
+
+    Its arrays have a row for each step: `sums` float64 [steps, SUMS],
+    `nonfinite` float64 [steps, 2, 2] (of each input, how many elements are NaN, and infinite), `values` and `upper` float64
+    [steps, VALUES], `rank` float64 [steps] (see `Sketched.rank`; nan: unknown), `moved` float64 [steps, MOVED, 2] (row number,
+    or -1, and its squared distance over its squared norm; infinite if that is zero). What differs is counted with NaN equal to
+    NaN, and an infinity to itself; other sums of a step with such elements are not numbers.
+    """
+    n, f64 = len(steps), DTYPES["F64"]
+    shapes = {
+        "sums": (n, SUMS),
+        "nonfinite": (n, 2, 2),
+        "values": (n, VALUES),
+        "upper": (n, VALUES),
+        "rank": (n,),
+        "moved": (n, MOVED, 2),
+    }
+    outs = tuple(TensorSpec(f"{name}: {what}", f64, shape) for what, shape in shapes.items())
+    return Product(name, OP, outs, {}, tuple(steps))
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one tile tells in the first pass. moved: float64 [rows, 2] of a vocabulary, row distance and norm, squared."""
+
+    name: str
+    start: int
+    sums: npt.NDArray[np.float64]
+    noise: float
+    sketch: Floats
+    moved: npt.NDArray[np.float64] | None
+    nonfinite: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(slots=True)
+class _Projected:
+    name: str
+    product: Floats
+
+
+class Differences(StreamingReduction):
+    """See `differences`."""
+
+    def __init__(self, product: Product) -> None:
+        self._steps = {step.out.name: i for i, step in enumerate(product.steps)}
+        self._specs = [step.out for step in product.steps]
+        self._sketched = {step.out.name for step in product.steps if step.role == "linear"}
+        n = len(product.steps)
+        self._sums = np.zeros((n, SUMS))
+        self._nonfinite = np.zeros((n, 2, 2))
+        self._noises: list[list[float]] = [[] for _ in range(n)]
+        self._moved: list[list[tuple[float, int]]] = [[] for _ in range(n)]
+        self._sketches: dict[str, Floats] = {}
+        self._bases: dict[str, Floats] = {}
+        self._products: dict[str, npt.NDArray[np.float64]] = {}
+        self._values, self._upper, self._rank = np.zeros((n, VALUES)), np.zeros((n, VALUES)), np.full(n, np.nan)
+
+    def passes(self) -> int:
+        return 2 if self._bases or self._products else 1
+
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part | _Projected | None:
+        if number == 0:
+            return self._compare(matrix, tile)
+        basis = self._bases.get(matrix.name)
+        if basis is None:
+            return None
+        first, count = tile.start // matrix.cols, tile.size // matrix.cols
+        found = np.zeros((basis.shape[1], matrix.cols), np.float32)
+        rows = tile.scratch.rows(5, matrix.codes, matrix.out_code, matrix.cols)
+        project(tile.raw, matrix.codes, count, matrix.cols, basis[first : first + count], found, rows)
+        return _Projected(matrix.name, found)
+
+    def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
+        grains, sums = tile.grains(matrix.grain), np.zeros(DIFFERENCE_SUMS + 2)
+        if (matrix.codes < 0).any():
+            nbytes = tile.size * self._specs[self._steps[matrix.name]].dtype.itemsize
+            changed = np.not_equal(tile.raw[0, :nbytes], tile.raw[1, :nbytes]).reshape(tile.size, -1).any(1)
+            sums[3] = changed.sum()
+            return _Part(matrix.name, tile.start, sums[None], 0.0, _NO_SKETCH, None)
+        sketched = matrix.name in self._sketched
+        row = matrix.cols if sketched else BLOCK
+        signs, shifts = sparse_signs(matrix.cols) if sketched else _NO_SIGNS
+        sketch = np.zeros((tile.size // row, min(WIDTH, matrix.cols)), np.float32) if sketched else _NO_SKETCH
+        rows = tile.scratch.rows(2, matrix.codes, matrix.out_code, row)
+        found = np.empty((grains, DIFFERENCE_SUMS))
+        lanes = np.empty((3, LANES))
+        folded = Sketch(signs, shifts, sketch)
+        difference(Inputs(tile.raw, matrix.codes), tile.size, row, matrix.grain, found, folded, rows, lanes)
+        with np.errstate(invalid="ignore"):
+            more = np.stack([found[:, 0] + 2 * found[:, 1] + found[:, 2], found[:, 0] + found[:, 1]], axis=1)
+        nonfinite, finite = None, np.isfinite(found[:, :3]).all()
+        if not finite or (more[:, 0] < _CANCELLED * found[:, 0]).any():
+            (a, b), starts = decoded(matrix, tile), np.arange(0, tile.size, matrix.grain)
+            if not finite:
+                nonfinite = counted(np.stack([a, b]))
+                found[:, 3] = np.add.reduceat(differs(a, b), starts, dtype=np.int64)
+            with np.errstate(invalid="ignore", over="ignore"):
+                wide = b.astype(np.float64)
+                more = np.stack([np.add.reduceat(wide * each, starts) for each in (wide, a)], axis=1)
+        sample = np.empty(min(tile.size, _NOISE_SAMPLE), np.float32)
+        decode(tile.raw[1], int(matrix.codes[1]), 0, sample.size, sample)
+        moved = self._rows_moved(matrix, tile) if matrix.role == "vocabulary" and found[:, 3].any() else None
+        noise = rounding_noise(sample[np.isfinite(sample)])
+        return _Part(matrix.name, tile.start, np.hstack([found, more]), noise, sketch, moved, nonfinite)
+
+    @staticmethod
+    def _rows_moved(matrix: Matrix, tile: Tile) -> npt.NDArray[np.float64]:
+        count = tile.size // matrix.cols
+        found = np.empty((count, 2))
+        rows, sums = tile.scratch.rows(2, matrix.codes, matrix.out_code), tile.scratch.sums(2)
+        a, b = matrix.codes.tolist()
+        distance(Encoded(tile.raw[0], a), Encoded(tile.raw[1], b), tile.size, matrix.cols, found, rows, sums)
+        return found
+
+    def take(self, number: int, result: _Part | _Projected | None) -> None:
+        if isinstance(result, _Part):
+            self._take_part(result)
+        elif isinstance(result, _Projected):
+            held = self._products.setdefault(result.name, np.zeros(result.product.shape))
+            held += result.product
+
+    def _take_part(self, part: _Part) -> None:
+        i = self._steps[part.name]
+        sums = self._sums[i]
+        # cumsum adds grain after grain; sum would add in an order that depends on the tiles.
+        added = [0, 1, 2, 3, DIFFERENCE_SUMS + 1, DIFFERENCE_SUMS + 2]
+        with np.errstate(invalid="ignore"):
+            sums[added] = np.cumsum(np.concatenate([sums[None, added], part.sums[:, [0, 1, 2, 3, 5, 6]]]), axis=0)[-1]
+        sums[4] = max(sums[4], float(part.sums[:, 4].max(initial=0)))
+        self._noises[i].append(part.noise)
+        if part.nonfinite is not None:
+            self._nonfinite[i] += part.nonfinite
+        if part.sketch.size:
+            rows = self._specs[i].shape[0]
+            held = self._sketches.setdefault(part.name, np.zeros((rows, part.sketch.shape[1]), np.float32))
+            first = part.start // self._specs[i].shape[1]
+            held[first : first + len(part.sketch)] = part.sketch
+        if part.moved is not None:
+            first = part.start // self._specs[i].shape[1]
+            with np.errstate(divide="ignore", invalid="ignore"):  # infinite: the row was zero
+                shares = np.where(
+                    np.isfinite(part.moved).all(1) & (part.moved[:, 0] > 0), part.moved[:, 0] / part.moved[:, 1], -1
+                )
+            best = np.argsort(-shares, kind="stable")[:MOVED].tolist()
+            candidates = [(float(shares[k]), -(first + k)) for k in best if shares[k] >= 0]
+            self._moved[i] = heapq.nlargest(MOVED, [*self._moved[i], *candidates])
+
+    def end(self, number: int) -> None:
+        if number == 0:
+            for i, noises in enumerate(self._noises):
+                self._sums[i, DIFFERENCE_SUMS] = float(np.mean(noises)) if noises else 0.0
+            for name in list(self._sketches):
+                self._analyse(name, self._sketches.pop(name))
+        else:
+            for name, product in self._products.items():
+                i = self._steps[name]
+                if not np.isfinite(product).all():  # as in _analyse
+                    self._upper[i], self._rank[i] = 0, np.nan
+                    continue
+                values = np.sqrt(np.maximum(np.linalg.eigvalsh(product @ product.T)[::-1], 0))
+                self._values[i, : len(values)] = values
+            self._bases.clear()
+
+    def _analyse(self, name: str, sketch: Floats) -> None:
+        i = self._steps[name]
+        energy, noise = float(self._sums[i, 2]), float(self._sums[i, DIFFERENCE_SUMS])
+        # Numbers near the largest of float32 are no fine-tune's; their sums overflow.
+        if energy == 0 or not np.isfinite(energy) or not np.isfinite(sketch).all():
+            self._rank[i] = 0 if energy == 0 else np.nan
+            return
+        rows, cols = self._specs[i].shape
+        found = analyse_sketch(sketch, cols)
+        self._upper[i], self._bases[name] = found.upper, found.basis
+        self._rank[i] = found.rank(rows, cols, energy, noise * rows * cols)
+
+    def arrays(self) -> Arrays:
+        moved = np.full((len(self._specs), MOVED, 2), -1.0)
+        for i, rows in enumerate(self._moved):
+            for k, (share, number) in enumerate(rows):
+                moved[i, k] = -number, share
+        return [self._sums, self._nonfinite, self._values, self._upper, self._rank, moved]
+
+
+def measured(
+    what: str,
+    product: Callable[[str, Sequence[Step]], Product],
+    matrices: Sequence[Matched],
+    models: Sequence[Checkpoint],
+    *,
+    threads: int | None,
+    progress: Watching,
+    passes: int = 1,
+) -> list[tuple[Matched, Arrays]]:
+    """Each matrix with its own row of the arrays of a product, which is computed layer by layer, in memory."""
+    products = [product(f"{what} of {name}", steps) for name, steps in _batches([(m.place.group, m.step) for m in matrices])]
+    products = [replace(each, steps=with_needs(each.name, each.steps)) for each in products]
+    if not products:
+        return []
+    outcome = survey("diff", models, products, threads=threads, progress=progress, doing="comparing", passes=passes)
+    found: dict[str, Arrays] = {}
+    for each in products:
+        arrays = outcome.results.arrays(each.name)
+        found |= {step.out.name: [array[i] for array in arrays] for i, step in enumerate(each.steps)}
+    return [(matched, found[matched.step.out.name]) for matched in matrices]
+
+
+def _batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step]]]:
+    """Steps by a name (their layer), in order, in batches whose sketches take at most `SKETCH_BYTES`, or of one step.
+
+    A step has a sketch for each input but the first.
+    """
+    own: dict[str, list[Step]] = {}
+    for name, step in steps:
+        own.setdefault(name, []).append(step)
+    for name, members in own.items():
+        batch: list[Step] = []
+        held, number = 0, 0
+        for step in members:
+            nbytes = 4 * WIDTH * step.out.shape[0] * (len(step.inputs) - 1) if step.role == "linear" else 0
+            if batch and held + nbytes > SKETCH_BYTES:
+                yield f"{name} ({number})", batch
+                batch, held, number = [], 0, number + 1
+            batch.append(step)
+            held += nbytes
+        yield (f"{name} ({number})" if number else name), batch
+
+
+def _check(product: Product) -> str:
+    if any(len(step.inputs) != 2 or not step.out.size for step in product.steps) or not product.steps:
+        return "its steps do not have two inputs each"
+    if any(step.role != "other" and len(step.out.shape) != 2 for step in product.steps):
+        return "a matrix of it has not two dimensions"
+    expected = differences(product.name, product.steps).outs
+    return "" if product.outs == expected else "its arrays are not those of its steps"
+
+
+KIND = ProductKind("comparing", reduce=Differences, check=_check)

@@ -1,0 +1,453 @@
+"""`weightsmith inspect MODEL`: what a model is, from headers and small files, and on request what its tensors hold."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import NotFound, PlanError, Unsupported
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.combine import LANES
+from weightsmith._kernels.differences import STATISTICS, statistics
+from weightsmith._kernels.records import Encoded
+from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
+from weightsmith._models.formats.gguf.reading import GgufTensors
+from weightsmith._models.lora import open_adapter
+from weightsmith._models.lora.records import Adapter
+from weightsmith._models.structure import Structure, analyse
+from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
+from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith._models.tokenizers.files import template_of
+from weightsmith._planning.recipe import ModelRef
+from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._plans import COPY, Product, Read, Step
+from weightsmith._reports.look.files import fetch_small, licence, lineage, vocabulary_of
+from weightsmith._reports.look.models import (
+    Place,
+    Watching,
+    check_patterns,
+    json_values,
+    matches,
+    opened,
+    place_of,
+    survey,
+    with_needs,
+)
+from weightsmith._reports.look.nonfinite import NonFinite
+from weightsmith.abc.job import Matrix, Tile
+from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
+
+# ---- The `statistics` product: what some tensors of one model hold. It streams, in one pass; its steps have one input.
+
+OP = "statistics"
+
+LARGEST = 4
+"""Rows of a matrix that are listed: those with the largest norm."""
+
+
+def statistics_product(name: str, steps: Sequence[Step]) -> Product:
+    """The product. steps: each with one input, of floating numbers.
+
+    Its arrays have a row for each step: `sums` float64 [steps, STATISTICS] (see `kernels.differences`), `rows` float64
+    [steps, LARGEST, 2] (row number, or -1, and its squared norm), `spread` float64 [steps, 2]: Σ and Σ² of the norms of rows.
+    """
+    n, f64 = len(steps), DTYPES["F64"]
+    shapes = {"sums": (n, STATISTICS), "rows": (n, LARGEST, 2), "spread": (n, 2)}
+    return Product(
+        name, OP, tuple(TensorSpec(f"{name}: {what}", f64, shape) for what, shape in shapes.items()), {}, tuple(steps)
+    )
+
+
+@dataclass(slots=True)
+class _Part:
+    name: str
+    first_row: int
+    sums: npt.NDArray[np.float64]
+    squares: npt.NDArray[np.float64]
+
+
+class Statistics(StreamingReduction):
+    """See `statistics_product`."""
+
+    def __init__(self, product: Product) -> None:
+        self._steps = {step.out.name: i for i, step in enumerate(product.steps)}
+        n = len(product.steps)
+        self._sums = np.zeros((n, STATISTICS))
+        self._sums[:, 2], self._sums[:, 3] = np.inf, -np.inf
+        self._spread = np.zeros((n, 2))
+        self._rows: list[list[tuple[float, int]]] = [[] for _ in range(n)]
+
+    def passes(self) -> int:
+        return 1
+
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part:
+        matrices = len(matrix.shape) == 2
+        row = matrix.cols if matrices else BLOCK
+        found, squares = np.empty((tile.grains(matrix.grain), STATISTICS)), np.zeros(-(-tile.size // row) + 1)
+        rows = tile.scratch.rows(1, matrix.codes, matrix.out_code, row)
+        data = Encoded(tile.raw[0], int(matrix.codes[0]))
+        statistics(data, tile.size, row, matrix.grain, found, squares, rows, np.empty((2, LANES)))
+        return _Part(matrix.name, tile.start // row, found, squares[: tile.size // row] if matrices else squares[:0])
+
+    def take(self, number: int, result: _Part) -> None:
+        i = self._steps[result.name]
+        sums, more = self._sums[i], result.sums
+        low, high = min(sums[2], more[:, 2].min()), max(sums[3], more[:, 3].max())
+        # cumsum adds grain after grain; sum would add in an order that depends on the tiles.
+        sums[:] = np.cumsum(np.concatenate([sums[None], more]), axis=0)[-1]
+        sums[2], sums[3] = low, high
+        if result.squares.size:
+            norms = np.sqrt(result.squares)
+            self._spread[i] += np.cumsum(np.stack([norms, result.squares], axis=1), axis=0)[-1]
+            best = np.argsort(-result.squares, kind="stable")[:LARGEST].tolist()
+            rows = [(float(result.squares[k]), -(result.first_row + k)) for k in best]
+            self._rows[i] = heapq.nlargest(LARGEST, [*self._rows[i], *rows])
+
+    def arrays(self) -> Arrays:
+        rows = np.full((len(self._rows), LARGEST, 2), -1.0)
+        for i, own in enumerate(self._rows):
+            for k, (square, number) in enumerate(own):
+                rows[i, k] = -number, square
+        return [self._sums, rows, self._spread]
+
+
+def outliers(rows: npt.NDArray[np.float64], spread: npt.NDArray[np.float64], count: int) -> list[tuple[int, float]]:
+    """Rows whose norm is more than six standard deviations above the mean: number, and norm over the mean."""
+    if count < 2:
+        return []
+    mean = float(spread[0]) / count
+    deviation = math.sqrt(max(0.0, float(spread[1]) / count - mean**2))
+    norms = [(int(row), math.sqrt(max(0.0, square))) for row, square in rows.tolist() if row >= 0]
+    return [(row, norm / mean) for row, norm in norms if mean > 0 and norm > mean + 6 * deviation and norm > 2 * mean]
+
+
+def _check(product: Product) -> str:
+    if not product.steps or any(len(step.inputs) != 1 or not step.out.size for step in product.steps):
+        return "its steps do not have one input each"
+    return (
+        "" if product.outs == statistics_product(product.name, product.steps).outs else "its arrays are not those of its steps"
+    )
+
+
+KIND = ProductKind("measuring", reduce=Statistics, check=_check)
+
+
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Some tensors: how many, their elements, and the bytes that they take in the files."""
+
+    name: str
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A stack: its prefix, the number of its layers, and its module."""
+
+    prefix: str
+    layers: int
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """What a tensor holds. Norm, mean, deviation and extremes are of its finite elements; nan if there are none.
+
+    norm, mean, deviation   Frobenius norm, mean and standard deviation; nan if they are beyond what float64 holds
+    low, high               smallest and largest element
+    zeros, nans, infinities how many elements are
+    outliers                rows whose norm is more than six standard deviations above the mean, and norm / mean
+    """
+
+    name: str
+    place: Place
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
+    norm: float
+    mean: float
+    deviation: float
+    low: float
+    high: float
+    zeros: int
+    nans: int
+    infinities: int
+    outliers: tuple[tuple[int, float], ...]
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        """NaN and infinities."""
+        return NonFinite.of(self.nans, self.infinities)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """tokens: in the vocabulary, `added` of them added; rows: of the embedding."""
+
+    family: str
+    tokens: int
+    added: int
+    rows: int
+    chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """base: the model that its config names; ranks: how many modules have which rank; modules: their last names."""
+
+    base: str
+    ranks: Mapping[int, int]
+    modules: tuple[str, ...]
+    replaced: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model is. `weightsmith.inspect` makes it.
+
+    name         as it was given
+    architecture of config.json; "" if it names none
+    elements     of all tensors that match
+    parts        tensors by what they are in their layers: `self_attn.q_proj`
+    dtypes       tensors by their dtype in the files
+    files        weight files and their bytes
+    stacks       of layers
+    tied         the head is the embedding; None if there is no embedding
+    experts      number of routed experts, and how many of them a token uses; (0, 0) if there are none
+    quantised    what the weights are quantised with; "" if they are plain
+    context      the largest number of positions; 0 if config.json has none
+    tokenizer    None if there is none that can be read
+    adapter      if it is one
+    licence, lineage   as the card says
+    notes        what opening it had to say
+    statistics   of the tensors; None if they were not asked for
+    """
+
+    name: str
+    revision: str
+    architecture: str
+    model_type: str
+    elements: int
+    tensors: tuple[TensorSpec, ...]
+    parts: tuple[Amount, ...]
+    dtypes: tuple[Amount, ...]
+    files: tuple[tuple[str, int], ...]
+    stacks: tuple[Layers, ...]
+    tied: bool | None
+    experts: tuple[int, int]
+    quantised: str
+    context: int
+    tokenizer: TokenizerFacts | None
+    adapter: AdapterFacts | None
+    licence: str
+    lineage: tuple[str, ...]
+    notes: tuple[str, ...]
+    statistics: tuple[TensorStatistics, ...] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is undefined."""
+        found = asdict(self)
+        found["tensors"] = [{"name": s.name, "dtype": s.dtype.name, "shape": list(s.shape)} for s in self.tensors]
+        found["files"] = [{"name": name, "bytes": nbytes} for name, nbytes in self.files]
+        found["experts"] = {"routed": self.experts[0], "active": self.experts[1]}
+        if self.adapter is not None:
+            found["adapter"]["ranks"] = {str(rank): modules for rank, modules in self.adapter.ranks.items()}
+        return json_values(**found)
+
+
+def inspect(
+    model: str | os.PathLike[str],
+    *,
+    tensors: Sequence[str] = (),
+    stats: bool = False,
+    threads: int | None = None,
+    stream: bool = False,
+    progress: Watching = True,
+) -> Inspection:
+    """What a model is.
+
+    model     as in a recipe: a folder, a weight file, a hub id, `base+adapter`; or the folder or hub id of an adapter
+    tensors   globs of tensor names; all if there are none
+    stats     read the tensors too, and measure them; of a hub model this downloads them, unless they are streamed
+    threads   default: all available processors; does not affect the result
+    stream    read weights of hub models that are not cached where they are, instead of downloading them
+    progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
+
+    Without `stats` only headers and small files are read. Raises PlanError for a model that cannot be opened, UnknownName for
+    a glob that matches no tensor, FormatError for a damaged tokenizer.
+
+    >>> weightsmith.inspect("base").elements  # doctest: +SKIP
+    134515008
+    """
+    with ExitStack() as stack:
+        checkpoint, adapter = _open(model, stack, stream=stream)
+        check_patterns(tensors, list(checkpoint.specs), checkpoint.ref)
+        structure = analyse(checkpoint.specs.values(), checkpoint.config)
+        chosen = [spec for spec in checkpoint.specs.values() if matches(spec.name, tensors)]
+        measured = _measure(checkpoint, structure, chosen, threads, progress) if stats else None
+        return _inspection(checkpoint, structure, chosen, adapter, measured)
+
+
+def _open(model: str | os.PathLike[str], stack: ExitStack, *, stream: bool) -> tuple[Checkpoint, Adapter | None]:
+    """The model; or the adapter that the name stands for, and its weights."""
+    try:
+        (checkpoint,) = stack.enter_context(opened(model, stream=stream))
+    except PlanError as error:
+        ref = parse_reference(os.fspath(model), "")
+        if not isinstance(ref, ModelRef) or ref.lora is not None or not all(isinstance(e, Unsupported) for e in error.problems):
+            raise
+        try:
+            adapter = open_adapter(ref.path, revision=ref.revision or None)
+        except NotFound:
+            raise error from None
+        stack.callback(adapter.checkpoint.close)
+        return adapter.checkpoint, adapter
+    fetch_small(checkpoint)
+    return checkpoint, None
+
+
+def _inspection(
+    model: Checkpoint,
+    structure: Structure,
+    specs: Sequence[TensorSpec],
+    adapter: Adapter | None,
+    measured: tuple[TensorStatistics, ...] | None,
+) -> Inspection:
+    config = model.config or {}
+    sections = text_sections(config)
+    names = config.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    kind = config.get("model_type")
+    embeddings, heads = [[s for s in model.specs.values() if test(s)] for test in (is_embedding, is_head)]
+    parts = _amounts(specs, [place_of(structure, spec.name).part for spec in specs])
+    stored = specs if not model.decoded else _stored(model, [spec.name for spec in specs])
+    return Inspection(
+        name=model.ref,
+        revision=model.revision,
+        architecture=architecture,
+        model_type=kind if isinstance(kind, str) else "",
+        elements=sum(spec.size for spec in specs),
+        tensors=tuple(specs),
+        parts=parts,
+        dtypes=_amounts(stored, [spec.dtype.name for spec in stored]),
+        files=_files(model),
+        stacks=tuple(Layers(s.prefix, s.n_layers, s.module) for s in structure.stacks),
+        tied=ties(config, stores_head=bool(heads)) if embeddings and adapter is None else None,
+        experts=(_first(sections, EXPERT_COUNTS), _first(sections, _ACTIVE_EXPERTS)),
+        quantised=model.decoded or model.quantised or "",
+        context=_first(sections, _CONTEXT),
+        tokenizer=_tokenizer(model, max((s.shape[0] for s in embeddings), default=0)),
+        adapter=None if adapter is None else _adapter_facts(adapter),
+        licence=licence(model),
+        lineage=lineage(model),
+        notes=tuple(str(note) for note in model.notes),
+        statistics=measured,
+    )
+
+
+def _first(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
+    """The first whole number among some keys; 0 if there is none."""
+    found = (whole_number(section.get(key)) for section in sections for key in keys)
+    return next((number for number in found if number is not None and number > 0), 0)
+
+
+def _amounts(specs: Sequence[TensorSpec], names: Sequence[str]) -> tuple[Amount, ...]:
+    found: dict[str, list[TensorSpec]] = {}
+    for spec, name in zip(specs, names, strict=True):
+        found.setdefault(name, []).append(spec)
+    return tuple(Amount(name, len(own), sum(s.size for s in own), sum(s.nbytes for s in own)) for name, own in found.items())
+
+
+def _stored(model: Checkpoint, names: Sequence[str]) -> list[TensorSpec]:
+    """The tensors as they are in the files: of quantised weights codes and scales."""
+    if isinstance(model.source, GgufTensors):
+        return [replace(model.specs[name], dtype=model.source.stored_as(name)) for name in names]
+    path = model.ref.partition("+")[0]
+    with open_checkpoint(path.partition("@")[0], revision=path.partition("@")[2] or None, raw=True, download=False) as raw:
+        if set(names) == set(model.specs):
+            return list(raw.specs.values())
+        stems = tuple(name.rpartition(".")[0] + "." for name in names)
+        return [spec for spec in raw.specs.values() if spec.name in names or spec.name.startswith(stems)]
+
+
+def _files(model: Checkpoint) -> tuple[tuple[str, int], ...]:
+    sizes = {repo.folder / name: nbytes for repo in model.repositories for name, nbytes in repo.sizes.items()}
+    return tuple((path.name, sizes[path] if path in sizes else path.stat().st_size) for path in model.paths)
+
+
+def _tokenizer(model: Checkpoint, rows: int) -> TokenizerFacts | None:
+    found = vocabulary_of(model, {})
+    if found is None:
+        return None
+    return TokenizerFacts(found.family, len(found.ids), len(found.added), rows, bool(template_of(model.folder, model.files)))
+
+
+def _adapter_facts(adapter: Adapter) -> AdapterFacts:
+    specs, ranks = adapter.checkpoint.specs, Counter[int]()
+    for factors in adapter.updates.values():
+        ranks[specs[factors.a].shape[0]] += 1
+    base = (adapter.checkpoint.config or {}).get("base_model_name_or_path")
+    modules = dict.fromkeys(name.rpartition(".")[2] for name in adapter.updates)
+    name = base if isinstance(base, str) else ""
+    return AdapterFacts(name, dict(sorted(ranks.items())), tuple(modules), tuple(adapter.replacements))
+
+
+def _measure(
+    model: Checkpoint,
+    structure: Structure,
+    specs: Sequence[TensorSpec],
+    threads: int | None,
+    progress: Watching,
+) -> tuple[TensorStatistics, ...]:
+    from weightsmith._reports.look.inspect import outliers, statistics_product
+
+    name = "statistics"
+    chosen = [spec for spec in specs if spec.size and spec.dtype.floating]
+    if not chosen:
+        return ()
+    product = statistics_product(name, with_needs(name, [Step(spec, COPY, (Read(0, spec.name),)) for spec in chosen]))
+    outcome = survey("inspect", [model], [product], threads=threads, progress=progress, doing="measuring")
+    sums, rows, spread = outcome.results.arrays(name)
+    found = []
+    for i, spec in enumerate(chosen):
+        total, squares, low, high, *counts = sums[i].tolist()
+        zeros, nans, infinities = map(int, counts)
+        n = spec.size - nans - infinities
+        mean = total / n if n and math.isfinite(squares) else math.nan
+        deviation = 0.0 if low == high else math.sqrt(max(0.0, squares / n - mean**2)) if math.isfinite(mean) else math.nan
+        count = spec.shape[0] if len(spec.shape) == 2 else 0
+        found.append(
+            TensorStatistics(
+                spec.name,
+                place_of(structure, spec.name),
+                spec.shape,
+                model.natural_dtype(spec.name).name,
+                spec.size,
+                math.sqrt(squares) if math.isfinite(mean) else math.nan,
+                mean,
+                deviation,
+                low if n else math.nan,
+                high if n else math.nan,
+                zeros,
+                nans,
+                infinities,
+                tuple(outliers(rows[i], spread[i], count)),
+            )
+        )
+    return tuple(found)

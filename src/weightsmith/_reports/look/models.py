@@ -1,0 +1,248 @@
+"""The models that are looked at: opened, and each tensor with its place, under the names of the first model."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from weightsmith._base.errors import PlanError, UnknownName, WeightsmithError, nearest
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._execution.progress import Meter, Reading, show_progress, watched_meter
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import Structure
+from weightsmith._models.structure.fused import fused_parts
+from weightsmith._models.structure.model import OUTSIDE as OUTSIDE
+from weightsmith._models.structure.model import Place as Place
+from weightsmith._models.structure.model import place_of as place_of
+from weightsmith._models.structure.roles import role_of
+from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._planning.planner.inputs import analyse_all, open_models
+from weightsmith._planning.planner.logical import split_fused
+from weightsmith._planning.planner.match import ModelNames
+from weightsmith._planning.planner.prepared import download, model_input
+from weightsmith._planning.recipe import ModelRef
+from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._plans import COPY, Block, Made, PlanDraft, Product, Read, Settings, Step, Table
+
+if TYPE_CHECKING:
+    from weightsmith._engine.local import Outcome, Progress
+
+Watching = Callable[["Progress"], None] | Meter | bool
+"""Called about ten times per second; or what shows the progress; True: a bar in terminals and notebooks, False: nothing."""
+
+
+@contextmanager
+def opened(*names: str | os.PathLike[str], stream: bool) -> Iterator[tuple[Checkpoint, ...]]:
+    """Open models as a recipe names them: folder, file, hub id, address, `base+adapter`. Raises PlanError with all problems.
+
+    stream  read weights of hub models where they are
+    """
+    problems: list[WeightsmithError] = []
+    refs: list[ModelRef] = []
+    for name in names:
+        found = parse_reference(os.fspath(name), "")
+        if isinstance(found, ModelRef):
+            refs.append(found)
+        else:
+            problems.append(found)
+    with ExitStack() as stack:
+        checkpoints, unopened = open_models(refs, stack)
+        problems += unopened
+        if problems:
+            raise PlanError(problems)
+        models = tuple(checkpoint for checkpoint in checkpoints if checkpoint is not None)
+        for model in models if stream else ():
+            model.stream()
+        yield models
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the globs matches a tensor's name; without any, all do."""
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raise UnknownName for a glob that matches no tensor."""
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            what = f"no tensor matches '{pattern}'{nearest(pattern, names)}"
+            raise UnknownName(what, where=where, fix="write a glob of tensor names, such as '*.mlp.*'")
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A logical matrix that several models have.
+
+    step   its reads: of each model in order. Its name and role are those in the first
+    place  in the first model
+    rows   of an embedding whose models have different numbers of tokens: how many are compared; else 0
+    """
+
+    step: Step
+    place: Place
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """What several models have in common.
+
+    matrices   in the order of the first model
+    missing    for each model, the first one's tensors that it does not have
+    strange    for each model, its tensors that the first one does not have
+    different  tensors whose shapes, or dtypes of integers, differ: name, and what each has
+    structure  of the first model
+    """
+
+    matrices: tuple[Matched, ...]
+    missing: tuple[tuple[str, ...], ...]
+    strange: tuple[tuple[str, ...], ...]
+    different: tuple[tuple[str, tuple[str, ...]], ...]
+    structure: Structure
+
+
+def match(models: Sequence[Checkpoint], patterns: Sequence[str] = ()) -> Matching:
+    """Pair the tensors of some models, of which the first gives the names. Raises UnknownName for a pattern without a match."""
+    first, *others = models
+    check_patterns(patterns, list(first.specs), first.ref)
+    structures = [structure for structure in analyse_all(models) if structure is not None]
+    own = structures[0]
+    found = [_names(other, structure, first, own) for other, structure in zip(others, structures[1:], strict=True)]
+    missing: list[list[str]] = [[] for _ in found]
+    different: list[tuple[str, tuple[str, ...]]] = []
+    matrices: list[Matched] = []
+    for spec in first.specs.values():
+        if not matches(spec.name, patterns):
+            continue
+        theirs = [names.get(spec.name) for names in found]
+        for lacking, name in zip(missing, theirs, strict=True):
+            lacking += [spec.name] if name is None else []
+        if any(name is None for name in theirs):
+            continue
+        specs = [spec, *(other.specs[name] for other, name in zip(others, theirs, strict=True) if name is not None)]
+        rows = min(s.shape[0] for s in specs) if is_vocabulary(spec) and len({s.shape[1:] for s in specs}) == 1 else 0
+        if not rows and (len({s.shape for s in specs}) > 1 or not _comparable(specs)):
+            different.append((spec.name, tuple(f"{list(s.shape)} {s.dtype}" for s in specs)))
+            continue
+        if spec.size:
+            matrices += _matrices(specs, rows if len({s.shape for s in specs}) > 1 else 0, first, own)
+    strange = [
+        tuple(mine for theirs, mine in names.items() if theirs not in first.specs and matches(mine, patterns))
+        for names in found
+    ]
+    return Matching(tuple(matrices), tuple(map(tuple, missing)), tuple(strange), tuple(different), own)
+
+
+def _names(other: Checkpoint, structure: Structure, first: Checkpoint, own: Structure) -> dict[str, str]:
+    """The first model's names → the other's."""
+    names = ModelNames(structure, other.specs, own, first.specs)
+    found = dict(names.rest)
+    for prefix, layers in names.layers.items():
+        found |= {f"{prefix}{i}.{suffix}": name for i, parts in layers.items() for suffix, name in parts.items()}
+    return found
+
+
+def _comparable(specs: Sequence[TensorSpec]) -> bool:
+    return all(spec.dtype.floating for spec in specs) or len({spec.dtype for spec in specs}) == 1
+
+
+def _matrices(specs: Sequence[TensorSpec], rows: int, first: Checkpoint, structure: Structure) -> Iterator[Matched]:
+    """The logical matrices of a tensor; its expert and fused matrices each by itself."""
+    floating = all(s.dtype.floating for s in specs)
+    spec = replace(specs[0], dtype=DTYPES["BF16"]) if floating else specs[0]  # rows are float32, unless an input is F64
+    if rows:
+        shape = (rows, *spec.shape[1:])
+        block = Block(0, rows, shape[1], shape[1])
+        step = Step(replace(spec, shape=shape), COPY, tuple(Read(k, s.name, block) for k, s in enumerate(specs)))
+    else:
+        step = Step(spec, COPY, tuple(Read(k, s.name) for k, s in enumerate(specs)))
+    place = place_of(structure, spec.name)
+    for leaf in split_fused(step, fused_parts(specs[0], first.specs, structure, first.config)).leaves:
+        role = role_of(leaf.out) if floating else "other"
+        at = (
+            place
+            if leaf.out.name == spec.name
+            else replace(place_of(structure, leaf.out.name), stack=place.stack, layer=place.layer)
+        )
+        yield Matched(replace(leaf, role=role), at, rows)
+
+
+def survey(
+    made: str,
+    models: Sequence[Checkpoint],
+    products: Sequence[Product],
+    *,
+    threads: int | None,
+    progress: Watching,
+    doing: str,
+    passes: int = 1,
+    tables: Sequence[Table] = (),
+) -> Outcome:
+    """Compute products of tensors, in memory. NaN and infinities are numbers like any others.
+
+    doing   text of the progress display
+    passes  over the tensors, for the progress display
+    tables  of the plan, for gathers
+    """
+    from weightsmith._engine.local import Resources, Workload, run  # numba takes half a second to import; headers need none
+    from weightsmith._engine.unwritten import DiscardedOutput
+
+    download(models)
+    settings = [Settings({}, tuple({} for _ in models))]
+    draft = PlanDraft(Made(made), [*map(model_input, models)], [], settings, list(products), list(tables))
+    go = partial(
+        run, draft.finish(stored=False), models, DiscardedOutput(), Resources(threads or 0), Workload(allow_nonfinite=True)
+    )
+    if progress is False:
+        return go()
+    if not isinstance(progress, bool | Meter):
+        return go(progress=progress)
+    reads = [(models[read.model], read, leaf) for product in products for leaf in product.steps for read in leaf.inputs]
+    total = passes * sum(leaf.out.size * model.specs[read.tensor].dtype.itemsize for model, read, leaf in reads)
+    with watched_meter() if progress is True else nullcontext(progress) as shown:
+        return go(progress=lambda now: _show(shown, now, doing, total))
+
+
+def _show(shown: Meter, now: Progress, doing: str, total_bytes: int) -> None:
+    if now.compiling:
+        show_progress(shown, now, doing)
+    elif now.read_bytes:
+        shown.show(Reading(doing, min(now.read_bytes, total_bytes), total_bytes, now.read_bytes))
+
+
+def is_floating(step: Step, models: Sequence[Checkpoint]) -> bool:
+    """Whether all inputs of a step are floating-point numbers. models: its reads are of these."""
+    return all(models[read.model].specs[read.tensor].dtype.floating for read in step.inputs)
+
+
+def with_needs(name: str, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps as those of a product: its survey looks at steps that need it."""
+    return tuple(replace(step, needs=(name,)) for step in steps)
+
+
+def groups(places: Sequence[Place], key: Callable[[Place], str]) -> dict[str, list[int]]:
+    """Indices by a key, in order of the first of each."""
+    found: dict[str, list[int]] = {}
+    for i, place in enumerate(places):
+        found.setdefault(key(place), []).append(i)
+    return found
+
+
+def json_values(**values: Any) -> dict[str, Any]:
+    """JSON values by name; null for each float that is not finite."""
+    return {name: finite(value) for name, value in values.items()}
+
+
+def finite(value: Any) -> Any:
+    """JSON values with null for each float that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,469 @@
+"""What was found, as pages: `--report FILE.html`."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+
+from weightsmith._base.pages import Code, Column, Curves, Facts, Mark, Page, Table, heat_maps
+from weightsmith._base.pages.svg import span_of
+from weightsmith._base.pages.values import Block, Value, finite_or_mark, written
+from weightsmith._execution.distance import share_of
+from weightsmith._reports.look.comparison import Alignment, Comparison, letters
+from weightsmith._reports.look.files import Change, FileDifference
+from weightsmith._reports.look.inspect import Amount, Inspection, TensorStatistics
+from weightsmith._reports.look.models import OUTSIDE, Place
+from weightsmith._reports.look.nonfinite import mark_of
+from weightsmith._reports.look.preview import GroupPreview, Preview
+from weightsmith._reports.look.values import Difference, GroupDifference, TensorDifference
+
+SPECTRA = 8
+"""Parts whose spectra are drawn."""
+PAIRS = 6
+"""Pairs, or models, that have heat maps."""
+_TENSORS = "tensors"
+_SHARE = Column("delta / A", "share", "Frobenius norm of B - A over that of A")
+_CHANGED = Column("changed", "share", "share of elements that differ")
+_COSINE = Column("cosine", "cosine", "of A and B as vectors")
+_LEFT_OUT = "Norms and cosines are of the tensors without NaN and infinities."
+
+
+def difference_page(found: Difference) -> Page:
+    """What a model differs in from another."""
+    a, b = found.names
+    blocks: list[Block] = [_models(found)]
+    if found.total.changed or any(found.total.nonfinite):
+        placed = [(tensor.place, tensor) for tensor in found.tensors]
+        about = "Frobenius norm of B - A over that of A, of all matrices of a part in a layer together."
+        blocks += heat_maps("How far the weights moved", placed, _together, "share", about, log=True, detail=_TENSORS)
+        about = "The singular values of the delta above the rounding noise. The middle one, where there are several matrices."
+        blocks += heat_maps("Rank of the deltas", placed, _middle_rank, "count", about, detail=_TENSORS)
+        blocks += _by_layer(found.layers)
+        blocks += _spectra(found.tensors)
+        blocks += [_groups("Parts", "part", found.parts), _groups("Layers", "layer", found.layers), _tensors(found)]
+    if found.moved:
+        columns = Column("tensor"), Column("row", "count"), Column("token"), Column("moved", "share", "‖delta‖ / ‖row of A‖")
+        rows = tuple(
+            (row.tensor, row.row, repr(row.token) if row.token else "", finite_or_mark(row.share)) for row in found.moved
+        )
+        blocks.append(Table("Rows that moved most", columns, rows, name="rows"))
+    blocks += _files(found.files)
+    for title, names in ((f"Only in {a}", found.only_a), (f"Only in {b}", found.only_b)):
+        if names:
+            blocks.append(Table(title, (Column("tensor"),), tuple((name,) for name in names)))
+    if found.different:
+        specs = tuple((name, *each) for name, each in found.different)
+        blocks.append(Table("Not comparable", (Column("tensor"), Column("A"), Column("B")), specs))
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", a, b])))
+    return Page(f"{b}, compared with {a}", found.reading, tuple(blocks), found.to_json())
+
+
+def comparison_page(found: Comparison) -> Page:
+    """The task vectors of several models, side by side."""
+    names = letters(len(found.names))
+    pairs = [f"{names[i]} and {names[j]}" for i, j in found.pairs]
+    blocks: list[Block] = [Facts("Models", (("base", found.base), *zip(names, found.names, strict=True)))]
+    placed = [(tensor.place, tensor) for tensor in found.tensors if tensor.place is not None]
+    about = "Share of the elements that two or more models change in which their signs differ."
+    blocks += heat_maps("Conflicts of signs", placed, _conflicts, "share", about, detail=_TENSORS, span=(0.0, 1.0))
+    span = span_of([cosine for tensor in found.tensors for cosine in tensor.cosines[:PAIRS]], log=False)
+    for k, pair in enumerate(pairs[:PAIRS]):
+        about = "Cosine of the deltas of the two models. The middle one, where there are several matrices."
+        blocks += heat_maps(f"Cosine of {pair}", placed, partial(_cosine, k), "number", about, detail=_TENSORS, span=span)
+    by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
+    if by_layer:
+        lines = tuple((pair, tuple(layer.cosines[k] for layer in by_layer)) for k, pair in enumerate(pairs[:PAIRS]))
+        blocks.append(Curves("Cosines by layer", lines, "layer", "cosine", first=0))
+    total = found.total
+    columns = (
+        Column("pair"),
+        Column("cosine", "number", "of the deltas"),
+        Column("largest in common", "share", "of the largest 1 % of elements of each delta; 1 % by chance"),
+        Column("directions in common", "share", "mean squared cosine of the angles between the 8 leading directions"),
+    )
+    rows = tuple((pair, total.cosines[k], total.overlaps[k], total.subspaces[k]) for k, pair in enumerate(pairs))
+    blocks.append(Table("Pairs", columns, rows))
+    for title, groups, name in (("Parts", found.parts, ""), ("Layers", found.layers, ""), ("Tensors", found.tensors, _TENSORS)):
+        heads = (Column("name"), Column("conflicts", "share"), *(Column(f"cosine {pair}", "number") for pair in pairs))
+        values: tuple[tuple[Value, ...], ...] = tuple(
+            (g.name, _mark(g) or g.conflict_share, *(_mark(g) or cosine for cosine in g.cosines)) for g in groups
+        )
+        places = tuple((_place(g.place) if g.place else ("", "")) for g in groups) if name else ()
+        blocks.append(Table(title, heads, values, name=name, places=places))
+    if found.missing:
+        blocks.append(Table("Not in all models", (Column("tensor"),), tuple((name,) for name in found.missing)))
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", "--base", found.base, *found.names])))
+    return Page(f"Task vectors of {len(found.names)} models", found.reading, tuple(blocks), found.to_json())
+
+
+def preview_page(found: Preview, costs: Mapping[str, int] = MappingProxyType({})) -> Page:
+    """What a merge will do to its models. costs: bytes and threads of the merge, by name."""
+    names = letters(len(found.names))
+    sampled = f"{found.looked_at / max(1, found.elements):.2%} of {found.elements:,} elements"
+    facts: list[tuple[str, Value]] = [("method", found.method), ("base", found.base), *zip(names, found.names, strict=True)]
+    facts += [("looked at", sampled), *((name.replace("_", " "), f"{value:,}") for name, value in costs.items())]
+    blocks: list[Block] = [Facts("The merge", tuple(facts)), _survival(found, names)]
+    about = "Frobenius norm of merge - base over that of the base."
+    blocks += heat_maps("Distance from the base", found.cells, _distance, "share", about, log=True, detail="cells")
+    for i, name in enumerate(names[:PAIRS]):
+        about = f"Share of the energy of {found.names[i]}'s delta that is in the merge."
+        title = f"What survives of {name}"
+        blocks += heat_maps(title, found.cells, partial(_survives, i), "share", about, detail="cells", span=(0.0, 1.0))
+    by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
+    if by_layer:
+        lines = tuple((name, tuple(_number(_survives(i, [g])) for g in by_layer)) for i, name in enumerate(names[:PAIRS]))
+        blocks.append(Curves("What survives, by layer", lines, "layer", "share of the energy", "share", first=0))
+    every = [group for _, group in found.cells]
+    places = tuple(_place(place) for place, _ in found.cells)
+    blocks += [_kept("Parts", found.parts, names), _kept("Layers", found.layers, names)]
+    blocks.append(replace(_kept("Parts of layers", every, names), name="cells", places=places))
+    if found.plan.recipe:
+        blocks.append(Code("Recipe", found.plan.recipe))
+    summary = tuple(finding.what for finding in found.warnings) or ("Nothing to warn about.",)
+    return Page(f"Preview of a merge with {found.method}", summary, tuple(blocks), found.to_json() | {"merge": dict(costs)})
+
+
+def inspection_page(found: Inspection) -> Page:
+    """What a model is."""
+    blocks: list[Block] = [_facts(found), _amounts("Parts", found.parts), _amounts("Dtypes", found.dtypes)]
+    statistics = found.statistics
+    if statistics is not None:
+        placed = [(tensor.place, tensor) for tensor in statistics]
+        about = "Of the elements of a part in a layer."
+        blocks += heat_maps("Standard deviation", placed, _deviation, "number", about, detail=_TENSORS)
+        about = "The largest magnitude in a part of a layer, over the standard deviation there."
+        blocks += heat_maps("Largest element", placed, _peak, "number", about, log=True, detail=_TENSORS)
+        blocks.append(_statistics(statistics))
+    else:
+        rows = tuple((spec.name, spec.dtype.name, " x ".join(map(str, spec.shape)), spec.size) for spec in found.tensors)
+        columns = Column("tensor"), Column("dtype"), Column("shape"), Column("elements", "count")
+        blocks.append(Table("Tensors", columns, rows, name=_TENSORS))
+    stats = ["--stats"] if statistics is not None else []
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "inspect", found.name, *stats])))
+    summary = f"{found.architecture or 'A model'} of {found.elements:,} parameters in {len(found.tensors):,} tensors."
+    return Page(found.name, (summary, *found.notes), tuple(blocks), found.to_json())
+
+
+def _together(tensors: Sequence[TensorDifference]) -> float | Mark:
+    if not any(tensor.changed for tensor in tensors):
+        return Mark.SAME
+    mark = mark_of(each for tensor in tensors for each in tensor.nonfinite)
+    return mark or finite_or_mark(
+        share_of(*(math.hypot(*norms) for norms in zip(*((t.delta, t.a) for t in tensors), strict=True)))
+    )
+
+
+def _middle_rank(tensors: Sequence[TensorDifference]) -> float | Mark:
+    """The middle one of several; one that is not known is higher than those that are, and a full one is the highest."""
+    changed = [tensor for tensor in tensors if tensor.changed]
+    mark = mark_of(each for tensor in changed for each in tensor.nonfinite)
+    if mark is not None and any(tensor.linear for tensor in changed):
+        return mark
+    order = (Mark.HIGH, Mark.FULL)
+    ranks = sorted(
+        (tensor.rank for tensor in changed if not isinstance(tensor.rank, Mark) or tensor.rank in order),
+        key=lambda rank: (1 + order.index(rank), 0) if isinstance(rank, Mark) else (0, rank),
+    )
+    if ranks:
+        return ranks[(len(ranks) - 1) // 2]
+    return (changed or tensors)[0].rank if any(tensor.linear for tensor in tensors) else Mark.NOTHING
+
+
+def _deviation(tensors: Sequence[TensorStatistics]) -> float | Mark:
+    mark = mark_of(tensor.nonfinite for tensor in tensors)
+    if mark is not None:
+        return mark
+    elements = sum(tensor.elements for tensor in tensors)
+    mean = math.fsum(tensor.mean * tensor.elements for tensor in tensors) / elements
+    squares = math.fsum((tensor.deviation**2 + (tensor.mean - mean) ** 2) * tensor.elements for tensor in tensors) / elements
+    return math.sqrt(squares)
+
+
+def _peak(tensors: Sequence[TensorStatistics]) -> float | Mark:
+    deviation = _deviation(tensors)
+    if isinstance(deviation, Mark):
+        return deviation
+    return max(max(abs(t.low), abs(t.high)) for t in tensors) / deviation if deviation else Mark.UNDEFINED
+
+
+def _conflicts(tensors: Sequence[Alignment]) -> float | Mark:
+    mark, shared = mark_of(each for tensor in tensors for each in tensor.nonfinite), sum(tensor.shared for tensor in tensors)
+    return mark or (sum(tensor.conflicts for tensor in tensors) / shared if shared else Mark.NOTHING)
+
+
+def _cosine(pair: int, tensors: Sequence[Alignment]) -> float | Mark:
+    mark = mark_of(each for tensor in tensors for each in tensor.nonfinite)
+    known = sorted(tensor.cosines[pair] for tensor in tensors if math.isfinite(tensor.cosines[pair]))
+    return mark or (known[(len(known) - 1) // 2] if known else Mark.NOTHING)
+
+
+def _distance(groups: Sequence[GroupPreview]) -> float | Mark:
+    (group,) = groups
+    return _mark(group) or (finite_or_mark(group.share) if group.delta else Mark.SAME)
+
+
+def _survives(model: int, groups: Sequence[GroupPreview]) -> float | Mark:
+    (group,) = groups
+    kept = group.models[model]
+    if kept is None:
+        return Mark.NOTHING
+    return _mark(group) or (Mark.SAME if kept.norm == 0 else kept.survives)
+
+
+def _mark(group: Alignment | GroupPreview | GroupDifference | TensorDifference) -> Mark | None:
+    """Of what cannot be measured for its NaN and infinities; the numbers of a group are of its other tensors."""
+    measured = group.measured if not isinstance(group, TensorDifference) else int(group.measured)
+    return None if measured else mark_of(group.nonfinite)
+
+
+def _number(value: float | Mark) -> float | None:
+    return None if isinstance(value, Mark) else value
+
+
+def _kept(title: str, groups: Sequence[GroupPreview], names: Sequence[str]) -> Table:
+    moved = Column("moved", "share", "Frobenius norm of merge - base over that of the base")
+    columns = Column("name"), Column("elements", "count"), moved, *(Column(name, "share") for name in names)
+    rows = tuple((g.name, g.elements, _distance([g]), *(_survives(i, [g]) for i in range(len(names)))) for g in groups)
+    return Table(title, columns, rows, "Columns of models: the share of the energy of the delta that survives.")
+
+
+def _survival(found: Preview, names: Sequence[str]) -> Table:
+    columns = (
+        Column("model"),
+        Column("survives", "share", "of the energy of its delta"),
+        Column("±", "share", "two standard errors of the sample"),
+        Column("opposed", "share", "of the elements that it changed, those that the merge moves the other way"),
+        Column("dropped", "share", "of these elements, those that the merge leaves as in the base"),
+        Column("distance", "number", "from the merge to the model, over the norm of its delta"),
+        Column("delta", "number", "norm of the model's delta"),
+    )
+    rows: list[tuple[Value, ...]] = []
+    for name, kept in zip(names, found.total.models, strict=True):
+        if kept is not None and kept.norm == 0:
+            rows.append((name, *[Mark.SAME] * 5, 0.0))
+        elif kept is not None:
+            rows.append((name, kept.survives, kept.error, kept.against, kept.dropped, kept.apart, kept.norm))
+    return Table("What survives of the models", columns, tuple(rows))
+
+
+def _models(found: Difference) -> Facts:
+    total, facts = found.total, []
+    for which, name, quantised in zip("AB", found.names, found.quantised, strict=True):
+        facts.append((which, f"{name} ({quantised}, decoded)" if quantised else name))
+    facts += [
+        ("matrices", f"{total.tensors:,}, {total.elements:,} elements"),
+        ("elements that differ", f"{total.changed:,}, {written(total.changed_share, 'share')}"),
+        ("‖B - A‖ / ‖A‖", f"{written(finite_or_mark(total.share), 'number')}{_of_measured(total)}"),
+        ("cosine", f"{written(total.cosine, 'cosine')}{_of_measured(total)}"),
+    ]
+    for name, own in zip("AB", total.nonfinite, strict=True):
+        if own:
+            facts.append((f"not finite in {name}", str(own)))
+    if found.merged_of is not None:
+        facts.append(("merge of", ", ".join(found.merged_of) or "models that its card does not name"))
+    return Facts("Models", tuple(facts))
+
+
+def _of_measured(group: GroupDifference) -> str:
+    return "" if group.measured == group.tensors else f" (of {group.measured:,} finite ones)"
+
+
+def _by_layer(layers: Sequence[GroupDifference]) -> list[Curves]:
+    """How far each layer moved, a line for each stack."""
+    stacks: dict[str, list[float]] = {}
+    for layer in layers:
+        if layer.name != OUTSIDE:
+            stacks.setdefault(layer.name.rstrip("0123456789"), []).append(layer.share)
+    if not stacks:
+        return []
+    return [Curves("By layer", tuple((n, tuple(v)) for n, v in stacks.items()), "layer", "‖B - A‖ / ‖A‖", "share", first=0)]
+
+
+def _spectra(tensors: Sequence[TensorDifference]) -> list[Curves]:
+    """The singular values of the delta that moved most in each part."""
+    most: dict[str, TensorDifference] = {}
+    for tensor in tensors:
+        if tensor.leading is not None and tensor.leading.largest > 0:
+            if tensor.place.part not in most or _by_share(tensor) > _by_share(most[tensor.place.part]):
+                most[tensor.place.part] = tensor
+    chosen = sorted(most.values(), key=lambda tensor: -_by_share(tensor))[:SPECTRA]
+    if not chosen:
+        return []
+    lines = tuple((t.name, t.leading.values) for t in chosen if t.leading is not None)
+    about = "Of the delta that moved most in each part. A step down to the rounding noise shows the rank of a LoRA."
+    return [Curves("Leading singular values", lines, "number", "singular value", about=about, log=True)]
+
+
+def _by_share(tensor: TensorDifference) -> float:
+    return -1.0 if math.isnan(tensor.share) else tensor.share
+
+
+def _groups(title: str, first: str, groups: Sequence[GroupDifference]) -> Table:
+    columns = (
+        Column(first),
+        Column("matrices", "count"),
+        Column("elements", "count"),
+        _CHANGED,
+        _SHARE,
+        _COSINE,
+        Column("rank", "count", "the middle one of the deltas whose rank is known and not full"),
+        Column("full rank", "count", "deltas of full rank"),
+        Column("high rank", "count", f"deltas {Mark.HIGH.meaning}"),
+        Column("NaN", "count", "elements of A and B"),
+        Column("infinite", "count", "elements of A and B"),
+    )
+    rows = tuple(
+        (
+            g.name,
+            g.tensors,
+            g.elements,
+            finite_or_mark(g.changed_share),
+            _moved(g),
+            _mark(g) or g.cosine,
+            g.ranks[1] if g.ranks else None,
+            g.full,
+            g.high,
+            sum(own.nans for own in g.nonfinite),
+            sum(own.infinities for own in g.nonfinite),
+        )
+        for g in groups
+    )
+    return Table(title, columns, rows, _LEFT_OUT if any(g.measured < g.tensors for g in groups) else "")
+
+
+def _moved(group: GroupDifference | TensorDifference) -> float | Mark:
+    return (_mark(group) or finite_or_mark(group.share)) if group.changed else Mark.SAME
+
+
+def _tensors(found: Difference) -> Table:
+    columns = (
+        Column("tensor"),
+        Column("shape"),
+        _CHANGED,
+        _SHARE,
+        _COSINE,
+        Column("largest", "number", "the largest magnitude of the delta"),
+        Column("rank", "count", "of the delta, above the rounding noise"),
+        Column("NaN", "count", "elements of A and B"),
+        Column("infinite", "count", "elements of A and B"),
+        Column("stable rank", "number", "‖delta‖² over the square of its largest singular value"),
+    )
+    rows = tuple(
+        (
+            t.name,
+            " x ".join(map(str, t.shape)),
+            t.changed_share,
+            _moved(t),
+            _mark(t) or t.cosine,
+            _mark(t) or t.largest,
+            t.rank,
+            sum(own.nans for own in t.nonfinite),
+            sum(own.infinities for own in t.nonfinite),
+            t.stable_rank if t.leading is not None else None,
+        )
+        for t in found.tensors
+    )
+    return Table("Tensors", columns, rows, name=_TENSORS, places=tuple(_place(t.place) for t in found.tensors))
+
+
+def _place(place: Place) -> tuple[str, str]:
+    return place.group, place.part
+
+
+def _files(files: FileDifference) -> list[Table | Facts | Code]:
+    found: list[Table | Facts | Code] = []
+    for title, changed in (("config.json", files.config), ("generation_config.json", files.generation)):
+        if changed:
+            rows = tuple((change.key, *_values(change)) for change in changed)
+            found.append(Table(title, (Column("key"), Column("A"), Column("B")), rows))
+    tokenizer = files.tokenizer
+    if tokenizer is not None and not tokenizer.same:
+        facts: tuple[tuple[str, Value], ...] = (
+            ("tokens", " and ".join(f"{n:,}" for n in tokenizer.sizes)),
+            ("with other ids", f"{tokenizer.moved:,}"),
+            ("only in A", _some(tokenizer.removed)),
+            ("only in B", _some(tokenizer.added)),
+        )
+        found.append(Facts("Tokenizer", facts))
+    if files.templates is not None:
+        for which, template in zip("AB", files.templates, strict=True):
+            found.append(Code(f"Chat template of {which}", template or "none"))
+    return found
+
+
+def _values(change: Change) -> tuple[str, str]:
+    return ("-" if change.old is None else repr(change.old), "-" if change.new is None else repr(change.new))
+
+
+def _some(tokens: Sequence[str], shown: int = 20) -> str:
+    if not tokens:
+        return "none"
+    more = f" and {len(tokens) - shown:,} more" if len(tokens) > shown else ""
+    return " ".join(map(repr, tokens[:shown])) + more
+
+
+def _facts(found: Inspection) -> Facts:
+    facts: list[tuple[str, Value]] = [
+        ("architecture", f"{found.architecture} {found.model_type}".strip() or "no config.json"),
+        ("revision", found.revision),
+        ("files", ", ".join(name for name, _ in found.files[:4]) + (" …" if len(found.files) > 4 else "")),
+        ("bytes", f"{sum(nbytes for _, nbytes in found.files):,}"),
+        ("quantised", found.quantised),
+        ("layers", ", ".join(f"{s.layers} in {s.prefix}" for s in found.stacks)),
+        ("experts", f"{found.experts[0]:,}, {found.experts[1]:,} for each token" if found.experts[0] else ""),
+        ("context", f"{found.context:,} positions" if found.context else ""),
+        ("licence", found.licence),
+        ("made from", ", ".join(found.lineage)),
+    ]
+    if found.tied is not None:
+        facts.append(("head", "the embedding (tied)" if found.tied else "weights of its own"))
+    if found.tokenizer is not None:
+        template = "with" if found.tokenizer.chat_template else "without"
+        text = f"{found.tokenizer.tokens:,} tokens, {found.tokenizer.family}, {template} chat template"
+        facts.append(("tokenizer", text))
+    if found.adapter is not None:
+        ranks = ", ".join(f"{rank} in {modules:,} modules" for rank, modules in found.adapter.ranks.items())
+        facts += [("adapter of", found.adapter.base), ("ranks", ranks), ("modules", ", ".join(found.adapter.modules))]
+    return Facts("Model", tuple((name, value) for name, value in facts if value))
+
+
+def _amounts(title: str, amounts: Sequence[Amount]) -> Table:
+    columns = Column(title.lower()[:-1]), Column("tensors", "count"), Column("elements", "count"), Column("size", "bytes")
+    return Table(title, columns, tuple((a.name, a.tensors, a.elements, a.nbytes) for a in amounts))
+
+
+def _statistics(statistics: Sequence[TensorStatistics]) -> Table:
+    columns = (
+        Column("tensor"),
+        Column("shape"),
+        Column("norm", "number", "Frobenius norm"),
+        Column("mean", "number"),
+        Column("deviation", "number", "standard deviation"),
+        Column("smallest", "number"),
+        Column("largest", "number"),
+        Column("zeros", "count"),
+        Column("NaN", "count"),
+        Column("infinite", "count"),
+        Column("outlier rows", "count", "rows whose norm is far above the others'"),
+    )
+    rows = tuple(
+        (
+            s.name,
+            " x ".join(map(str, s.shape)),
+            s.norm,
+            s.mean,
+            s.deviation,
+            s.low,
+            s.high,
+            s.zeros,
+            s.nans,
+            s.infinities,
+            len(s.outliers),
+        )
+        for s in statistics
+    )
+    return Table("Tensors", columns, rows, name=_TENSORS, places=tuple(_place(s.place) for s in statistics))

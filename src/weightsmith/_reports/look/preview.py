@@ -1,0 +1,419 @@
+"""`weightsmith preview RECIPE`: what a merge will do to its models, from a sample of it, or computed in full.
+
+The sample is a plan of its own (`sampling.py`): the engine merges some rows of each matrix in memory, and a survey compares
+them with the models. In full, the result is a source that computes its tiles when the survey reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import Finding, Unsupported
+from weightsmith._base.options import QuantizeSettings, RecipeOptions, read_options
+from weightsmith._base.options.keywords import PlanKeywords
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.computed import Computed
+from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.unwritten import MemoryOutput
+from weightsmith._execution import check_computable
+from weightsmith._execution.distance import share_of
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._files.views import view_of
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.sources.memory import StateDict
+from weightsmith._models.structure import analyse
+from weightsmith._planning.planner.prepared import download
+from weightsmith._planning.planner.prepared import stream as stream_weights
+from weightsmith._planning.recipe import Source
+from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
+from weightsmith._reports.look.models import Place, Watching, groups, json_values, place_of, survey, with_needs
+from weightsmith._reports.look.nonfinite import NonFinite, of_rows, sentences, together
+from weightsmith._reports.look.reading import ranges
+from weightsmith._reports.look.sampling import merging_leaves, sample, survivals
+from weightsmith.abc.job import Bytes
+
+if TYPE_CHECKING:
+    from weightsmith._planning.planner import Prepared
+
+LOST = 0.2
+"""A model that keeps less of its energy than this in a layer is warned about."""
+
+FAR = 1.25
+"""A merge that moves so much further from the base than its models do is warned about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of one model's delta is in the merge, in some tensors.
+
+    All but `error` are nan where no tensor can be measured.
+
+    norm      of the delta
+    survives  share of its energy (squared norm): Σ min(|m|, |d|)² / Σ d², over elements where merge and model move the base
+              in the same direction; m and d are the deltas of merge and model. nan if the model does not differ from the base
+    error     the share is off by no more than this, but for a probability of about 5 %; 0 if nothing was sampled
+    against   of the elements that the model changed, the share that the merge moves the other way; nan if there are none
+    dropped   the share that the merge leaves as in the base; nan as above
+    apart     ‖merge - model‖ / ‖model's delta‖; nan as above
+    """
+
+    norm: float
+    survives: float
+    error: float
+    against: float
+    dropped: float
+    apart: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPreview:
+    """Some tensors together: a layer, a part of all layers, or all.
+
+    elements  of the tensors
+    measured  how many of the tensors hold finite numbers in the base, the models and the merge. What follows is of them alone
+    delta     ‖merge - base‖; nan without such tensors
+    base      norm of the base; nan as above
+    models    in the order of the preview's names; None for one that is not merged there
+    nonfinite NaN and infinities in the base, in the merge, and in each model, of what was looked at
+    """
+
+    name: str
+    tensors: int
+    elements: int
+    measured: int
+    delta: float
+    base: float
+    models: tuple[Kept | None, ...]
+    nonfinite: tuple[NonFinite, ...]
+
+    @property
+    def share(self) -> float:
+        """delta / base; 0 if the merge is the base, infinite if only the base is zero, nan without numbers."""
+        return share_of(self.delta, self.base)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a merge will do. `weightsmith.preview` makes it.
+
+    method   of the merge
+    base     the model that deltas are from: the recipe's base, or its first model if it has none
+    names    of the other models
+    looked_at, elements   elements that were computed, and of all tensors that are merged
+    layers, parts, total  see `GroupPreview`
+    cells    of each part of each layer
+    left_out tensors that are merged and cannot be sampled
+    stops    tensors at which the merge will stop, as they have NaN or infinities that are not the same in all models
+    plan     of the merge
+    """
+
+    method: str
+    base: str
+    names: tuple[str, ...]
+    looked_at: int
+    elements: int
+    layers: tuple[GroupPreview, ...]
+    parts: tuple[GroupPreview, ...]
+    total: GroupPreview
+    cells: tuple[tuple[Place, GroupPreview], ...]
+    left_out: tuple[str, ...]
+    stops: tuple[str, ...]
+    plan: Plan
+
+    @cached_property
+    def warnings(self) -> tuple[Finding, ...]:
+        """What may be wrong with the merge, in words; besides the plan's own warnings."""
+        return tuple(_warn(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is undefined or infinite."""
+        return json_values(
+            method=self.method,
+            base=self.base,
+            models=self.names,
+            looked_at=self.looked_at,
+            elements=self.elements,
+            warnings=[finding.what for finding in self.warnings],
+            total=_group_json(self.total),
+            layers=[_group_json(group) for group in self.layers],
+            parts=[_group_json(group) for group in self.parts],
+            cells=[asdict(place) | _group_json(group) for place, group in self.cells],
+            left_out=self.left_out,
+            stops=self.stops,
+        )
+
+
+def _group_json(group: GroupPreview) -> dict[str, Any]:
+    return asdict(group) | {"share": group.share}
+
+
+def preview(
+    recipe: Source,
+    *,
+    full: bool = False,
+    threads: int | None = None,
+    stream: bool = False,
+    progress: Watching = True,
+    **options: Unpack[PlanKeywords],
+) -> Preview:
+    """What a merge will do to its models.
+
+    recipe    as for `merge`
+    full      compute all of it; False: about 131,000 elements of each matrix, in runs of rows that depend on its name alone
+    threads   default: all available processors; does not affect the result
+    stream    read weights of hub models that are not cached where they are, instead of downloading them
+    progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
+    options   see `RecipeOptions` in `weightsmith._base.options`; the preview is of the weights before they are quantised
+
+    Nothing is written. What the method knows of a whole matrix (thresholds, norms, singular vectors), a sample takes from its
+    own rows. Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters, and, in full, for
+    methods that look at whole matrices or at the whole model first.
+
+    >>> weightsmith.preview("ties.yml").total.models[0].survives  # doctest: +SKIP
+    0.62
+    """
+    planning, settings = read_options("preview", {**options, "quantize": None}, RecipeOptions, QuantizeSettings)
+    with prepare_any(recipe, planning, settings, check=True) as prepared:
+        if stream:
+            stream_weights(prepared.inputs)
+        return preview_of(prepared, full=full, threads=threads, progress=progress)
+
+
+def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress: Watching) -> Preview:
+    """The preview of a prepared plan; see `preview`."""
+    plan = prepared.plan
+    leaves = merging_leaves(plan)
+    if not leaves or any(read.model == PRODUCTS for leaf in leaves for read in leaf.inputs):
+        what = "nothing is merged" if not leaves else "what is merged are adapters, or a product makes it"
+        raise Unsupported(f"{what}, so there is nothing to preview", fix="run weightsmith plan RECIPE")
+    check_computable(prepared)
+    download(prepared.inputs)
+    looked = _in_full(prepared) if full else _sampled(prepared, threads)
+    label = f"survival in {plan.made.name}"
+    product = survivals(label, with_needs(label, looked.steps))
+    models = [*prepared.inputs, looked.merged]
+    outcome = survey("preview", models, [product], threads=threads, progress=progress, doing="previewing", tables=looked.tables)
+    return _preview(plan, looked, *outcome.results.arrays(label))
+
+
+# ---- what is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """steps: of the survey, with base, merge and models; sizes: elements of each whole matrix."""
+
+    merged: Checkpoint
+    steps: tuple[Step, ...]
+    tables: tuple[Table, ...]
+    sizes: dict[str, int]
+    left_out: tuple[str, ...] = ()
+
+
+class _Stored:
+    """Takes the bytes of one tensor."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.array = np.empty(spec.shape, spec.dtype.numpy)
+        self._bytes = self.array.reshape(-1).view(np.uint8)
+
+    def take(self, start_byte: int, data: Bytes) -> None:
+        self._bytes[start_byte : start_byte + data.size] = data
+
+
+def _sampled(prepared: Prepared, threads: int | None) -> _Looked:
+    sampled = sample(prepared.plan)
+    stored = {step.out.name: _Stored(step.out) for step in sampled.plan.steps}
+    run(sampled.plan, prepared.inputs, MemoryOutput(stored), Resources(threads or 0), Workload(allow_nonfinite=True))
+    views = {name: view_of(name, found.array) for name, found in stored.items()}
+    merged = Checkpoint("the merge", StateDict(views, "the merge"))
+    place = partial(Read, len(prepared.inputs))
+    steps = tuple(_compared(step, place(step.out.name)) for step in sampled.plan.steps)
+    return _Looked(merged, steps, sampled.plan.tables, sampled.sizes, sampled.left_out)
+
+
+def _in_full(prepared: Prepared) -> _Looked:
+    draft = PlanDraft.of(prepared.plan)
+    draft.steps = [replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in draft.steps]
+    plan = draft.finish(stored=False)
+    source = Computed(plan, prepared.inputs, "the merge")
+    if plan.products or source.holds_matrices:
+        what = f"{plan.made.name} looks at whole matrices or at the whole model, and cannot be computed tile by tile"
+        fix = "leave out --full; or merge, and compare: weightsmith diff --base BASE MERGED A B"
+        raise Unsupported(what, fix=fix)
+    source.set_run(allow_nonfinite=True)
+    steps, number = [], len(prepared.inputs)
+    for step in plan.steps:
+        origin = 0
+        for leaf in step.leaves:
+            if leaf.merges and leaf.out.size and len(leaf.inputs) > 1:
+                block = Block(origin, 1, leaf.out.size, leaf.out.size) if step.pieces else None
+                steps.append(_compared(leaf, Read(number, step.out.name, block)))
+            origin += leaf.out.size
+    sizes = {step.out.name: step.out.size for step in steps}
+    return _Looked(Checkpoint("the merge", source), tuple(steps), plan.tables, sizes)
+
+
+def _compared(leaf: Step, merged: Read) -> Step:
+    """The step of the survey: the base (or the first model), the merge, the others. Rows are float32, unless one is F64."""
+    base, *models = leaf.inputs
+    return Step(replace(leaf.out, dtype=DTYPES["BF16"]), COPY, (base, merged, *models), role=leaf.role)
+
+
+# ---- what was found
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Of one matrix. weight: elements for each that was looked at; sums, squares, groups: see `survivals`; models: indices."""
+
+    place: Place
+    size: int
+    weight: float
+    sums: npt.NDArray[np.float64]
+    squares: npt.NDArray[np.float64]
+    groups: float
+    models: tuple[int, ...]
+    nonfinite: tuple[NonFinite, ...]
+
+    @property
+    def measured(self) -> bool:
+        return bool(np.isfinite(self.sums).all())
+
+
+def _preview(
+    plan: Plan,
+    looked: _Looked,
+    sums: npt.NDArray[np.float64],
+    squares: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.float64],
+    nonfinite: npt.NDArray[np.float64],
+    constants: npt.NDArray[np.float64],
+) -> Preview:
+    structure = analyse([step.out for step in plan.steps], plan.config)
+    merged = len(plan.models)
+    bases = [step.inputs[0].model for step in looked.steps]
+    base = max(dict.fromkeys(bases), key=bases.count)
+    used = dict.fromkeys(read.model for step in looked.steps for read in step.inputs[2:])
+    names = [model for model in range(merged) if model in used]
+    found, stops = [], []
+    for i, step in enumerate(looked.steps):
+        size, own = looked.sizes[step.out.name], tuple(names.index(read.model) for read in step.inputs[2:])
+        place = place_of(structure, step.out.name)
+        in_all = of_rows(nonfinite[i, : len(step.inputs)])
+        if any(each.nans + each.infinities != constants[i] for each in in_all):
+            stops.append(step.out.name)
+        else:  # a merge copies constants; the preview has computed with them
+            in_all = (in_all[0], in_all[0], *in_all[2:])
+        by_model = dict(zip(own, in_all[2:], strict=True))
+        held = (*in_all[:2], *(by_model.get(model, NonFinite()) for model in range(len(names))))
+        found.append(_Found(place, size, size / step.out.size, sums[i], squares[i], float(counts[i]), own, held))
+    by_place: dict[Place, list[_Found]] = {}
+    for each in found:
+        by_place.setdefault(each.place, []).append(each)
+    by_layer, by_part = (groups([f.place for f in found], key) for key in (lambda p: p.group, lambda p: p.part))
+    return Preview(
+        plan.made.name,
+        plan.models[base].ref,
+        tuple(plan.models[model].ref for model in names),
+        sum(step.out.size for step in looked.steps),
+        sum(looked.sizes.values()),
+        tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_layer.items()),
+        tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_part.items()),
+        _group("all", found, len(names)),
+        tuple((place, _group(f"{place.group}.{place.part}", own, len(names))) for place, own in by_place.items()),
+        looked.left_out,
+        tuple(stops),
+        plan,
+    )
+
+
+def _group(name: str, found: Sequence[_Found], models: int) -> GroupPreview:
+    own = [f for f in found if f.measured]
+    delta, base = (math.sqrt(sum(f.weight * float(f.sums[0, column]) for f in own)) if own else math.nan for column in (0, 1))
+    kept = tuple(_kept(found, model) for model in range(models))
+    nonfinite = tuple(together(f.nonfinite[i] for f in found) for i in range(2 + models))
+    return GroupPreview(name, len(found), sum(f.size for f in found), len(own), delta, base, kept, nonfinite)
+
+
+def _kept(found: Sequence[_Found], model: int) -> Kept | None:
+    own = [(f, k) for f in found for k, other in enumerate(f.models) if other == model]
+    if not own:
+        return None
+    own = [(f, k) for f, k in own if f.measured]
+    if not own:
+        return Kept(math.nan, math.nan, 0.0, math.nan, math.nan, math.nan)
+    energy, kept, used, against, dropped, apart = sum(f.weight * f.sums[1 + k] for f, k in own).tolist()
+    if not energy:
+        return Kept(math.nan if used else 0.0, math.nan, 0.0, math.nan, math.nan, math.nan)
+    share = kept / energy
+    variance = sum(_variance(f, k, share) for f, k in own)
+    return Kept(
+        math.sqrt(energy),
+        share,
+        2 * math.sqrt(variance) / energy,
+        against / used,
+        dropped / used,
+        math.sqrt(apart / energy),
+    )
+
+
+def _variance(found: _Found, k: int, share: float) -> float:
+    """Of the sum of kept - share · energy over a whole matrix, from that over its sampled groups (a ratio estimator's)."""
+    n = found.groups
+    if n < 2 or found.weight <= 1:
+        return 0.0
+    energy, kept = found.sums[1 + k, 0], found.sums[1 + k, 1]
+    of_kept, of_both, of_energy = found.squares[k]
+    rest = kept - share * energy
+    spread = max(0.0, of_kept - 2 * share * of_both + share**2 * of_energy - rest**2 / n) / (n - 1)
+    return float(found.weight**2 * n * spread * (1 - 1 / found.weight))
+
+
+def _warn(found: Preview) -> list[Finding]:
+    texts = []
+    if found.stops:
+        held = sentences([found.base, "the merge", *found.names], [(group.name, group.nonfinite) for _, group in found.cells])
+        texts += [text.rstrip(".") for text in held]
+        texts.append(f"the merge will stop with an error at {found.stops[0]}; the numbers leave such tensors out")
+    for i, name in enumerate(found.names):
+        lost: dict[int, float] = {}
+        for number, group in enumerate(found.layers):
+            kept = group.models[i]
+            if kept is not None and kept.survives < LOST:
+                lost[number] = kept.survives
+        whole = found.total.models[i]
+        if whole is not None and whole.norm == 0:
+            texts.append(f"{name} does not differ from {found.base} in anything that is merged")
+        elif lost and whole is not None:
+            every = len(lost) == len(found.layers)
+            mean = 1 - (whole.survives if every else sum(lost.values()) / len(lost))
+            where = "" if every else f" in {_layers(found, lost)}"
+            texts.append(f"{name} loses {mean:.0%} of the energy of its delta{where}")
+    norms = [kept.norm for kept in found.total.models if kept is not None and math.isfinite(kept.norm)]
+    if norms and found.total.delta > FAR * max(norms) > 0:
+        times = found.total.delta / max(norms)
+        texts.append(f"the merge moves {times:.1f} times as far from {found.base} as the model that moves furthest")
+    return [Finding(text) for text in texts]
+
+
+def _layers(found: Preview, numbers: Sequence[int] | dict[int, float]) -> str:
+    """`layers 0 to 5`, or the names of what is not a layer."""
+    names = [found.layers[number].name for number in numbers]
+    stacks: dict[str, list[int]] = {}
+    others = []
+    for name in names:
+        prefix, _, last = name.rpartition(".")
+        if last.isdigit():
+            stacks.setdefault(prefix, []).append(int(last))
+        else:
+            others.append(name)
+    texts = [f"layers {ranges(own)}{f' of {prefix}' if len(stacks) > 1 else ''}" for prefix, own in stacks.items()]
+    return " and ".join([*texts, *others])

@@ -1,0 +1,144 @@
+"""The interface of every source of tensors, and the checks that all sources share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import xxhash
+
+from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, nearest
+from weightsmith._base.files import Extent, show
+from weightsmith._base.tensors import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    Buffer = memoryview | npt.NDArray[np.uint8]
+    """Writable, C-contiguous bytes."""
+
+
+class Tensors(Protocol):
+    """A source: tensors by name, read on demand.
+
+    Unknown names raise NotFound, byte ranges outside a tensor ParameterError, and reads after `close` CheckpointError.
+    `weightsmith.testing.SourceTests` checks all of this for a kind of source.
+    """
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Name → dtype and shape, in model order: names sorted with their numbers as numbers."""
+
+    @property
+    def identity(self) -> str:
+        """Hash of names, headers and sizes, which a plan depends on. Equal for a copy of the same files."""
+
+    @property
+    def state(self) -> str:
+        """Hash of the identity and of each file's inode and change time, which interrupted work depends on.
+
+        Differs if a file was replaced by another of equal size and modification time (cp -p, rsync -t, tar x).
+        """
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files of the source, in natural order."""
+
+    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
+        """Fill `out` with the tensor's bytes from `start_byte` on. Thread-safe.
+
+        Raises CheckpointError for an I/O error and for a file that has changed since it was opened.
+        """
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        """(file descriptor, offset of the tensor's first byte in that file), for `os.copy_file_range` and the like.
+
+        The descriptor belongs to the source and stays open until `close`. None for a tensor that is not stored as plain bytes.
+        """
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        """The parts of remote files that are read for these bytes of a tensor, at most; () if all of it is on this disk.
+
+        They are fetched ahead, and counted before anything is read.
+        """
+
+    def preferred_rows(self, name: str) -> int:
+        """The number of rows to read at once so that no byte is read twice: 1 for plain bytes, more for blocked formats."""
+
+    def natural_dtype(self, name: str) -> DType:
+        """The default output dtype of the tensor."""
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError, naming the file, if a file differs from when it was opened.
+
+        Compares device, inode, size, mtime_ns and ctime_ns of descriptors and paths. Reading changes none of these.
+        """
+
+    def close(self) -> None:
+        """Close all files, once no thread reads any more. May be called twice."""
+
+
+def spec_of(specs: Mapping[str, TensorSpec], name: str, where: str) -> TensorSpec:
+    """The spec of a tensor. Raises NotFound for an unknown name."""
+    try:
+        return specs[name]
+    except KeyError:
+        raise NotFound(f"no tensor {show(name)}{nearest(name, specs)}", where=where) from None
+
+
+def check_range(spec: TensorSpec, start_byte: int, count: int, where: str) -> None:
+    """Raise ParameterError unless `count` bytes from `start_byte` lie inside the tensor."""
+    if start_byte < 0 or start_byte + count > spec.nbytes:
+        raise ParameterError(
+            f"bytes {start_byte:,} to {start_byte + count:,} are not inside tensor {show(spec.name)} of {spec.nbytes:,} bytes",
+            where=where,
+        )
+
+
+def byte_view(out: Buffer) -> memoryview:
+    """A buffer as a memoryview of bytes."""
+    return (out if isinstance(out, memoryview) else out.data).cast("B")
+
+
+def closed(where: str) -> CheckpointError:
+    """The error of a read after `close`."""
+    return CheckpointError("this checkpoint is closed", where=where, fix="Open it again.")
+
+
+def digest(facts: object) -> str:
+    """xxh3_128 of JSON values, hex."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts, separators=(",", ":")).encode())
+
+
+def read(source: Tensors, name: str, rows: slice | None = None, *, where: str = "") -> np.ndarray:
+    """A tensor as a new numpy array, in the machine's byte order (ml_dtypes for bf16 and fp8).
+
+    rows   a slice with step 1 along the first dimension; only these rows are read
+    where  the source, for messages
+
+    Raises ParameterError for another step and for rows of a 0-d tensor, else as `Tensors.read_into`.
+    """
+    import numpy as np
+
+    spec = spec_of(source.specs, name, where)
+    shape, start_byte = spec.shape, 0
+    if rows is not None:
+        if not shape:
+            raise ParameterError(f"tensor {show(name)} has no rows: its shape is []")
+        start, stop, step = rows.indices(shape[0])
+        if step != 1:
+            raise ParameterError(f"tensor {show(name)}: the step of rows must be 1, not {step}")
+        row_bytes = spec.nbytes // max(1, shape[0])
+        shape, start_byte = (max(0, stop - start), *shape[1:]), start * row_bytes
+    array = np.empty(shape, dtype=spec.dtype.numpy)
+    raw = array.reshape(-1).view(np.uint8)
+    if raw.size:
+        source.read_into(name, start_byte, raw)
+        if sys.byteorder == "big" and spec.dtype.itemsize > 1:
+            raw.view(f"u{spec.dtype.itemsize}").byteswap(inplace=True)
+    return array

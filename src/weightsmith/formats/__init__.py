@@ -1,1 +1,0 @@
-"""On-disk formats, one file each: bytes of unknown origin in, checked and frozen values out."""

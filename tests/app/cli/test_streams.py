@@ -1,0 +1,205 @@
+"""Streams that cannot be written: closed, on a full disk, or pipes whose reader has gone. Every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli_help import LINEAR, environment, make_models, run_process
+from tests.features.transplant.test_transplant import pair
+
+MOE = """base_model: model
+gate_mode: random
+architecture: mixtral
+experts:
+  - source_model: model
+  - source_model: model
+"""
+
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "merge": (["linear.yml", "OUT"], "The output is complete: "),
+    "moe": (["moe.yml", "OUT", "--no-check-loading"], "The output is complete: "),
+    "plan": (["linear.yml"], ""),
+    "preview": (["linear.yml", "--report", "OUT.html"], "Page written: "),
+    "inspect": (["model", "--report", "OUT.html"], "Page written: "),
+    "diff": (["model", "model", "--report", "OUT.html"], "Page written: "),
+    "quantize": (["a", "OUT", "--format", "fp8-dynamic"], "The output is complete: "),
+    "dequantize": (["quantised", "OUT"], "The output is complete: "),
+    "extract-lora": (["a", "b", "OUT", "--max-rank", "2"], "The output is complete: "),
+    "transplant-tokenizer": (["model", "donor", "OUT", "--approximation", "zero"], "The output is complete: "),
+    "run": (["plan.json", "OUT"], "The output is complete: "),
+    "verify": (["done"], ""),
+    "init": (["OUT.yml", "--preset", "ties-paper"], "Recipe written: "),
+    "methods": ([], ""),
+    "schema": ([], ""),
+    "clean": ([], ""),
+    "doctor": ([], ""),
+}
+"""Arguments of each command, and what it says of its output when the result cannot be printed."""
+NO_JSON = {"init", "schema"}
+FAULTS = {"closed": "text", "full": "json", "pipe": "text"}
+ALL_FAULTS = {"merge", "inspect", "methods"}
+"""Commands that meet every fault of stdout; the others meet one."""
+
+DRIVER = """
+import json, os, sys
+from weightsmith._app.cli import main
+from weightsmith._app.cli.app import app
+import weightsmith._features.adapters.extract, weightsmith._execution.distributed, weightsmith._execution
+import weightsmith._kernels.compiler
+import weightsmith._reports.look.pages, weightsmith._planning.planner.reopen, weightsmith._features.transplant.plan
+
+def break_stream(number, fault):
+    name = {1: "stdout", 2: "stderr"}[number]
+    if fault == "closed":
+        os.close(number)
+        setattr(sys, name, None)
+        setattr(sys, f"__{name}__", None)
+        return
+    if fault == "full":
+        broken = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, broken = os.pipe()
+        os.close(reader)
+    os.dup2(broken, number)
+
+codes = []
+for label, number, fault, arguments in json.load(open("cases.json")):
+    child = os.fork()
+    if not child:
+        for own, name in ((1, "out"), (2, "err")):
+            if own != number:
+                os.dup2(os.open(f"{label}.{name}", os.O_WRONLY | os.O_CREAT), own)
+        break_stream(number, fault)
+        sys.argv = ["weightsmith", *arguments]
+        main()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+json.dump(codes, open("codes.json", "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands read."""
+    folder = tmp_path_factory.mktemp("streams")
+    make_models(folder)
+    pair(folder)
+    (folder / "linear.yml").write_text(LINEAR)
+    (folder / "moe.yml").write_text(MOE)
+    for arguments in (["merge", "linear.yml", "done"], ["quantize", "a", "quantised", "--format", "fp8-dynamic"]):
+        assert run_process(*arguments, cwd=folder).code == 0
+    (folder / "plan.json").write_text(run_process("plan", "linear.yml", "--json", cwd=folder).out)
+    return folder
+
+
+def _cases(number: int) -> list[tuple[str, int, str, list[str]]]:
+    found = []
+    for place, (command, (arguments, _)) in enumerate(COMMANDS.items()):
+        each_fault = [*FAULTS.items()]
+        for fault, how in each_fault if number == 1 and command in ALL_FAULTS else [each_fault[place % 3]]:
+            label = f"{command}-{number}-{fault}"
+            own = [each.replace("OUT", f"{label}-made") for each in arguments]
+            found.append(
+                (label, number, fault, [command, *own, *(["--json"] if how == "json" and command not in NO_JSON else [])])
+            )
+    return found
+
+
+def _run(folder: Path, cases: list[tuple[str, int, str, list[str]]]) -> dict[str, tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each case; each in a copy of one process, whose imports are done."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    env = environment(HF_HUB_OFFLINE="1")
+    done = subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    codes = json.loads((folder / "codes.json").read_text())
+
+    def text(path: Path) -> str:
+        return path.read_text() if path.exists() else ""
+
+    return {
+        label: (code, text(folder / f"{label}.out"), text(folder / f"{label}.err"))
+        for (label, *_), code in zip(cases, codes, strict=True)
+    }
+
+
+def test_the_table_has_every_command() -> None:
+    from weightsmith._app.cli.app import app
+
+    names = {each.name or each.callback.__name__.replace("_", "-") for each in app.registered_commands if each.callback}
+    assert names == {*COMMANDS, "studio"}  # which serves until Ctrl-C
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_result_that_cannot_be_printed_is_said_on_stderr_with_a_code_of_its_own(folder: Path) -> None:
+    wrong = {}
+    why = {"closed": "it is closed", "full": "No space left on device", "pipe": "its reader has closed it"}
+    for label, (code, _, err) in _run(folder, _cases(1)).items():
+        name, fault = label.split("-1-")
+        said, written = f"error[result-lost]: stdout: the result cannot be printed: {why[fault]}", COMMANDS[name][1]
+        made = (*folder.glob(f"{label}-made*"),)
+        good = code == (141 if fault == "pipe" else 3) and err.count(said) == 1 and "Traceback" not in err
+        if not good or written not in err or bool(written) != bool(made):
+            wrong[label] = code, err, made
+    assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_stderr_that_cannot_be_written_stops_nothing(folder: Path) -> None:
+    wrong = {}
+    for label, (code, out, _) in _run(folder, _cases(2)).items():
+        if code or not out:
+            wrong[label] = code, out
+    assert not wrong
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["merge", "--help"], ["quantize", "--list"]])
+def test_help_that_cannot_be_printed_is_no_traceback(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "weightsmith", *arguments], env=environment(), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (
+        3, "error[result-lost]: stdout: the result cannot be printed: No space left on device\n",
+    )  # fmt: skip
+
+
+def test_an_error_keeps_its_code_if_its_json_cannot_be_printed(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "weightsmith", "plan", "none.yml", "--json"],
+            env=environment(), cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "no such recipe" in done.stderr
+    assert "result-lost" not in done.stderr
+
+
+def test_numbers_of_closed_streams_are_given_to_no_file() -> None:
+    code = (
+        "import os\nfor n in (0, 1, 2): os.close(n)\nimport sys\nsys.stdin = sys.stdout = sys.stderr = None\n"
+        "sys.__stdout__ = sys.__stderr__ = None\nfrom weightsmith._base.streams import replace_streams\nreplace_streams()\n"
+        "fd = os.open('/dev/null', os.O_RDONLY)\nprint('dropped', file=sys.stderr, flush=True)\n"
+        "os._exit(0 if fd > 2 else 1)"
+    )
+    assert run_process(code=code).code == 0
+
+
+def test_a_pipe_that_another_program_made_non_blocking_gets_every_line() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    code = (
+        "from weightsmith._base.text import prepare_streams, note\nprepare_streams()\nfor i in range(20000): note(f'line {i}')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=writer)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        lines = file.read().splitlines()
+    assert process.wait() == 0
+    assert lines == [f"line {i}" for i in range(20000)]

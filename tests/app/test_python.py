@@ -1,0 +1,147 @@
+"""Python as its users meet it: dtypes in any spelling, plans that can be looked at, a bar where somebody watches."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import weightsmith
+from tests.cli_help import LINEAR, make_models
+from weightsmith._base.errors import PlanError
+from weightsmith._base.text import is_terminal
+from weightsmith._execution import progress as meters
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    make_models(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}], "parameters": {"weight": 1}}
+
+
+# ---- dtypes
+
+SPELLINGS = ["float16", "torch.float16", torch.float16, np.float16, np.dtype("float16")]
+
+
+@pytest.mark.parametrize("dtype", SPELLINGS, ids=repr)
+def test_a_dtype_may_be_text_numpys_or_torchs(recipe: dict[str, Any], dtype: object) -> None:
+    assert {step.out.dtype.name for step in weightsmith.plan(recipe, out_dtype=dtype).steps} == {"F16"}
+    assert {step.out.dtype.name for step in weightsmith.plan(recipe | {"dtype": dtype}).steps} == {"F16"}
+
+
+def test_bfloat16_too(recipe: dict[str, Any]) -> None:
+    plan = weightsmith.plan(recipe | {"dtype": torch.bfloat16})
+    assert {step.out.dtype.name for step in plan.steps} == {"BF16"}
+    assert "dtype: bfloat16" in plan.recipe
+
+
+def test_what_is_no_dtype_is_an_error(recipe: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=r"--out-dtype \(out_dtype\): must be one of bfloat16, .* \(did you mean 'float16'\?\)"):
+        weightsmith.plan(recipe, out_dtype="float17")
+    with pytest.raises(PlanError, match="int8 would round every weight"):
+        weightsmith.plan(recipe | {"dtype": np.int8})
+
+
+# ---- recipes
+
+
+@pytest.mark.parametrize("source", [None, 3, b"merge_method: linear\n", ["a"]])
+def test_what_is_no_recipe_is_a_clear_error(source: Any) -> None:
+    name = type(source).__name__
+    wrong = rf"a recipe is the path of a file, YAML text, a mapping or a list of mappings, not {name}"
+    with pytest.raises(TypeError, match=wrong):
+        weightsmith.plan(source)
+    with pytest.raises(TypeError, match=wrong):
+        weightsmith.merge(source, "out")
+    with pytest.raises(TypeError, match=wrong):
+        weightsmith.moe(source, "out")
+
+
+def test_values_are_put_into_the_recipe(recipe: dict[str, Any]) -> None:
+    plan = weightsmith.plan(recipe, settings={"models[0].parameters.weight": 3})
+    assert [own["weight"] for own in plan.settings[-1].models] == [3, 1]
+    assert "weight: 3" in plan.recipe
+
+
+def test_a_problem_in_a_text_shows_its_line(recipe: dict[str, Any]) -> None:
+    with pytest.raises(PlanError) as caught:
+        weightsmith.plan(LINEAR.replace("0.25", "heavy"))
+    assert "    4 |     parameters: {weight: heavy}\n      |                          ^^^^^\n" in str(caught.value)
+
+
+# ---- plans
+
+
+def test_a_plan_has_a_short_repr_and_an_html_one(recipe: dict[str, Any]) -> None:
+    recipe["models"][0]["model"] = "./a"
+    plan = weightsmith.plan(recipe)
+    assert repr(plan) == "<Plan linear of 2 models: 6 tensors, 400 bytes>"
+    html = plan._repr_html_()
+    assert html.startswith("<table>")
+    assert "<th>method</th><td>linear</td>" in html
+    assert "<th>models</th><td>./a, b</td>" in html
+    assert "<th>by linear</th><td>6 tensors, 400 bytes</td>" in html
+
+
+def test_html_of_hostile_names_is_escaped(recipe: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "<b>").symlink_to(tmp_path / "a")
+    recipe["models"][0]["model"] = "./<b>"
+    assert "&lt;b&gt;" in weightsmith.plan(recipe)._repr_html_()
+
+
+# ---- progress
+
+
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The labels that the meter of a Python call gets."""
+    labels: list[str] = []
+
+    class Recorder(meters.Silent):
+        def show(self, reading: meters.Reading) -> None:
+            labels.append(reading.label)
+
+    monkeypatch.setattr("weightsmith._app.api.watched_meter", Recorder)
+    return labels
+
+
+def test_progress_is_shown_by_default_and_can_be_turned_off(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = shown(monkeypatch)
+    weightsmith.merge(recipe, tmp_path / "first", fsync=False)
+    assert labels[-1] == "saving to disk"
+    labels.clear()
+    weightsmith.merge(recipe, tmp_path / "second", progress=False, fsync=False)
+    seen: list[int] = []
+    weightsmith.merge(recipe, tmp_path / "third", progress=lambda p: seen.append(p.tensors), fsync=False)
+    assert labels == []
+    assert seen[-1] == 6
+
+
+def test_the_meter_is_a_bar_on_a_terminal_a_cell_in_a_notebook_and_silent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_terminal(sys.stderr)
+    assert isinstance(meters.watched_meter(), meters.Silent)
+    monkeypatch.setattr(meters, "is_terminal", lambda stream: True)
+    with meters.watched_meter() as bar:
+        assert isinstance(bar, meters.Bar)
+    drawn: list[str] = []
+    handle = types.SimpleNamespace(update=lambda html: drawn.append(html.data))
+    display = types.ModuleType("IPython.display")
+    display.HTML = lambda text: types.SimpleNamespace(data=text)  # type: ignore[attr-defined]
+    display.display = lambda html, display_id: handle  # type: ignore[attr-defined]
+    ipython = types.ModuleType("IPython")
+    ipython.get_ipython = type("ZMQInteractiveShell", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    with meters.watched_meter() as cell:
+        assert isinstance(cell, meters.Cell)
+        cell.show(meters.Reading("<merging>", 1, 4, 1))
+        cell.show(meters.Reading("<merging>", 2, 4, 2))
+    assert drawn == ["<progress value='0.250' max='1'></progress> &lt;merging&gt;:  25 %, 1 bytes of 4 bytes", ""]

@@ -1,0 +1,179 @@
+"""`weightsmith quantize` and `dequantize`: one model in, one model out, through the same engine and store as a merge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.cli_help import Cli, cli
+from tests.mini import write_checkpoint
+from weightsmith._base.errors import PlanError
+
+__all__ = ["cli"]
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bfloat16 model with two layers, in the current folder as `m`."""
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (16, 32), "model.norm.weight": (32,)}
+    shapes |= {f"model.layers.{i}.{part}.weight": (32, 32) for i in range(2) for part in ("self_attn.q_proj", "mlp.up_proj")}
+    tensors = {name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    write_checkpoint(tmp_path / "m", tensors, CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "m"
+
+
+def tensors_of(folder: str | Path) -> dict[str, np.ndarray]:
+    with weightsmith.open_checkpoint(folder) as opened:
+        return {name: opened.read(name) for name in opened.specs}
+
+
+def config_of(folder: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", ["w4a16", "gguf-q4_k_m"])
+@pytest.mark.parametrize("text", [(), ("--calibration", "none")])
+def test_rows_without_a_calibration_text_are_an_error(name: str, text: tuple[str, ...], model: Path, cli: Cli) -> None:
+    ran = cli("quantize", "m", "q", "--format", name, "--calibration-rows", "5", *text)
+    assert ran.code == 1
+    assert "--calibration-rows (calibration_rows): no calibration text is read" in ran.err
+
+
+def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
+    ran = cli("quantize", "m", "q", "--format", "fp8-dynamic", "--quiet")
+    assert (ran.code, ran.err) == (0, "")
+    weightsmith.merge(
+        {"merge_method": "passthrough", "models": [{"model": "m"}]}, "merged", quantize="fp8-dynamic", progress=False
+    )
+    assert Path("q/model.safetensors").read_bytes() == Path("merged/model.safetensors").read_bytes()
+    manifest = json.loads(Path("q/weightsmith.json").read_text())
+    assert (manifest["merge_method"], manifest["quantised"]) == ("quantize", "fp8-dynamic")
+    assert "Quantised with weightsmith" in Path("q/README.md").read_text()
+
+    assert cli("dequantize", "q", "plain", "--quiet").code == 0
+    assert config_of("plain") == config_of("m")
+    expected = tensors_of("q")
+    for name, found in tensors_of("plain").items():
+        np.testing.assert_array_equal(found, expected[name].astype(found.dtype), name)
+        assert found.dtype == tensors_of("m")[name].dtype
+
+
+def test_the_dtype_of_plain_weights(model: Path, cli: Cli) -> None:
+    assert cli("dequantize", "m", "plain", "--dtype", "float32", "--quiet").code == 0
+    assert {array.dtype.name for array in tensors_of("plain").values()} == {"float32"}
+    assert config_of("plain")["dtype"] == "float32"
+
+
+def test_the_card_names_the_relation_to_the_model(model: Path) -> None:
+    (model / "README.md").write_text("---\nbase_model: org/base\n---\n")
+    weightsmith.quantize("m", "q", "fp8-dynamic", progress=False)
+    card = Path("q/README.md").read_text()
+    assert "base_model_relation: quantized" in card
+    assert "- merge" not in card
+    weightsmith.dequantize("m", "plain", progress=False)
+    assert "relation" not in Path("plain/README.md").read_text()
+
+
+def test_a_model_that_is_quantised_already_is_dequantised_first(model: Path) -> None:
+    weightsmith.quantize("m", "q", "fp8-dynamic", progress=False)
+    again = weightsmith.quantize("q", "again", "fp8-dynamic", progress=False)
+    assert "quantised already (codes with scales): its weights are dequantised, then stored as fp8-dynamic" in str(
+        again.warnings[0]
+    )
+    weightsmith.dequantize("q", "plain", progress=False)
+    weightsmith.quantize("plain", "from plain", "fp8-dynamic", progress=False)
+    assert Path("again/model.safetensors").read_bytes() == Path("from plain/model.safetensors").read_bytes()
+
+
+def test_a_plan_of_it_writes_nothing_and_runs_elsewhere(model: Path, cli: Cli) -> None:
+    ran = cli("quantize", "m", "--format", "fp8-dynamic", "--plan", "--json")
+    assert ran.code == 0
+    assert not Path("q").exists()
+    Path("plan.json").write_text(ran.out)
+    assert cli("run", "plan.json", "q", "--quiet").code == 0
+    weightsmith.quantize("m", "direct", "fp8-dynamic", progress=False)
+    assert Path("q/model.safetensors").read_bytes() == Path("direct/model.safetensors").read_bytes()
+
+
+def test_the_list_of_formats(cli: Cli) -> None:
+    ran = cli("quantize", "--list")
+    assert ran.code == 0
+    assert "fp8-dynamic" in ran.out
+    assert "vLLM" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("quantize", "m", "q", "--format", "fp8-dynamc"), "(did you mean 'fp8-dynamic'?)"),
+        (
+            ("quantize", "m", "q", "--format", "fp8-dynamic", "--bits", "4"),
+            "--bits (bits): not a setting of fp8-dynamic, which has none",
+        ),
+        (("quantize", "m", "q"), "--format"),
+        (("quantize", "m", "--format", "fp8-dynamic"), "name the folder to create"),
+        (("quantize", "m", "q", "--format", "fp8-dynamic", "--plan"), "with --plan nothing is written"),
+        (("quantize", "n", "q", "--format", "fp8-dynamic"), "no such folder"),
+        (("dequantize", "n", "q"), "no such folder"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_one_error(arguments: tuple[str, ...], text: str, model: Path, cli: Cli) -> None:
+    ran = cli(*arguments)
+    assert ran.code != 0
+    assert text in " ".join(ran.err.replace("│", " ").split())
+    assert "Traceback" not in ran.err
+    assert sorted(path.name for path in Path().iterdir()) == ["m"]
+
+
+def test_an_unknown_format_in_python(model: Path) -> None:
+    with pytest.raises(PlanError, match=r"--format \(format\): must be one of fp8-dynamic, .*gguf-bf16, \.\.\., not 'fp8'"):
+        weightsmith.quantize("m", "q", "fp8")
+
+
+def test_an_option_under_another_name_in_python(model: Path) -> None:
+    with pytest.raises(TypeError, match=r"dequantize\(\) has no option 'out_dtype' \(did you mean 'dtype'\?\)"):
+        weightsmith.dequantize("m", "q", out_dtype="float32")
+    with pytest.raises(TypeError, match=r"quantize\(\) has no option 'quantize' \(did you mean 'format'\?\)"):
+        weightsmith.quantize("m", "q", "int8", quantize="fp8-dynamic")
+    assert not Path("q").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"format": None}, r"--format \(format\): must be a string, not None"),
+        ({"format": ["w4a16"]}, r"--format \(format\): must be a string, not \['w4a16'\]"),
+        ({"bits": "4"}, r"--bits \(bits\): must be a number, not '4'"),
+        ({"bits": True}, r"--bits \(bits\): must be a number, not True"),
+        ({"calibration": 5}, r"--calibration \(calibration\): must be a string, not 5"),
+        ({"calibration_rows": 2.5}, r"--calibration-rows \(calibration_rows\): must be a whole number, not 2.5"),
+        ({"uniform": None}, r"--uniform \(uniform\): must be True or False, not None"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_another_type_is_one_clear_error(model: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        weightsmith.quantize(model, "q", **{"format": "exl2", **given})
+    if "format" not in given:
+        with pytest.raises(PlanError, match=message):
+            weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]}, quantize="exl2", **given)
+    assert not Path("q").exists()
+
+
+def test_a_format_of_a_merge_is_a_string_or_none(model: Path) -> None:
+    recipe: dict[str, Any] = {"merge_method": "passthrough", "models": [{"model": "m"}]}
+    with pytest.raises(PlanError, match=r"--quantize \(quantize\): must be a string, not \['w4a16'\]"):
+        weightsmith.plan(recipe, quantize=["w4a16"])  # type: ignore[arg-type]
+    assert weightsmith.plan(recipe, quantize=None).encodings == ()

@@ -1,0 +1,365 @@
+"""The driver: what it does about lost, slow and failing workers, and that the bytes are those of one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.cli_help import CONFIG
+from tests.execution.distributed.threads import Died, Threads
+from tests.execution.test_run import big_model, files
+from tests.mini import write_checkpoint
+from tests.output_help import open_staging
+from weightsmith import _execution as execution
+from weightsmith._base.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
+from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._execution import NO_CALLBACKS, Callbacks, Merged
+from weightsmith._execution.distributed import driver
+from weightsmith._execution.distributed.driver import edges, is_portable, part_count, share_out
+from weightsmith._execution.distributed.work import Share
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._outputs.local import disk
+from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.local.backend import staged_plan
+from weightsmith._outputs.local.locks import is_held
+from weightsmith._outputs.staging import Staging
+from weightsmith.abc.output import OutputBackend, OutputSpec
+
+TIES = {
+    "merge_method": "ties",
+    "base_model": "./a",
+    "models": [{"model": "./b", "parameters": {"weight": 1, "density": 0.4}}, {"model": "./c", "parameters": {"weight": 0.5}}],
+    "parameters": {"density": 0.3},
+    "dtype": "bfloat16",
+}
+MODEL_WIDE = TIES | {"parameters": {"density": 0.3, "scope": "model"}}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for seed, name in enumerate("abc"):
+        big_model(tmp_path / name, seed)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(driver, "PART_BYTES", 1 << 20)
+    yield tmp_path
+    for made in tmp_path.glob("*/lock"):
+        assert not is_held(made.parent)
+
+
+def merge(workers: Threads, recipe: Any = TIES, callbacks: Callbacks = NO_CALLBACKS, **options: Any) -> Merged:
+    """A merge whose parts these workers do."""
+    with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
+        try:
+            return execution.execute(
+                prepared,
+                "out",
+                RunOptions(fsync=False, threads=1, **options),
+                callbacks,
+                helpers=partial(share_out, workers=workers),
+            )
+        finally:
+            workers.join()
+
+
+def parts_of(workers: Threads) -> list[tuple[int, int] | None]:
+    return [share.part for share in workers.started]
+
+
+@pytest.mark.parametrize("recipe", [TIES, MODEL_WIDE], ids=["tensor", "model"])
+def test_the_bytes_are_those_of_one_process(here: Path, recipe: Any) -> None:
+    alone = weightsmith.merge(recipe, "whole", progress=False)
+    workers = Threads(3)
+    merged = merge(workers, recipe=recipe)
+    assert files(here / "out") == files(here / "whole")
+    assert merged.resumed == 0
+    assert (merged.read_bytes, merged.written_bytes) == (alone.read_bytes, alone.written_bytes), "nothing was done twice"
+    assert merged.distance == alone.distance
+    assert len(workers.started) > 3
+    assert not staging_folder(here / "out").exists()
+
+
+def test_products_are_made_by_one_worker_and_the_parts_that_need_them_wait(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    started: list[int] = []
+    plain = Staging.keep
+
+    def keep(self: Staging, product: Any, arrays: Any) -> Any:
+        time.sleep(0.3)
+        started.append(len(workers.started))
+        made.append(product.name)
+        return plain(self, product, arrays)
+
+    monkeypatch.setattr(Staging, "keep", keep)
+    workers = Threads(3)
+    merge(workers, recipe=MODEL_WIDE)
+    assert made == ["thresholds"]
+    assert started == [1], "all parts need it"
+    assert parts_of(workers).count(None) == 1
+
+
+def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_finished(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weightsmith.merge(TIES, "whole", progress=False)
+    finished: list[str] = []
+    plain = Staging.finish
+
+    def finish(self: Staging, name: str, done: Any) -> None:
+        plain(self, name, done)
+        finished.append(name)
+        if len(finished) == 2:
+            raise Died
+
+    monkeypatch.setattr(Staging, "finish", finish)
+    workers = Threads(1)
+    merged = merge(workers)
+    assert len(workers.started) == len(set(workers.started)) + 1
+    assert sorted(finished) == sorted(step.out.name for step in merged.plan.steps), "none was made twice"
+    assert files(here / "out") == files(here / "whole")
+
+
+def test_workers_that_are_lost_again_and_again_are_an_error(here: Path) -> None:
+    def before(share: Share) -> None:
+        if share.part is not None and share.part[0] == 2:
+            raise Died
+
+    workers = Threads(2, before)
+    with pytest.raises(WorkerLost, match=r"the worker of part 2 of \d+ was lost 4 times: killed") as caught:
+        merge(workers)
+    assert "run again to resume" in str(caught.value)
+    merged = merge(Threads(2))
+    assert merged.resumed > 0
+    weightsmith.merge(TIES, "whole", progress=False)
+    assert files(here / "out") == files(here / "whole")
+
+
+@pytest.mark.slow
+def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a machine is cut off from the cluster, but not from the shared folder."""
+    weightsmith.merge(TIES, "whole", progress=False)
+    lost = threading.Event()
+    plain, shares = Staging.open.__func__, []  # type: ignore[attr-defined]
+
+    def opened(cls: type, backend: OutputBackend, spec: OutputSpec) -> Staging:
+        staging: Staging = plain(cls, backend, spec)
+        if spec.part.startswith("1-of") and not shares:
+            shares.append(staging)  # it keeps the lock
+            raise Died
+        return staging
+
+    monkeypatch.setattr(Staging, "open", classmethod(opened))
+    workers = Threads(1)
+    threading.Timer(1.5, lambda: (shares[0].close(), lost.set())).start()
+    merge(workers)
+    assert lost.is_set()
+    assert parts_of(workers).count(workers.started[0].part) >= 3
+    assert files(here / "out") == files(here / "whole")
+
+
+@pytest.mark.slow
+def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "BUSY_SECONDS", 0.5)
+
+    def before(share: Share) -> None:
+        if share.part is not None and share.part[0] == 1 and not held:
+            (staging_folder(here / "out") / "parts").mkdir(exist_ok=True)
+            held.append(open_staging("out", prepared.plan.layout, order().identity, part=f"1-of-{share.part[1]}"))
+
+    held: list[Staging] = []
+    workers = Threads(1, before)
+
+    def order() -> Any:
+        return workers.orders[-1]
+
+    with prepare_any(TIES, RecipeOptions(), QuantizeSettings()) as prepared:
+        with pytest.raises(Busy, match="another process is doing part 1 of"):
+            merge(workers)
+        for staging in held:
+            staging.close()
+
+
+@pytest.mark.slow
+def test_a_slow_part_is_done_by_a_second_worker_and_the_first_answer_counts(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weightsmith.merge(TIES, "whole", progress=False)
+    monkeypatch.setattr(driver, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 1)  # the first worker finds nothing
+    go_on = threading.Event()
+
+    def before(share: Share) -> None:
+        if share.part is not None and share.part[0] == 1 and not share.second:
+            assert go_on.wait(30)
+
+    workers = Threads(2, before)
+    plain = workers.stop
+
+    def stop(share: Share) -> None:
+        plain(share)
+        go_on.set()
+
+    workers.stop = stop  # type: ignore[method-assign]
+    merge(workers)
+    first = workers.started[0]
+    assert workers.stopped == [first]
+    assert Share(first.part, second=True) in workers.started
+    assert files(here / "out") == files(here / "whole")
+
+
+def test_what_torch_may_round_otherwise_has_no_second_worker(here: Path) -> None:
+    pytest.importorskip("torch")
+    recipes = {
+        True: TIES,
+        False: TIES | {"merge_method": "tsv_m", "parameters": {}, "models": [{"model": "./b"}, {"model": "./c"}]},
+    }
+    for expected, recipe in recipes.items():
+        with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
+            assert is_portable(prepared) == expected
+
+
+def test_the_error_of_a_worker_is_that_of_one_process(here: Path) -> None:
+    bad = np.ones((900, 512), np.float32)
+    bad[3, 4] = np.nan
+    write_checkpoint(here / "d", {"model.layers.0.mlp.up_proj.weight": bad}, CONFIG)
+    write_checkpoint(here / "e", {"model.layers.0.mlp.up_proj.weight": np.ones_like(bad)}, CONFIG)
+    recipe = {"merge_method": "linear", "models": [{"model": f"./{m}", "parameters": {"weight": 1}} for m in "de"]}
+    with pytest.raises(NonFinite) as alone:
+        weightsmith.merge(recipe, "whole", progress=False)
+    with pytest.raises(NonFinite) as caught:
+        merge(Threads(2), recipe=recipe)
+    assert str(caught.value) == str(alone.value)
+    assert caught.value.code == alone.value.code
+
+
+def test_ctrl_c_ends_the_workers_and_leaves_work_that_resumes_in_one_process(here: Path) -> None:
+    def progress(now: weightsmith.Progress) -> None:
+        if 0 < now.tensors < now.total_tensors:
+            raise KeyboardInterrupt
+
+    workers = Threads(2, lambda share: time.sleep(0.1))
+    with pytest.raises(KeyboardInterrupt):
+        merge(workers, callbacks=Callbacks(progress))
+    assert workers.stopped
+    assert not is_held(staging_folder(here / "out"))
+    merged = weightsmith.merge(TIES, "out", progress=False)
+    assert 0 < merged.resumed
+    weightsmith.merge(TIES, "whole", progress=False)
+    assert files(here / "out") == files(here / "whole")
+
+
+def test_progress_counts_each_tensor_once_and_ends_full(here: Path) -> None:
+    seen: list[weightsmith.Progress] = []
+    merged = merge(Threads(2), callbacks=Callbacks(seen.append))
+    counts = [now.tensors for now in seen]
+    assert counts == sorted(counts)
+    assert counts[-1] == seen[-1].total_tensors == len(merged.plan.steps)
+    assert any(0 < count < len(merged.plan.steps) for count in counts)
+    assert seen[-1].written_bytes == seen[-1].total_bytes
+
+
+def test_another_program_or_other_files_are_an_error_that_says_what_differs(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before(share: Share) -> None:
+        monkeypatch.setattr("weightsmith._execution.identity.program_digest", lambda: "another")
+
+    with pytest.raises(ParameterError, match="does not have the program") as caught:
+        merge(Threads(1, before))
+    assert "program code, or the version of numpy, numba, torch or libgguf: changed" in str(caught.value)
+
+
+def test_an_input_that_changes_is_found_by_the_worker(here: Path) -> None:
+    def before(share: Share) -> None:
+        (here / "b" / "model.safetensors").touch()
+
+    with pytest.raises(WeightsmithError) as caught:
+        merge(Threads(1, before))
+    assert isinstance(caught.value, CheckpointError | ParameterError)
+
+
+def test_locks_that_other_machines_do_not_see_are_an_error_before_a_tensor_is_written(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver_thread, lock = threading.current_thread(), disk.lock
+
+    def local_lock(fd: int, *, shared: bool = False) -> bool:
+        return threading.current_thread() is not driver_thread or lock(fd, shared=shared)
+
+    monkeypatch.setattr(disk, "lock", local_lock)
+    with pytest.raises(StoreError, match="the locks of this folder are not shared between machines") as caught:
+        merge(Threads(1))
+    assert "NFS: without nolock" in str(caught.value)
+    with open_staging("out", weightsmith.plan(TIES).layout, staged_plan("out")) as staging:
+        assert not staging.holds_work
+
+
+def test_a_worker_that_does_not_see_the_folder_is_an_error(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.2)
+    own_disk = tmp_path_factory.mktemp("other")
+    workers = Threads(1)
+    begin = workers.begin
+    monkeypatch.setattr(workers, "begin", lambda order: begin(replace(order, out=str(own_disk / "out"))))
+    with pytest.raises(StoreError, match="this machine does not see the folder of the driver"):
+        merge(workers)
+    assert not list(own_disk.iterdir())
+
+
+def test_tensors_at_the_edges_of_parts_are_read_again_when_other_machines_wrote_them(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weightsmith.merge(TIES, "whole", progress=False)
+    damaged: list[str] = []
+    check = driver.Driver.check_edges
+
+    def damage(self: driver.Driver, threads: int) -> None:
+        damaged.append(min(edges(self.plan, self._owner)))
+        self.staging.write(damaged[-1], 0, bytes(4))
+        check(self, threads)
+
+    monkeypatch.setattr(driver.Driver, "check_edges", damage)
+    merge(Threads(2, machine="elsewhere"))
+    assert len(damaged) == 1
+    assert files(here / "out") == files(here / "whole")
+
+
+def test_edges_are_the_tensors_near_another_part_or_a_header(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = weightsmith.plan(TIES)
+    names = [spec.name for shard in plan.layout.shards for spec in shard.tensors]
+    owner = {name: 1 if i < 4 else 2 for i, name in enumerate(names)}
+    monkeypatch.setattr(driver, "EDGE_BYTES", 1)
+    assert edges(plan, owner) == {names[0], names[3], names[4]}
+    monkeypatch.setattr(driver, "EDGE_BYTES", 1 << 30)
+    assert edges(plan, owner) == set(names)
+    monkeypatch.setattr(driver, "EDGE_BYTES", 1)
+    assert edges(plan, dict.fromkeys(names, 1)) == {names[0]}
+
+
+def test_parts_are_not_smaller_than_they_need_be(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = weightsmith.plan(TIES)
+    assert part_count(plan, 1) == 1
+    assert part_count(plan, 2) == 8
+    assert part_count(plan, 100) == len(plan.steps)
+    monkeypatch.setattr(driver, "PART_BYTES", 256 << 20)
+    assert part_count(plan, 2) == 2
+
+
+def test_no_resume_discards_what_was_there(here: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        merge(Threads(1), callbacks=Callbacks(interrupt))
+    other = TIES | {"parameters": {"density": 0.1}}
+    merged = merge(Threads(1), recipe=other, resume=False)
+    assert merged.resumed == 0
+
+
+def interrupt(now: weightsmith.Progress) -> None:
+    if now.tensors:
+        raise KeyboardInterrupt

@@ -1,0 +1,246 @@
+"""On a Ray cluster of four machines, simulated on this one: the bytes are those of one process, also when a machine dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weightsmith
+from tests.bucket_help import Server
+from tests.execution.test_run import big_model, files
+from tests.output_help import tree
+from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
+from weightsmith._base.errors import NonFinite, ParameterError
+from weightsmith._execution.distributed import on_ray
+from weightsmith._outputs.bucket import parts
+from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.local.locks import is_held
+
+__all__ = ["front", "moto", "new_server", "ports", "spool"]
+
+TIES = """merge_method: ties
+base_model: ./a
+models:
+  - {model: ./b, parameters: {weight: 1, density: 0.4}}
+  - {model: ./c, parameters: {weight: 0.5, density: 0.2}}
+parameters: {scope: model}
+dtype: bfloat16
+"""
+SLOW = """
+import time
+from weightsmith._engine import local
+plain = local.Run._do
+def slow(self, *arguments):
+    time.sleep(0.3)
+    return plain(self, *arguments)
+local.Run._do = slow
+"""
+SMALL_PARTS = """
+from weightsmith._outputs.bucket import parts, uploads
+parts.PART_BYTES, uploads.SAVE_SECONDS = 200_000, 0.0
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for seed, name in enumerate("abc"):
+        big_model(tmp_path / name, seed)
+    (tmp_path / "ties.yml").write_text(TIES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head that does no work, and four machines of one processor. They are slow: 0.3 s for a tile."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'weightsmith[ray]'")
+    from ray.cluster_utils import Cluster
+
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(SLOW + SMALL_PARTS)
+    paths = [str(slow), str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[2])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        made.machines = [made.add_node(num_cpus=1) for _ in range(4)]
+        yield made
+    finally:
+        made.shutdown()
+
+
+def processes_of(machine: Any, title: bytes) -> list[int]:
+    """The processes of a machine of the cluster that do something: Ray puts it into their command lines."""
+    raylet, found = machine.all_processes["raylet"][0].process.pid, []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == raylet and (process / "cmdline").read_bytes().startswith(title):
+                found.append(int(process.name))
+    return found
+
+
+@pytest.fixture
+def store(moto: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A bucket that the machines find in their environment; request it before `cluster`."""
+    monkeypatch.setattr(parts, "PART_BYTES", 200_000)
+    return moto
+
+
+@pytest.mark.slow
+def test_one_of_four_machines_dies_half_way_and_the_bytes_are_the_same(
+    here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weightsmith.merge("ties.yml", "whole", progress=False)
+    merged = merge_while_one_dies(cluster, "out", monkeypatch)
+    assert merged.resumed == 0
+    assert files(here / "out") == files(here / "whole")
+    assert not staging_folder(here / "out").exists()
+
+
+@pytest.mark.slow
+def test_four_machines_write_to_a_bucket_and_one_dies(
+    here: Path, store: Server, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weightsmith.merge("ties.yml", "out", progress=False)
+    merge_while_one_dies(cluster, f"s3://{store.bucket}/x/out", monkeypatch)
+    assert store.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
+    assert store.uploads() == []
+
+
+def merge_while_one_dies(cluster: Any, out: str, monkeypatch: pytest.MonkeyPatch) -> weightsmith.Merged:
+    """A merge on the cluster, of which one machine is killed when two tensors are finished."""
+    monkeypatch.setattr("weightsmith._execution.distributed.driver.PART_BYTES", 1 << 20)
+    lost: list[str] = []
+    take = on_ray.RayWorkers.answers
+
+    def answers(self: on_ray.RayWorkers, seconds: float) -> Any:
+        found = take(self, seconds)
+        lost.extend(answer.why for _, answer in found if isinstance(answer, on_ray.Lost))
+        return found
+
+    monkeypatch.setattr(on_ray.RayWorkers, "answers", answers)
+
+    killed: list[int] = []
+
+    def progress(now: weightsmith.Progress) -> None:
+        if now.tensors >= 2 and not killed:
+            for machine in cluster.machines:
+                if busy := processes_of(machine, b"ray::_do"):
+                    killed.extend(busy)
+                    for process in (machine.all_processes["raylet"][0].process.pid, *busy):
+                        os.kill(process, signal.SIGKILL)
+                    return
+
+    merged = weightsmith.merge("ties.yml", out, progress=progress, ray=cluster.address)
+    assert killed
+    assert lost
+    return merged
+
+
+@pytest.mark.slow
+def test_an_error_of_a_worker_and_ctrl_c_are_those_of_one_process(here: Path, cluster: Any, tmp_path: Path) -> None:
+    import numpy as np
+
+    from tests.cli_help import CONFIG
+    from tests.mini import write_checkpoint
+
+    for name, value in (("d", np.nan), ("e", 1.0)):
+        write_checkpoint(tmp_path / name, {"norm": np.full(4, value, np.float32)}, CONFIG)
+    recipe = {"merge_method": "linear", "models": [{"model": f"./{m}", "parameters": {"weight": 1}} for m in "de"]}
+    with pytest.raises(NonFinite) as alone:
+        weightsmith.merge(recipe, "one", progress=False)
+    with pytest.raises(NonFinite) as caught:
+        weightsmith.merge(recipe, "two", progress=False, ray=cluster.address)
+    assert str(caught.value) == str(alone.value)
+
+    def progress(now: weightsmith.Progress) -> None:
+        if now.tensors:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge("ties.yml", "out", progress=progress, ray=cluster.address)
+    deadline = time.monotonic() + 20
+    while is_held(staging_folder(here / "out")):
+        assert time.monotonic() < deadline, "a worker still runs"
+        time.sleep(0.1)
+    assert 0 < weightsmith.merge("ties.yml", "out", progress=False).resumed
+
+
+@pytest.mark.slow
+def test_the_command_starts_a_cluster_and_leaves_no_process(here: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'weightsmith[ray]'")
+    environment = {**os.environ, "PYTHONPATH": str(Path(weightsmith.__file__).parents[1])}
+    command = [sys.executable, "-m", "weightsmith", "merge", "ties.yml"]
+    subprocess.run([*command, "whole", "--quiet"], env=environment, check=True, timeout=100)
+    ran = subprocess.run(
+        [*command, "out", "--ray", "local"], env=environment, check=False, timeout=100, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "10 tensors" in ran.stdout
+    assert "saving to disk: 100 %" in ran.stderr
+    assert "ray" not in ran.stderr.lower()
+    assert files(here / "out") == files(here / "whole")
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "ray::" not in listed
+
+
+LISTENING = """
+import json, os
+from pathlib import Path
+from weightsmith._execution.distributed.on_ray import RayWorkers
+from weightsmith._base.options import RunOptions
+with RayWorkers.connect(RunOptions(ray="local")) as workers:
+    import psutil
+    import ray
+    folder = Path(ray._private.worker._global_node.get_temp_dir_path())
+    me = psutil.Process()
+    processes = [me, *me.children(recursive=True)]
+    hosts = [c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"]
+    around = folder.parent.stat()
+    names = sorted({name for p in processes for name in [p.name()]})
+print(json.dumps([hosts, oct(around.st_mode & 0o777), around.st_uid == os.getuid(), folder.parent.exists(), names]))
+"""
+
+
+@pytest.mark.slow
+def test_nobody_else_reaches_a_cluster_of_ours(here: Path) -> None:
+    """Its processes listen on this machine alone, its files are in a folder of mode 0700, and nothing stays."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'weightsmith[ray]'")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1]), "HOME": str(here / "home")}
+    (here / "home").mkdir()
+    ran = subprocess.run(
+        [sys.executable, "-c", LISTENING], env=environment, check=False, timeout=100, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    hosts, mode, ours, left, names = json.loads(ran.stdout.splitlines()[-1])
+    assert {"gcs_server", "raylet"} <= set(names)
+    assert len(hosts) >= 3
+    assert {host.removeprefix("::ffff:") for host in hosts} == {"127.0.0.1"}
+    assert (mode, ours, left) == ("0o700", True, False)
+    assert not list((here / "home").rglob("*token*"))
+
+
+def test_without_ray_the_option_says_what_to_install(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ParameterError, match="Ray is not installed") as caught:
+        weightsmith.merge("ties.yml", "out", ray="auto")
+    assert "pip install 'weightsmith[ray]'" in str(caught.value)
+    assert not staging_folder(here / "out").exists()
+
+
+def test_a_client_s_address_is_refused(here: Path) -> None:
+    with pytest.raises(ParameterError, match="only machines of the cluster can give out parts"):
+        weightsmith.merge("ties.yml", "out", ray="ray://head:10001")

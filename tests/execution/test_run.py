@@ -1,0 +1,462 @@
+"""A plan runs from its JSON alone: in another process, in parts that several processes do at once, and in parts that die."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+import weightsmith
+from tests import plan_help
+from tests.cli_help import CONFIG, Cli
+from tests.mini import write_checkpoint
+from weightsmith._app.cli.run import parse_part
+from weightsmith._base.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
+from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.local.products import read_product, write_product
+from weightsmith._plans import plan_from_json
+from weightsmith._plans.parts import part_of
+
+LAYERS = 4
+
+
+@cache
+def big_tensors(seed: int) -> dict[str, np.ndarray]:
+    """Some tensors of several tiles, so that there is something to interrupt."""
+    rng = np.random.default_rng(seed)
+    tensors = {
+        "model.embed_tokens.weight": rng.normal(0, 0.02, (4000, 64)),
+        **{
+            f"model.layers.{i}.mlp.{p}_proj.weight": rng.normal(0, 0.02, (900, 512))
+            for i in range(LAYERS)
+            for p in ("up", "down")
+        },
+        "model.norm.weight": np.ones(64),
+    }
+    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+
+
+def big_model(folder: Path, seed: int) -> str:
+    config = {"architectures": ["X"], "model_type": "llama", "num_hidden_layers": LAYERS, "vocab_size": 4000}
+    return str(write_checkpoint(folder, big_tensors(seed), config))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Models a, b and c, and a recipe whose thresholds are of the whole model."""
+    for seed, name in enumerate("abc"):
+        big_model(tmp_path / name, seed)
+    (tmp_path / "ties.yml").write_text(
+        "merge_method: ties\nbase_model: ./a\nmodels:\n"
+        "  - {model: ./b, parameters: {weight: 1, density: 0.4}}\n  - {model: ./c, parameters: {weight: 0.5, density: 0.2}}\n"
+        "parameters: {scope: model}\ndtype: bfloat16\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything but the manifest, whose times differ, under the name `out`."""
+    return {
+        f.name: f.read_bytes().replace(folder.name.encode(), b"out") for f in folder.iterdir() if f.name != "weightsmith.json"
+    }
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "weightsmith", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def done(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+def planned(here: Path, recipe: str = "ties.yml") -> Path:
+    """The plan as the command line prints it."""
+    file = here / "plan.json"
+    file.write_text(done(command("plan", recipe, "--json")))
+    return file
+
+
+@pytest.mark.slow
+def test_a_plan_from_the_command_line_runs_in_another_process_to_the_same_bytes(here: Path) -> None:
+    weightsmith.merge("ties.yml", "whole")
+    file = planned(here)
+    done(command("run", str(file), "out"))
+    assert files(here / "out") == files(here / "whole")
+    assert plan_from_json(json.loads(file.read_text())).hash == weightsmith.plan("ties.yml").hash
+
+
+@pytest.mark.slow
+def test_four_processes_do_a_part_each_one_dies_and_the_last_one_publishes(here: Path) -> None:
+    weightsmith.merge("ties.yml", "whole")
+    file = planned(here)
+    slow = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
+    (here / "sitecustomize.py").write_text(
+        "import time\nfrom weightsmith._engine import local\nplain = local.Run._do\n"
+        "def slow(self, *a):\n    time.sleep(0.05)\n    return plain(self, *a)\nlocal.Run._do = slow\n"
+    )
+    parts = {k: command("run", str(file), "out", "--part", f"{k}/4", "--threads", "1", env=slow) for k in range(1, 5)}
+    journal = staging_folder(here / "out") / "parts" / "journal-2-of-4"
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and b'"tensor"' in journal.read_bytes()):
+        assert time.monotonic() < deadline
+        assert parts[2].poll() is None, parts[2].communicate()
+        time.sleep(0.01)
+    parts[2].send_signal(signal.SIGKILL)
+    parts[2].communicate()
+    again = command("run", str(file), "out", "--part", "2/4")
+    for k in (1, 3, 4):
+        assert f"part {k} of 4 is done" in done(parts[k])
+    done(again)
+    assert not (here / "out").exists()
+    merged = json.loads(done(command("run", str(file), "out", "--json")))
+    assert merged["resumed"] == merged["tensors"]
+    assert merged["read_bytes"] == 0, "thresholds were found again too"
+    assert files(here / "out") == files(here / "whole")
+    assert not staging_folder(here / "out").exists()
+
+
+def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.2)
+    plan, found = weightsmith.plan("ties.yml"), []
+
+    def try_others(now: weightsmith.Progress) -> None:
+        if found or not now.tensors:  # a part that makes products has them to itself: another one waits
+            return
+        for part in ((1, 2), None):
+            with pytest.raises(Busy) as caught:
+                weightsmith.run(plan, "out", part=part)
+            found.append(str(caught.value))
+        weightsmith.run(plan, "out", part=(2, 2))
+
+    weightsmith.run(plan, "out", part=(1, 2), progress=try_others)
+    assert "another process is doing part 1 of 2" in found[0]
+    assert "is building this output now" in found[1]
+    assert weightsmith.run(plan, "out").resumed == len(plan.steps)  # type: ignore[union-attr]
+
+
+def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.2)
+    plan, found = weightsmith.plan("ties.yml"), []
+
+    def try_part(now: weightsmith.Progress) -> None:
+        if not found:
+            with pytest.raises(Busy) as caught:
+                weightsmith.run(plan, "out", part=(1, 2))
+            found.append(caught.value)
+
+    weightsmith.merge("ties.yml", "out", progress=try_part)
+    assert found
+
+
+def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def write(folder: Path, name: str, arrays: Any) -> str:
+        made.append(name)
+        return write_product(folder, name, arrays)
+
+    monkeypatch.setattr("weightsmith._outputs.local.backend.write_product", write)
+    plan = weightsmith.plan("ties.yml")
+    for part in ((1, 2), (2, 2)):
+        weightsmith.run(plan, "out", part=part)
+    weightsmith.run(plan, "out")
+    assert made == ["thresholds"]
+
+
+def test_a_part_says_that_it_waits_for_the_process_that_makes_its_products(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli = Cli(monkeypatch, capsys)
+    plan = here / "plan.json"
+    plan.write_text(json.dumps(weightsmith.plan("ties.yml").to_json()))
+    cli("run", plan, "out", "--part", "1/2")
+    lock = os.open(staging_folder(here / "out") / "parts" / "lock-products", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    release = threading.Timer(0.3, os.close, [lock])
+    release.start()
+    waited = cli("run", plan, "out", "--part", "2/2")
+    release.join()
+    assert "part 2 of 2 is done" in waited.out
+    assert waited.err.count("waiting for another process") == 1
+
+
+@pytest.mark.parametrize("part", ["5/4", "0/4", "4", "1/2/4", "one/4"])
+def test_a_part_that_cannot_be_is_a_mistake_of_the_command_line(part: str) -> None:
+    assert parse_part("4/4") == (4, 4)
+    with pytest.raises(typer.BadParameter, match="is not a part"):
+        parse_part(part)
+
+
+def test_warnings_about_the_data_of_all_parts_are_shown_once_by_the_run_that_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli = Cli(monkeypatch, capsys)
+    for seed, name in enumerate("ab"):
+        tensors = {"norm": np.ones(4, np.float32), "steps": np.full(2, seed), "bound": np.full(2, np.inf, np.float32)}
+        write_checkpoint(tmp_path / name, tensors, CONFIG | {"rope_theta": seed})
+    recipe = {"merge_method": "linear", "models": [{"model": f"./{name}", "parameters": {"weight": 1}} for name in "ab"]}
+    Path("plan.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
+    said = [cli("run", "plan.json", "out", *part).err for part in (["--part", "1/2"], ["--part", "2/2"], [])]
+    assert "warning" not in said[0] + said[1]
+    for warning in ("differ in RoPE theta", "steps: the models differ in this int64 tensor", "bound: this tensor holds a NaN"):
+        assert said[2].count(warning) == 1
+
+
+def test_an_older_journal_of_a_part_does_not_outweigh_the_newer_one_of_the_whole(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = weightsmith.plan("ties.yml")
+    weightsmith.run(plan, "out", part=(1, 2), allow_nonfinite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("weightsmith._outputs.staging.Staging.publish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            weightsmith.run(plan, "out")
+    assert weightsmith.run(plan, "out").resumed == len(plan.steps)  # type: ignore[union-attr]
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_part_does_not_discard_the_work_of_others(here: Path) -> None:
+    with pytest.raises(ParameterError, match="a part cannot discard"):
+        weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2), resume=False)
+
+
+def test_a_part_is_not_for_a_cluster(here: Path) -> None:
+    with pytest.raises(ParameterError, match="a cluster does all parts"):
+        weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2), ray="auto")
+
+
+def test_tensors_made_from_other_numbers_of_a_product_are_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the product was lost and computed again, and came out otherwise."""
+    weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2))
+
+    def read(*arguments: Any) -> list[np.ndarray] | None:
+        arrays = read_product(*arguments)
+        return None if arrays is None else [array + array.dtype.type(1) for array in arrays]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weightsmith._outputs.local.backend.read_product", read)
+        assert weightsmith.merge("ties.yml", "other").resumed == 0
+        weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(2, 2))
+    merged = weightsmith.run(weightsmith.plan("ties.yml"), "out")
+    assert 0 < merged.resumed < len(merged.plan.steps)
+    weightsmith.merge("ties.yml", "straight")
+    assert files(here / "out") == files(here / "straight")
+
+
+def test_a_product_that_reads_what_it_does_not_say_is_refused(here: Path) -> None:
+    data = weightsmith.plan("ties.yml").to_json()
+    other = json.loads(json.dumps(data["products"][0]).replace("thresholds", "others"))
+    data["products"].append(other | {"op": data["products"][0]["op"]})
+    for step in data["steps"]:
+        step["needs"] = [*step["needs"], "others"]
+    with pytest.raises(WeightsmithError, match="does not say that it needs"):
+        weightsmith.run(plan_from_json(data), "out")
+
+
+def test_every_step_is_in_one_part(here: Path) -> None:
+    plan = weightsmith.plan("ties.yml")
+    for n in (1, 2, 3, 7, 50):
+        parts = [part_of(plan, k, n) for k in range(1, n + 1)]
+        assert [step for part in parts for step in part] == list(plan.steps)
+    sizes = [sum(step.out.nbytes for step in part_of(plan, k, 2)) for k in (1, 2)]
+    assert max(sizes) < 0.6 * sum(sizes)
+    with pytest.raises(ValueError, match="invalid part 3 of 2"):
+        part_of(plan, 3, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["0/4", "5/4", "1", "a/b", "1/0", "-1/2"])
+def test_a_part_that_is_none_is_a_usage_error(here: Path, part: str) -> None:
+    process = command("run", "plan.json", "out", f"--part={part}")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "is not a part: write 2/4 for the second of four" in err
+
+
+# ---- models that are not those of the plan
+
+
+def test_a_model_that_is_another_one_is_refused(here: Path) -> None:
+    plan = weightsmith.plan("ties.yml")
+    shutil.rmtree(here / "b")
+    write_checkpoint(here / "b", {"model.norm.weight": np.ones(3, np.float32)}, {"model_type": "llama"})
+    with pytest.raises(PlanError, match="not the model that the plan was made for"):
+        weightsmith.run(plan, "out")
+    shutil.rmtree(here / "b")
+    with pytest.raises(PlanError, match="b"):
+        weightsmith.run(plan, "out")
+    assert {f.name for f in here.iterdir()} == {"a", "c", "ties.yml"}
+
+
+def test_code_of_the_user_runs_only_when_allowed_and_only_as_it_was(here: Path) -> None:
+    code = "import weightsmith\n@weightsmith.block_method\ndef half(models, out):\n    out[:] = models[0] / 2\n"
+    (here / "own.py").write_text(code)
+    (here / "own.yml").write_text("merge_method: ./own.py:half\nmodels:\n  - model: ./a\ndtype: bfloat16\n")
+    whole = weightsmith.merge("own.yml", "whole", allow_code=True)
+    plan = plan_from_json(json.loads(json.dumps(whole.plan.to_json())))
+    with pytest.raises(WeightsmithError, match="would run code"):
+        weightsmith.run(plan, "out")
+    weightsmith.run(plan, "out", allow_code=True)
+    assert files(here / "out") == files(here / "whole")
+    (here / "own.py").write_text(code.replace("/ 2", "/ 3"))
+    with pytest.raises(PlanError, match="has changed since the plan was made"):
+        weightsmith.run(plan, "other", allow_code=True)
+
+
+# ---- hostile plans
+
+
+def edits(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The places of all values in JSON data."""
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(found for key, value in inner for found in edits(value, (*path, key)))]
+
+
+def at(data: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        data = data[key]
+    return data
+
+
+@pytest.mark.slow
+def test_a_mutated_plan_is_one_clear_error_or_runs_inside_its_inputs(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        plan_help.model(tmp_path / name, seed=seed)
+    recipe = {"merge_method": "linear", "models": [{"model": str(tmp_path / n), "parameters": {"weight": 0.5}} for n in "ab"]}
+    good = weightsmith.plan(recipe).to_json()
+    places = [p for p in edits(good) if p and p[0] not in ("recipe", "warnings", "config")]
+    values: list[Any] = [
+        None,
+        -1,
+        0,
+        1,
+        7,
+        1 << 40,
+        1 << 70,
+        "x",
+        "",
+        [],
+        {},
+        [1],
+        True,
+        0.5,
+        "../../etc/passwd",
+        ["BF16"],
+        "join",
+    ]
+    rng = random.Random(1)
+    refused = 0
+    for _ in range(1500):
+        data = copy.deepcopy(good)
+        place = rng.choice(places)
+        at(data, place[:-1])[place[-1]] = rng.choice(values)
+        try:
+            plan = plan_from_json(data)
+            weightsmith.run(plan, tmp_path / "out", fsync=False)
+        except WeightsmithError:
+            refused += 1
+        for left in tmp_path.glob("*out*"):
+            shutil.rmtree(left)
+    assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.pop("steps"), "'steps' is missing"),
+        (lambda d: d["carried"].append("../id_rsa"), "is not a file name"),
+        (lambda d: d.__setitem__("models", []), "there is no model 0"),
+        (lambda d: d["steps"][0]["inputs"][0].__setitem__(0, 9), "there is no model 9"),
+        (lambda d: d["steps"][0]["inputs"][0].extend([0, 1 << 40, 8, 8]), "ends at element"),
+        (lambda d: d["steps"][0]["inputs"][0].__setitem__(1, "no.such"), "has no tensor 'no.such'"),
+        (lambda d: d["steps"][0].__setitem__("shape", [3]), "elements, and 3 are wanted"),
+        (lambda d: d["steps"][0].__setitem__("op", "no_such_method"), "no merge method is called"),
+        (lambda d: d["steps"][0].__setitem__("settings", 99), "there are no settings 99"),
+        (lambda d: d["steps"][0].__setitem__("encoding", "nf4"), "must list its stored tensors"),
+        (lambda d: d["steps"][0].__setitem__("needs", ["thresholds"]), "not all products of this plan"),
+        (lambda d: d["steps"][0]["inputs"][0].append({"table": 3, "axis": 0, "block": [0, 1, 1, 1]}), "there is no table 3"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said(tmp_path: Path, edit: Callable[[Any], object], message: str) -> None:
+    for seed, name in enumerate("ab"):
+        plan_help.model(tmp_path / name, seed=seed)
+    recipe = {"merge_method": "linear", "models": [{"model": str(tmp_path / n), "parameters": {"weight": 0.5}} for n in "ab"]}
+    data = weightsmith.plan(recipe).to_json()
+    edit(data)
+    with pytest.raises(WeightsmithError, match=message):
+        weightsmith.run(plan_from_json(data), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_no_plan_is_one_error(tmp_path: Path) -> None:
+    from weightsmith._planning.planner.reopen import load_plan
+
+    for text in ("", "{", "[" * 100_000, "3", '{"steps": []}'):
+        (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(FormatError, match=r"the plan is not |the plan is JSON nested too deeply|invalid plan"):
+            load_plan(tmp_path / "plan.json")
+
+
+# ---- identity of work
+
+
+def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Path) -> None:
+    """`cp new old` keeps the inode, and may keep the size: neither name nor header tells."""
+    shard = here / "b" / "model.safetensors"
+    changed = bytearray(shard.read_bytes())
+    changed[-1] ^= 1
+
+    def overwrite(now: weightsmith.Progress) -> None:
+        if now.tensors and shard.read_bytes() != changed:
+            with shard.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(changed[-1:])
+
+    with pytest.raises(CheckpointError, match="chang") as caught:
+        weightsmith.merge("ties.yml", "out", progress=overwrite, threads=1)
+    assert "model.safetensors" in str(caught.value)
+    assert not (here / "out").exists()
+    with pytest.raises(StoreError, match="does not match this run"):
+        weightsmith.merge("ties.yml", "out")
+
+
+def test_work_of_another_program_is_not_resumed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(now: weightsmith.Progress) -> None:
+        if now.tensors:
+            raise Stop
+
+    with pytest.raises(Stop):
+        weightsmith.merge("ties.yml", "out", progress=stop)
+    with monkeypatch.context() as patch:
+        patch.setattr("weightsmith._execution.identity.program_digest", lambda: "another")
+        with pytest.raises(StoreError, match="does not match this run"):
+            weightsmith.merge("ties.yml", "out")
+    assert weightsmith.merge("ties.yml", "out").resumed

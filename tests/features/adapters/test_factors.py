@@ -1,0 +1,77 @@
+"""Decompositions of differences: what the factors keep, and what is said of it, for matrices of all kinds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.models.lora.test_lora import normal
+from weightsmith._features.adapters.factors import _blocks, _krylov, decompose, prefers_exact
+
+torch = pytest.importorskip("torch")
+
+RANK = 8
+
+
+def matrices() -> dict[str, np.ndarray]:
+    u, v = (np.linalg.qr(normal(n, 400, seed=n))[0] for n in (600, 400))
+    spectra = {
+        "falling": np.exp2(-np.arange(400.0)),
+        "a low rank and noise": np.where(np.arange(400) < 5, 1.0, 1e-3),
+        "all equal": np.ones(400),
+    }
+    found = {name: (u * values) @ v.T for name, values in spectra.items()}
+    found |= {"noise": normal(600, 400), "exactly of rank 3": normal(600, 3) @ normal(3, 400), "zero": np.zeros((600, 400))}
+    found["one row"] = np.zeros((600, 400))
+    found["one row"][7] = normal(400)
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in found.items()}
+
+
+@pytest.mark.parametrize("name", list(matrices()))
+@pytest.mark.parametrize("tall", [True, False])
+def test_randomised_factors_keep_nearly_what_the_best_do(name: str, tall: bool) -> None:
+    delta = matrices()[name] if tall else np.ascontiguousarray(matrices()[name].T)
+    assert not prefers_exact(RANK, *delta.shape)
+    found = decompose(delta, RANK, 1, exact=False)
+    values = np.linalg.svd(delta.astype(np.float64), compute_uv=False)
+    energy, best = np.square(values).sum(), np.square(values[:RANK]).sum()
+    kept = np.square(found.values).sum()
+    rest = np.square(delta - found.left.astype(np.float64) @ found.right).sum()
+    assert found.energy == pytest.approx(energy, rel=1e-5)
+    assert kept == pytest.approx(energy - rest, abs=2e-5 * energy)  # B @ A is a projection of the difference
+    assert kept >= 0.985 * best
+    assert kept <= best * (1 + 1e-5)
+    assert best <= (kept + RANK * found.bound) * (1 + 1e-5)
+    assert kept >= 0.9999 * best or name == "noise"
+
+
+@pytest.mark.parametrize("name", list(matrices()))
+@pytest.mark.parametrize("rank", [RANK, 60, 150])
+def test_the_basis_is_orthonormal_whatever_the_matrix(name: str, rank: int) -> None:
+    """Also where blocks vanish: those of a matrix of low rank, after the first."""
+    delta = torch.from_numpy(matrices()[name])
+    basis, projected = _krylov(delta, rank, 3)
+    most = _blocks(rank, *delta.shape)[1] * (rank + 16)
+    assert len(basis) == most if name == "noise" else len(basis) <= most
+    off = (basis.double() @ basis.double().T - torch.eye(len(basis))).abs().max()
+    assert float(off) < 1e-5
+    torch.testing.assert_close(projected, basis @ delta, atol=1e-5 * float(delta.abs().max() + 1e-9), rtol=1e-4)
+
+
+def test_more_blocks_keep_more_of_noise() -> None:
+    """The last of several blocks alone keeps less than all of them."""
+    delta = matrices()["noise"]
+    values = np.linalg.svd(delta.astype(np.float64), compute_uv=False)
+    share = np.square(decompose(delta, RANK, 1, exact=False).values).sum() / np.square(values[:RANK]).sum()
+    single = np.square(decompose(delta, 150, 1, exact=False).values[:RANK]).sum() / np.square(values[:RANK]).sum()
+    assert _blocks(RANK, *delta.shape) == (5, 6)
+    assert _blocks(150, *delta.shape) == (2, 1)
+    assert share > 0.985
+    assert single > 0.985
+
+
+def test_small_matrices_are_decomposed_exactly_where_that_keeps_more() -> None:
+    assert prefers_exact(32, 256, 2048)
+    assert not prefers_exact(32, 512, 2048)
+    assert not prefers_exact(1000, 4096, 4096)
+    assert prefers_exact(2040, 4096, 4096)

@@ -1,0 +1,146 @@
+"""Merge methods on mixtures of experts, in every way of storing experts: names, dtypes, and statistics for each expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests import moe_zoo
+from tests.cases import CASES
+from tests.moe_zoo import CORRECTED, MODELS, E
+from weightsmith import _methods as methods
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of tiny models is not our concern
+
+LINEAR: dict[str, Any] = {"merge_method": "linear", "parameters": {"weight": 1}}
+TIES: dict[str, Any] = {"merge_method": "ties", "parameters": {"weight": 1, "density": 0.5}}
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Two models of each kind, saved once."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("moe")
+    return {name: (moe_zoo.save(name, folder / name, 1), moe_zoo.save(name, folder / f"{name}-2", 2)) for name in MODELS}
+
+
+def merge(recipe: dict[str, Any], base: Path, *models: Path, out: Path, **more: Any) -> weightsmith.Merged:
+    listed = [{"model": str(model)} for model in models]
+    if recipe["merge_method"] == "linear":
+        listed.insert(0, {"model": str(base)})
+    else:
+        recipe = {**recipe, "base_model": str(base)}
+    return weightsmith.merge({**recipe, "models": listed, **more}, out, fsync=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [LINEAR, TIES], ids=lambda recipe: recipe["merge_method"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_merge_keeps_names_and_dtypes_and_loads(
+    name: str, recipe: dict[str, Any], pairs: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    a, b = pairs[name]
+    done = merge(recipe, a, b, out=tmp_path / "out", dtype="bfloat16")
+    before, after = moe_zoo.read(a), moe_zoo.read(tmp_path / "out")
+    assert {k: (v.dtype, v.shape) for k, v in after.items()} == {k: (v.dtype, v.shape) for k, v in before.items()}
+    kept = {k: v.dtype for k, v in after.items() if "e_score_correction_bias" in k}
+    assert bool(kept) == (name in CORRECTED)
+    assert set(kept.values()) <= {np.dtype(np.float32)}
+    assert [("stay" in w.what and "F32" in w.what) for w in done.warnings] == [True] * bool(kept)
+    other = moe_zoo.read(b)
+    changed = [k for k in before if not np.array_equal(after[k], before[k])]
+    assert changed == [k for k in before if not np.array_equal(other[k], before[k])]
+    moe_zoo.load(name, tmp_path / "out")
+
+
+@pytest.fixture(scope="session")
+def triples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """Three models of some kinds: an expert a tensor, fused, transposed and interleaved, with corrections."""
+    folder = tmp_path_factory.mktemp("triples")
+    kinds = ("mixtral", "granitemoe", "gpt-oss", "deepseek-v3")
+    return {name: [moe_zoo.save(name, folder / f"{name}-{seed}", seed) for seed in range(3)] for name in kinds}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", methods.NAMES)
+def test_every_method_merges_mixtures(method: str, triples: dict[str, list[Path]], tmp_path: Path) -> None:
+    """Names, shapes and dtypes stay, every expert changes, and all numbers are finite."""
+    case = next(case for case in CASES.values() if case.method == method)
+    for name, folders in triples.items():
+        given = [{k: v for k, v in own.items() if v is not None} for own in case.models][case.base :]
+        used = folders[case.base :][: len(given)]
+        listed = [{"model": str(m), "parameters": own} for m, own in zip(used, given, strict=False)]
+        shared = {key: value for key, value in case.shared.items() if value not in (None, "none")}
+        recipe = {"merge_method": method, "models": listed, "parameters": shared, "dtype": "bfloat16"}
+        if case.base:
+            recipe["base_model"] = str(folders[0])
+        weightsmith.merge(recipe, tmp_path / name, fsync=False)
+        before, after = moe_zoo.read(folders[0]), moe_zoo.read(tmp_path / name)
+        assert {k: (v.dtype, v.shape) for k, v in after.items()} == {k: (v.dtype, v.shape) for k, v in before.items()}
+        assert all(np.isfinite(v.astype(np.float32)).all() for v in after.values())
+        experts = [k for k in after if "experts" in k and "shared" not in k and k.endswith("weight")]
+        experts = experts or [k for k in after if "input_linear" in k or "gate_up_proj" in k]
+        if method != "passthrough":
+            same = [k for k in experts for e in range(E) if after[k].ndim == 3 and np.array_equal(after[k][e], before[k][e])]
+            assert not [k for k in experts if np.array_equal(after[k], before[k])] + same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ties", "slerp", "model_stock", "breadcrumbs"])
+@pytest.mark.parametrize("how", ["fused", "transposed", "paired"])
+def test_each_expert_of_a_fused_tensor_is_merged_as_if_alone(how: str, method: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    models, apart = [], []
+    base = moe_zoo.experts(seed=0, dtype=np.float32)
+    for seed in range(3):
+        # Deltas of very different sizes: one threshold, or angle, over all experts would be another than each one's.
+        # Alone, an expert is there twice: a tensor [1, rows, columns] is not known to be fused.
+        listed = [
+            {
+                part: (value + seed * 10.0**e * random.standard_normal(value.shape)).astype(np.float32)
+                for part, value in x.items()
+            }
+            for e, x in enumerate(base)
+        ]
+        models.append(moe_zoo.store(tmp_path / f"{how}{seed}", how, listed))
+        apart.append([moe_zoo.store(tmp_path / f"{e}-{seed}", how, [expert, expert]) for e, expert in enumerate(listed)])
+    recipe: dict[str, Any] = {"merge_method": method}
+    if method == "slerp":
+        recipe["parameters"] = {"t": 0.3}
+        models, apart = models[:2], apart[:2]
+    elif method != "model_stock":
+        recipe["parameters"] = {"weight": 1, "density": 0.5}
+    merged = merge(recipe, *models, out=tmp_path / "out")
+    assert merged.plan.made.name == method
+    together = moe_zoo.read(tmp_path / "out")
+    fused = [name for name in together if "experts" in name and together[name].ndim == 3]
+    assert len(fused) == 2
+    for e in range(E):
+        merge(recipe, *(folders[e] for folders in apart), out=tmp_path / f"out{e}")
+        alone = moe_zoo.read(tmp_path / f"out{e}")
+        for name in fused:
+            assert np.array_equal(together[name][e], alone[name][0]), (name, e)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "granitemoe", "llama4", "glm4-moe"])
+def test_a_stack_of_two_mixtures_loads(name: str, pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    a, b = pairs[name]
+    runs = [(a, 0, 2), (b, 1, 2), (a, 1, 2)]
+    slices = [{"sources": [{"model": str(m), "layer_range": [first, end]}]} for m, first, end in runs]
+    weightsmith.merge({"merge_method": "passthrough", "slices": slices}, tmp_path / "out", fsync=False)
+    model = moe_zoo.load(name, tmp_path / "out")
+    assert len(model.model.layers) == 4
+    first, second, out = moe_zoo.read(a), moe_zoo.read(b), moe_zoo.read(tmp_path / "out")
+    sources = [(first, 0), (first, 1), (second, 1), (first, 1)]
+    for i, (source, layer) in enumerate(sources):
+        prefix, own = f"model.layers.{i}.", f"model.layers.{layer}."
+        made = {n.removeprefix(prefix): v for n, v in out.items() if n.startswith(prefix)}
+        wanted = {n.removeprefix(own): v for n, v in source.items() if n.startswith(own)}
+        assert made.keys() == wanted.keys()
+        assert all(np.array_equal(made[n], wanted[n]) for n in made)

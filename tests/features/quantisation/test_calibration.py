@@ -1,0 +1,588 @@
+"""Calibrated quantisation: the states and Hessians are those of the model, and the bytes depend on nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+import weightsmith
+from tests.calibration_help import CONFIGS, TINY, captured, prepared_for, quantise, rows_for, save_model, settings
+from tests.cli_help import environment
+from weightsmith._activations import sums
+from weightsmith._activations.statistics import Statistic
+from weightsmith._base.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
+from weightsmith._base.options import QuantizeSettings, RunOptions
+from weightsmith._engine.products import find_kind
+from weightsmith._execution import execute
+from weightsmith._features.quantisation.calibration import layer
+from weightsmith._features.quantisation.calibration.schemes import dequantise, split
+from weightsmith._features.quantisation.exl2 import matrix
+from weightsmith._features.quantisation.formats import followed
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.staging import Staging
+from weightsmith._planning.planner.reopen import reopen
+from weightsmith._plans import Product, plan_from_json
+from weightsmith.abc.product import Arrays
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    """Expect a run to be interrupted before it keeps the product of this name."""
+    keep = Staging.keep
+
+    def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        if product.name == name:
+            raise KeyboardInterrupt
+        return keep(staging, product, arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "keep", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+@pytest.mark.slow
+def test_each_layer_is_quantised_for_what_leaves_the_quantised_ones(llama: Path, tmp_path: Path) -> None:
+    """States that leave a layer are those of its quantised weights, and they are removed when nothing needs them any more."""
+    given = settings(tmp_path)
+    with prepared_for(llama, given) as prepared:
+        products = prepared.plan.products
+        output = captured(prepared, products)
+        specs = {step.out.name: step.out for product in products for step in product.steps}
+        model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+        for product in products:
+            if product.op == "quantised_layer" and product.name != "head":
+                weights = product.settings["weights"]
+                for name, stored in split(weights, specs, output.arrays[product.name]):
+                    weight = dequantise(stored, weights[name], specs[name].shape)
+                    model.get_parameter(name).data.copy_(torch.from_numpy(weight))
+    with torch.inference_mode():
+        states = model(rows_for(given, llama), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(torch.from_numpy(output.arrays["states 1"][0]), states[1], rtol=1e-4, atol=2e-5)
+    log = output.log
+    assert log[:4] == ["states 0", "layer 0", "states 1", "-states 0"]
+    assert log[-1] == "-states 2"
+    assert output.arrays["head"]
+
+
+def output_error(ids: torch.Tensor, folder: Path, weights: Path) -> float:
+    """Relative error of the logits."""
+    models = [transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, weights)]
+    with torch.inference_mode():
+        expected, found = (model(ids).logits for model in models)
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.slow
+def test_calibration_beats_rounding_to_nearest(llama: Path, tmp_path: Path) -> None:
+    errors = []
+    for name, given in (
+        ("calibrated", settings(tmp_path, bits=4)),
+        ("rounded", QuantizeSettings(bits=4, calibration="none", uniform=True)),
+    ):
+        quantise(llama, tmp_path / name, given)
+        weightsmith.dequantize(tmp_path / name, tmp_path / f"{name}-plain", progress=False)
+        errors.append(output_error(rows_for(settings(tmp_path), llama), llama, tmp_path / f"{name}-plain"))
+    assert errors[0] < 0.8 * errors[1], errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["w4a16", "w8a16"])
+def test_gptq_beats_rounding_to_nearest_and_other_programs_read_it(llama: Path, tmp_path: Path, name: str) -> None:
+    given = settings(tmp_path, bits=None, uniform=False, group_size=32)
+    errors = []
+    for out, each in (("gptq", given), ("rounded", QuantizeSettings(group_size=32))):
+        quantise(llama, tmp_path / out, each, name=name)
+        errors.append(output_error(rows_for(given, llama), llama, tmp_path / out))
+    assert errors[0] < 0.85 * errors[1], errors
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_bytes_depend_on_the_seed_and_the_text_and_not_on_threads(llama: Path, tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    first = weights_of(quantise(llama, tmp_path / "a", given, threads=1).out)
+    assert weights_of(quantise(llama, tmp_path / "b", given, threads=5).out) == first
+    assert weights_of(quantise(llama, tmp_path / "c", given, seed=1).out) != first  # other rows of the text
+    (tmp_path / "other").mkdir()
+    other = settings(tmp_path / "other")
+    (tmp_path / "other/text.txt").write_text("Something else. " * 20)
+    assert weights_of(quantise(llama, tmp_path / "d", other).out) != first
+
+
+class Counted:
+    """A function that takes its time, and the largest number of threads that were in it at once."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._inside = self.most = 0
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        with self._lock:
+            self._inside += 1
+            self.most = max(self.most, self._inside)
+        time.sleep(0.05)
+        try:
+            return self._function(*args, **more)
+        finally:
+            with self._lock:
+                self._inside -= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uniform", [True, False])
+def test_factorisations_run_one_at_a_time_if_memory_is_short(
+    uniform: bool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    with prepared_for(llama, settings(tmp_path, uniform=uniform)) as prepared:
+        until = [product.name for product in prepared.plan.products].index("layer 0" if uniform else "measured 0") + 1
+        for memory, at_once in ((None, 2), (0, 1)):
+            counted = Counted(matrix.prepare)
+            with monkeypatch.context() as patch:
+                patch.setattr(matrix, "prepare", counted)
+                output = captured(prepared, prepared.plan.products[:until], memory)
+            assert counted.most == at_once
+            found.append([array.tobytes() for arrays in output.arrays.values() for array in arrays])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uniform", [True, False])
+def test_hessians_of_experts_are_summed_within_a_budget(uniform: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several passes over the rows, with the same bytes."""
+    held: list[sums.Sums] = []
+    plain = sums.Sums.__init__
+
+    def init(self: sums.Sums, statistic: Statistic, shapes: Mapping[str, tuple[int, int]], device: str = "cpu") -> None:
+        plain(self, statistic, shapes, device)
+        held.append(self)
+        taken.append(sum(total.nbytes for each in held for total in each._sums.values()))
+
+    monkeypatch.setattr(sums.Sums, "__init__", init)
+    found, most = [], []
+    with prepared_for(save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=uniform)) as prepared:
+        until = [product.name for product in prepared.plan.products].index("layer 0" if uniform else "measured 0") + 1
+        limit = 80_000 if uniform else 200_000
+        for memory in (None, limit):
+            taken: list[int] = []
+            output = captured(prepared, prepared.plan.products[:until], memory)
+            found.append([array.tobytes() for arrays in output.arrays.values() for array in arrays])
+            most.append(max(taken))
+    assert most[0] > 200_000
+    assert 0.36 * limit < most[1] <= 0.5 * limit
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_merge_is_quantised_on_the_way(tmp_path: Path) -> None:
+    """As merging first, and quantising the result."""
+    for seed, name in enumerate("abc"):
+        save_model(tmp_path / name, seed=seed)
+    models = [{"model": str(tmp_path / name), "parameters": {"weight": 1, "density": 0.5}} for name in "bc"]
+    recipe = {"merge_method": "ties", "base_model": str(tmp_path / "a"), "models": models, "parameters": {"scope": "model"}}
+    weightsmith.merge(recipe, tmp_path / "merged", progress=False)
+    given = settings(tmp_path)
+    direct = quantise(recipe, tmp_path / "direct", given).out
+    assert weights_of(direct) == weights_of(quantise(tmp_path / "merged", tmp_path / "after", given).out)
+
+
+# ---- measurement
+
+
+@pytest.mark.slow
+def test_a_measurement_precedes_and_can_be_used_again(llama: Path, tmp_path: Path) -> None:
+    given = settings(tmp_path, uniform=False)
+    measured = quantise(llama, tmp_path / "a", given).out
+    data = json.loads((measured / "measurement.json").read_text())["measurement"]
+    for block, options in data.items():
+        if options is not None:
+            accuracies = [option["accuracy"] for option in sorted(options, key=lambda option: option["total_bits"])]
+            assert 1 - accuracies[0] > 10 * (1 - accuracies[-1]), block
+            assert all(0 < accuracy < 1 for accuracy in accuracies)
+    assert json.loads((measured / "weightsmith.json").read_text())["quantised"] == "exl2"
+    again = replace(given, measurement=str(measured / "measurement.json"))
+    assert weights_of(quantise(llama, tmp_path / "b", again).out) == weights_of(measured)
+    assert not list(tmp_path.glob(".*staging"))
+    with prepared_for(llama, again) as prepared, pytest.raises(StoreError, match=r"measurement\.json would be lost"):
+        execute(prepared, measured, RunOptions(overwrite=True, card=False))
+
+
+@pytest.mark.slow
+def test_features_of_a_down_projection_beside_biases_stay_in_order(tmp_path: Path) -> None:
+    out = quantise(save_model(tmp_path / "m", "biased"), tmp_path / "out", settings(tmp_path)).out
+    with open_checkpoint(out, raw=True) as stored:
+        for name, spec in stored.specs.items():
+            if name.endswith("q_invperm") and "lm_head" not in name:
+                assert (stored.read(name) == np.arange(spec.size)).all() == ("down_proj" in name), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_head_that_is_not_quantised_leaves_the_layers_as_they_are(name: str, tmp_path: Path) -> None:
+    """gemma3 is tied and gets other names; llama has a head of its own."""
+    model, given = save_model(tmp_path / "m", name), settings(tmp_path)
+    merged = quantise(model, tmp_path / "plain", replace(given, head_bits=16))
+    assert "head" not in {product.name for product in merged.plan.products}
+    quantise(model, tmp_path / "out", given)
+    with open_checkpoint(tmp_path / "plain", raw=True) as plain, open_checkpoint(tmp_path / "out", raw=True) as other:
+        layers = [key for key in other.specs if "lm_head" not in key]
+        assert [key for key in plain.specs if key not in layers] == (["lm_head.weight"] if name == "llama" else [])
+        for key in layers:
+            np.testing.assert_array_equal(plain.read(key), other.read(key))
+
+
+@pytest.mark.slow
+def test_the_card_counts_weights(llama: Path, tmp_path: Path) -> None:
+    given = settings(tmp_path, bits=None, uniform=False, group_size=32)
+    with prepared_for(llama, given, "w4a16") as prepared:
+        out = execute(prepared, tmp_path / "out", RunOptions()).out
+    assert "Quantised: w4a16 (14 of 21 tensors)." in (out / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_model_can_be_split_for_one_format_and_fused_for_the_next(tmp_path: Path) -> None:
+    phi3, given = save_model(tmp_path / "m", "phi3"), settings(tmp_path)
+    quantise(phi3, tmp_path / "exl2", given)  # q, k and v are one matrix each
+    fused = replace(given, bits=None, uniform=False, group_size=32)
+    assert "layer 0" in {product.name for product in quantise(phi3, tmp_path / "out", fused, name="w4a16").plan.products}
+
+
+@pytest.mark.slow
+def test_a_run_resumes_after_its_measurement(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = settings(tmp_path, uniform=False)
+
+    with interrupted(monkeypatch, "layer 0"):
+        quantise(llama, tmp_path / "a", given)
+    monkeypatch.setattr(
+        "weightsmith._features.quantisation.calibration.measured._losses", None
+    )  # fails if a layer is measured again
+    found = weights_of(quantise(llama, tmp_path / "a", given).out)
+    monkeypatch.undo()
+    assert found == weights_of(quantise(llama, tmp_path / "b", given).out)
+
+
+@pytest.mark.slow
+def test_a_measurement_is_resumed_for_other_bits(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = settings(tmp_path, uniform=False)
+
+    with interrupted(monkeypatch, "measured 1"):
+        quantise(llama, tmp_path / "a", given)
+    with pytest.raises(CannotResume):
+        quantise(llama, tmp_path / "a", replace(given, calibration_rows=5))
+    other = replace(given, bits=5.0, head_bits=8)
+    found = weights_of(quantise(llama, tmp_path / "a", other).out)
+    assert found == weights_of(quantise(llama, tmp_path / "b", other).out)
+
+
+@pytest.mark.slow
+def test_a_calibration_begun_on_one_device_is_not_resumed_on_another(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(tmp_path)
+
+    with prepared_for(llama, given) as prepared:
+        with interrupted(monkeypatch, "layer 1"):
+            execute(prepared, tmp_path / "out", RunOptions())
+        with pytest.raises(CannotResume, match="device: cpu -> cuda"):
+            execute(prepared, tmp_path / "out", RunOptions(device="cuda:0"))
+        execute(prepared, tmp_path / "out", RunOptions(device="cpu"))
+
+
+@pytest.mark.slow
+def test_a_token_with_a_massive_activation_does_not_hide_the_errors_of_the_others(llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_model(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    token = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("T")
+    tensors["model.embed_tokens.weight"][token] *= 1000
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    given = settings(tmp_path, uniform=False)
+    plain, massive = (_errors(quantise(model, tmp_path / f"out-{model.name}", given).out) for model in (llama, folder))
+    assert massive == pytest.approx(plain, rel=0.5)
+
+
+def _errors(out: Path) -> list[float]:
+    """The error of the middle option of each block."""
+    data = json.loads((out / "measurement.json").read_text())["measurement"]
+    return [1 - options[9]["accuracy"] for options in data.values() if options is not None]
+
+
+# ---- crashes
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from weightsmith._outputs import staging
+at, place = int(sys.argv[1]), sys.argv[2]
+plain, count = staging.Staging.keep, 0
+def keep(self, product, arrays):
+    global count
+    count += 1
+    if count == at and place == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = plain(self, product, arrays)
+    if count == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+staging.Staging.keep = keep
+from tests.calibration_help import quantise
+from weightsmith._base.options import QuantizeSettings
+quantise(Path(sys.argv[3]), Path(sys.argv[4]), QuantizeSettings(bits=4.1, calibration=sys.argv[5], calibration_rows=6,
+         calibration_tokens=16, uniform=True))
+"""
+
+
+@pytest.mark.slow
+def test_killed_anywhere_and_run_again_it_gives_the_same_bytes(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(tmp_path)
+    whole = weights_of(quantise(llama, tmp_path / "whole", given).out)
+    plain = layer.stages
+    environ = environment(PYTHONPATH=f"{Path(weightsmith.__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}")
+    for number, place, finished in ((2, "before", 0), (3, "after", 1), (6, "before", 2)):
+        out = tmp_path / f"{number}{place}"
+        arguments = [str(number), place, str(llama), str(out), str(given.calibration)]
+        ran = subprocess.run([sys.executable, "-c", KILLED, *arguments], env=environ, capture_output=True, text=True)
+        assert ran.returncode == -signal.SIGKILL, ran.stderr
+        made: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "stages", lambda weights, made=made: made.append("layer") or plain(weights))
+            assert weights_of(quantise(llama, out, given).out) == whole
+        assert len(made) == 2 - finished
+        assert not staging_folder(out).exists()
+
+
+@pytest.mark.slow
+def test_lost_states_are_computed_again_and_finished_layers_are_not(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run stops with every layer finished but the head; its states are lost."""
+    given, out = settings(tmp_path), tmp_path / "out"
+
+    with interrupted(monkeypatch, "head"):
+        quantise(llama, out, given)
+    for file in (staging_folder(out) / "products").iterdir():
+        if file.stat().st_size == 6 * 16 * 64 * 4:
+            file.unlink()
+    monkeypatch.setattr(layer, "stages", None)  # fails if a layer is quantised again
+    found = weights_of(quantise(llama, out, given).out)
+    monkeypatch.undo()
+    assert found == weights_of(quantise(llama, tmp_path / "whole", given).out)
+
+
+@pytest.mark.slow
+def test_a_plan_survives_json(llama: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    weightsmith.merge({"merge_method": "passthrough", "models": [{"model": str(llama)}]}, old, progress=False)
+    given = settings(old)
+    with prepared_for(llama, given) as prepared:
+        with reopen(prepared.plan) as again, pytest.raises(StoreError, match=r"text\.txt would be lost"):
+            execute(again, old, RunOptions(overwrite=True))
+        assert llama / "tokenizer.json" in again.named
+        text = json.dumps(prepared.plan.to_json())
+        assert plan_from_json(json.loads(text)) == prepared.plan
+        for product in prepared.plan.products:
+            assert find_kind(product.op).check(product) == ""
+            assert find_kind(product.op).check(replace(product, settings={"base": 1})) != ""
+    (tmp_path / "plan.json").write_text(text)
+    weightsmith.run(tmp_path / "plan.json", tmp_path / "run", progress=False)
+    assert weights_of(tmp_path / "run") == weights_of(quantise(llama, tmp_path / "out", given).out)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize(("name", "place"), [("lm_head", "lm_head"), ("model.layers.1.self_attn.o_proj", "layers.1.self_attn")])
+def test_a_weight_that_float16_cannot_hold_is_named(name: str, place: str, uniform: bool, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.weight"][:, 0] = 1e5
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NonFinite, match=f"{place}.*: a weight is not a number that float16 can hold"):
+        quantise(folder, tmp_path / "out", settings(tmp_path, uniform=uniform))
+
+
+def test_a_negative_seed_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="must be at least 0 for a calibration, not -1"):
+        prepared_for(llama, settings(tmp_path), seed=-1)
+
+
+def _made(plan: dict[str, Any], op: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(product for product in plan["products"] if product["op"] == op)
+    return found
+
+
+def _embedding(plan: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = _made(plan, "embedding")["settings"]
+    return found
+
+
+def _layer(plan: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = _made(plan, "quantised_layer")["settings"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda plan: _embedding(plan)["text"].update(tokens=0), "its states are not those of its calibration text"),
+        (lambda plan: _embedding(plan)["text"].update(seed=-1), "its seed is negative"),
+        (lambda plan: _embedding(plan)["base"].update(hidden=1), "its states are not those of its calibration text"),
+        (lambda plan: _embedding(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
+        (lambda plan: _layer(plan).update(layer=99), "there is no layer 99"),
+        (lambda plan: _made(plan, "embedding").pop("transient"), "the arrays of 'embedding' are transient"),
+        (
+            lambda plan: _made(plan, "quantised_states").update(transient=False),
+            "'quantised_states' are transient",
+        ),
+        (lambda plan: _layer(plan).update(weights={"x.weight": "exl2 4/g32"}), "it has no step for a weight"),
+        (
+            lambda plan: _layer(plan)["weights"].update(dict.fromkeys(_layer(plan)["weights"], "exl2 2/g32")),
+            "its arrays are not",
+        ),
+        (lambda plan: _layer(plan)["weights"].update(dict.fromkeys(_layer(plan)["weights"], "int8")), "cannot calibrate"),
+    ],
+)
+def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, llama: Path, tmp_path: Path) -> None:
+    with prepared_for(llama, settings(tmp_path)) as prepared:
+        plan = json.loads(json.dumps(prepared.plan.to_json()))
+    change(plan)
+    with pytest.raises(PlanError, match=words):
+        weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize("op", ["measured_layer", "states"])
+def test_what_a_measurement_keeps_is_what_follows_from_it(op: str, llama: Path, tmp_path: Path) -> None:
+    """A plan that removes the errors of a layer, which the second plan reads, ended in a KeyError."""
+    with prepared_for(llama, settings(tmp_path, uniform=False)) as prepared:
+        plan = json.loads(json.dumps(prepared.plan.to_json()))
+    product = _made(plan, op)
+    product["transient"] = not product.get("transient", False)
+    with pytest.raises(PlanError, match=f"the arrays of '{op}' are (not )?transient"):
+        weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
+
+
+def test_what_follows_a_measurement_from_elsewhere_is_checked(llama: Path, tmp_path: Path) -> None:
+    with prepared_for(llama, settings(tmp_path, uniform=False)) as prepared:
+        with pytest.raises(FormatError, match="it does not measure every weight"):
+            followed(prepared, {})
+        then = dict(prepared.plan.then or {})
+        wrong = replace(prepared.plan, then=then | {"settings": then["settings"] | {"bits": None, "head_bits": 7}})
+        with pytest.raises(PlanError, match=r"--head-bits \(head_bits\): must be one of .*, not 7"):
+            followed(replace(prepared, plan=wrong), {})
+
+
+def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_model(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 3e38
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(NonFinite) as caught:
+        quantise(folder, tmp_path / "out", settings(tmp_path))
+    assert "the input of model.layers.1.mlp.down_proj is NaN, infinite or too large in row 0 of the calibration text" in str(
+        caught.value
+    )
+    assert "Finished layers are kept" in str(caught.value)
+    assert staging_folder(tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"calibration_rows": 1000}, "tokens, but 1,000 rows of 16 take 16,000"),
+        ({"calibration": "no_such_file.txt"}, "no_such_file.txt"),
+        ({"calibration": "text.doc"}, "unknown kind"),
+        ({"calibration": "broken.jsonl"}, "line 2 is not JSON"),
+        ({"calibration": "deep.jsonl"}, "line 1 is JSON nested too deeply"),
+        ({"calibration": "large.jsonl"}, "line 1 would take up to"),
+        ({"calibration": "latin.txt"}, "not UTF-8: byte 0xe9 at offset 3"),
+    ],
+)
+def test_a_bad_text_is_one_error(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
+) -> None:
+    given = replace(settings(tmp_path), **change)
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 70 + "]" * 70)
+    (tmp_path / "large.jsonl").write_text("[" + "[]," * 10_000_000 + "0]")  # 30 MB of text, 600 MB of lists
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError) as caught:
+        quantise(llama, tmp_path / "out", given)
+    assert len(caught.value.problems) == 1
+    assert message in str(caught.value)
+    assert not staging_folder(tmp_path / "out").exists()
+
+
+def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(PlanError, match=r"a calibration text needs the model's tokenizer\.json"):
+        quantise(folder, tmp_path / "out", settings(tmp_path))
+
+
+def test_a_text_that_changed_after_planning_is_an_error(llama: Path, tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    with prepared_for(llama, given) as prepared:
+        Path(str(given.calibration)).write_text("changed " * 100)
+        with pytest.raises(WeightsmithError, match="the calibration text has changed"):
+            execute(prepared, tmp_path / "out", RunOptions(card=False))
+
+
+# ---- memory
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer takes 13 MB as float32, and its Hessians 11."""
+    sizes = {**TINY, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
+    monkeypatch.setitem(CONFIGS, "deep", lambda: transformers.LlamaConfig(**sizes))
+    folder, keep = save_model(tmp_path / "m", "deep"), Staging.keep
+    peaks: list[int] = []
+
+    def sample(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        if product.name.startswith("layer "):
+            status = Path("/proc/self/status").read_text()
+            peaks.append(int(status.split("VmHWM:")[1].split()[0]) >> 10)  # KiB
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+        return keep(staging, product, arrays)
+
+    monkeypatch.setattr(Staging, "keep", sample)
+    given = settings(tmp_path, bits=None, uniform=False, calibration="built-in", calibration_rows=4, calibration_tokens=64)
+    quantise(folder, tmp_path / "out", given, name="w4a16")
+    assert len(peaks) == 8
+    assert max(peaks[4:]) < max(peaks[:4]) + 45, peaks

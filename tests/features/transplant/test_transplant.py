@@ -1,0 +1,312 @@
+"""`weightsmith transplant-tokenizer`: rows, files and ids of the output, read back by weightsmith and by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import weightsmith
+from tests.cli_help import Cli, cli
+from tests.mini import write_checkpoint
+from tests.tokenizer_help import OTHER_TEXT, files, trained, write
+from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
+from weightsmith._base.options import APPROXIMATIONS
+from weightsmith._features.transplant.approximations import find_approximation
+from weightsmith._plans import plan_from_json
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+__all__ = ["cli"]
+
+WIDTH, INNER = 32, 48
+
+
+def config(rows: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": rows,
+        "tie_word_embeddings": True,
+        "bos_token_id": rows - 2,
+        "eos_token_id": rows - 1,
+        "dtype": "bfloat16",
+        **more,
+    }
+
+
+def model(
+    folder: Path, tokenizer: Any, *, rows: int = 0, width: int = WIDTH, seed: int = 0, head: bool = False, **more: Any
+) -> Path:
+    """A model with random weights and a tokenizer."""
+    rng = np.random.default_rng(seed)
+    size = tokenizer.get_vocab_size()
+    rows = rows or size
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (rows, width),
+        "model.norm.weight": (width,),
+        f"{layer}.input_layernorm.weight": (width,),
+        f"{layer}.post_attention_layernorm.weight": (width,),
+        **{f"{layer}.self_attn.{name}_proj.weight": (width, width) for name in "qkvo"},
+        **{f"{layer}.mlp.{name}_proj.weight": (INNER, width) for name in ("gate", "up")},
+        f"{layer}.mlp.down_proj.weight": (width, INNER),
+        **({"lm_head.weight": (rows, width)} if head else {}),
+    }
+    tensors = {name: rng.standard_normal(shape).astype(BF16) for name, shape in shapes.items()}
+    ids = {"bos_token_id": size - 2, "eos_token_id": size - 1}
+    made = {**config(rows, hidden_size=width, tie_word_embeddings=not head), **ids, **more}
+    write_checkpoint(folder, tensors, made)
+    names = tokenizer.get_added_tokens_decoder()
+    bos, eos = (names[i].content for i in (size - 2, size - 1))
+    write(folder, files(tokenizer, bos_token=bos, eos_token=eos))
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    return folder
+
+
+def pair(folder: Path, **more: Any) -> tuple[Path, Path]:
+    """A model, and a donor whose tokenizer has other pieces and other names of the special tokens."""
+    own = trained(special=("<s>", "</s>"))
+    theirs = trained("byte-level BPE", ("<|begin|>", "<|end|>"), text=OTHER_TEXT, size=340)
+    return model(folder / "model", own, **more), model(folder / "donor", theirs, width=24, seed=1)
+
+
+def transplant(*args: Any, **options: Any) -> weightsmith.Merged:
+    return weightsmith.transplant_tokenizer(*args, progress=False, fsync=False, **options)
+
+
+def refusal(*args: Any, **options: Any) -> WeightsmithError:
+    with pytest.raises(PlanError) as caught:
+        transplant(*args, **options)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def table(folder: Path, name: str = "model.embed_tokens.weight") -> np.ndarray:
+    with weightsmith.open_checkpoint(folder) as checkpoint:
+        return checkpoint.read(name)
+
+
+def vocabulary(folder: Path) -> Mapping[str, int]:
+    from tokenizers import Tokenizer
+
+    found: Mapping[str, int] = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    return found
+
+
+# ---- rows and files
+
+
+@pytest.mark.parametrize("rows", [0, 384])
+def test_a_transplant_to_itself_is_the_identity(tmp_path: Path, rows: int) -> None:
+    own = model(tmp_path / "model", trained(), rows=rows, head=True)
+    twin = model(tmp_path / "twin", trained(), rows=rows, seed=5)
+    for donor in (own, twin):  # the twin has the same tokenizer, and other weights
+        made = transplant(own, donor, tmp_path / f"out {donor.name}", approximation="mean")
+        with weightsmith.open_checkpoint(own) as checkpoint:
+            for name in checkpoint.specs:
+                assert table(made.out, name).tobytes() == checkpoint.read(name).tobytes(), name
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (made.out / name).read_bytes() == (own / name).read_bytes(), name
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((made.out / name).read_text()) == json.loads((own / name).read_text()), name
+
+
+def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same_role(tmp_path: Path) -> None:
+    own, donor = pair(tmp_path)
+    made = transplant(own, donor, tmp_path / "out", approximation="zero", report=True)
+    rows, before, ids, old = table(made.out), table(own), vocabulary(donor), vocabulary(own)
+    assert rows.shape == (len(ids), WIDTH)
+    special = {"<|begin|>": "<s>", "<|end|>": "</s>"}
+    missing = 0
+    for token, number in ids.items():
+        source = old.get(special.get(token, token))
+        assert rows[number].tobytes() == (b"\0" * WIDTH * 2 if source is None else before[source].tobytes()), token
+        missing += source is None
+    assert missing > 20
+    summary = made.plan.vocabulary
+    assert summary is not None
+    assert summary["sources"] == {"approximated": missing, "same token": len(ids) - missing - 2, "same role": 2}
+    found = json.loads((made.out / "config.json").read_text())
+    size = len(ids)
+    assert (found["vocab_size"], found["bos_token_id"], found["eos_token_id"]) == (size, size - 2, size - 1)
+    assert json.loads((made.out / "generation_config.json").read_text())["eos_token_id"] == size - 1
+    assert (made.out / "tokenizer.json").read_bytes() == (donor / "tokenizer.json").read_bytes()
+    report: Any = made.reports["rows of missing tokens"]
+    assert len(report.made) == missing
+    assert (made.out / "report.html").read_text().count("<td>approximated</td>") == missing
+    assert json.loads((made.out / "transplant.json").read_text())["how"] == {"approximated": missing}
+
+
+def test_transformers_loads_the_result_and_generates(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    own, donor = pair(tmp_path, head=True)
+    out = transplant(own, donor, tmp_path / "out", k=8).out
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert len(tokenizer) == loaded.config.vocab_size == loaded.get_input_embeddings().weight.shape[0]
+    text = tokenizer("Der Fuchs", return_tensors="pt")
+    assert loaded.generate(input_ids=text["input_ids"], max_new_tokens=3, do_sample=False).shape[1] > text["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("name", APPROXIMATIONS)
+def test_every_approximation_makes_finite_rows_of_both_tables(tmp_path: Path, name: str) -> None:
+    if find_approximation(name).torch:
+        pytest.importorskip("torch")
+    own, donor = pair(tmp_path, head=True)
+    made = transplant(own, donor, tmp_path / "out", approximation=name, k=6)
+    for tensor in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert np.isfinite(table(made.out, tensor).astype(np.float32)).all()
+    again = transplant(own, donor, tmp_path / "again", approximation=name, k=6, threads=1, max_memory_bytes=300_000_000)
+    assert (again.out / "model.safetensors").read_bytes() == (made.out / "model.safetensors").read_bytes()
+    report: Any = made.reports["rows of missing tokens"]
+    assert (report.error is not None) == find_approximation(name).donor
+
+
+def test_a_plan_runs_from_its_json_and_a_wrong_one_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    own, donor = pair(tmp_path)
+    made = transplant(own, donor, tmp_path / "out", k=4)
+    again = weightsmith.run(plan_from_json(made.plan.to_json()), tmp_path / "again", progress=False, fsync=False)
+    assert again is not None
+    assert (again.out / "model.safetensors").read_bytes() == (made.out / "model.safetensors").read_bytes()
+    assert not (again.out / "recipe.yml").exists()  # the command's settings are no recipe
+    for change in ({"missing": [10**6]}, {"own": [10**6]}, {"kind": "other"}, {"cols": [7, 24]}, {"cols": [WIDTH, 0]}):
+        data = json.loads(json.dumps(made.plan.to_json()))
+        data["products"][0]["settings"]["tables"][0].update(change)
+        with pytest.raises((PlanError, FormatError)):
+            weightsmith.run(plan_from_json(data), tmp_path / "wrong", progress=False)
+
+
+# ---- donors and options
+
+
+def test_a_tokenizer_alone_is_enough_where_no_embeddings_are_needed(tmp_path: Path) -> None:
+    own = model(tmp_path / "model", trained())
+    special = ["<unk>", "<|begin|>", "<|end|>"]
+    alone = trained(text=OTHER_TEXT, size=340, special=special)
+    write(tmp_path / "alone", files(alone, bos_token="<|begin|>", eos_token={"content": "<|end|>"}))
+    made = transplant(own, tmp_path / "alone", tmp_path / "out", approximation="subword")
+    assert len(made.plan.models) == 1
+    for name in ("config.json", "generation_config.json"):  # nothing but the tokenizer's files says which they are
+        found = json.loads((made.out / name).read_text())
+        assert [found[f"{role}_token_id"] for role in ("bos", "eos")] == [alone.token_to_id(s) for s in special[1:]]
+    assert table(made.out).shape[0] == len(vocabulary(tmp_path / "alone"))
+    problem = refusal(own, tmp_path / "alone", tmp_path / "no", approximation="omp")
+    assert problem.finding.what == "the approximation omp needs the donor's embeddings, and this is a tokenizer alone"
+    assert problem.finding.fix.startswith("Name a model as donor, or use one of ")
+    assert "subword" in problem.finding.fix
+    assert (
+        "magikarp needs" in refusal(own, tmp_path / "alone", tmp_path / "no", approximation="mean", magikarp=True).finding.what
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"approximation": "opm"}, "(did you mean 'omp'?), not 'opm'"),
+        ({"weight_scheme": "best"}, "must be one of distance_proportional, barycentric, least_squares, not 'best'"),
+        ({"k": 0}, "must be at least 1, not 0"),
+        ({"prefix_match": "embedding"}, "must be one of no, yes, embed, lm_head"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    own, donor = pair(tmp_path)
+    assert said in refusal(own, donor, tmp_path / "out", **options).finding.what
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    own, donor = pair(tmp_path)
+    for path in own.glob("tokenizer*"):
+        path.unlink()
+    assert "it has no tokenizer that can be read" in refusal(own, donor, tmp_path / "out", approximation="mean").finding.what
+
+
+def test_prefixes_serve_where_they_are_allowed(tmp_path: Path) -> None:
+    own, donor = pair(tmp_path, head=True)
+    made = transplant(own, donor, tmp_path / "out", approximation="zero", prefix_match="embed")
+    rows, heads, ids, old = table(made.out), table(made.out, "lm_head.weight"), vocabulary(donor), vocabulary(own)
+    before = table(own)
+    missing = [token for token in ids if token not in old and token.isascii() and token[0] in old and token[:2] != "<|"]
+    assert len(missing) > 20
+    for token in missing:
+        prefix = next(token[:n] for n in range(len(token) - 1, 0, -1) if token[:n] in old)
+        assert rows[ids[token]].tobytes() == before[old[prefix]].tobytes()
+        assert not heads[ids[token]].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_report_counts_the_missing_tokens_of_a_text(tmp_path: Path, cli: Cli, older: bool) -> None:
+    own, donor = pair(tmp_path)
+    if older:
+        Tokenizer.from_file(str(donor / "tokenizer.json")).model.save(str(donor))
+        (donor / "tokenizer.json").unlink()
+        (donor / "tokenizer_config.json").unlink()
+    (tmp_path / "text.txt").write_text(OTHER_TEXT)
+    ran = cli("transplant-tokenizer", own, donor, tmp_path / "out", "-a", "mean", "--report-text", tmp_path / "text.txt")
+    assert ran.code == 0, ran.err
+    assert "of these tokens occur in the text" in ran.out
+    found = json.loads((tmp_path / "out/transplant.json").read_text())
+    counts = {row["token"]: row["count"] for row in found["rows"]}
+    assert counts[" Deich"] == 1
+    assert sum(counts.values()) > 10
+
+
+def test_noise_scale_and_norms_change_new_rows_only(tmp_path: Path) -> None:
+    own, donor = pair(tmp_path)
+
+    def rows(name: str, **options: Any) -> np.ndarray:
+        made = transplant(own, donor, tmp_path / name, approximation="mean", **options)
+        return table(made.out).astype(np.float32)
+
+    plain, twice = rows("a"), rows("b", new_vocab_scale=2.0)
+    noisy, equal = rows("c", new_vocab_noise=0.1, seed=3), rows("d", match_norms=True)
+    old = vocabulary(own)
+    new = np.array([n for t, n in vocabulary(donor).items() if t not in old and not t.startswith("<|")])
+    rest = np.setdiff1d(np.arange(len(plain)), new)
+    for changed in (twice, noisy, equal):
+        assert (changed[rest] == plain[rest]).all()
+    np.testing.assert_array_equal(twice[new], 2 * plain[new])
+    assert 0.05 < np.abs(noisy[new] - plain[new]).std() < 0.2
+    lengths = np.linalg.norm(table(own).astype(np.float32), axis=1)
+    np.testing.assert_allclose(np.linalg.norm(equal[new], axis=1), np.median(lengths), rtol=0.1)
+
+
+def test_poorly_trained_tokens_are_approximated(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    own, donor = pair(tmp_path, rows=400)
+    tensors = {}
+    with weightsmith.open_checkpoint(own) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.specs}
+    rows = tensors["model.embed_tokens.weight"]
+    old, ids = vocabulary(own), vocabulary(donor)
+    rows[len(old) :] = 1  # padding: surely not trained
+    shared = sorted(set(old) & set(ids), key=lambda token: old[token])
+    rows[old[shared[-1]]] = 1
+    write_checkpoint(own, tensors, json.loads((own / "config.json").read_text()))
+    kept = table(transplant(own, donor, tmp_path / "a", k=4).out).astype(np.float32)
+    made = table(transplant(own, donor, tmp_path / "b", k=4, magikarp=True).out).astype(np.float32)
+    assert (kept[ids[shared[-1]]] == 1).all()
+    assert not (made[ids[shared[-1]]] == 1).all()
+    assert (made[ids[shared[0]]] == kept[ids[shared[0]]]).all()
+
+
+def test_plan_shows_how_tokens_would_be_found(tmp_path: Path, cli: Cli) -> None:
+    own, donor = pair(tmp_path)
+    ran = cli("transplant-tokenizer", own, donor, "--plan", "-a", "mean")
+    assert ran.code == 0, ran.err
+    assert "same role" in ran.out
+    assert not (tmp_path / "out").exists()
+    assert cli("transplant-tokenizer", own, donor).code == 2

@@ -1,0 +1,314 @@
+"""Hub models without network: huggingface_hub's own client against a stand-in for the hub, and its cache."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save
+
+from tests.fake_hub import COMMIT, FakeHub, cache, environment, serve, silent
+from weightsmith._files.hub import _explain, _first_lines
+
+OLD = "0" * 40
+INDEX = "model.safetensors.index.json"
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+A = np.arange(6, dtype=np.float32)
+
+BIN_INDEX = "pytorch_model.bin.index.json"
+BIN_ONE, BIN_TWO = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
+
+
+def pickled(tensors: dict[str, np.ndarray]) -> bytes:
+    """What torch.save writes."""
+    file = io.BytesIO()
+    torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, file)
+    return file.getvalue()
+
+
+LORA = {f"base_model.model.w.lora_{part}.weight": A[:2].reshape(shape) for part, shape in (("A", (1, 2)), ("B", (2, 1)))}
+CONFIG = {"model_type": "llama", "auto_map": {"AutoModel": "modeling_x.XModel"}}
+GOOD = {
+    ONE: save({"a": A}),
+    TWO: save({"b": A + 1}),
+    INDEX: json.dumps({"weight_map": {"a": ONE, "b": TWO}}).encode(),
+    "config.json": json.dumps(CONFIG).encode(),
+    "tokenizer.json": b"{}",
+    "modeling_x.py": b"raise SystemExit('never run')",
+    "README.md": b"# card",
+    "consolidated.safetensors": save({"a": A, "b": A}),
+    "pytorch_model.bin": b"a pickle",
+    "original/params.json": b"{}",
+}
+REPOS = {
+    ("org/good", COMMIT): GOOD,
+    ("org/good", OLD): {"model.safetensors": save({"old": A})},
+    ("org/pickles", COMMIT): {"pytorch_model.pkl": b"a pickle", "config.json": b"{}", "tokenizer.json": b"[]"},
+    ("org/gguf", COMMIT): {"x.Q4_K_M.gguf": b"GGUF"},
+    ("org/adapter", COMMIT): {
+        "adapter_config.json": b'{"peft_type": "LORA", "r": 1, "lora_alpha": 2}',
+        "adapter_model.safetensors": save(LORA),
+        "adapter_model.bin": b"a pickle",
+        "tokenizer.json": b"{}",
+        "README.md": b"# card",
+    },
+    ("org/old-adapter", COMMIT): {
+        "adapter_config.json": b'{"peft_type": "LORA", "r": 1, "lora_alpha": 2}',
+        "adapter_model.bin": pickled(LORA),
+    },
+    ("org/torch", COMMIT): {
+        BIN_ONE: pickled({"a": A}),
+        BIN_TWO: pickled({"b": A + 1}),
+        BIN_INDEX: json.dumps({"weight_map": {"a": BIN_ONE, "b": BIN_TWO}}).encode(),
+        "config.json": b"{}",
+        "training_args.bin": b"a pickle",
+        "optimizer.pt": b"a pickle",
+        "other.bin": b"a pickle",
+    },
+    ("org/matrix", COMMIT): {"model.safetensors": save({"w.weight": A[:4].reshape(2, 2)})},
+    ("org/escape", COMMIT): GOOD | {INDEX: json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode()},
+}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[FakeHub]:
+    with serve(REPOS, {"v1": OLD}) as hub:
+        yield hub
+
+
+SCRIPT = """
+import json, sys
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._base.errors import WeightsmithError
+try:
+    with open_checkpoint(sys.argv[1], **json.loads(sys.argv[2])) as c:
+        print(json.dumps({
+            "revision": c.revision, "folder": str(c.folder), "files": c.files, "ignored": c.ignored, "config": c.config,
+            "weights": c.weights, "tensors": {n: c.read(n).tolist() for n in c.specs},
+            "cached": sorted(p.name for p in c.folder.iterdir()), "notes": [n.what for n in c.notes],
+        }))
+except WeightsmithError as error:
+    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+"""
+
+
+APPLIED = """
+import json, sys
+from contextlib import ExitStack
+from weightsmith._planning.planner.inputs import open_models
+from weightsmith._planning.recipe.references import parse_reference
+with ExitStack() as stack:
+    (model,), problems = open_models([parse_reference(sys.argv[1], "")], stack)
+    if model is not None:
+        model.download()
+    found = {"error": [str(p) for p in problems]} if model is None else {n: model.read(n).tolist() for n in model.specs}
+    print(json.dumps(found | ({} if model is None else {"revision": model.revision})))
+"""
+
+
+def run(
+    hub: FakeHub | None, home: Path, ref: str, *, cwd: Path | None = None, script: str = SCRIPT, **kwargs: Any
+) -> dict[str, Any]:
+    """Open `ref` in a fresh process (huggingface_hub reads its environment once) and tell what came of it."""
+    env = environment(home) | {"HF_HUB_OFFLINE": "1"}
+    if hub is not None:
+        hub.seen.clear()
+        env = hub.environment(home)
+    command = [sys.executable, "-c", script, ref, json.dumps(kwargs)]
+    done = subprocess.run(command, env=env, cwd=cwd or home, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def downloads(hub: FakeHub) -> set[str]:
+    return hub.downloads()
+
+
+@pytest.mark.slow
+def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub: FakeHub, tmp_path: Path) -> None:
+    got = run(hub, tmp_path, "org/good")
+    assert got["tensors"] == {"a": A.tolist(), "b": (A + 1).tolist()}
+    assert got["revision"] == COMMIT
+    assert Path(got["folder"]).is_relative_to(tmp_path / "hub")
+    assert (got["config"], got["weights"]) == (CONFIG, [ONE, TWO])
+    assert got["files"] == ["config.json", "modeling_x.py", "tokenizer.json"]
+    assert got["ignored"] == ["consolidated.safetensors"]
+    needed = {ONE, TWO, INDEX, "README.md", *got["files"]}
+    assert downloads(hub) == needed
+    assert set(got["cached"]) == needed
+
+    again = run(hub, tmp_path, "org/good")
+    assert again == got
+    assert downloads(hub) == set()
+
+    offline = run(None, tmp_path, "org/good")
+    assert offline == got | {"ignored": []}  # it is not in the cache
+    assert run(None, tmp_path, f"org/good@{COMMIT}") == offline
+
+
+@pytest.mark.slow
+def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> None:
+    expected = {"w.weight": [[0.0, 1.0], [2.0, 5.0]], "revision": f"{COMMIT}+{COMMIT}"}
+    assert run(hub, tmp_path, f"org/matrix+org/adapter@{COMMIT}", script=APPLIED) == expected
+    assert downloads(hub) == {"model.safetensors", "adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert run(None, tmp_path, f"org/matrix+org/adapter@{COMMIT}", script=APPLIED) == expected
+    (no_adapter,) = run(hub, tmp_path, "org/matrix+org/good", script=APPLIED)["error"]
+    assert "org/good: not a PEFT adapter: it has no adapter_config.json and no adapter_model.safetensors" in no_adapter
+    (gone,) = run(hub, tmp_path, "org/matrix+org/none", script=APPLIED)["error"]
+    assert "org/none: neither a local path nor a model on the hub" in gone
+
+
+@pytest.mark.slow
+def test_an_adapter_without_safetensors_is_downloaded_as_a_pickle(hub: FakeHub, tmp_path: Path) -> None:
+    expected = run(hub, tmp_path, "org/matrix+org/adapter", script=APPLIED)
+    assert run(hub, tmp_path, "org/matrix+org/old-adapter", script=APPLIED) == expected
+    assert downloads(hub) == {"adapter_config.json", "adapter_model.bin"}
+    assert run(None, tmp_path, "org/matrix+org/old-adapter", script=APPLIED) == expected
+
+
+@pytest.mark.slow
+def test_of_pytorch_files_those_of_the_model_are_downloaded(hub: FakeHub, tmp_path: Path) -> None:
+    got = run(hub, tmp_path, "org/torch")
+    assert got["tensors"] == {"a": A.tolist(), "b": (A + 1).tolist()}
+    assert (got["weights"], got["ignored"]) == ([BIN_ONE, BIN_TWO], ["other.bin"])
+    assert downloads(hub) == {BIN_ONE, BIN_TWO, BIN_INDEX, "config.json"}
+    assert run(None, tmp_path, "org/torch") == got | {"ignored": []}
+
+
+@pytest.mark.slow
+def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
+    got = run(hub, tmp_path, "org/good@v1")
+    assert (got["revision"], got["tensors"], got["config"]) == (OLD, {"old": A.tolist()}, None)
+    assert run(hub, tmp_path, "org/good", revision=OLD)["tensors"] == {"old": A.tolist()}
+    gone = run(hub, tmp_path, "org/good@v9")
+    assert gone["error"] == "NotFound"
+    assert gone["message"].startswith("org/good@v9: the hub model exists, but not this revision")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("repo", "error", "words"),
+    [
+        ("org/pickles", "Unsupported", "org/pickles: no weights in a format that is read"),
+        ("org/escape", "FormatError", "leaves the folder through '..'"),
+        ("org/gated", "CheckpointError", "org/gated: this hub model is gated"),
+        ("org/none", "NotFound", "org/none: neither a local path nor a model on the hub"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_refused_before_weights_are_downloaded(
+    repo: str, error: str, words: str, hub: FakeHub, tmp_path: Path
+) -> None:
+    got = run(hub, tmp_path, repo)
+    assert got["error"] == error
+    assert words in got["message"]
+    assert downloads(hub) <= {"config.json", INDEX}
+
+
+@pytest.mark.slow
+def test_a_damaged_gguf_file_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    got = run(hub, tmp_path, "org/gguf")
+    assert got["error"] == "FormatError"
+    assert "x.Q4_K_M.gguf: 4 bytes: too short for a GGUF file" in got["message"]
+    assert downloads(hub) == {"x.Q4_K_M.gguf"}
+
+
+def test_the_token_and_the_cache_folder_are_used(hub: FakeHub, tmp_path: Path) -> None:
+    got = run(hub, tmp_path, "org/good", token="hf_secret", cache_dir=str(tmp_path / "elsewhere"))
+    assert Path(got["folder"]).is_relative_to(tmp_path / "elsewhere")
+    assert {seen.authorization for seen in hub.seen} == {"Bearer hf_secret"}
+    assert not (tmp_path / "hub").exists()
+
+
+def test_offline_the_cache_is_enough(tmp_path: Path) -> None:
+    snapshot = cache(tmp_path, {name: data for name, data in GOOD.items() if "/" not in name})
+    (snapshot / "original").mkdir()
+    got = run(None, tmp_path, "org/cached")
+    assert (got["revision"], got["folder"], got["weights"]) == (COMMIT, str(snapshot), [ONE, TWO])
+    assert got["tensors"] == {"a": A.tolist(), "b": (A + 1).tolist()}
+    assert got["files"] == ["config.json", "modeling_x.py", "tokenizer.json"]
+    assert run(None, tmp_path, str(snapshot))["files"] == got["files"]  # the snapshot's path is a local folder like any
+
+
+def test_offline_a_half_downloaded_model_is_noticed(tmp_path: Path) -> None:
+    cache(tmp_path, {name: GOOD[name] for name in (ONE, INDEX, "config.json")})
+    got = run(None, tmp_path, "org/cached")
+    assert got["error"] == "FormatError"
+    assert f"names the file '{TWO}' (tensor 'b'), which does not exist" in got["message"]
+
+
+def test_offline_and_not_cached(tmp_path: Path) -> None:
+    (tmp_path / "models" / "llama-medic").mkdir(parents=True)
+    got = run(None, tmp_path, "models/llama-medik")
+    assert got["error"] == "NotFound"
+    assert "neither a local path nor a model in the hub cache" in got["message"]
+    assert "did you mean 'llama-medic'?" in got["message"]
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_not_reached_is_an_error_or_the_cache(tmp_path: Path) -> None:
+    with silent() as dead:
+        pass  # the port is known, and nobody listens
+    got = run(dead, tmp_path, "org/cached")
+    assert got["error"] == "NotFound"
+    assert f"{dead.url} did not answer (ConnectError" in got["message"]
+    cache(tmp_path, {"model.safetensors": save({"a": A})})
+    got = run(dead, tmp_path, "org/cached")
+    assert got["tensors"] == {"a": A.tolist()}
+    (note,) = got["notes"]
+    assert (
+        f"did not answer (ConnectError, timeout 10 s), so the cached revision {COMMIT} is used; it may be out of date" in note
+    )
+
+
+LATER = """
+import json, sys
+from weightsmith import open_checkpoint
+from weightsmith._base.errors import CheckpointError
+with open_checkpoint(sys.argv[1], download=False) as c:
+    try:
+        found = {"read": c.read("a").tolist()}
+    except CheckpointError as error:
+        found = {"error": str(error)}
+    found["missing"] = {path.name: nbytes for path, nbytes in c.missing.items()}
+    planned = c.identity
+    c.download()
+    with open_checkpoint(sys.argv[1]) as fresh:
+        found["same"] = (planned, c.state) == (fresh.identity, fresh.state)
+    print(json.dumps(found | {"a": c.read("a").tolist(), "left": list(c.missing)}))
+"""
+
+
+@pytest.mark.slow
+def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> None:
+    got = run(hub, tmp_path, "org/good", script=LATER)
+    assert "not downloaded: only its header was read from the hub" in got["error"]
+    assert got["missing"] == {name: len(GOOD[name]) for name in (ONE, TWO, "tokenizer.json", "README.md")}
+    assert (got["a"], got["left"], got["same"]) == (A.tolist(), [], True)
+
+
+def test_an_impossible_hub_id(tmp_path: Path) -> None:
+    got = run(None, tmp_path, "org/a--b")
+    assert (got["error"], "nor a valid hub id" in got["message"]) == ("NotFound", True)
+
+
+def test_a_local_folder_wins_over_a_hub_id(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "org" / "good").mkdir(parents=True)
+    (tmp_path / "org" / "good" / "model.safetensors").write_bytes(save({"local": A}))
+    assert run(hub, tmp_path, "org/good")["tensors"] == {"local": A.tolist()}
+    assert hub.seen == []
+
+
+def test_no_error_of_the_hub_shows_a_signature() -> None:
+    said = "403 Forbidden: None.\nCannot access content at: https://cas.example/a?X-Amz-Signature=s3cret&X-Amz-Expires=1.\nMore"
+    for shown in (str(_explain(OSError(said), "org/m")), _first_lines(OSError(said))):
+        assert "Cannot access content at: https://cas.example/a?..." in shown
+        assert "s3cret" not in shown

@@ -1,0 +1,153 @@
+"""`--push`: the finished folder as a model on a stand-in for the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import weightsmith
+from tests.cli_help import Ran
+from tests.execution.test_cards import RECIPE
+from tests.execution.test_cards import here as here
+from tests.fake_hub import ATTRIBUTES, FakeHub, environment, serve, silent, use
+from weightsmith._base.errors import PushFailed
+from weightsmith._outputs.hub.push import check_push, push
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with serve({}) as hub:
+        yield hub
+
+
+def run(hub: FakeHub, here: Path, *args: object, **env: str) -> Ran:
+    given = hub.environment(here / "home", HF_TOKEN="hf_good") | env
+    command = [sys.executable, "-m", "weightsmith", *map(str, args)]
+    done = subprocess.run(command, env=given, cwd=here, capture_output=True, text=True, timeout=120, check=False)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def recipe(here: Path) -> str:
+    (here / "recipe.yml").write_text(json.dumps(RECIPE))
+    return "recipe.yml"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_merge_is_pushed_as_a_private_model(hub: FakeHub, here: Path) -> None:
+    done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged", "--json")
+    assert done.code == 0, done.err
+    assert hub.pushed == {"org/merged": files(here / "out")}
+    assert hub.created[0]["name"] == "merged"
+    assert "private" in (hub.created[0].get("visibility"), *(key for key, value in hub.created[0].items() if value is True))
+    assert json.loads(done.out)["url"] == f"{hub.url}/org/merged"
+    assert 'from_pretrained("org/merged"' in hub.pushed["org/merged"]["README.md"].decode()
+    assert weightsmith.verify(here / "out").tensors == 1
+    assert all(seen.authorization == "Bearer hf_good" for seen in hub.seen if seen.path.startswith("/api"))
+
+
+def test_a_public_model_into_a_repository_that_exists_by_run(hub: FakeHub, here: Path) -> None:
+    hub.put("org/merged", {"old.txt": b"stays", ".gitattributes": ATTRIBUTES})
+    (here / "plan.json").write_text(run(hub, here, "plan", recipe(here), "--json").out)
+    assert hub.seen == []
+    done = run(hub, here, "run", "plan.json", "out", "--push", "org/merged", "--public")
+    assert done.code == 0, done.err
+    assert f"uploaded to {hub.url}/org/merged" in done.out
+    assert hub.created == []
+    assert hub.pushed == {"org/merged": {"old.txt": b"stays"} | files(here / "out")}
+    refused = run(hub, here, "run", "plan.json", "out2", "--part", "1/2", "--push", "org/merged")
+    assert refused.code == 2
+    assert "a part publishes nothing" in refused.err
+
+
+@pytest.mark.parametrize("fails", ["/api/repos/create", "/lfs/", "/api/models/org/merged/commit"])
+def test_a_failed_upload_leaves_the_output_and_says_how_to_push_it_again(fails: str, hub: FakeHub, here: Path) -> None:
+    hub.fails[fails] = 403
+    done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged")
+    assert done.code == 3
+    assert "the upload failed" in done.err
+    assert f"The output is finished and complete in {here / 'out'}" in done.err
+    assert weightsmith.verify(here / "out").tensors == 1
+    assert hub.pushed.get("org/merged", {}) == {}
+    hub.fails.clear()
+    (command,) = re.findall(r"Upload it again: `(.*)`", done.err)
+    hf, *args = shlex.split(command)
+    assert (hf, args[0], args[-1]) == ("hf", "upload", "--private")
+    again = subprocess.run(
+        [Path(sys.executable).with_name(hf), *args],
+        env=hub.environment(here / "home", HF_TOKEN="hf_good"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert hub.pushed == {"org/merged": files(here / "out")}
+
+
+def test_an_interrupted_upload_leaves_the_output_too(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(hub, monkeypatch)
+    repository = check_push("org/x@v2")
+
+    def interrupted(*args: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(repository.api, "upload_folder", interrupted)
+    with pytest.raises(PushFailed, match="the upload was interrupted") as caught:
+        push(repository, tmp_path, public=True, message="")
+    assert f"`hf upload org/x {tmp_path} . --revision v2`" in str(caught.value)
+    assert f"complete in {tmp_path}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("repo", "env", "words"),
+    [
+        ("merged", {}, "not a name that a model can have on the hub"),
+        ("org/a--b", {}, "not a name that a model can have on the hub"),
+        ("org/merged", {"HF_TOKEN": ""}, "uploading requires a token of the hub, and none is set"),
+        ("org/merged", {"HF_TOKEN": "hf_bad"}, "the hub does not accept the token"),
+        ("org/merged", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE=1 forbids uploading"),
+    ],
+)
+def test_what_cannot_be_pushed_is_refused_before_the_merge(
+    repo: str, env: dict[str, str], words: str, hub: FakeHub, here: Path
+) -> None:
+    done = run(hub, here, "merge", recipe(here), "out", "--push", repo, **env)
+    assert done.code == 3
+    assert words in done.err
+    assert "Nothing was written." in done.err
+    assert not (here / "out").exists()
+    assert hub.pushed == {}
+
+
+def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path) -> None:
+    began = time.monotonic()
+    with silent() as hub:
+        done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged", HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert done.code == 3
+    assert "the hub does not answer" in done.err
+    assert not (here / "out").exists()
+    assert time.monotonic() - began < 60
+
+
+def test_push_is_an_option_of_python(hub: FakeHub, here: Path) -> None:
+    code = f"import json, weightsmith; m = weightsmith.merge({RECIPE!r}, 'out', push='org/merged'); print(m.url)"
+    env = hub.environment(here / "home", HF_TOKEN="hf_good")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=here, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == f"{hub.url}/org/merged", done.stderr
+    assert hub.pushed == {"org/merged": files(here / "out")}
+    assert environment(here)["HF_HUB_DISABLE_XET"] == "1"

@@ -1,0 +1,592 @@
+"""Models as GGUF files: what another reader, transformers and llama.cpp find in them, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+import weightsmith
+from tests import llama_cpp, zoo
+from tests.gguf_help import BYTE_LEVEL, PIECES, SENTENCEPIECE, write_gguf
+from tests.llama_cpp import needs_llama_cpp
+from tests.mini import write_checkpoint
+from weightsmith._base.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.quantisation.gguf_types import MIXTURES, Shape, type_of
+from weightsmith._files.containers import GGUF
+from weightsmith._models.formats.gguf.header import read_gguf_header
+from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
+from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
+from weightsmith._models.formats.gguf.reading import open_files
+from weightsmith._models.formats.gguf.writing import TYPES
+from weightsmith._outputs.verify import verify
+from weightsmith._planning.planner.reopen import reopen
+from weightsmith._plans import Table, plan_from_json
+
+BF16 = DTYPES["BF16"].numpy
+NUMBERS = {mixture.name: mixture.number for mixture in MIXTURES}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with the files of a tokenizer of each kind."""
+    found = {}
+    for name, keys in (("gpt2", BYTE_LEVEL), ("llama", SENTENCEPIECE)):
+        folder = tmp_path_factory.mktemp(name)
+        tokens = len(keys["tokenizer.ggml.tokens"])
+        sizes = {
+            **{k: 1 for k in ("block_count", "context_length", "embedding_length", "feed_forward_length")},
+            "attention.head_count": 1,
+        }
+        sizes |= {"attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-5}
+        path = write_gguf(folder / "t.gguf", "llama", {"token_embd.weight": (np.ones((tokens, 2)), "F32")}, {**sizes, **keys})
+        for file, content in open_files([path], None, "t").files.items():
+            if file.startswith("tokenizer"):
+                (folder / file).write_bytes(content)
+        path.unlink()
+        found[name] = folder
+    return found
+
+
+def with_tokenizer(folder: Path, tokenizer: Path) -> Path:
+    shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+    return folder
+
+
+def llama(folder: Path, seed: int = 0, *, width: int = 64, layers: int = 2, **changes: Any) -> Path:
+    """A tiny Llama of bf16, with heads of 16."""
+    rng = np.random.default_rng(seed)
+    shapes = {"model.embed_tokens.weight": (len(PIECES), width), "model.norm.weight": (width,)}
+    for i in range(layers):
+        shapes |= {f"model.layers.{i}.{norm}.weight": (width,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"model.layers.{i}.self_attn.{part}_proj.weight": (width, width) for part in "qo"}
+        shapes |= {f"model.layers.{i}.self_attn.{part}_proj.weight": (width // 2, width) for part in "kv"}
+        shapes |= {f"model.layers.{i}.mlp.{part}_proj.weight": (96, width) for part in ("gate", "up")}
+        shapes[f"model.layers.{i}.mlp.down_proj.weight"] = width, 96
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "intermediate_size": 96}
+    config |= {
+        "num_attention_heads": width // 16,
+        "num_key_value_heads": width // 32,
+        "num_hidden_layers": layers,
+        "vocab_size": len(PIECES),
+    }
+    config |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "tie_word_embeddings": True}
+    tensors = {name: (rng.standard_normal(shape) * 0.1).astype(BF16) for name, shape in shapes.items()}
+    return write_checkpoint(folder, tensors, {**config, **changes})
+
+
+@pytest.fixture
+def model(tmp_path: Path, tokenizers: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`m` in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return with_tokenizer(llama(tmp_path / "m"), tokenizers["llama"])
+
+
+def quantize(source: str | Path, out: str | Path, name: str, **options: Any) -> Path:
+    weightsmith.quantize(source, out, f"gguf-{name}", progress=False, **options)
+    return Path(out) / "model.gguf"
+
+
+def stored(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Type, shape and bytes of each tensor."""
+    data = path.read_bytes()
+    return {t.name: (t.dtype.name, t.shape, data[t.offset : t.offset + t.nbytes]) for t in read_gguf_header(path).tensors}
+
+
+# ---- what another reader finds
+
+
+def test_another_reader_finds_the_same(model: Path) -> None:
+    path = quantize("m", "q", "q8_0")
+    reader = gguf.GGUFReader(path)
+    assert {t.name: t.tensor_type.name for t in reader.tensors} == {n: kind for n, (kind, _, _) in stored(path).items()}
+    with weightsmith.open_checkpoint("m") as found:
+        for tensor in reader.tensors:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            if tensor.name == "blk.1.ffn_down.weight":
+                plain = found.read("model.layers.1.mlp.down_proj.weight").astype(np.float32)
+                assert np.abs(values - plain).max() < np.abs(plain).max() / 200
+            elif tensor.name == "output_norm.weight":
+                assert np.array_equal(values, found.read("model.norm.weight").astype(np.float32))
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    assert keys["general.architecture"] == "llama"
+    assert (keys["general.file_type"], keys["llama.attention.head_count_kv"], keys["llama.rope.freq_base"]) == (7, 2, 50000.0)
+    assert keys["tokenizer.ggml.tokens"] == PIECES
+    assert keys["tokenizer.ggml.token_type"] == SENTENCEPIECE["tokenizer.ggml.token_type"]
+    assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.add_bos_token"]) == ("llama", True)
+    pieces = dict(zip(PIECES, keys["tokenizer.ggml.scores"], strict=True))
+    merged = ["\u2581a", "ab", "\u2581ab", "\u2581\u2581"]
+    assert sorted(merged, key=lambda token: -pieces[token]) == merged, "scores follow the order of the merges"
+    assert sorted(file.name for file in Path("q").iterdir()) == ["README.md", "model.gguf", "recipe.yml", "weightsmith.json"]
+
+
+def test_scores_are_those_of_a_sentencepiece_model(model: Path) -> None:
+    def field(number: int, data: bytes) -> bytes:
+        """A field of bytes, whose length takes two bytes from 128 on."""
+        length = len(data)
+        return bytes([number << 3 | 2, *([length] if length < 128 else [length & 127 | 128, length >> 7])]) + data
+
+    def piece(text: str, score: float) -> bytes:
+        return field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18\x01")
+
+    scores = {token: -1.5 * i for i, token in enumerate(PIECES)}
+    long = piece("x" * 300, -9)
+    whole = long + b"".join(piece(*one) for one in scores.items()) + field(2, bytes(200)) + b"\x18\xac\x02"
+    (model / "tokenizer.model").write_bytes(whole)
+    keys = gguf.GGUFReader(quantize("m", "q", "q8_0")).fields
+    assert keys["tokenizer.ggml.scores"].contents() == list(scores.values())
+    for damaged in (whole[:-1], whole + b"\x0b", long[:200], b"\x08" + b"\xff" * 10):
+        (model / "tokenizer.model").write_bytes(damaged)
+        with pytest.raises(PlanError, match="not a SentencePiece model"):
+            quantize("m", "other", "q8_0")
+
+
+FAMILIES = {
+    "llama": "LLAMA",
+    "llama-tied": "LLAMA",
+    "llama-bias": "LLAMA",
+    "mistral": "LLAMA",
+    "mixtral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "qwen3-moe": "QWEN3MOE",
+    "gemma2": "GEMMA2",
+    "gemma3-text": "GEMMA3",
+    "phi3-tied": "PHI3",
+}
+OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 8},
+    "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
+    "mistral": {"sliding_window": None},
+    "qwen3-moe": {"norm_topk_prob": True, "intermediate_size": 64},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    """Names are those of llama.cpp's own table, and tensors and settings survive the way there and back."""
+    source = zoo.save(name, tmp_path / "m", 1, **OWN.get(name, {}))
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    path = quantize(source, tmp_path / "q", "f32")
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[name]], 7)
+    with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(tmp_path / "q") as back:
+        assert list(back.specs) == [
+            spec for spec in here.specs if spec != "lm_head.weight" or not here.config["tie_word_embeddings"]
+        ]  # type: ignore[index]
+        for tensor in back.specs:
+            plain = here.read(tensor).astype(np.float32)
+            shift = 1 if "gemma" in name and "norm" in tensor else 0
+            assert np.array_equal(back.read(tensor), (plain + np.float32(shift)) - np.float32(shift)), tensor
+            their_name = known.get_name(
+                tensor.removesuffix(".weight").removesuffix(".bias").replace(".experts.0.", ".experts.")
+            )
+            assert ".experts." in tensor or f"{their_name}.{tensor.rpartition('.')[2]}" in stored(path)
+        import transformers
+
+        configs = [transformers.AutoConfig.from_pretrained(folder.folder).to_dict() for folder in (here, back)]
+    unlike = (
+        "architectures",
+        "dtype",
+        "transformers_version",
+        "_name_or_path",
+        "model_type",
+        "initializer_range",
+        "sliding_window",
+    )
+    unlike += ("pad_token_id", "bos_token_id", "eos_token_id", "layer_types", "head_dim", "hidden_activation")
+    for key, value in configs[0].items():
+        expected = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+        assert key in unlike or configs[1].get(key) == expected, key
+
+
+def test_a_tokenizer_survives_the_way_there_and_back(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    for kind, folder in tokenizers.items():
+        rows = 262 if kind == "gpt2" else len(PIECES)
+        source = llama(tmp_path / kind)
+        tensors = {"model.embed_tokens.weight": np.ones((rows, 64), BF16)}
+        with weightsmith.open_checkpoint(source) as found:
+            tensors |= {name: found.read(name) for name in found.specs if "embed" not in name}
+            config = found.config
+        write_checkpoint(source, tensors, {**(config or {}), "vocab_size": rows})
+        with_tokenizer(source, folder)
+        quantize(source, tmp_path / f"{kind}-q", "bf16")
+        with weightsmith.open_checkpoint(tmp_path / f"{kind}-q") as back:
+            before, after = (json.loads((f / "tokenizer.json").read_text()) for f in (folder, back.folder))
+            merges = [before["model"].pop("merges"), after["model"].pop("merges")]
+            assert before == after
+            assert merges[0] == merges[1]
+            before, after = (json.loads((f / "tokenizer_config.json").read_text()) for f in (folder, back.folder))
+            assert before == after
+
+
+# ---- straight from a merge, in parts, resumed
+
+
+def ties(tmp_path: Path, tokenizers: Mapping[str, Path]) -> dict[str, Any]:
+    for seed, name in enumerate(("base", "a", "b")):
+        with_tokenizer(llama(tmp_path / name, seed, width=256), tokenizers["llama"])
+    models = [{"model": name, "parameters": {"weight": 0.7, "density": 0.5}} for name in ("a", "b")]
+    return {"merge_method": "dare_ties", "base_model": "base", "models": models, "dtype": "bfloat16"}
+
+
+def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(
+    tmp_path: Path, tokenizers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = ties(tmp_path, tokenizers)
+    merge: Callable[..., Any] = weightsmith.merge
+    merge(recipe, "merged", progress=False)
+    twice = quantize("merged", "twice", "q4_k_m").read_bytes()
+    for threads, memory in ((1, None), (3, 400_000_000)):
+        merge(recipe, f"once{threads}", quantize="gguf-q4_k_m", threads=threads, max_memory_bytes=memory, progress=False)
+        assert Path(f"once{threads}/model.gguf").read_bytes() == twice
+    plan = weightsmith.plan(recipe, quantize="gguf-q4_k_m")
+    again = plan_from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    for k in (1, 2):
+        weightsmith.run(again, "parts", part=(k, 2), progress=False)
+    weightsmith.run(again, "parts", progress=False)
+    assert Path("parts/model.gguf").read_bytes() == twice
+    assert verify("parts").tensors == len(plan.steps)
+    with Path("parts/model.gguf").open("r+b") as file:
+        file.seek(-40, 2)
+        file.write(b"\x55")
+    with pytest.raises(Corrupt):
+        verify("parts")
+
+
+@pytest.mark.parametrize(("given", "bound"), [({}, 50), ({"max_shard_bytes": None}, 50), ({"max_shard_bytes": 5 * 10**9}, 5)])
+def test_a_bound_of_5_gb_is_kept_if_it_is_given(model: Path, given: dict[str, Any], bound: int) -> None:
+    plan: Callable[..., Any] = weightsmith.plan
+    assert plan(passthrough("m"), quantize="gguf-q8_0", **given).max_shard_bytes == bound * 10**9
+    assert plan(passthrough("m"), **given).max_shard_bytes == 5 * 10**9
+
+
+def test_a_large_file_is_split_as_llama_cpp_splits_it(model: Path) -> None:
+    quantize("m", "q", "bf16", max_shard_bytes=60_000)
+    files = sorted(file.name for file in Path("q").glob("*.gguf"))
+    assert files == [f"model-{k:05d}-of-{len(files):05d}.gguf" for k in range(1, len(files) + 1)]
+    assert len(files) > 2
+    keys = [gguf.GGUFReader(f"q/{name}").fields for name in files]
+    assert [int(k["split.no"].contents()) for k in keys] == list(range(len(files)))
+    whole = stored(quantize("m", "one", "bf16"))
+    assert {name: data for file in files for name, data in stored(Path("q", file)).items()} == whole
+    with weightsmith.open_checkpoint("q") as split, weightsmith.open_checkpoint("m") as plain:
+        assert list(split.specs) == list(plain.specs)
+        name = "model.layers.1.self_attn.q_proj.weight"
+        assert split.read(name).tobytes() == plain.read(name).tobytes()
+    verify("q")
+
+
+# ---- importance matrices
+
+
+def imatrix_numbers(path: Path, values: Mapping[str, np.ndarray]) -> Path:
+    data = struct.pack("<i", len(values))
+    for name, array in values.items():
+        data += (
+            struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 2, array.size) + (array * np.float32(2)).tobytes()
+        )
+    path.write_bytes(data)
+    return path
+
+
+def imatrix_gguf(path: Path, values: Mapping[str, np.ndarray]) -> Path:
+    tensors = {f"{name}.in_sum2": (array[None] * np.float32(4), "F32") for name, array in values.items()}
+    tensors |= {f"{name}.counts": (np.float32([[4]]), "F32") for name in values}
+    return write_gguf(path, "imatrix", tensors, {"general.type": "imatrix"})
+
+
+def test_importances_in_both_forms_of_files(model: Path) -> None:
+    rng = np.random.default_rng(5)
+    values = {name: rng.uniform(0.1, 3, 64).astype(np.float32) for name in ("blk.0.ffn_up.weight", "blk.1.attn_q.weight")}
+    old, new = imatrix_numbers(Path("i.dat"), values), imatrix_gguf(Path("i.gguf"), values)
+    for path in (old, new):
+        assert {name: array.tolist() for name, array in read_imatrix(path).items()} == {
+            n: a.tolist() for n, a in values.items()
+        }
+    a, b = quantize("m", "a", "q4_0", imatrix=str(old)), quantize("m", "b", "q4_0", imatrix=str(new))
+    assert a.read_bytes() == b.read_bytes()
+    plain = stored(quantize("m", "c", "q4_0"))
+    assert {name for name, data in stored(a).items() if data != plain[name]} == set(values)
+    assert of_sums({"w": np.zeros((1, 2), np.float32)}, {"w": np.zeros(1, np.float32)})["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "cut off"),
+        (struct.pack("<i", 0), "without tensors"),
+        (struct.pack("<i", 1 << 30), "no importance matrix: 1,073,741,824 at byte 0"),
+        (struct.pack("<iii", 1, 100, 0), "no importance matrix: 100 at byte 4"),
+        (struct.pack("<ii1siif", 1, 1, b"w", 1, 1, float("nan")), "negative, or no finite numbers"),
+        (struct.pack("<ii1siif", 1, 1, b"w", 1, 1, -1), "negative, or no finite numbers"),
+        (struct.pack("<ii1siif", 1, 1, b"w", 1, 1, 1e38), "no finite numbers up to 1e+15"),
+        (b"GGUF", "too short for a GGUF file"),
+    ],
+)
+def test_damaged_importances(data: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "i.dat").write_bytes(data)
+    with pytest.raises(FormatError) as caught:
+        read_imatrix(tmp_path / "i.dat")
+    assert words in str(caught.value)
+
+
+def test_importances_of_another_model(model: Path) -> None:
+    path = imatrix_numbers(Path("i.dat"), {"blk.0.ffn_up.weight": np.ones(5, np.float32)})
+    with pytest.raises(
+        PlanError, match=r"blk\.0\.ffn_up\.weight: the importance matrix has 5 numbers for it, and it has 64 columns"
+    ):
+        quantize("m", "q", "q4_0", imatrix=str(path))
+    path = imatrix_numbers(path, {"other": np.ones(5, np.float32)})
+    plan = weightsmith.plan(passthrough("m"), quantize="gguf-q4_0", imatrix=str(path))
+    assert "no name in the importance matrix is of a tensor of this model; the first is 'other'" in str(plan.warnings[-1])
+
+
+def test_types_that_need_importances(model: Path, tokenizers: dict[str, Path]) -> None:
+    with_tokenizer(llama(Path("wide"), width=256, layers=1), tokenizers["llama"])
+    with pytest.raises(PlanError, match="would be stored as IQ2_XS, which gives garbage without importances") as caught:
+        weightsmith.plan(passthrough("wide"), quantize="gguf-iq2_xs")
+    assert "--imatrix FILE" in str(caught.value)
+    assert len(caught.value.problems) == 5
+    assert weightsmith.plan(passthrough("m"), quantize="gguf-iq2_xs").encodings  # rows of 64 and 96 fall back to IQ4_NL
+
+
+# ---- what is refused
+
+
+def passthrough(name: str) -> dict[str, Any]:
+    return {"merge_method": "passthrough", "models": [{"model": name}]}
+
+
+def changed(folder: str | Path, **changes: Any) -> None:
+    path = Path(folder, "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refused(name: str = "q8_0", **options: Any) -> str:
+    with pytest.raises(PlanError) as caught:
+        quantize("m", "q", name, **options)
+    assert not Path("q").exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba"}, "no GGUF file can be written of a model of the type 'mamba'"),
+        ({"model_type": "qwen2"}, ""),
+        ({"num_attention_heads": "many"}, "num_attention_heads is 'many', not a positive whole number"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic', and llama.cpp takes 'default'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": "x"}}, "factor is 'x', and not a positive number"),
+        ({"rope_scaling": {"rope_type": "llama3", "high_freq_factor": 1}}, "low_freq_factor 1 is not below high_freq_factor 1"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
+            "original_max_position_embeddings is 'x', not a positive whole number",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"rope_type": "longrope", "long_factor": "x"}},
+            "long_factor is 'x', and not a list of numbers",
+        ),
+        ({"model_type": "phi3", "partial_rotary_factor": 1e9}, "partial_rotary_factor is 1e+09, which is more than 1"),
+        ({"sliding_window": 32}, "sliding_window is 32, and llama.cpp takes None for granted"),
+        ({"num_attention_heads": 5}, "its 64 rows are not whole heads of 12"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 144}, "query_pre_attn_scalar is 144.0, and llama.cpp takes 16.0"),
+    ],
+)
+def test_models_that_llama_cpp_would_compute_otherwise(changes: dict[str, Any], words: str, model: Path) -> None:
+    changed("m", **changes)
+    if words:
+        assert words in refused()
+    else:
+        quantize("m", "q", "q8_0")
+
+
+def test_tensors_tokenizers_and_numbers_that_do_not_fit(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps({**tokenizer, "model": {"type": "Unigram", "vocab": []}}))
+    assert "a tokenizer that cannot be written to a GGUF file: a model of the type 'Unigram'" in refused()
+    del tokenizer["model"]["byte_fallback"]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "it splits text by" in refused()
+    (model / "tokenizer.json").unlink()
+    assert "no tokenizer.json, and a GGUF file contains its tokenizer" in refused()
+    assert "--imatrix (imatrix): not a setting of gguf-q8_0, which has none" in refused(imatrix="x")
+    assert "(did you mean 'gguf-q4_k_s'?), not 'gguf-q4_k'" in refused("q4_k")
+
+
+def test_unknown_tensors(model: Path) -> None:
+    with weightsmith.open_checkpoint("m") as found:
+        tensors, config = {name: found.read(name) for name in found.specs}, found.config
+    write_checkpoint(model, {**tensors, "model.layers.0.mlp.gate.weight": np.ones((4, 64), BF16)}, config)
+    assert "model.layers.0.mlp.gate.weight: llama.cpp knows no such tensor in a model of the type llama" in refused()
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = 1e6
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    write_checkpoint(model, {**tensors, **frequencies, "lm_head.weight": tensors["model.embed_tokens.weight"]}, config)
+    with pytest.raises(NonFinite, match="an element of row 3 is not a number that F16 can hold"):
+        quantize("m", "q", "f16")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e6
+    write_checkpoint(model, {**tensors, **frequencies, "lm_head.weight": tensors["model.embed_tokens.weight"]}, config)
+    with pytest.raises(NonFinite, match="an element of row 0 is not a number that F16 can hold"):
+        quantize("m", "q", "f16", resume=False)
+    path = quantize("m", "q", "bf16", resume=False)
+    plan = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]}, quantize="gguf-bf16")
+    assert [(w.where, w.what) for w in plan.warnings] == [
+        ("lm_head.weight", "it is left out: config.json ties the head to the embedding")
+    ]
+    assert "output.weight" not in stored(path)
+    manifest = json.loads(Path("q/weightsmith.json").read_text())
+    assert {d["reason"] for d in manifest["dropped"]} == {"llama.cpp computes it", "the head is the embedding"}
+
+
+def test_what_a_container_refuses() -> None:
+    wrong = [
+        TensorSpec("x" * 64, DTYPES["F32"], (1,)),
+        TensorSpec("w", DTYPES["F8_E4M3"], (1,)),
+        TensorSpec("w", DTYPES["F32"], (1, 1, 1, 1, 1)),
+        TensorSpec("w", DTYPES["F32"], (0,)),
+        TensorSpec("w", BLOCKS["Q8_0"], (2, 33)),
+    ]
+    for spec in wrong:
+        with pytest.raises(StoreError):
+            make_layout([spec], 100)
+    with pytest.raises(StoreError, match="two tensors"):
+        make_layout([TensorSpec("w", DTYPES["F32"], (1,))] * 2, 100)
+
+
+def test_types_of_blocks_are_not_merged_in() -> None:
+    assert {(block.floating, block.torch) for block in BLOCKS.values()} == {(False, "")}
+
+
+def test_a_plan_that_does_not_fit(model: Path) -> None:
+    path = imatrix_numbers(Path("i.dat"), {"blk.0.ffn_up.weight": np.ones(64, np.float32)})
+    plan = weightsmith.plan(passthrough("m"), quantize="gguf-q4_0", imatrix=str(path)).to_json()
+    step = next(s for s in plan["steps"] if "weighted" in s)
+    for key, value, words in (
+        ("weighted", 7, "there is no table 7"),
+        ("encoding", "gguf-q8_0", "gguf-q8_0 does not store it as the plan says"),
+        ("stored", [["blk.0.ffn_up.weight", "Q4_0", [96, 96]]], "gguf-q4_0 does not store it as the plan says"),
+    ):
+        before = step[key]
+        step[key] = value
+        with pytest.raises((FormatError, PlanError), match=words):
+            weightsmith.run(plan_from_json(json.loads(json.dumps(plan))), "q", progress=False)
+        step[key] = before
+    for number in (np.nan, -1, 1e38):
+        table, plan["tables"] = plan["tables"], [base64.b64encode(np.full(64, number, "<f4").tobytes()).decode()]
+        with pytest.raises(PlanError, match="its importances are negative, not finite or too large"):
+            weightsmith.run(plan_from_json(plan), "q", progress=False)
+        plan["tables"] = table
+    header = base64.b64decode(plan["header"])
+    for damaged, words in (
+        (b"", "its header does not end"),
+        (b"\xff" * 8, "18,446,744,073,709,551,615 keys"),
+        ((99).to_bytes(8, "little") + header[8:], "its header does not end"),
+        (header[:-1], "its header does not end"),
+        (header + b"x", "after its keys follow 1 more bytes"),
+        (encode_metadata({"general.alignment": Value("u32", 64)}), "general.alignment is 64"),
+        (encode_metadata({"split.no": Value("u16", 1)}), "the key 'split.no' belongs to the layout of the files"),
+    ):
+        plan["header"] = base64.b64encode(damaged).decode()
+        with pytest.raises(PlanError, match=words):
+            weightsmith.run(plan_from_json(plan), "q", progress=False)
+    assert not Path("q").exists()
+    plan["header"] = "?"
+    with pytest.raises(FormatError, match="it is not base64"):
+        plan_from_json(plan)
+
+
+def test_a_plan_without_importances_where_a_type_needs_them(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", {"w": np.ones((2, 256), np.float32)}, {})
+    plan = weightsmith.plan(passthrough(str(tmp_path / "m")))
+    spec = TensorSpec("w", BLOCKS["IQ1_M"], (2, 256))
+    steps = (replace(plan.steps[0], encoding="gguf-iq1_m", stored=(spec,)),)
+    plan = replace(plan, steps=steps, container=GGUF, header=bytes(8))
+    with pytest.raises(PlanError, match="IQ1_M cannot be encoded without importances"):
+        weightsmith.run(plan, tmp_path / "q", progress=False)
+    assert not (tmp_path / "q").exists()
+    tables = (Table(np.ones(256, "<f4").tobytes()),)
+    reopen(replace(plan, steps=(replace(steps[0], weighted=0),), tables=tables)).close()
+
+
+# ---- the mixtures
+
+
+def test_types_of_a_mixture_by_name_and_layer() -> None:
+    shape = Shape(layers=32, heads=32, kv_heads=8, experts=0, tied=False, weighted=False, big=False)
+
+    def kinds(mixture: str, part: str) -> str:
+        chosen = next(m for m in MIXTURES if m.name == mixture)
+        return " ".join(
+            type_of(chosen, TensorSpec(f"blk.{i}.{part}.weight", DTYPES["BF16"], (256, 256)), shape) for i in (0, 4, 5, 6, 31)
+        )
+
+    assert kinds("Q4_K_M", "ffn_down") == "Q6_K Q4_K Q4_K Q6_K Q6_K"
+    assert kinds("Q3_K_M", "attn_v") == "Q5_K Q4_K Q4_K Q4_K Q4_K"
+    assert kinds("IQ4_XS", "ffn_down") == "Q5_K IQ4_XS IQ4_XS IQ4_XS IQ4_XS"
+    assert kinds("Q4_K_M", "attn_norm") == "F32 F32 F32 F32 F32"
+    narrow = TensorSpec("blk.0.ffn_up.weight", DTYPES["BF16"], (256, 96))
+    assert [type_of(m, narrow, shape) for m in MIXTURES if m.name in ("Q6_K", "Q5_K_S", "Q4_K_M", "IQ4_XS", "Q2_K")] == [
+        "Q8_0", "Q5_1", "Q5_0", "IQ4_NL", "Q4_0",
+    ]  # fmt: skip
+    assert {m.default for m in MIXTURES} <= set(TYPES)
+
+
+# ---- llama.cpp itself
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("mixture", NUMBERS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "imatrix"])
+def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = with_tokenizer(llama(tmp_path / "m", width=256, layers=9), tokenizers["llama"])
+    plain = quantize(source, tmp_path / "f32", "f32")
+    rng = np.random.default_rng(1)
+    values = {
+        name: rng.uniform(0.1, 3, shape[-1]).astype(np.float32)
+        for name, (_, shape, _) in stored(plain).items()
+        if len(shape) == 2 and "token" not in name
+    }
+    theirs = tmp_path / "theirs.gguf"
+    made = llama_cpp.quantize(plain, theirs, NUMBERS[mixture], values if weighted else None)
+    options = {"imatrix": str(imatrix_numbers(tmp_path / "i.dat", values))} if weighted else {}
+    if mixture in ("F32", "F16", "BF16", "Q8_0"):
+        options = {}
+    if not made:
+        with pytest.raises(PlanError, match="gives garbage without importances"):
+            quantize(source, tmp_path / "q", mixture.lower(), **options)
+        return
+    ours = quantize(source, tmp_path / "q", mixture.lower(), **options)
+    assert stored(ours) == stored(theirs)
+    keys = [{name: str(value) for name, value in read_gguf_header(path).keys.items()} for path in (ours, theirs)]
+    assert keys[0] == keys[1]
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    import torch
+
+    sizes = {"vocab_size": 262, "max_position_embeddings": 64}
+    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **{**sizes, **OWN.get(name, {})})
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    path = quantize(source, tmp_path / "q", "f32")
+    tokens = np.random.default_rng(0).integers(0, 256, 40).tolist()
+    model, _ = zoo.load(name, source)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([tokens])).logits[0].numpy()
+    with llama_cpp.Judge(path) as judge:
+        found = judge.logits(tokens)
+    assert np.abs(found - theirs).max() < 0.01 * np.abs(theirs).max()

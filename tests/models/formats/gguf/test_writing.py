@@ -1,0 +1,129 @@
+"""ggml's types as encodings."""
+
+from __future__ import annotations
+
+import sys
+
+import gguf
+import numpy as np
+import pytest
+
+from weightsmith._base.errors import NonFinite, UnknownName, Unsupported
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.formats import Encoding, find_encoding
+from weightsmith._models.formats.gguf.layout import TYPE_IDS
+from weightsmith._models.formats.gguf.writing import TYPES, find
+from weightsmith.testing import EncodingTests
+
+BF16 = DTYPES["BF16"]
+
+
+@pytest.mark.parametrize(
+    "name", ["gguf-f32+1", "gguf-f16", "gguf-bf16/8", "gguf-q8_0", "gguf-q5_1/8", "gguf-q4_k", "gguf-iq4_nl"]
+)
+class TestGguf(EncodingTests):
+    @pytest.fixture
+    def encoding(self, name: str) -> Encoding:
+        return find_encoding(name)
+
+
+def encoded(name: str, spec: TensorSpec, rows: np.ndarray, importances: np.ndarray | None = None, first: int = 0) -> np.ndarray:
+    encoding = find(name)
+    assert encoding is not None
+    (out,) = encoding.outs(spec)
+    data = np.zeros(len(rows) * spec.shape[-1] // out.dtype.block * out.dtype.itemsize, np.uint8)
+    encoding.encode(spec, rows, first, [data], np.zeros(0, np.float32) if importances is None else importances)
+    return data
+
+
+def numbers(rows: int, cols: int) -> np.ndarray:
+    return (np.random.default_rng(0).standard_t(4, (rows, cols)) * 0.05).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_the_bytes_are_those_of_another_writer(kind: str) -> None:
+    rows = numbers(7, 96)
+    theirs = gguf.quants.quantize(rows, gguf.GGMLQuantizationType(TYPE_IDS[kind]))
+    assert encoded(f"gguf-{kind.lower()}", TensorSpec("w", BF16, rows.shape), rows).tobytes() == theirs.tobytes()
+
+
+BOUNDS = {
+    "Q8_0": 1 / 254 + 2**-11,
+    "Q5_0": 1 / 16 + 2**-11,
+    "Q4_0": 1 / 8 + 2**-11,
+    "Q6_K": 0.06,
+    "Q5_K": 0.12,
+    "Q4_K": 0.2,
+    "IQ4_NL": 0.2,
+}
+
+
+@pytest.mark.parametrize(("kind", "share"), BOUNDS.items())
+def test_no_element_is_further_off_than_a_share_of_its_blocks_largest(kind: str, share: float) -> None:
+    rows = numbers(32, 256)
+    data = encoded(f"gguf-{kind.lower()}", TensorSpec("w", BF16, rows.shape), rows).reshape(32, -1)
+    found = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(TYPE_IDS[kind]))
+    largest = np.abs(rows.reshape(32, -1, TYPES[kind].block)).max(-1, keepdims=True)
+    error = np.abs(found - rows).reshape(32, -1, TYPES[kind].block) / largest
+    assert error.max() < share
+    assert error.max() > share / 8  # the bound is not so wide that it says nothing
+
+
+def test_heads_are_reordered_as_llama_cpp_wants() -> None:
+    rows = np.arange(16, dtype=np.float32)[:, None] * np.ones((1, 2), np.float32)
+    found = encoded("gguf-f32/8", TensorSpec("q", BF16, (16, 2)), rows).view(np.float32).reshape(16, 2)[:, 0]
+    assert found.tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
+
+
+def test_each_expert_has_importances_of_its_own() -> None:
+    rows, weights = numbers(12, 256), np.random.default_rng(1).uniform(0.1, 3, (3, 256)).astype(np.float32)
+    spec = TensorSpec("experts", BF16, (3, 4, 256))
+    whole = encoded("gguf-q4_k", spec, rows, weights.reshape(-1)).reshape(12, -1)
+    for e in range(3):
+        alone = encoded("gguf-q4_k", TensorSpec("w", BF16, (4, 256)), rows[4 * e : 4 * e + 4], weights[e])
+        assert whole[4 * e : 4 * e + 4].tobytes() == alone.tobytes()
+    assert encoded("gguf-q4_k", spec, rows[3:9], weights.reshape(-1), 3).tobytes() == whole[3:9].tobytes()
+    assert whole.tobytes() != encoded("gguf-q4_k", spec, rows).tobytes()
+
+
+def test_names() -> None:
+    for name in ("gguf-q4_k", "gguf-f32+1", "gguf-iq4_xs/128"):
+        encoding = find(name)
+        assert encoding is not None
+        assert encoding.name == name
+    for name in ("gguf-q9_k", "gguf-q4_k/0", "gguf-q4_k/1+2", "gguf-i32", "gguf-f64"):
+        with pytest.raises(UnknownName):
+            find_encoding(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "why"),
+    [
+        ("gguf-q4_k", TensorSpec("w", BF16, (4, 320)), "its rows of 320 are not a multiple of 256"),
+        ("gguf-q8_0/64", TensorSpec("w", BF16, (96, 32)), "its 96 rows are not whole heads of 64"),
+        ("gguf-f32", TensorSpec("w", DTYPES["I64"], (4,)), "it is I64"),
+        ("gguf-f32", TensorSpec("w", BF16, (2, 2, 2, 2)), "its shape is [2, 2, 2, 2]"),
+    ],
+)
+def test_what_is_refused(name: str, spec: TensorSpec, why: str) -> None:
+    with pytest.raises(Unsupported) as caught:
+        find_encoding(name).outs(spec)
+    assert why in str(caught.value)
+
+
+def test_without_libgguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libgguf", None)
+    with pytest.raises(Unsupported, match="is not installed"):
+        encoded("gguf-q8_0", TensorSpec("w", BF16, (2, 32)), numbers(2, 32))
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_k", "iq4_nl"])
+def test_a_number_beyond_the_scales_is_an_error(name: str) -> None:
+    rows = np.ones((2, 256), np.float32)
+    rows[1, 7] = 1e9
+    encoding, spec = find_encoding(f"gguf-{name}"), TensorSpec("w", DTYPES["F32"], (2, 256))
+    out = np.empty(encoding.outs(spec)[0].nbytes, np.uint8)
+    with pytest.raises(NonFinite, match=r"1e\+09 is not a number that blocks of"):
+        encoding.encode(spec, rows, 0, [out], np.empty(0, np.float32))
+    rows[1, 7] = 1e5  # beyond float16, but the scale is not
+    encoding.encode(spec, rows, 0, [out], np.empty(0, np.float32))

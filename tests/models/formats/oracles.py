@@ -1,0 +1,150 @@
+"""What other programs decode the checkpoints of `quantised.py` to: writes the sha256 of each weight into `oracles.json`.
+
+Run it where the other programs are installed; the suite needs none of them, and compares with the file:
+
+    pip install bitsandbytes==0.50.2 mlx[cpu]==0.32.4
+    pip install "setuptools>=80" && BUILD_CUDA_EXT=0 pip install --no-build-isolation gptqmodel==7.6.0
+    python -m tests.models.formats.oracles --write
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.models.formats.quantised import BF16, CASES, Case, exl3_codes
+
+TOLERANCE = 5e-4
+"""Of the largest weight: float16 values of EXL3's codebooks, which GPTQModel does not round."""
+
+FILE = Path(__file__).with_suffix(".json")
+
+
+def digest(array: np.ndarray) -> str:
+    """sha256 of the values in C order, without their dtype; -0 counts as 0."""
+    return hashlib.sha256((np.ascontiguousarray(array) + np.zeros((), array.dtype)).tobytes()).hexdigest()
+
+
+def samples(array: np.ndarray) -> list[float]:
+    """16 values spread over an array: of programs that add in another order, so that no digest can be equal."""
+    return [round(float(v), 6) for v in array.reshape(-1)[:: array.size // 15]]
+
+
+def _tensor(array: np.ndarray) -> Any:
+    import torch
+
+    if array.dtype == BF16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def _numpy(tensor: Any) -> np.ndarray:
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return np.asarray(tensor.contiguous().view(torch.int16).numpy().view(BF16))
+    return np.asarray(tensor.contiguous().numpy())
+
+
+def bitsandbytes(case: Case) -> np.ndarray:
+    from bitsandbytes import functional
+
+    name = next(iter(case.plain))
+    if case.tensors[name].dtype == np.int8:
+        scales = _tensor(case.tensors[name.replace("weight", "SCB")])
+        return _numpy(functional.int8_vectorwise_dequant(_tensor(case.tensors[name]), scales))
+    state = {key.removeprefix(f"{name}."): _tensor(a) for key, a in case.tensors.items() if key != name}
+    return _numpy(functional.dequantize_4bit(_tensor(case.tensors[name]), functional.QuantState.from_dict(state, device="cpu")))
+
+
+def gptq(case: Case) -> np.ndarray:
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization import FORMAT
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+
+    (name,) = case.plain
+    entry, (outputs, inputs) = case.config["quantization_config"], case.plain[name].shape
+    layer = TorchLinear(
+        bits=entry["bits"],
+        group_size=entry["group_size"],
+        sym=entry["sym"],
+        desc_act=entry["desc_act"],
+        in_features=inputs,
+        out_features=outputs,
+        format=FORMAT(entry["checkpoint_format"]),
+    ).eval()
+    for part in ("qweight", "qzeros", "scales", "g_idx"):
+        setattr(layer, part, _tensor(case.tensors[name.replace("weight", part)]))
+    if entry["checkpoint_format"] == "gptq":
+        convert_gptq_v1_to_v2_format_module(layer, entry["bits"], layer.pack_dtype)
+    layer.post_init()
+    return np.ascontiguousarray(_numpy(layer.dequantize_weight()).T)
+
+
+def awq(case: Case) -> np.ndarray:
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    (name,) = case.plain
+    parts = [_tensor(case.tensors[name.replace("weight", part)]) for part in ("qweight", "qzeros", "scales")]
+    size = case.config["quantization_config"]["group_size"]
+    return np.ascontiguousarray(_numpy(dequantize_gemm(*parts, 4, len(parts[0]) if size < 0 else size)).T)
+
+
+def exl3(case: Case) -> np.ndarray:
+    from gptqmodel.nn_modules.exllamav3_torch import ExllamaV3TorchLinear
+
+    (name,) = case.plain
+    parts = {key.rpartition(".")[2]: _tensor(a) for key, a in case.tensors.items()}
+    parts = {key: parts.get(key) for key in ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "bias")}
+    outputs, inputs = case.plain[name].shape
+    layer = ExllamaV3TorchLinear.from_tensors(in_features=inputs, out_features=outputs, name="x", tensors=parts)
+    inner = _numpy(layer.get_inner_weight_tensor()).astype(np.float16)
+    assert digest(inner) == digest(exl3_codes(case).astype(np.float16))  # before the rotation, all of them are equal
+    return np.ascontiguousarray(_numpy(layer.get_weight_tensor()).T)
+
+
+def mlx(case: Case) -> np.ndarray:
+    import mlx.core as mx
+
+    def array(key: str) -> Any:
+        found = case.tensors.get(f"q_proj.{key}")
+        if found is None:
+            return None
+        return mx.array(found if found.dtype in (np.uint32, np.uint8) else found.astype(np.float32))  # 16 bits round each step
+
+    entry = case.config["quantization"]
+    parts = [array(key) for key in ("weight", "scales", "biases")]
+    found = mx.dequantize(*parts, group_size=entry["group_size"], bits=entry["bits"], mode=entry["mode"])
+    return np.array(found.astype(mx.float32))
+
+
+ORACLES: dict[str, Callable[[Case], np.ndarray]] = {"bnb": bitsandbytes, "gptq": gptq, "awq": awq, "exl3": exl3, "mlx": mlx}
+
+
+def main() -> None:
+    found = {}
+    for name, make in CASES.items():
+        case = make()
+        theirs = ORACLES[name.partition("-")[0]](case)
+        (ours,) = case.plain.values()
+        assert theirs.shape == ours.shape, (name, theirs.shape, ours.shape)
+        worst = np.abs(theirs.astype(np.float64) - ours).max() / np.abs(ours).max()
+        same = digest(ours.astype(theirs.dtype)) == digest(theirs)
+        print(
+            f"{name:32} {theirs.dtype!s:9} largest difference {worst:.1e} of the largest weight, equal after rounding: {same}"
+        )
+        found[name] = {"dtype": str(theirs.dtype), "sha256": digest(theirs)} if same else {"samples": samples(theirs)}
+        assert same or worst < TOLERANCE
+    if "--write" in sys.argv:
+        lines = [f"{json.dumps(name)}: {json.dumps(values)}" for name, values in found.items()]
+        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

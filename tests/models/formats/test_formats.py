@@ -1,0 +1,101 @@
+"""Every stored format that is written is read back; others come with installed packages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.cli_help import CONFIG
+from tests.mini import write_checkpoint
+from tests.stored_help import installed
+from weightsmith._base.errors import UnknownName
+from weightsmith._execution.identity import work_identity
+from weightsmith._models.formats import NAMES, Encoding, StoredFormat, broken, find_encoding, formats, installed_code
+from weightsmith.testing import EncodingTests, StoredFormatTests
+
+WRITTEN = {each.name: each for each in formats() if each.writes}
+EXL2 = ("exl2 4/g128", "exl2 8@0.05/g32+4@0.95/g64", "exl2 5@0.3/g32+4@0.7/g32 unsorted")
+"""EXL2's encodings have settings, so that there is no list of them."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+class TestWrittenFormats(StoredFormatTests):
+    @pytest.fixture
+    def stored_format(self, name: str) -> StoredFormat:
+        return WRITTEN[name]
+
+
+class TestExl2(StoredFormatTests):
+    @pytest.fixture
+    def stored_format(self) -> StoredFormat:
+        (exl2,) = (each for each in formats() if each.name == "exl2")
+        return replace(exl2, unlisted=tuple(map(find_encoding, EXL2)))
+
+
+@pytest.mark.parametrize("name", EXL2)
+class TestExl2Encodings(EncodingTests):
+    @pytest.fixture
+    def encoding(self, name: str) -> Encoding:
+        return find_encoding(name)
+
+
+def test_each_folder_is_a_format() -> None:
+    import weightsmith._models.formats as package
+
+    folders = {path.parent.name for path in Path(package.__file__).parent.glob("*/__init__.py")}
+    assert folders == set(NAMES) == {each.name for each in formats()}
+
+
+# ---- formats of installed packages
+
+POINTS = "lost = brought_format:x\nnothing = brought_format:nothing\ntaken = brought_format:taken"
+BROUGHT = """
+from dataclasses import replace
+from weightsmith._models.formats import formats
+from weightsmith._models.formats.mlx import FORMAT
+
+nothing = 3
+taken = replace(FORMAT, name="mine")
+"""
+
+
+def test_formats_that_cannot_be_used_are_named_where_one_is_missing(tmp_path: Path) -> None:
+    problems = (
+        "the stored format lost of the package brought 1.0 cannot be loaded: AttributeError",
+        "the stored format nothing of the package brought 1.0 is a int, not a StoredFormat",
+        "the stored format taken of the package brought 1.0 has an encoding of another format: mlx-8bit",
+    )
+    entry = {"quant_method": "mine"}
+    folder = write_checkpoint(
+        tmp_path / "m", {"a.weight": np.ones((2, 2), np.float32)}, {**CONFIG, "quantization_config": entry}
+    )
+    with installed(tmp_path / "site", POINTS, brought_format=BROUGHT):
+        assert [each.name for each in formats()] == list(NAMES)
+        for problem, found in zip(problems, broken(), strict=True):
+            assert problem in str(found)
+        with pytest.raises(UnknownName, match="unknown encoding 'mine'") as caught:
+            find_encoding("mine")
+        assert all(problem in str(caught.value) for problem in problems)
+        with weightsmith.open_checkpoint(folder) as checkpoint:
+            assert all(problem in "\n".join(map(str, checkpoint.notes)) for problem in problems)
+    with weightsmith.open_checkpoint(folder) as checkpoint:
+        assert checkpoint.notes == ()
+
+
+def test_another_version_of_a_format_is_other_work(tmp_path: Path) -> None:
+    plan = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": str(_model(tmp_path / "m"))}]})
+    identities = set()
+    for number, code in enumerate((BROUGHT, BROUGHT + "# another\n")):
+        with installed(tmp_path / str(number), POINTS, brought_format=code):
+            identities.add(work_identity(plan, (), "cpu"))
+            assert len(installed_code()) == 3
+    assert installed_code() == ()
+    assert len({*identities, work_identity(plan, (), "cpu")}) == 3
+
+
+def _model(folder: Path) -> Path:
+    return write_checkpoint(folder, {"a.weight": np.ones((2, 2), np.float32)}, CONFIG)

@@ -1,0 +1,112 @@
+"""Tokens and ids from the files of each kind of tokenizer."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tokenizer_help import files, trained, write
+from weightsmith._base.errors import FormatError
+from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
+from weightsmith._models.tokenizers.vocabulary import without_merges
+
+
+def read(folder: Path, **content: bytes) -> Vocabulary | None:
+    write(folder, content)
+    return read_vocabulary("m", folder, list(content))
+
+
+def piece(text: str, kind: int = 1) -> bytes:
+    """A piece of a SentencePiece model: text, score -1.5, type."""
+    data = text.encode()
+    inner = b"\x0a" + bytes([len(data)]) + data + b"\x15\x00\x00\xc0\xbf" + b"\x18" + bytes([kind])
+    return b"\x0a" + bytes([len(inner)]) + inner
+
+
+def test_a_sentencepiece_model(tmp_path: Path) -> None:
+    pieces = piece("<unk>", 2) + piece("<s>", 3) + piece("\u2581the") + piece("<0x0A>", 6) + piece("<|x|>", 4)
+    found = read(tmp_path, **{"tokenizer.model": pieces + b"\x12\x02\x18\x02"})
+    assert found is not None
+    assert found.family == "SentencePiece BPE"
+    assert found.ids == {"<unk>": 0, "<s>": 1, "\u2581the": 2, "<0x0A>": 3, "<|x|>": 4}
+    assert {token: entry["special"] for token, entry in found.added.items()} == {"<s>": True, "<|x|>": False}
+    assert found.as_bytes[b" the"] == 2
+    assert found.as_bytes[b"\n"] == 3
+    unigram = read(tmp_path, **{"spiece.model": pieces + b"\x12\x02\x18\x01"})
+    assert unigram is not None
+    assert unigram.family == "unigram"
+
+
+NAN = b"\x0a\x08\x0a\x01a\x15\x00\x00\xc0\x7f"
+HUGE = b"\x0a\x08\x08" + b"\xff" * 6 + b"\x7f"
+"""A piece whose text is a number: as a count of bytes it would be half a petabyte."""
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x0a", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x0b", b"\x0a\x03\x0a\x01\xff", HUGE, NAN]
+)
+def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(FormatError, match=r"tokenizer\.model is not a SentencePiece model"):
+        read(tmp_path, **{"tokenizer.model": data})
+
+
+@pytest.mark.parametrize(
+    ("data", "rest", "merges"),
+    [
+        (
+            b'{"model": {"merges" : [ "a b" , "c \\" ]" ] , "x": 1}}',
+            b'{"model": {"merges":[] , "x": 1}}',
+            b'[ "a b" , "c \\" ]" ]',
+        ),
+        (b'{"m": {"merges": [["]", "\\\\"], ["a", "b"]]}}', b'{"m": {"merges":[]}}', b'[["]", "\\\\"], ["a", "b"]]'),
+        (b'{"merges": [], "vocab": {"merges": 1}}', b'{"merges":[], "vocab": {"merges": 1}}', b"[]"),
+        (b'{"vocab": {"x\\"merges\\": [\\"a\\"]": 3}}', b'{"vocab": {"x\\"merges\\": [\\"a\\"]": 3}}', b"[]"),
+        (b'{"merges": [["a", "b", "c"]]}', b'{"merges": [["a", "b", "c"]]}', b"[]"),
+        (b'{"merges": ["a b"', b'{"merges": ["a b"', b"[]"),
+    ],
+)
+def test_merges_are_cut_out_of_a_tokenizer_json(data: bytes, rest: bytes, merges: bytes) -> None:
+    assert without_merges(data) == (rest, merges)
+
+
+def test_ranks_of_tiktoken(tmp_path: Path) -> None:
+    lines = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate((b"a", b" the", b"\xc3\xa9")))
+    for name in ("tokenizer.model", "qwen.tiktoken"):
+        found = read(tmp_path / name, **{name: lines})
+        assert found is not None
+        assert (found.family, found.ids) == ("byte-level BPE", {"a": 0, "\u0120the": 1, "\u00c3\u00a9": 2})
+
+
+def test_tekken(tmp_path: Path) -> None:
+    ranks = [{"token_bytes": base64.b64encode(token).decode()} for token in (b"a", b" b", b"not used")]
+    config = {"default_vocab_size": 4, "default_num_special_tokens": 2}
+    tekken = {"config": config, "vocab": ranks, "special_tokens": [{"rank": 1, "token_str": "<s>"}]}
+    found = read(tmp_path, **{"tekken.json": json.dumps(tekken).encode()})
+    assert found is not None
+    assert found.ids == {"a": 2, "\u0120b": 3, "<SPECIAL_0>": 0, "<s>": 1}
+    with pytest.raises(FormatError, match="a token that is not base64"):
+        read(tmp_path, **{"tekken.json": json.dumps(tekken | {"vocab": [{"token_bytes": "%"}]}).encode()})
+    with pytest.raises(FormatError, match="has no vocabulary"):
+        read(tmp_path, **{"tekken.json": b"{}"})
+
+
+def test_older_files(tmp_path: Path) -> None:
+    bpe = read(tmp_path / "gpt2", **{"vocab.json": b'{"a": 0, "b": 1}', "added_tokens.json": b'{"<x>": 2}', "merges.txt": b""})
+    bert = read(tmp_path / "bert", **{"vocab.txt": b"[PAD]\n[CLS]\r\nthe\n##ing\n"})
+    assert bpe is not None
+    assert bert is not None
+    assert (bpe.family, bpe.ids, list(bpe.added)) == ("byte-level BPE", {"a": 0, "b": 1, "<x>": 2}, ["<x>"])
+    assert (bert.family, bert.ids) == ("WordPiece", {"[PAD]": 0, "[CLS]": 1, "the": 2, "##ing": 3})
+    assert bert.as_bytes == {b" [PAD]": 0, b" [CLS]": 1, b" the": 2, b"ing": 3}
+    assert read(tmp_path / "none", **{"config.json": b"{}"}) is None
+
+
+def test_equal_files_are_read_once(tmp_path: Path) -> None:
+    seen: dict[str, Vocabulary] = {}
+    for name in "ab":
+        write(tmp_path / name, files(trained()))
+    first, second = (read_vocabulary(name, tmp_path / name, ["tokenizer.json"], seen) for name in "ab")
+    assert first is second

@@ -1,0 +1,172 @@
+"""Stacks of every model type of transformers: right, as transformers loads it, or refused. Nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import architectures
+from weightsmith._base.errors import LayerError, PlanError, ShapeError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._models.structure import Stack
+from weightsmith._planning.planner import prepare
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from weightsmith._planning.planner.transformers_script import compare  # noqa: E402  torch first
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of default configs is not our concern
+UNASKED = RecipeOptions(check_loading=False)
+
+ONLY_ASKED = {
+    "neomme": "its config class wants a full_attention layer among the others",
+    "olmo_hybrid": "its config class wants a full_attention layer among the others",
+}
+"""Model types whose config class refuses what no key of config.json tells: found only by asking transformers."""
+
+
+SAMPLE = frozenset(
+    "bert blenderbot dinov2 esm gpt2 gpt_oss jamba llama longcat_flash mamba mbart mixtral plbart qwen2 "
+    "qwen2_vl qwen3 qwen3_moe qwen3_next swin t5 vit vits whisper yolos".split()
+)
+"""Model types that every run looks at: one or two of each kind of structure. VITS counts other things too."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def choices(n: int) -> dict[str, list[tuple[int, int]]]:
+    """Slices of one model: the last layer left out, the first, some twice, all twice, reversed."""
+    if n < 2:
+        return {"twice": [(0, n), (0, n)]}
+    return {
+        "without the last": [(0, n - 1)],
+        "without the first": [(1, n)],
+        "middle twice": [(0, 2), (1, n)],
+        "all twice": [(0, n), (0, n)],
+        "reversed": [(i, i + 1) for i in reversed(range(n))],
+    }
+
+
+def recipe_for(folder: str, stack: Stack, cuts: list[tuple[int, int]], *, modules: bool) -> dict[str, Any]:
+    slices = [{"sources": [{"model": folder, "layer_range": list(cut)}]} for cut in cuts]
+    return {
+        "merge_method": "passthrough",
+        **({"modules": {stack.module: {"slices": slices}}} if modules else {"slices": slices}),
+    }
+
+
+def stacks_of(folder: str, layers: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Recipes that stack every list of layers of a model in several ways, each with a name.
+
+    layers  another model that the layers are taken from, with what surrounds them; the rest is this model's
+    """
+    with prepare({"merge_method": "passthrough", "models": [{"model": folder}]}) as whole:
+        structure = whole.structure
+    for stack in structure.stacks:
+        if stack.kind != "other":
+            for name, cuts in choices(stack.n_layers).items():
+                recipe = recipe_for(layers or folder, stack, cuts, modules=len(structure.modules) > 1)
+                yield f"{stack.prefix} {name}", {**recipe, **({"base_model": folder} if layers else {})}
+
+
+def tensors(specs: architectures.Specs) -> list[tuple[str, str, list[int]]]:
+    return [(name, dtype, list(shape)) for name, (dtype, shape) in specs.items()]
+
+
+Made = tuple[dict[str, Any], architectures.Specs]
+
+
+def buildable(model_type: str) -> Iterator[tuple[type, Any, Made]]:
+    """The model classes of a type that build small, and load what they would save: class, config, config.json and tensors."""
+    for model_class in architectures.classes_of(model_type):
+        for config in architectures.small_configs(model_type):
+            made = architectures.build(config, model_class)
+            if made is not None and loads(*made):
+                yield model_class, config, made
+                break
+
+
+def loads(config: dict[str, Any], specs: architectures.Specs) -> bool:
+    return compare(config, tensors(specs)) == {"differences": []}
+
+
+def recipes(folder: Path, model_class: type, config: Any, made: Made) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Stacks of one model, also as older versions saved it, and of its layers with those of a model of another size."""
+    path = architectures.write(folder / "a", *made)
+    yield from stacks_of(path)
+    said = architectures.with_derived_counts(config, made[0])
+    if said != made[0] and loads(said, made[1]):
+        older = architectures.write(folder / "older", said, made[1])
+        yield from (
+            (f"older {name}", recipe) for name, recipe in stacks_of(older) if name.endswith(("without the first", "twice"))
+        )
+    longer = architectures.with_more_positions(config)
+    other = None if longer is None else architectures.build(longer, model_class)
+    if other is not None and other[1] != made[1] and loads(*other):
+        layers = architectures.write(folder / "longer", *other)
+        yield from ((f"longer {name}", r) for name, r in stacks_of(path, layers) if name.endswith("all twice"))
+
+
+def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
+    """Stacks that are wrong; how many are right, and how many are refused."""
+    wrong, right, refused = [], 0, 0
+    for model_class, config, made in buildable(model_type):
+        for name, recipe in recipes(folder / model_class.__name__, model_class, config, made):
+            try:
+                with prepare(recipe, UNASKED) as prepared:
+                    plan = prepared.plan
+            except PlanError as error:
+                refused += 1
+                wrong += [f"{name}: {p}" for p in error.problems if not isinstance(p, LayerError | ShapeError)]
+                continue
+            assert plan.config is not None
+            found = compare(plan.config, [(s.out.name, s.out.dtype.torch, list(s.out.shape)) for s in plan.steps])
+            if found == {"differences": []}:
+                right += 1
+            else:
+                wrong.append(f"{model_class.__name__} {name}: {str(found)[:300]}")
+    return wrong, right, refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # seconds for most; minutes for those with thousands of experts that do not get smaller
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in SAMPLE else pytest.mark.sweep)
+        for name in architectures.model_types()
+        if name not in ONLY_ASKED
+    ],
+)
+def test_a_stack_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
+    """Without asking transformers: what config.json and the tensors tell is enough."""
+    wrong, right, refused = sweep(model_type, tmp_path)
+    assert wrong == []
+    if right + refused == 0:
+        pytest.skip("no model class builds from a small config, or none has layers")
+
+
+def test_the_sample_is_of_model_types() -> None:
+    assert set(architectures.model_types()) >= SAMPLE
+
+
+@pytest.mark.slow
+@pytest.mark.loading
+@pytest.mark.parametrize("model_type", ["olmo_hybrid"])
+def test_what_only_transformers_knows_is_refused_where_it_is_installed(model_type: str, tmp_path: Path) -> None:
+    wrong, _, _ = sweep(model_type, tmp_path)
+    assert wrong, "no longer an exception"
+    _, _, made = next(iter(buildable(model_type)))
+    path = architectures.write(tmp_path / "m", *made)
+    name = wrong[0].partition(" ")[2].partition(":")[0]
+    recipe = dict(stacks_of(path))[name]
+    with pytest.raises(PlanError, match="transformers could not load the output"):
+        prepare(recipe, check=True).close()

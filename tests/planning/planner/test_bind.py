@@ -1,0 +1,105 @@
+"""A recipe whose models are opened once, planned with many values: the same plans as when each is planned anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weightsmith
+from tests import plan_help
+from weightsmith._base.errors import ParameterError, PlanError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._planning.planner import Plan, prepare
+from weightsmith._planning.planner.build import bind
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate("abc"):
+        plan_help.model(Path(name), 4, seed=seed)
+
+
+TIES = {
+    "merge_method": "ties",
+    "base_model": "a",
+    "models": [{"model": name, "parameters": {"weight": 0.5, "density": 0.5}} for name in "bc"],
+}
+SLERP = {"merge_method": "slerp", "base_model": "a", "models": [{"model": "b"}], "parameters": {"t": 0.5}}
+CUTS = [{"sources": [{"model": "a", "layer_range": cut}]} for cut in ([0, 3], [1, 4])]
+STAGES = [
+    {"name": "one", **SLERP},
+    {"merge_method": "linear", "models": [{"model": "one"}, {"model": "c"}], "parameters": {"weight": 1}},
+]
+
+CASES: dict[str, tuple[Any, tuple[dict[str, Any], ...]]] = {
+    "a parameter of one model": (TIES, ({"models[0].parameters.weight": 0.25}, {"models[1].parameters.density": 1})),
+    "weight 0: the model is not read": (TIES, ({"models[0].parameters.weight": 0}, {"models[0].parameters.weight": 1})),
+    "a product": (TIES, ({"parameters.scope": "model"}, {"parameters.scope": "tensor"})),
+    "a schedule": (SLERP, ({"parameters.t": [0, 0.5, 1]}, {"parameters.t": 0.3})),
+    "the method": (TIES, ({"merge_method": "dare_ties"}, {"merge_method": "breadcrumbs_ties"})),
+    "dtype": (TIES, ({"dtype": "float16"}, {"dtype": "bfloat16"})),
+    "layers": ({"merge_method": "passthrough", "slices": CUTS}, ({"slices[0].sources[0].layer_range": [0, 2]},)),
+    "a recipe that reads another's result": (STAGES, ({"parameters.weight": 2}, {"parameters.weight": 1})),
+}
+
+
+def anew(recipe: Any, values: dict[str, Any]) -> Plan:
+    with prepare(recipe, RecipeOptions(seed=3, settings=values)) as prepared:
+        return prepared.plan
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bound_recipe_gives_the_same_plans_as_planning_anew(models: None, name: str) -> None:
+    recipe, searched = CASES[name]
+    with bind(recipe, RecipeOptions(seed=3)) as bound:
+        plans = [bound.plan(values) for values in ({}, *searched, {})]
+    for plan, values in zip(plans, ({}, *searched, {}), strict=True):
+        expected = anew(recipe, values)
+        assert plan.to_json() == expected.to_json()
+        assert plan == expected
+    assert plans[0] == plans[-1]
+    assert plans[0] != plans[1]
+
+
+def test_the_models_are_opened_once(models: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsmith._planning.planner import inputs
+
+    opened: list[str] = []
+    real = inputs.open_checkpoint
+    monkeypatch.setattr(inputs, "open_checkpoint", lambda path, **more: opened.append(path) or real(path, **more))
+    with bind(TIES) as bound:
+        for weight in (0.1, 0.2, 0.3):
+            bound.plan({"models[0].parameters.weight": weight})
+    assert opened == ["a", "b", "c"]
+
+
+def test_a_plan_of_a_bound_recipe_runs(models: None, tmp_path: Path) -> None:
+    values = {"parameters.t": 0.25}
+    with bind(SLERP) as bound:
+        plan = bound.plan(values)
+    weightsmith.run(plan, tmp_path / "one", progress=False)
+    weightsmith.merge(SLERP, tmp_path / "two", progress=False, settings=values)
+    names = [path.name for path in (tmp_path / "one").glob("*.safetensors")]
+    assert names
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_values_cannot_change_what_is_bound(models: None) -> None:
+    with bind(TIES) as bound:
+        for values in ({"models[0].model": "c"}, {"base_model": "b"}, {"tokenizer_source": "union"}):
+            with pytest.raises(ParameterError, match="changes the models or the vocabulary"):
+                bound.plan(values)
+        with pytest.raises(PlanError, match="density"):
+            bound.plan({"models[0].parameters.density": 2})
+        assert bound.plan({}).made.name == "ties"
+
+
+def test_problems_of_the_recipe_and_its_models_are_found_at_once(models: None) -> None:
+    with pytest.raises(PlanError, match="nowhere"):
+        bind({**TIES, "base_model": "nowhere"}).close()
+    with pytest.raises(PlanError, match="merge_method"):
+        bind({**TIES, "merge_method": "tiez"}).close()

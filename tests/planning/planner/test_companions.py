@@ -1,0 +1,270 @@
+"""What the donor lacks of tokenizer, chat template and generation_config.json comes from another model; the rest is listed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import weightsmith
+from tests import plan_help
+from tests.cli_help import Cli
+from tests.mini import write_checkpoint
+from tests.plan_help import decoder, problems
+from tests.tokenizer_help import OTHER_TEXT, files, trained, write
+from weightsmith._plans import plan_from_json
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+Make = Callable[..., None]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Writes a model into a folder below the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def made(
+        name: str,
+        tokenizer: Tokenizer | None = None,
+        more: Mapping[str, str] | None = None,
+        *,
+        seed: int = 0,
+        rows: int = 330,
+        whole: bool = False,
+        **settings: Any,
+    ) -> None:
+        write_checkpoint(tmp_path / name, *(llama(seed, rows) if whole else plain(seed, rows)))
+        if tokenizer is not None:
+            write(tmp_path / name, files(tokenizer, **settings))
+        write(tmp_path / name, {file: text.encode() for file, text in (more or {}).items()})
+
+    return made
+
+
+def plain(seed: int, rows: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    config = plan_help.config(vocab_size=rows, tie_word_embeddings=True)
+    return decoder(seed=seed, vocab=rows, head=False), config
+
+
+def llama(seed: int, rows: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """A Llama with MLPs, of 64 columns."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (rows, 64), "model.norm.weight": (64,)}
+    for i in range(2):
+        inner = {f"self_attn.{p}_proj.weight": (64, 64) for p in "qkvo"}
+        inner |= {"mlp.gate_proj.weight": (96, 64), "mlp.up_proj.weight": (96, 64), "mlp.down_proj.weight": (64, 96)}
+        inner |= {"input_layernorm.weight": (64,), "post_attention_layernorm.weight": (64,)}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in inner.items()}
+    config = {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": rows},
+        **{"tie_word_embeddings": True, "dtype": "float32", "max_position_embeddings": 512, "rms_norm_eps": 1e-6},
+    }
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}, config
+
+
+def recipe(*models: str, **keys: Any) -> dict[str, Any]:
+    """A linear merge; the first model is the base."""
+    listed = [{"model": name, "parameters": {"weight": 1}} for name in models]
+    return {"merge_method": "linear", "models": listed, "base_model": models[0], **keys}
+
+
+def said(plan: weightsmith.Plan) -> list[str]:
+    return [str(warning) for warning in plan.warnings]
+
+
+def test_the_tokenizer_is_that_of_the_first_model_that_has_one(make: Make) -> None:
+    make("base")
+    make("fr", trained(), {"special_tokens_map.json": "{}", "LICENSE": "fr"}, seed=1)
+    make("de", trained(), seed=2, model_max_length=7)
+    plan = weightsmith.plan(recipe("base", "fr", "de"))
+    assert said(plan) == ["tokenizer: base has no tokenizer: the output has that of fr"]
+    assert plan.lacking == {"fr": ("LICENSE",)}
+    weightsmith.merge(recipe("base", "fr", "de"), "out", progress=False, fsync=False)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        assert Path("out", name).read_bytes() == Path("fr", name).read_bytes()
+    assert not Path("out/LICENSE").exists()
+    made = plan_from_json(json.loads(json.dumps(plan.to_json())))
+    assert (made.lacking, made.files, made.hash) == (plan.lacking, plan.files, plan.hash)
+
+
+def test_tokenizers_that_differ_are_refused_with_the_way_out(make: Make) -> None:
+    make("base", more={"tokenizer_config.json": "{}"})
+    make("fr", trained(), seed=1)
+    make("de", trained(special=["<s>", "<x>"]), seed=2)
+    (problem,) = problems(recipe("base", "fr", "de"))
+    assert str(problem) == (
+        "base_model: base has no tokenizer, and those of the other models differ\n"
+        "  fr: 322 tokens\n  de: 322 tokens; 321 is '<x>', and '</s>' there\n"
+        "  -> Write tokenizer_source: and the model whose tokenizer the output is to have."
+    )
+    plan = weightsmith.plan(recipe("base", "fr", "de", tokenizer_source="fr"))
+    assert plan.files["tokenizer.json"] == Path("fr/tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_tokenizers_that_cannot_be_parsed_are_compared_as_files(make: Make, changed: bool) -> None:
+    make("base")
+    make("fr", more={"source.spm": "a", "vocab.txt": "a\nb"})
+    make("de", more={"source.spm": "b" if changed else "a"}, seed=1)
+    make("es", more={"source.spm": "a"}, seed=2)
+    if changed:
+        assert "base has no tokenizer, and those of the other models differ" in str(problems(recipe("base", "de", "es"))[0])
+    else:
+        assert weightsmith.plan(recipe("base", "de", "es")).files == {"source.spm": b"a"}
+
+
+@pytest.mark.parametrize("how", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+def test_the_chat_template_is_that_of_the_first_model_that_has_one(make: Make, how: str, with_tokenizer: bool) -> None:
+    make("base", trained() if with_tokenizer else None)
+    make("fr", trained(), seed=1)
+    own = {"chat_template": TEMPLATE} if how == "tokenizer_config.json" else {}
+    text = TEMPLATE if how.endswith("jinja") else json.dumps({"chat_template": TEMPLATE})
+    make("de", trained(), {} if own else {how: text}, seed=2, **own)
+    plan = weightsmith.plan(recipe("base", "fr", "de"))
+    assert plan.files["chat_template.jinja"].decode().strip() == TEMPLATE
+    assert said(plan)[-1] == "chat_template: base has no chat template: the output has that of de"
+    assert len(said(plan)) == (1 if with_tokenizer else 2)
+    assert ("tokenizer.json" in plan.files) != with_tokenizer
+    assert plan.lacking == ({"de": ("chat_template.json",)} if how == "chat_template.json" else {})
+
+
+def test_named_chat_templates_are_kept(make: Make) -> None:
+    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools }}"}]
+    make("base", trained())
+    make("fr", trained(), seed=1, chat_template=named)
+    plan = weightsmith.plan(recipe("base", "fr"))
+    written = json.loads(plan.files["tokenizer_config.json"])
+    assert written == {**json.loads(Path("base/tokenizer_config.json").read_text()), "chat_template": named}
+
+
+def test_chat_templates_that_differ_are_a_warning_and_the_first_is_taken(make: Make) -> None:
+    make("base", trained())
+    make("fr", trained(), {"chat_template.jinja": TEMPLATE}, seed=1)
+    make("de", trained(), {"chat_template.jinja": "{{ other }}"}, seed=2)
+    plan = weightsmith.plan(recipe("base", "fr", "de"))
+    assert plan.files["chat_template.jinja"].decode().strip() == TEMPLATE
+    assert [text.split("\n")[0] for text in said(plan)] == [
+        "chat_template: base has no chat template: the output has that of fr",
+        "chat_template: the models differ in chat template; the output has fr's",
+    ]
+
+
+def test_a_base_without_a_tokenizer_keeps_its_chat_template(make: Make) -> None:
+    make("base", more={"chat_template.jinja": "{{ mine }}", "added_tokens.json": "{}"})
+    make("fr", trained(), {"chat_template.json": json.dumps({"chat_template": TEMPLATE})}, seed=1)
+    plan = weightsmith.plan(recipe("base", "fr"))
+    assert plan.files["chat_template.jinja"] == b"{{ mine }}\n"
+    assert "chat_template.json" not in plan.files
+    assert plan.lacking == {"base": ("added_tokens.json",), "fr": ("chat_template.json",)}
+
+
+def test_the_tokenizer_that_a_recipe_names_gets_no_other_models_template(make: Make) -> None:
+    make("base", trained(), {"chat_template.jinja": TEMPLATE})
+    make("fr", trained(special=["<x>"]), seed=1)
+    plan = weightsmith.plan(recipe("base", "fr", tokenizer_source="fr"))
+    assert "chat_template.jinja" not in {*plan.files, *plan.carried}
+    assert plan.lacking == {"base": ("chat_template.jinja",)}
+
+
+@pytest.mark.parametrize("source", ["", "base", "union"])
+def test_generation_config_is_that_of_the_first_model_that_has_one(make: Make, source: str) -> None:
+    make("base", trained(special=["</s>", "<s>"]))
+    own, other = {"temperature": 0.6, "eos_token_id": 321}, {"temperature": 1.0}
+    fr = trained(special=["<s>", "</s>"]) if source else trained(special=["</s>", "<s>"])
+    make("fr", fr, {"generation_config.json": json.dumps(own)}, seed=1)
+    make("de", fr, {"generation_config.json": json.dumps(other)}, seed=2)
+    keys = {"tokenizer_source": source} if source else {}
+    plan = weightsmith.plan(recipe("base", "fr", "de", **keys))
+    assert json.loads(plan.files["generation_config.json"]) == {**own, "eos_token_id": 320 if source else 321}
+    note = "generation_config.json: base has no generation_config.json: the output has that of fr\n  de has another one"
+    assert note in said(plan)
+
+
+def test_models_without_tokenizers_merge_as_before(make: Make) -> None:
+    make("base")
+    make("fr", seed=1)
+    plan = weightsmith.plan(recipe("base", "fr"))
+    assert (said(plan), plan.files, plan.lacking) == ([], {}, {})
+    assert "lacking" not in plan.to_json()
+
+
+def test_a_stack_takes_the_tokenizer_too(make: Make) -> None:
+    make("base")
+    make("fr", trained(), seed=1)
+    slices = [{"sources": [{"model": name, "layer_range": [0, 1]}]} for name in ("base", "fr")]
+    plan = weightsmith.plan({"merge_method": "passthrough", "slices": slices})
+    assert plan.files.keys() == {"tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_files_that_a_stage_loses_are_listed(make: Make, keep: bool) -> None:
+    make("base")
+    make("fr", trained(), {"preprocessor_config.json": "{}", "generation_config.json": "{}"}, seed=1)
+    make("de", trained(), {"video_preprocessor_config.json": "{}"}, seed=2)
+    stages = [{**recipe("base", "fr"), "name": "one"}, recipe("one", "de")]
+    plan = weightsmith.plan(stages)
+    assert plan.lacking == {"fr": ("preprocessor_config.json",), "de": ("video_preprocessor_config.json",)}
+    weightsmith.merge(stages, "out", progress=False, fsync=False, keep_stages=keep)
+    assert Path("out/tokenizer.json").read_bytes() == Path("fr/tokenizer.json").read_bytes()
+    assert Path("out/generation_config.json").read_text() == "{}"
+
+
+def test_a_gguf_file_gets_the_tokenizer_that_is_taken(make: Make) -> None:
+    make("base", whole=True)
+    make("fr", trained(), {"generation_config.json": "{}", "chat_template.jinja": TEMPLATE, "LICENSE": "x"}, seed=1, whole=True)
+    plan = weightsmith.plan(recipe("base", "fr"), quantize="gguf-f16")
+    assert TEMPLATE.encode() in plan.header
+    assert b"tokenizer.ggml.tokens" in plan.header
+    assert plan.lacking == {"fr": ("LICENSE", "generation_config.json")}
+
+
+@pytest.mark.parametrize("model", ["plain", "inline"])
+def test_a_mixture_takes_what_its_base_lacks(make: Make, model: str) -> None:
+    make("base", whole=True)
+    make("fr", trained(), {"chat_template.jinja": TEMPLATE, "LICENSE": "x"}, seed=1, whole=True)
+    make("de", trained(), {"generation_config.json": "{}"}, seed=2, whole=True)
+    base: Any = "base" if model == "plain" else recipe("base", "fr")
+    experts = [{"source_model": "fr"}, {"source_model": "de"}]
+    made = {"base_model": base, "experts": experts, "gate_mode": "random"}
+    plan = weightsmith.plan(made)
+    assert plan.files.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+    assert plan.lacking == {"fr": ("LICENSE",)}
+    notes = [text for text in said(plan) if "has no" in text]
+    assert any(text.endswith("no tokenizer: the output has that of fr") for text in notes)
+    make("de", trained(special=["<x>"]), seed=2, whole=True)
+    with pytest.raises(weightsmith.PlanError) as caught:
+        weightsmith.plan(made)
+    assert "has no tokenizer, and those of the other models differ" in str(caught.value)
+    assert "Put the tokenizer that the output is to have next to the weights of the base" in str(caught.value)
+
+
+def test_a_transplant_lists_what_its_output_lacks(make: Make) -> None:
+    make("model", trained(), {"chat_template.jinja": TEMPLATE})
+    make("donor", trained(text=OTHER_TEXT), {"generation_config.json": "{}", "preprocessor_config.json": "{}"}, seed=1)
+    from weightsmith._base.options import TransplantSettings
+    from weightsmith._features.transplant.plan import prepare_transplant
+
+    with prepare_transplant("model", "donor", TransplantSettings(approximation="mean")) as prepared:
+        assert prepared.plan.lacking == {
+            "model": ("chat_template.jinja",),
+            "donor": ("generation_config.json", "preprocessor_config.json"),
+        }
+
+
+def test_the_screen_names_the_files(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    make("base", trained())
+    make("fr", trained(), {"preprocessor_config.json": "{}", "LICENSE": ""}, seed=1)
+    Path("r.yml").write_text(json.dumps(recipe("base", "fr")))
+    cli = Cli(monkeypatch, capsys)
+    assert "\nfiles not in the output\nmodel  files\nfr     LICENSE, preprocessor_config.json\n" in cli("plan", "r.yml").out
+    names: Sequence[str] = ["LICENSE", "preprocessor_config.json"]
+    assert json.loads(cli("plan", "r.yml", "--json").out)["lacking"] == {"fr": names}
+    assert "not in the output, files of fr: LICENSE, preprocessor_config.json" in cli("merge", "r.yml", "out").out
+    assert json.loads(cli("merge", "r.yml", "two", "--json").out)["lacking"] == {"fr": names}

@@ -1,0 +1,101 @@
+"""All the mistakes of a recipe in one answer, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import weightsmith
+from tests import plan_help
+from tests.mini import write_checkpoint
+from tests.plan_help import config, decoder, problems
+from weightsmith._base.errors import PlanError
+
+
+def test_six_mistakes_are_told_at_once_with_their_places_and_nothing_is_written(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a", 4)
+    b = plan_help.model(tmp_path / "b", 4, seed=1)
+    recipe = tmp_path / "r.yml"
+    recipe.write_text(f"""merge_method: ties
+base_model: {a}
+dtyp: bfloat16
+slices:
+  - sources:
+      - {{model: {a}, layer_range: [0, 2]}}
+      - {{model: {b}, layer_range: [0, 3], parameters: {{weight: heavy}}}}
+  - sources:
+      - {{model: {a}, layer_range: [2, 4]}}
+      - {{model: {tmp_path}/c, layer_range: [2, 4]}}
+parameters:
+  density: 1.5
+  lamda: 1
+""")
+    with pytest.raises(PlanError) as caught:
+        weightsmith.merge(recipe, tmp_path / "out")
+    lines = [line for line in str(caught.value).splitlines() if not line.startswith("  ")]
+    assert [line.replace(str(tmp_path), "") for line in lines] == [
+        "error[unknown-key]: /r.yml:3:1: unknown key 'dtyp' at the top level (did you mean 'dtype'?); mergekit silently "
+        "ignored it",
+        "error[layer]: /r.yml:5:5: the sources of a slice have different numbers of layers",
+        f"error[parameter]: /r.yml:7:{61 + len(b)}: weight must be a number, not 'heavy'",
+        "error[parameter]: /r.yml:10:9: merge_method ties needs the parameter 'weight' for each model",
+        "error[not-found]: /r.yml:10:17: /c: no such folder or file",
+        "error[parameter]: /r.yml:12:12: density must be at most 1, not 1.5",
+        "error[unknown-parameter]: /r.yml:13:3: merge_method ties has no parameter 'lamda' (did you mean 'lambda'?); mergekit "
+        "ignores it",
+        "Nothing was written. (7 problems)",
+    ]
+    assert "    3 | dtyp: bfloat16\n      | ^^^^\n  -> Write 'dtype'.\n" in str(caught.value)
+    assert "   12 |   density: 1.5\n      |            ^^^\n  -> Write density: number 0 to 1.\n" in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "r.yml"]
+
+
+def test_a_slice_with_a_mistake_is_not_looked_at_further(tmp_path: Path) -> None:
+    a, b = (plan_help.model(tmp_path / name, 4, seed=seed) for seed, name in enumerate("ab"))
+    ranges = [{"model": a, "layer_range": [0, 2]}, {"model": b, "layer_range": [3, 4]}]  # the second has no further layer
+    for sources, found in (
+        (ranges, "the sources of a slice have different numbers of layers"),
+        ([ranges[0], ranges[0]], f"{a} is listed twice"),
+    ):
+        recipe = {"merge_method": "linear", "slices": [{"sources": sources}], "parameters": {"weight": 1}}
+        assert [problem.finding.what for problem in problems(recipe)] == [found]
+
+
+def test_parameters_shapes_and_missing_tensors_are_told_together(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a")
+    tensors = decoder(seed=1, without=["model.layers.1.input_layernorm.weight"])
+    tensors = {n: t.repeat(2, axis=0) if "q_proj" in n else t for n, t in tensors.items()}
+    b = str(write_checkpoint(tmp_path / "b", tensors, config()))
+    found = problems(f"merge_method: slerp\nbase_model: {a}\nmodels: [{{model: {b}}}]\n")
+    assert [str(f).split("\n")[0] for f in found] == [
+        "<text>:1:1: merge_method slerp needs the parameter 't'",
+        "model.layers.0.self_attn.q_proj.weight: 'slerp' needs equal shapes; so for 1 more like it",
+        "model.layers.1.input_layernorm.weight: not all the models have this tensor",
+    ]
+
+
+def test_an_unknown_method_does_not_hide_missing_models(tmp_path: Path) -> None:
+    found = problems(f"merge_method: tise\nmodels: [{{model: {tmp_path}/a}}, {{model: {tmp_path}/b}}]\n")
+    assert [str(f).split("\n")[0] for f in found] == [
+        "<text>:1:1: no merge method is called 'tise' (did you mean 'ties'?)",
+        f"<text>:2:18: {tmp_path}/a: no such folder or file",
+        f"<text>:2:{18 + len(str(tmp_path)) + 13}: {tmp_path}/b: no such folder or file",
+    ]
+
+
+def test_a_missing_base_does_not_hide_what_is_wrong_with_the_rest(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a")
+    models = [{"model": a, "parameters": {"weight": "x"}}]
+    found = problems({"merge_method": "ties", "base_model": str(tmp_path / "no"), "models": models})
+    assert [str(f).split("\n")[0] for f in found] == [
+        "models[0].parameters.weight: weight must be a number, not 'x'",
+        f"base_model: {tmp_path}/no: no such folder or file",
+    ]
+
+
+def test_files_are_closed_when_a_recipe_is_refused(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    problems({"merge_method": "linear", "models": [{"model": a}]})
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -1,0 +1,119 @@
+"""Pages of what was found: the numbers of the values, at the places of the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.reports.look.models import LAYERS, changed, is_linear, low_rank, save, weights
+from weightsmith._base.pages import Curves, HeatMap, Mark, Page, Table, to_html
+from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page, preview_page
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("look") / "base", weights())
+
+
+def maps(page: Page) -> dict[str, HeatMap]:
+    return {block.title: block for block in page.blocks if isinstance(block, HeatMap)}
+
+
+def table(page: Page, name: str) -> Table:
+    (found,) = (block for block in page.blocks if isinstance(block, Table) and name in (block.name, block.title))
+    return found
+
+
+def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
+    found = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
+    page = difference_page(found)
+    assert page.summary == found.reading
+    moved, ranks = maps(page).values()
+    assert moved.rows == tuple(f"model.layers.{i}" for i in range(LAYERS))
+    tensors = {tensor.place: tensor for tensor in found.tensors}
+    for place, tensor in tensors.items():
+        if place.stack:
+            i, j = moved.rows.index(place.group), moved.columns.index(place.part)
+            assert moved.values[i][j] == (pytest.approx(tensor.share) if tensor.changed else Mark.SAME)
+            assert (ranks.values[i][j] is not Mark.NOTHING) == is_linear(tensor.name)
+    rows = table(page, moved.detail)
+    assert [(row[0], where) for row, where in zip(rows.rows, rows.places, strict=True)] == [
+        (tensor.name, (place.group, place.part)) for place, tensor in tensors.items()
+    ]
+    by_layer, spectra = (block for block in page.blocks if isinstance(block, Curves))
+    assert by_layer.series[0][1] == pytest.approx([group.share for group in found.layers[1:]])
+    assert len({name.split(".", 3)[3] for name, _ in spectra.series}) == len(spectra.series) == 7
+    assert all(values[6] > 10 * values[12] for _, values in spectra.series)  # a step at rank 8
+    assert page.data == found.to_json()
+    to_html(page)
+
+
+def test_equal_models_have_no_heat_map(base: Path) -> None:
+    page = difference_page(weightsmith.diff(base, base, progress=False))
+    assert maps(page) == {}
+    assert "The same weights" in to_html(page)
+
+
+def test_nan_is_no_colour_and_no_error(base: Path, tmp_path: Path) -> None:
+    tensors = weights()
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    page = difference_page(weightsmith.diff(base, save(tmp_path / "b", tensors), progress=False))
+    moved = maps(page)["How far the weights moved"]
+    assert moved.values[1][moved.columns.index("mlp.up_proj")] is Mark.NAN
+    assert 'data-v="nan"' not in to_html(page)
+    assert "<title>model.layers.1, mlp.up_proj: contains NaN</title>" in to_html(page)
+    assert moved.values[2][moved.columns.index("mlp.up_proj")] is Mark.SAME
+
+
+def test_an_inspection_with_and_without_statistics(base: Path) -> None:
+    plain = inspection_page(weightsmith.inspect(base, progress=False))
+    assert maps(plain) == {}
+    assert len(table(plain, "tensors").rows) == len(weights())
+    page = inspection_page(weightsmith.inspect(base, stats=True, progress=False))
+    deviation = maps(page)["Standard deviation"]
+    own = weights()["model.layers.2.self_attn.q_proj.weight"].astype(np.float64)
+    assert deviation.values[2][deviation.columns.index("self_attn.q_proj")] == pytest.approx(own.std(), rel=1e-6)
+    peak = maps(page)["Largest element"]
+    assert peak.values[2][peak.columns.index("self_attn.q_proj")] == pytest.approx(np.abs(own).max() / own.std(), rel=1e-6)
+    to_html(plain), to_html(page)
+
+
+def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
+    models = [changed(tmp_path / name, low_rank(4, seed)) for seed, name in enumerate("xyz")]
+    found = weightsmith.diff(*models, base=base, progress=False)
+    page = comparison_page(found)
+    conflicts = maps(page)["Conflicts of signs"]
+    cosine = maps(page)["Cosine of A and C"]
+    for tensor in found.tensors:
+        if tensor.place is not None and tensor.place.stack:
+            i, j = cosine.rows.index(tensor.place.group), cosine.columns.index(tensor.place.part)
+            assert conflicts.values[i][j] == (pytest.approx(tensor.conflict_share) if tensor.shared else Mark.NOTHING)
+            assert cosine.values[i][j] == (pytest.approx(tensor.cosines[1]) if tensor.norms[0] else Mark.NOTHING)
+    assert [row[:2] for row in table(page, "Pairs").rows] == [
+        (pair, found.total.cosines[k]) for k, pair in enumerate(("A and B", "A and C", "B and C"))
+    ]
+    assert page.data == found.to_json()
+    to_html(page)
+
+
+def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
+    models = [
+        {"model": str(changed(tmp_path / n, low_rank(4, s))), "parameters": {"weight": w}}
+        for s, (n, w) in enumerate({"x": 1, "y": 0.2}.items())
+    ]
+    recipe = {"merge_method": "task_arithmetic", "base_model": str(base), "models": models}
+    found = weightsmith.preview(recipe, progress=False)
+    page = preview_page(found, {"write_bytes": 1})
+    x, y = maps(page)["What survives of A"], maps(page)["What survives of B"]
+    kept = dict(found.cells)
+    for place, group in kept.items():
+        if place.stack and is_linear(place.part):
+            i, j = x.rows.index(place.group), x.columns.index(place.part)
+            assert [m.values[i][j] for m in (x, y)] == [m.survives for m in group.models if m is not None]
+    assert sum(group.elements for group in kept.values()) == found.elements
+    assert [row[1] for row in table(page, "What survives of the models").rows] == [m.survives for m in found.total.models if m]
+    assert page.data["merge"] == {"write_bytes": 1}
+    to_html(page)
