@@ -463,14 +463,15 @@ def test_every_key_of_every_recipe_is_in_a_table_of_the_reference() -> None:
 # ---- the architecture page
 
 
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 SOURCES = sorted((ROOT / "src" / "weightsmith").rglob("*.py"))
 
 
-def first_column(heading: str) -> list[str]:
-    """The first column of the table under a heading of the architecture page, without backquotes."""
-    section = re.split(r"^## ", ARCHITECTURE.partition(f"\n## {heading}\n")[2], flags=re.MULTILINE)[0]
-    return re.findall(r"^\| `?(\w+)`? \|", section, flags=re.MULTILINE)[1:]
+def first_column(page: str, heading: str) -> list[str]:
+    """The first column of the first table under a heading of a page, without backquotes."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    section = re.split(r"^## ", text.partition(f"\n## {heading}\n")[2], flags=re.MULTILINE)[0]
+    table = next(part for part in section.split("\n\n") if part.lstrip().startswith("|"))
+    return re.findall(r"^\| `?(\w+)`? \|", table, flags=re.MULTILINE)[1:]
 
 
 @cache
@@ -496,22 +497,55 @@ def imports(file: Path, *, types: bool = True) -> Iterator[str]:
             yield node.module
 
 
-def test_each_room_imports_only_from_the_rooms_above_it() -> None:
-    rooms = first_column("The rooms")
+PACKAGES = first_column("architecture.md", "The packages")
+
+
+def package_of(file: Path) -> str:
+    """The package at the top that a source file is in; "" for `weightsmith/__init__.py` and its like."""
+    parts = file.relative_to(ROOT / "src" / "weightsmith").parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def arrows() -> dict[str, set[str]]:
+    """The packages that each package imports, wherever in a file."""
+    found: dict[str, set[str]] = {package: set() for package in PACKAGES}
     for file in SOURCES:
-        room = file.relative_to(ROOT / "src" / "weightsmith").parts[0].removesuffix(".py")
-        if room.startswith("_"):
-            continue
-        assert room in rooms, f"{room} is not in docs/architecture.md"
         for module in imports(file):
-            if module.startswith("weightsmith.") and (other := module.split(".")[1]) not in (room, "_version"):
-                assert rooms.index(other) < rooms.index(room), f"{file} imports {module}"
+            if (own := package_of(file)) and module.startswith("weightsmith.") and module != "weightsmith._version":
+                found[own].add(module.split(".")[1])
+    return {package: others - {package} for package, others in found.items()}
+
+
+def test_the_packages_are_those_of_the_table() -> None:
+    assert {package_of(file) for file in SOURCES} - {""} == set(PACKAGES)
+    assert len([package for package in PACKAGES if package.startswith("_")]) <= 14
+
+
+def test_each_package_imports_only_packages_above_it() -> None:
+    for package, others in arrows().items():
+        below = [other for other in others if PACKAGES.index(other) >= PACKAGES.index(package)]
+        assert not below, f"{package} imports {below}"
+
+
+def test_packages_stand_on_few_levels() -> None:
+    levels: dict[str, int] = {}
+    found = arrows()
+    for package in PACKAGES:
+        levels[package] = 1 + max((levels[other] for other in found[package]), default=0)
+    assert max(levels.values()) <= 12, levels
+
+
+def test_each_package_says_what_it_is_for() -> None:
+    for package in PACKAGES:
+        text = ast.get_docstring(ast.parse((ROOT / "src" / "weightsmith" / package / "__init__.py").read_text("utf-8")))
+        assert text is not None, package
+        assert len(text) > 80, package
 
 
 def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
     used = {module.partition(".")[0] for file in SOURCES for module in imports(file, types=False)}
     used -= set(sys.stdlib_module_names) | {"weightsmith"}
-    documented = first_column("Dependencies")
+    documented = first_column("decisions.md", "Dependencies")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {
         re.split(r"[<>=]", line)[0]
