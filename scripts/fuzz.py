@@ -962,10 +962,10 @@ PRODUCTS = {
     "combined": ("combination",),
     "transplanted": ("transplanted_rows",),
     "looks": ("differences", "statistics", "alignments", "survival"),
-    "calibrated": ("embedding", "states", "quantised_layer"),
-    "losses": ("plain_states", "gradients", "measured_layer"),
+    "calibrated": ("embedding", "quantised_layer", "quantised_states"),
+    "losses": ("states", "gradients", "measured_layer"),
     "errors": ("measured_blocks",),
-    "importances": ("importances",),
+    "importances": ("statistic",),
 }
 """The plans that are mutated, and the kinds of products that each of them is there for; together all of `products.KINDS`."""
 

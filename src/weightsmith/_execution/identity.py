@@ -24,6 +24,8 @@ from weightsmith._version import __version__
 ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging", "_outputs.local", "_outputs.bucket.parts")
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
 opened, how bytes are written and taken over, and which bytes an uploaded part has."""
+OUTSIDE = ("_reports", "_execution", "_app")
+"""Of all that it imports, packages that make no bytes of an output: looks are never resumed, and runs only order the work."""
 PACKAGES = ("numpy", "numba", "torch", "libgguf")
 """Packages whose numbers may differ between versions."""
 
@@ -105,13 +107,14 @@ _NAMED = re.compile(rb"\bweightsmith((?:\.\w+)+)(\.\{)?(?: +import +(\([^)]*\)|[
 
 
 def program_files(package: Path) -> dict[str, bytes]:
-    """The modules that `ROOTS` import, directly or not, and their text; by path, in order.
+    """The modules that `ROOTS` import, directly or not, and their text; by path, in order. Those of `OUTSIDE` are left out.
 
     A module counts as imported where its full name is in the text: lists of plug-ins name modules in strings, and a name with
     `{` after it stands for every module of that package. Comments may add a module too many, which costs nothing but a
     resumption.
     """
     paths = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    paths = {name: path for name, path in paths.items() if not name.startswith(tuple(f"{outside}/" for outside in OUTSIDE))}
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in paths}
     below = {root: [name for module, name in modules.items() if f"{module}.".startswith(f"{root}.")] for root in ROOTS}
     todo, found = [name for names in below.values() for name in names], dict[str, bytes]()
