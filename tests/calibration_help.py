@@ -18,7 +18,8 @@ from weightsmith._activations.rows import rows_of, text_source
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._engine.local import Resources, Workload, run
 from weightsmith._engine.unwritten import DiscardedOutput
-from weightsmith._execution import Merged, execute
+from weightsmith._execution.execute import execute
+from weightsmith._execution.run import Merged
 from weightsmith._features.quantisation import quantised
 from weightsmith._planning.planner import Prepared, assemble
 from weightsmith._plans import Product

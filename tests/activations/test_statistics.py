@@ -22,7 +22,7 @@ from weightsmith._activations.statistics import STATISTICS, fisher, gram
 from weightsmith._base.errors import CheckpointError, PlanError, UnknownName
 from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
-from weightsmith._execution import execute
+from weightsmith._execution.execute import execute
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._plans import COPY, PRODUCTS, Product, Read, Step, plan_from_json

@@ -188,7 +188,12 @@ def test_every_method_is_cited(here: Path) -> None:
 
 def test_citations_are_entries_of_bibtex() -> None:
     found = list(entries().values())
-    assert len(found) == Path(cards.__file__).with_name("citations.bib").read_text().count("@") == len(set(found)) >= 30
+    assert (
+        len(found)
+        == Path(cards.__file__).parents[1].joinpath("_base", "citations.bib").read_text().count("@")
+        == len(set(found))
+        >= 30
+    )
     keys = set()
     for text in found:
         assert re.fullmatch(r"@(misc|article)\{[a-z0-9]+,\n(  \w+ += \{.+\},\n)+\}", text), text

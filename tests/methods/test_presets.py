@@ -17,7 +17,7 @@ import weightsmith
 from tests import plan_help
 from tests.plan_help import plan, warnings
 
-PRESETS = sorted((Path(weightsmith.__file__).parent / "cli" / "presets").glob("*.yml"))
+PRESETS = sorted((Path(weightsmith.__file__).parent / "_app" / "cli" / "presets").glob("*.yml"))
 LAYERS = 32
 ADAPTED = "model.layers.3.mlp.up_proj"
 Tensors = dict[str, np.ndarray]

@@ -127,4 +127,4 @@ def test_drafts_alone_make_plans_and_none_is_changed_afterwards() -> None:
                 first = ast.unparse(node.args[0]) if node.args else ""
                 if node.func.id == "Plan" or (node.func.id == "replace" and first.rpartition(".")[2] == "plan"):
                     found.append(f"{path.relative_to(SOURCE)}: {ast.unparse(node)[:60]}")
-    assert found == ["plans/draft.py: Plan(**values)"]
+    assert found == ["_plans/draft.py: Plan(**values)"]

@@ -17,9 +17,10 @@ from weightsmith._base.options import (
     read_options,
 )
 from weightsmith._base.options.keywords import ExtractKeywords, Keywords, PlanKeywords, RunKeywords, TransplantKeywords
-from weightsmith._execution import Callbacks, Merged, execute_part
 from weightsmith._execution.distributed import execute
+from weightsmith._execution.execute import execute_part
 from weightsmith._execution.progress import callbacks, watched_meter
+from weightsmith._execution.run import Callbacks, Merged
 from weightsmith._features.adapters.recipes import assemble_merge
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation import quantised

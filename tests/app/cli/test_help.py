@@ -34,7 +34,7 @@ COMMANDS = (
     "clean",
     "doctor",
 )
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[3] / "docs" / "cli.md"
 HEAVY = ("torch", "transformers", "numba", "numpy", "ml_dtypes", "huggingface_hub", "yaml", "xxhash", "rich", "pydantic")
 
 _LOADED = f"""

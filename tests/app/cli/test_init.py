@@ -131,4 +131,4 @@ def test_the_shell_completes_the_names_of_methods() -> None:
 def test_the_presets_are_in_the_package() -> None:
     import weightsmith
 
-    assert (Path(weightsmith.__file__).parent / "cli" / "presets" / "ties-paper.yml").is_file()
+    assert (Path(weightsmith.__file__).parent / "_app" / "cli" / "presets" / "ties-paper.yml").is_file()

@@ -43,7 +43,7 @@ except (EOFError, BrokenPipeError):  # the driver was killed
 def environment(home: Path, given: Mapping[str, str]) -> dict[str, str]:
     """The environment of a machine with this home; given: what names the store."""
     kernels = os.environ.get("NUMBA_CACHE_DIR") or str(Path.home() / ".cache" / "weightsmith")  # compiling takes a minute
-    paths = [str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[2])]
+    paths = [str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[3])]
     own = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "HF_HOME": str(home / "hf"), "PATH": os.environ["PATH"]}
     return {**own, "NUMBA_CACHE_DIR": kernels, "PYTHONPATH": os.pathsep.join(paths), "SLOW": "0", **given}
 

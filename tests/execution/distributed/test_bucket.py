@@ -22,10 +22,10 @@ from tests.outputs.bucket.conftest import memory, spool
 from weightsmith import _execution as execution
 from weightsmith._base.errors import ParameterError, StoreError, WorkerLost
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith._execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import share_out
 from weightsmith._execution.distributed.work import Answer, Failed, Lost, Order, Share, do
+from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._outputs.bucket import lock, parts, uploads
 from weightsmith._outputs.bucket.backend import together

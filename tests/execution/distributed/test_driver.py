@@ -22,10 +22,10 @@ from tests.output_help import open_staging
 from weightsmith import _execution as execution
 from weightsmith._base.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith._execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import edges, is_portable, part_count, share_out
 from weightsmith._execution.distributed.work import Share
+from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import staging_folder

@@ -20,9 +20,9 @@ from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, server, spool
 from weightsmith import _execution as execution
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith._execution import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import share_out
+from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._outputs.bucket import parts, uploads
 from weightsmith._planning.planner import Prepared

@@ -69,7 +69,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     slow = tmp_path / "slow"
     slow.mkdir()
     (slow / "sitecustomize.py").write_text(SLOW + SMALL_PARTS)
-    paths = [str(slow), str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[2])]
+    paths = [str(slow), str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[3])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

@@ -575,7 +575,7 @@ def test_experts_with_factors_are_pruned_and_not_merged(tmp_path: Path) -> None:
 # ---- what the docs say
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "examples" / "recipes" / "moe_surgery").glob("*.yml"))
 
 

@@ -30,7 +30,7 @@ from weightsmith._activations.statistics import Statistic
 from weightsmith._base.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
 from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
-from weightsmith._execution import execute
+from weightsmith._execution.execute import execute
 from weightsmith._features.quantisation.calibration import layer
 from weightsmith._features.quantisation.calibration.schemes import dequantise, split
 from weightsmith._features.quantisation.exl2 import matrix
@@ -369,7 +369,7 @@ def test_killed_anywhere_and_run_again_it_gives_the_same_bytes(
     given = settings(tmp_path)
     whole = weights_of(quantise(llama, tmp_path / "whole", given).out)
     plain = layer.stages
-    environ = environment(PYTHONPATH=f"{Path(weightsmith.__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}")
+    environ = environment(PYTHONPATH=f"{Path(weightsmith.__file__).parents[1]}{os.pathsep}{Path(__file__).parents[3]}")
     for number, place, finished in ((2, "before", 0), (3, "after", 1), (6, "before", 2)):
         out = tmp_path / f"{number}{place}"
         arguments = [str(number), place, str(llama), str(out), str(given.calibration)]

@@ -17,7 +17,7 @@ from tests.calibration_help import changed, prepared_for, quantise, rows_for, sa
 from weightsmith._base.errors import PlanError
 from weightsmith._base.options import RunOptions
 from weightsmith._engine.products import find_kind
-from weightsmith._execution import execute
+from weightsmith._execution.execute import execute
 from weightsmith._features.quantisation.calibration import measured
 from weightsmith._features.quantisation.exl2.options import ATTENTION, MLP
 from weightsmith._plans import plan_from_json

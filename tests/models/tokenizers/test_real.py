@@ -29,7 +29,7 @@ PACKAGES = {  # module: where its file is, and the name that a model's folder ha
     "mistral_common": ("data/mistral_instruct_tokenizer_240323.model.v3", "tokenizer.model"),
     "ai21_tokenizer": ("resources/j2-tokenizer/j2-tokenizer.model", "tokenizer.model"),
 }
-TEXTS = [path.read_text() for path in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))[:6]]
+TEXTS = [path.read_text() for path in sorted((Path(__file__).parents[3] / "docs").glob("*.md"))[:6]]
 
 
 def packaged(package: str) -> Path:

@@ -25,8 +25,9 @@ from tests.output_help import tree
 from tests.outputs.bucket.test_runs import MODELS, RECIPES
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
 from weightsmith._base.options import RecipeOptions, RunOptions
-from weightsmith._execution import Callbacks, execute
+from weightsmith._execution.execute import execute
 from weightsmith._execution.output import check_options
+from weightsmith._execution.run import Callbacks
 from weightsmith._features.adapters.recipes import assemble_merge
 from weightsmith._outputs.hub import repository
 from weightsmith._outputs.hub.address import parse_hub_address

@@ -244,7 +244,7 @@ def test_what_no_parameter_can_be_is_refused_of_own_methods_too(validator: Any) 
 
 # ---- recipes of weightsmith moe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MOE_RECIPES = sorted(
     file
     for folder in ("recipes/moe", "recipes/moe_surgery", "moe/recipes")

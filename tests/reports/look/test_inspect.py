@@ -15,7 +15,7 @@ from tests.mini import write_checkpoint
 from tests.reports.look.models import CONFIG, LAYERS, TOKENS, save, weights
 from weightsmith._base.errors import PlanError, UnknownName
 
-TESTBED = Path(__file__).parents[2] / "examples/testbed"
+TESTBED = Path(__file__).parents[3] / "examples/testbed"
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def plan(
 def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     """Show a plan as text or as JSON."""
     from weightsmith._app.cli.summary import summarise
-    from weightsmith._execution import check_computable
+    from weightsmith._execution.stages import check_computable
 
     if as_json:
         check_computable(prepared)
@@ -96,8 +96,8 @@ def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
 
 
 def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
-    from weightsmith._execution import measure_distance
     from weightsmith._execution.distance import to_json
+    from weightsmith._execution.unwritten import measure_distance
 
     moved = measure_distance(prepared, running)
     if as_json:

@@ -57,7 +57,7 @@ def run(
     if chosen and running.ray is not None:
         raise typer.BadParameter("a cluster does all parts: leave out --part.", param_hint="--ray")
     with working("reading the plan and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
-        from weightsmith._execution import execute_part
+        from weightsmith._execution.execute import execute_part
         from weightsmith._planning.planner.reopen import load_plan, reopen
 
         with reopen(load_plan(plan), allow_code=allow_code) as prepared:

@@ -18,7 +18,7 @@ from weightsmith._execution.progress import callbacks, meter, no_bars_in_logs
 
 if TYPE_CHECKING:
     from weightsmith._base.pages import Page
-    from weightsmith._execution import Callbacks, Merged
+    from weightsmith._execution.run import Callbacks, Merged
     from weightsmith._planning.planner import Prepared
     from weightsmith._plans import Plan
 
@@ -45,7 +45,7 @@ class Work:
     @contextmanager
     def running(self, doing: str) -> Iterator[Callbacks]:
         """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar."""
-        from weightsmith._execution import Callbacks
+        from weightsmith._execution.run import Callbacks
 
         message = lambda: interrupted(self.out)  # noqa: E731
         with failures(merging=True, as_json=self.as_json, interrupted=message), meter(quiet=self.quiet) as shown:

@@ -16,7 +16,7 @@ from weightsmith._outputs.local.area import staging_folder
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
-    from weightsmith._execution import Merged
+    from weightsmith._execution.run import Merged
 
 State = Literal["idle", "running", "cancelled", "failed", "done"]
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from weightsmith import _execution as execution
 from weightsmith._base.options import RunOptions
-from weightsmith._execution import NO_CALLBACKS, Callbacks, Merged
+from weightsmith._execution import execute as execution
+from weightsmith._execution.output import check_options
+from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._planning.planner import Prepared
 
 
@@ -30,6 +31,6 @@ def execute(
     from weightsmith._execution.distributed.driver import share_out
     from weightsmith._execution.distributed.on_ray import RayWorkers
 
-    execution.check_options(out, options)  # before a cluster is started
+    check_options(out, options)  # before a cluster is started
     with RayWorkers.connect(options) as workers:
         return execution.execute(prepared, out, options, callbacks, began=began, helpers=partial(share_out, workers=workers))

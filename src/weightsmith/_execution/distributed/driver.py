@@ -29,9 +29,9 @@ from weightsmith._base.options import RunOptions, named
 from weightsmith._engine.local import Progress
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
-from weightsmith._execution import Callbacks, Helped
 from weightsmith._execution.distributed.work import Answer, Done, Failed, Lost, Order, Share, Workers
 from weightsmith._execution.identity import facts, work_identity
+from weightsmith._execution.run import Callbacks, Helped
 from weightsmith._files.collector import collector_paused
 from weightsmith._files.containers import GGUF
 from weightsmith._methods.jobs.requires import named_device

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from weightsmith._base.errors import ParameterError, legible
 from weightsmith._base.options import RunOptions, named
-from weightsmith._execution import PRODUCTS_LABEL, PartDone, execute_part, execute_products
+from weightsmith._execution.execute import PRODUCTS_LABEL, PartDone, execute_part, execute_products
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._files.collector import collector_paused
 from weightsmith._outputs.local.target import is_address

@@ -67,7 +67,7 @@ def taking_part(method: Method, settings: Settings, role: Role, *, base: bool) -
     (0,), the base alone, when no model's weight is another, or the method leaves tensors of this role to the base: it is the
     result. All inputs where the method needs more than are left, or there is no base.
 
-    >>> from weightsmith import methods
+    >>> from weightsmith import _methods as methods
     >>> taking_part(methods.get("ties"), Settings({}, ({}, {"weight": 0.0}, {"weight": 1.0})), "linear", base=True)
     (0, 2)
     """

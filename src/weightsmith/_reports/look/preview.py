@@ -22,8 +22,8 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import Resources, Workload, run
 from weightsmith._engine.unwritten import MemoryOutput
-from weightsmith._execution import check_computable
 from weightsmith._execution.distance import share_of
+from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._files.views import view_of
 from weightsmith._models.checkpoint import Checkpoint
