@@ -19,9 +19,9 @@ from tests.execution.distributed.threads import Died, Threads
 from tests.execution.test_run import big_model
 from tests.output_help import open_staging, tree
 from tests.outputs.bucket.conftest import memory, spool
-from weightsmith import _execution as execution
 from weightsmith._base.errors import ParameterError, StoreError, WorkerLost
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import share_out
 from weightsmith._execution.distributed.work import Answer, Failed, Lost, Order, Share, do

@@ -19,9 +19,9 @@ from tests.execution.distributed.threads import Died, Threads
 from tests.execution.test_run import big_model, files
 from tests.mini import write_checkpoint
 from tests.output_help import open_staging
-from weightsmith import _execution as execution
 from weightsmith._base.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import edges, is_portable, part_count, share_out
 from weightsmith._execution.distributed.work import Share

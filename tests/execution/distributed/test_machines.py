@@ -18,8 +18,8 @@ from tests.bucket_help import Server, environment_at, environment_of
 from tests.execution.distributed.processes import PART_BYTES, Processes, environment
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, server, spool
-from weightsmith import _execution as execution
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import share_out
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged

@@ -13,8 +13,8 @@ from tests.execution.distributed.threads import Threads
 from tests.models.lora.test_lora import DOWN, INNER, H, Q, adapter, base, factors
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import memory, spool
-from weightsmith import _execution as execution
 from weightsmith._base.options import ExtractSettings, RunOptions
+from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import share_out
 from weightsmith._features.adapters.extract import prepare_extraction
