@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 import weightsmith
 from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
-from tests.stored_help import installed, package
+from tests.plugin_help import installed, package
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -168,15 +168,15 @@ def test_files_of_a_format_in_an_installed_package(file_of: Callable[[str], str]
         weightsmith.open_checkpoint(tmp_path / "model.norm.npy")
 
 
-def test_an_expert_layout_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_layout_of_an_installed_package(file_of: Callable[[str], str], tmp_path: Path) -> None:
     from tests.moe_help import Models, recipe
-    from weightsmith._features.mixture import layouts
 
-    files("adding-an-expert-layout.md", "weightsmith._features.mixture.layouts.toy_moe")
-    monkeypatch.setattr(layouts, "NAMES", (*layouts.NAMES, "toy_moe"))
     dense = Models(tmp_path).dense("llama")
-    weightsmith.moe(recipe(dense, architecture="toy_moe"), tmp_path / "toy")
-    weightsmith.moe(recipe(dense, architecture="mixtral"), tmp_path / "mixtral")
+    text = file_of("adding-an-expert-layout.md")
+    with installed(tmp_path / "site", "toy_moe = toy_moe:LAYOUT", group="layouts", toy_moe=text):
+        weightsmith.moe(recipe(dense, architecture="mixtral"), tmp_path / "mixtral")
+        assert "toy_moe" not in sys.modules
+        weightsmith.moe(recipe(dense, architecture="toy_moe"), tmp_path / "toy")
     toy, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("toy", "mixtral"))
     renamed = {"gate": "toy.router", "experts": "toy.experts", "w1": "gate", "w2": "down", "w3": "up"}
     for name, tensor in plain.items():

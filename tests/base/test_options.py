@@ -48,7 +48,7 @@ def flags_of(command: str) -> dict[str, Any]:
 
 def section(command: str) -> str:
     """What docs/cli.md says of a command."""
-    text = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     return text.partition(f"<!-- options of {command}:begin -->")[2].partition(":end -->")[0]
 
 

@@ -58,8 +58,11 @@ class Plugins(Generic[Kind]):
     def __iter__(self) -> Iterator[Kind]:
         return map(self.get, self.names)
 
-    def get(self, name: str) -> Kind:
-        """The plug-in of this name. Raises UnknownName, and PluginError for one of a package that does not work."""
+    def get(self, name: str, where: str = "") -> Kind:
+        """The plug-in of this name. where: who names it, for messages.
+
+        Raises UnknownName, and PluginError for one of a package that does not work.
+        """
         if name in self.own:
             module, _, attribute = self.own[name].partition(":")
             found: object = getattr(import_module(module), attribute)
@@ -67,7 +70,7 @@ class Plugins(Generic[Kind]):
             found = _load(self.noun, installed(self.group)[name])
         else:
             what = f"there is no {self.noun} '{name}'{nearest(name, self.names)}"
-            raise UnknownName(what, fix=f"write one of {', '.join(self.names)}")
+            raise UnknownName(what, where=where, fix=f"write one of {', '.join(self.names)}")
         if not isinstance(found, self.kind):
             what = f"the {self.noun} {name} is a {type(found).__name__}, not a {self.kind.__name__}"
             raise PluginError(what, where=self._source(name), fix="let the entry point name an instance")

@@ -11,7 +11,7 @@ import pytest
 import weightsmith
 from tests.cli_help import CONFIG
 from tests.mini import write_checkpoint
-from tests.stored_help import installed
+from tests.plugin_help import installed
 from weightsmith._base.errors import UnknownName
 from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import NAMES, Encoding, StoredFormat, broken, find_encoding, formats, installed_code
