@@ -24,13 +24,21 @@ from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import Resources, Workload, run
 from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import Encoding, StoredFormat
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
 from weightsmith.testing import EncodingTests, StoredFormatTests
 
+Text = Callable[[str], str]
 Page = Callable[[str, str], types.ModuleType]
 DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture
+def file_of() -> Text:
+    """The text of the first Python block of a page."""
+    return lambda page: (DOCS / page).read_text().split("```python\n")[1].partition("\n```")[0]
 
 
 @pytest.fixture
@@ -47,12 +55,10 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Page:
     return made
 
 
-def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith._engine import products
+def test_a_product_of_an_installed_package(file_of: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsmith._methods import get
+    from weightsmith._planning.planner import build
 
-    files("adding-a-product.md", "weightsmith._engine.products.largest")
-    monkeypatch.setitem(products.KINDS, "largest", "weightsmith._engine.products.largest")
     rng = np.random.default_rng(0)
     models = [{"a.weight": rng.normal(0, 1, (300, 700)).astype(np.float32), "b.weight": np.ones(9, np.float32)} for _ in "abc"]
     models[1]["b.weight"][3] = 99
@@ -65,44 +71,48 @@ def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytes
     }
     method = get("task_arithmetic")
     product = Product("largest", "largest", (TensorSpec("largest", DTYPES["F64"], (2,)),), {}, models=(1, 2))
-    from weightsmith._planning.planner import build
-
     needing = replace(method, needs=lambda shared: True, product=lambda merged: product)
     monkeypatch.setattr(build.methods, "find", lambda *_, **__: needing)
-    with prepare(recipe, RecipeOptions()) as prepared:
-        assert prepared.plan.products == (product,)
-        for threads in (1, 3):
-            outcome = run(prepared.plan, prepared.inputs, DiscardedOutput(), Resources(threads, 1 << 17), Workload(()))
-            deltas = [max(float(np.abs(m[n] - models[0][n]).max()) for n in m) for m in models[1:]]
-            assert outcome.results.array("largest").tolist() == deltas
-    products.find_kind.cache_clear()
+    text = file_of("adding-a-product.md")
+    identities = []
+    for number, code in enumerate((text, f"{text}\n# another")):
+        with (
+            installed(tmp_path / f"site{number}", "largest = largest:KIND", group="products", largest=code),
+            prepare(recipe, RecipeOptions()) as prepared,
+        ):
+            assert prepared.plan.products == (product,)
+            identities.append(work_identity(prepared.plan, prepared.inputs, "cpu"))
+            for threads in (1, 3):
+                outcome = run(prepared.plan, prepared.inputs, DiscardedOutput(), Resources(threads, 1 << 17), Workload(()))
+                deltas = [max(float(np.abs(m[n] - models[0][n]).max()) for n in m) for m in models[1:]]
+                assert outcome.results.array("largest").tolist() == deltas
+    assert identities[0] != identities[1]
 
 
-def test_a_statistic_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_statistic_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     from tests.activations.test_statistics import Whole, assert_near, computed, models_of, requests_for, with_statistics
     from tests.calibration_help import settings
-    from weightsmith._activations import statistics
     from weightsmith._activations.model import array_name
 
-    files("adding-a-statistic.md", "weightsmith._activations.statistics.mean_abs")
-    monkeypatch.setitem(statistics.STATISTICS, "mean_abs", "weightsmith._activations.statistics.mean_abs")
     recipe, given = models_of(tmp_path), settings(tmp_path)
-    with prepare(recipe) as prepared:
-        [request] = requests_for(prepared, given, ("mean_abs",), 1)
-        found = computed(with_statistics(prepared, [request]))
-    whole = Whole(tmp_path / "b", given)
-    for module in ("self_attn.k_proj", "mlp.down_proj"):
-        name = f"model.layers.1.{module}"
-        assert_near(found[array_name(request, f"{name}.weight")], whole.entering(name).abs().mean(0))
+    text = file_of("adding-a-statistic.md")
+    whole, modules = Whole(tmp_path / "b", given), ("self_attn.k_proj", "mlp.down_proj")
+    identities = []
+    for number, code in enumerate((f"{text}\n# another", text)):
+        with (
+            installed(tmp_path / f"site{number}", "mean_abs = mean_abs:STATISTIC", group="statistics", mean_abs=code),
+            prepare(recipe) as prepared,
+        ):
+            [request] = requests_for(prepared, given, ("mean_abs",), 1)
+            asked = with_statistics(prepared, [request])
+            identities.append(work_identity(asked.plan, asked.inputs, "cpu"))
+            found = computed(asked) if number else {}
+            for name in [f"model.layers.1.{module}" for module in modules if number]:
+                assert_near(found[array_name(request, f"{name}.weight")], whole.entering(name).abs().mean(0))
+    assert identities[0] != identities[1]
 
 
 # ---- stored formats, as files of an installed package
-
-
-@pytest.fixture
-def file_of() -> Callable[[str], str]:
-    """The text of the first Python block of a page."""
-    return lambda page: (DOCS / page).read_text().split("```python\n")[1].partition("\n```")[0]
 
 
 @pytest.fixture
@@ -135,7 +145,7 @@ def test_the_error_of_the_pages_encoding_is_within_its_bound(int8_rows: types.Mo
 
 
 @pytest.mark.slow
-def test_the_pages_format_in_an_installed_package(file_of: Callable[[str], str], tmp_path: Path) -> None:
+def test_the_pages_format_in_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     """In processes of their own, as `pip install` leaves them."""
     make_models(tmp_path)
     package(tmp_path / "site", "int8_rows = int8_rows:FORMAT", int8_rows=file_of("adding-a-stored-format.md"))
@@ -157,7 +167,7 @@ def test_the_pages_format_in_an_installed_package(file_of: Callable[[str], str],
     assert "'int8-rows' (quantization_config in config.json)" in without.err
 
 
-def test_files_of_a_format_in_an_installed_package(file_of: Callable[[str], str], tmp_path: Path) -> None:
+def test_files_of_a_format_in_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     np.save(tmp_path / "model.norm.npy", np.arange(4, dtype=np.float32))
     with (
         installed(tmp_path / "site", "npy = npy_files:FORMAT", npy_files=file_of("adding-a-source.md")),
@@ -168,7 +178,7 @@ def test_files_of_a_format_in_an_installed_package(file_of: Callable[[str], str]
         weightsmith.open_checkpoint(tmp_path / "model.norm.npy")
 
 
-def test_an_expert_layout_of_an_installed_package(file_of: Callable[[str], str], tmp_path: Path) -> None:
+def test_an_expert_layout_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     from tests.moe_help import Models, recipe
 
     dense = Models(tmp_path).dense("llama")
