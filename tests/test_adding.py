@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import weightsmith
 from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
 from tests.plugin_help import installed, package
-from weightsmith._base.errors import Unsupported
+from weightsmith._base.errors import OutputExists, StoreError, Unsupported
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import Resources, Workload, run
@@ -28,7 +29,7 @@ from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import Encoding, StoredFormat
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
-from weightsmith.testing import EncodingTests, StoredFormatTests
+from weightsmith.testing import EncodingTests, OutputCase, OutputTests, StoredFormatTests
 
 Text = Callable[[str], str]
 Page = Callable[[str, str], types.ModuleType]
@@ -176,6 +177,43 @@ def test_files_of_a_format_in_an_installed_package(file_of: Text, tmp_path: Path
         assert checkpoint.read("model.norm").tolist() == [0, 1, 2, 3]
     with pytest.raises(Unsupported, match="not a weight file"):
         weightsmith.open_checkpoint(tmp_path / "model.norm.npy")
+
+
+class TestThePagesOutput(OutputTests):
+    @pytest.fixture
+    def case(self, files: Page, tmp_path: Path) -> OutputCase:
+        zip_output, path = files("adding-an-output.md", "zip_output"), tmp_path / "out.zip"
+
+        def contents() -> dict[str, bytes]:
+            if not path.exists():
+                return {}
+            with zipfile.ZipFile(path) as archive:
+                return {name: archive.read(name) for name in archive.namelist()}
+
+        def put(name: str, data: bytes) -> None:
+            with zipfile.ZipFile(path, "a") as archive:
+                archive.writestr(name, data)
+
+        return OutputCase(lambda: zip_output.place(f"zip://{path}"), contents, put)
+
+
+def test_an_output_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
+    make_models(tmp_path)
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "a")}]}
+    weightsmith.merge(recipe, tmp_path / "folder")
+    out = f"zip://{tmp_path / 'merged.zip'}"
+    with installed(tmp_path / "site", "zip = zip_output:SCHEME", group="outputs", zip_output=file_of("adding-an-output.md")):
+        weightsmith.verify(tmp_path / "folder")
+        assert "zip_output" not in sys.modules
+        weightsmith.merge(recipe, out)
+        assert weightsmith.verify(out).tensors == weightsmith.verify(tmp_path / "folder").tensors
+        with pytest.raises(OutputExists, match="it exists"):
+            weightsmith.merge(recipe, out)
+    with zipfile.ZipFile(tmp_path / "merged.zip") as archive:
+        assert archive.read("model.safetensors") == (tmp_path / "folder" / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in tmp_path.glob("*merged*")) == ["merged.zip"]
+    with pytest.raises(StoreError, match="there is no scheme of outputs 'zip'"):
+        weightsmith.merge(recipe, out)
 
 
 def test_an_expert_layout_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
