@@ -28,9 +28,9 @@ import numpy as np
 
 import weightsmith
 from benchmarks.process import Measured, run
-from weightsmith._features.transplant.approximations.base import Problem, Tables
 from weightsmith._features.transplant.pursuit import pursue
 from weightsmith._models.tokenizers import read_vocabulary
+from weightsmith.abc.approximation import Problem, Tables
 
 EMBEDDING = "model.embed_tokens.weight"
 SHARED, CHECKED, RIVALS = 0.6, 200, 512

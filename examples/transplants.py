@@ -22,7 +22,7 @@ from gemma3 import build_gemma
 from smollm2 import build_base
 
 import weightsmith
-from weightsmith._features.transplant.approximations import all_approximations
+from weightsmith._features.transplant.approximations import APPROXIMATIONS
 
 HERE = Path(__file__).resolve().parent
 DOMAINS = ("en", "fr", "de", "py")
@@ -50,7 +50,7 @@ def main() -> None:
     print("\n".join(lines))
     if not args.only:
         judged("its own tokenizer", model)
-    for approximation in all_approximations():
+    for approximation in APPROXIMATIONS:
         if args.only and approximation.name not in args.only:
             continue
         if args.model == "trained" and approximation.donor:

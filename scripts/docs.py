@@ -31,8 +31,7 @@ from weightsmith._app.cli import exits, mergekit_flags
 from weightsmith._app.cli.app import app
 from weightsmith._base.options import Option, find_option, option_records, options_of
 from weightsmith._base.tensors import DTYPE_NAMES, DType
-from weightsmith._features.mixture.layouts import all_layouts
-from weightsmith._features.mixture.layouts.base import ATTENTION_BIASES, QK_NORMS, QKV_BIASES, ExpertLayout
+from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._methods import all_methods
 from weightsmith._methods.base import BaseRole, Method, Parameter
 from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
@@ -40,6 +39,7 @@ from weightsmith._planning.recipe import HARMLESS, RETIRED
 from weightsmith._planning.recipe.grammar import LEVELS
 from weightsmith._planning.recipe.kinds import NO_EFFECT, NOT_IN_MIXTURES, Key, Level
 from weightsmith._planning.recipe.moe_grammar import MOE_LEVELS
+from weightsmith.abc.layout import ATTENTION_BIASES, QK_NORMS, QKV_BIASES, ExpertLayout
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -53,7 +53,7 @@ def pages() -> dict[Path, str]:
     methods = all_methods()
     found = {
         DOCS / "methods" / "README.md": methods_page(methods),
-        DOCS / "moe-layouts.md": layouts_page(all_layouts()),
+        DOCS / "moe-layouts.md": layouts_page([*map(LAYOUTS.get, LAYOUTS.own)]),
         KEYWORDS: keywords_module(),
     }
     found |= {DOCS / "methods" / f"{method.name}.md": method_page(method) for method in methods}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +19,27 @@ from safetensors.numpy import load_file
 import weightsmith
 from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
-from tests.stored_help import installed, package
-from weightsmith._base.errors import Unsupported
+from tests.plugin_help import installed, package
+from weightsmith._base.errors import OutputExists, StoreError, Unsupported
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import Resources, Workload, run
 from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import Encoding, StoredFormat
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
-from weightsmith.testing import EncodingTests, StoredFormatTests
+from weightsmith.testing import EncodingTests, OutputCase, OutputTests, StoredFormatTests
 
+Text = Callable[[str], str]
 Page = Callable[[str, str], types.ModuleType]
 DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture
+def file_of() -> Text:
+    """The text of the first Python block of a page."""
+    return lambda page: (DOCS / page).read_text().split("```python\n")[1].partition("\n```")[0]
 
 
 @pytest.fixture
@@ -47,12 +56,10 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Page:
     return made
 
 
-def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith._engine import products
+def test_a_product_of_an_installed_package(file_of: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsmith._methods import get
+    from weightsmith._planning.planner import build
 
-    files("adding-a-product.md", "weightsmith._engine.products.largest")
-    monkeypatch.setitem(products.KINDS, "largest", "weightsmith._engine.products.largest")
     rng = np.random.default_rng(0)
     models = [{"a.weight": rng.normal(0, 1, (300, 700)).astype(np.float32), "b.weight": np.ones(9, np.float32)} for _ in "abc"]
     models[1]["b.weight"][3] = 99
@@ -65,44 +72,48 @@ def test_a_product_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytes
     }
     method = get("task_arithmetic")
     product = Product("largest", "largest", (TensorSpec("largest", DTYPES["F64"], (2,)),), {}, models=(1, 2))
-    from weightsmith._planning.planner import build
-
     needing = replace(method, needs=lambda shared: True, product=lambda merged: product)
     monkeypatch.setattr(build.methods, "find", lambda *_, **__: needing)
-    with prepare(recipe, RecipeOptions()) as prepared:
-        assert prepared.plan.products == (product,)
-        for threads in (1, 3):
-            outcome = run(prepared.plan, prepared.inputs, DiscardedOutput(), Resources(threads, 1 << 17), Workload(()))
-            deltas = [max(float(np.abs(m[n] - models[0][n]).max()) for n in m) for m in models[1:]]
-            assert outcome.results.array("largest").tolist() == deltas
-    products.find_kind.cache_clear()
+    text = file_of("adding-a-product.md")
+    identities = []
+    for number, code in enumerate((text, f"{text}\n# another")):
+        with (
+            installed(tmp_path / f"site{number}", "largest = largest:KIND", group="products", largest=code),
+            prepare(recipe, RecipeOptions()) as prepared,
+        ):
+            assert prepared.plan.products == (product,)
+            identities.append(work_identity(prepared.plan, prepared.inputs, "cpu"))
+            for threads in (1, 3):
+                outcome = run(prepared.plan, prepared.inputs, DiscardedOutput(), Resources(threads, 1 << 17), Workload(()))
+                deltas = [max(float(np.abs(m[n] - models[0][n]).max()) for n in m) for m in models[1:]]
+                assert outcome.results.array("largest").tolist() == deltas
+    assert identities[0] != identities[1]
 
 
-def test_a_statistic_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_statistic_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     from tests.activations.test_statistics import Whole, assert_near, computed, models_of, requests_for, with_statistics
     from tests.calibration_help import settings
-    from weightsmith._activations import statistics
     from weightsmith._activations.model import array_name
 
-    files("adding-a-statistic.md", "weightsmith._activations.statistics.mean_abs")
-    monkeypatch.setitem(statistics.STATISTICS, "mean_abs", "weightsmith._activations.statistics.mean_abs")
     recipe, given = models_of(tmp_path), settings(tmp_path)
-    with prepare(recipe) as prepared:
-        [request] = requests_for(prepared, given, ("mean_abs",), 1)
-        found = computed(with_statistics(prepared, [request]))
-    whole = Whole(tmp_path / "b", given)
-    for module in ("self_attn.k_proj", "mlp.down_proj"):
-        name = f"model.layers.1.{module}"
-        assert_near(found[array_name(request, f"{name}.weight")], whole.entering(name).abs().mean(0))
+    text = file_of("adding-a-statistic.md")
+    whole, modules = Whole(tmp_path / "b", given), ("self_attn.k_proj", "mlp.down_proj")
+    identities = []
+    for number, code in enumerate((f"{text}\n# another", text)):
+        with (
+            installed(tmp_path / f"site{number}", "mean_abs = mean_abs:STATISTIC", group="statistics", mean_abs=code),
+            prepare(recipe) as prepared,
+        ):
+            [request] = requests_for(prepared, given, ("mean_abs",), 1)
+            asked = with_statistics(prepared, [request])
+            identities.append(work_identity(asked.plan, asked.inputs, "cpu"))
+            found = computed(asked) if number else {}
+            for name in [f"model.layers.1.{module}" for module in modules if number]:
+                assert_near(found[array_name(request, f"{name}.weight")], whole.entering(name).abs().mean(0))
+    assert identities[0] != identities[1]
 
 
 # ---- stored formats, as files of an installed package
-
-
-@pytest.fixture
-def file_of() -> Callable[[str], str]:
-    """The text of the first Python block of a page."""
-    return lambda page: (DOCS / page).read_text().split("```python\n")[1].partition("\n```")[0]
 
 
 @pytest.fixture
@@ -135,7 +146,7 @@ def test_the_error_of_the_pages_encoding_is_within_its_bound(int8_rows: types.Mo
 
 
 @pytest.mark.slow
-def test_the_pages_format_in_an_installed_package(file_of: Callable[[str], str], tmp_path: Path) -> None:
+def test_the_pages_format_in_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     """In processes of their own, as `pip install` leaves them."""
     make_models(tmp_path)
     package(tmp_path / "site", "int8_rows = int8_rows:FORMAT", int8_rows=file_of("adding-a-stored-format.md"))
@@ -157,7 +168,7 @@ def test_the_pages_format_in_an_installed_package(file_of: Callable[[str], str],
     assert "'int8-rows' (quantization_config in config.json)" in without.err
 
 
-def test_files_of_a_format_in_an_installed_package(file_of: Callable[[str], str], tmp_path: Path) -> None:
+def test_files_of_a_format_in_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     np.save(tmp_path / "model.norm.npy", np.arange(4, dtype=np.float32))
     with (
         installed(tmp_path / "site", "npy = npy_files:FORMAT", npy_files=file_of("adding-a-source.md")),
@@ -168,15 +179,52 @@ def test_files_of_a_format_in_an_installed_package(file_of: Callable[[str], str]
         weightsmith.open_checkpoint(tmp_path / "model.norm.npy")
 
 
-def test_an_expert_layout_from_its_page(files: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.moe_help import Models, recipe
-    from weightsmith._features.mixture import layouts
+class TestThePagesOutput(OutputTests):
+    @pytest.fixture
+    def case(self, files: Page, tmp_path: Path) -> OutputCase:
+        zip_output, path = files("adding-an-output.md", "zip_output"), tmp_path / "out.zip"
 
-    files("adding-an-expert-layout.md", "weightsmith._features.mixture.layouts.toy_moe")
-    monkeypatch.setattr(layouts, "NAMES", (*layouts.NAMES, "toy_moe"))
+        def contents() -> dict[str, bytes]:
+            if not path.exists():
+                return {}
+            with zipfile.ZipFile(path) as archive:
+                return {name: archive.read(name) for name in archive.namelist()}
+
+        def put(name: str, data: bytes) -> None:
+            with zipfile.ZipFile(path, "a") as archive:
+                archive.writestr(name, data)
+
+        return OutputCase(lambda: zip_output.place(f"zip://{path}"), contents, put)
+
+
+def test_an_output_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
+    make_models(tmp_path)
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "a")}]}
+    weightsmith.merge(recipe, tmp_path / "folder")
+    out = f"zip://{tmp_path / 'merged.zip'}"
+    with installed(tmp_path / "site", "zip = zip_output:SCHEME", group="outputs", zip_output=file_of("adding-an-output.md")):
+        weightsmith.verify(tmp_path / "folder")
+        assert "zip_output" not in sys.modules
+        weightsmith.merge(recipe, out)
+        assert weightsmith.verify(out).tensors == weightsmith.verify(tmp_path / "folder").tensors
+        with pytest.raises(OutputExists, match="it exists"):
+            weightsmith.merge(recipe, out)
+    with zipfile.ZipFile(tmp_path / "merged.zip") as archive:
+        assert archive.read("model.safetensors") == (tmp_path / "folder" / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in tmp_path.glob("*merged*")) == ["merged.zip"]
+    with pytest.raises(StoreError, match="there is no scheme of outputs 'zip'"):
+        weightsmith.merge(recipe, out)
+
+
+def test_an_expert_layout_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
+    from tests.moe_help import Models, recipe
+
     dense = Models(tmp_path).dense("llama")
-    weightsmith.moe(recipe(dense, architecture="toy_moe"), tmp_path / "toy")
-    weightsmith.moe(recipe(dense, architecture="mixtral"), tmp_path / "mixtral")
+    text = file_of("adding-an-expert-layout.md")
+    with installed(tmp_path / "site", "toy_moe = toy_moe:LAYOUT", group="layouts", toy_moe=text):
+        weightsmith.moe(recipe(dense, architecture="mixtral"), tmp_path / "mixtral")
+        assert "toy_moe" not in sys.modules
+        weightsmith.moe(recipe(dense, architecture="toy_moe"), tmp_path / "toy")
     toy, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("toy", "mixtral"))
     renamed = {"gate": "toy.router", "experts": "toy.experts", "w1": "gate", "w2": "down", "w3": "up"}
     for name, tensor in plain.items():

@@ -23,7 +23,7 @@ from weightsmith._base.options.option import read_options
 from weightsmith._base.tensors import DTYPES, DType
 from weightsmith._features.quantisation.exl2.options import HEAD, PLAIN_HEAD
 from weightsmith._features.quantisation.formats import FORMATS
-from weightsmith._features.transplant.approximations import all_approximations
+from weightsmith._features.transplant.approximations import APPROXIMATIONS
 
 __all__ = ["cli"]
 
@@ -114,7 +114,7 @@ def test_a_keyword_has_one_flag_whatever_the_record() -> None:
 def test_choices_are_what_the_features_have() -> None:
     assert options.find_option("quantize").values == tuple(FORMATS)
     assert options.find_option("head_bits").values == (*HEAD, PLAIN_HEAD)
-    assert [each.name for each in all_approximations()] == [*options.APPROXIMATIONS]
+    assert tuple(each.name for each in APPROXIMATIONS) == options.find_option("approximation").values
 
 
 # ---- one check

@@ -18,13 +18,14 @@ from tests.cases.case import f64, fine_tunes
 from tests.cli_help import Cli, cli, make_models, work
 from tests.mini import run_method, write_checkpoint
 from tests.plan_help import only
+from tests.plugin_help import installed
 from tests.test_docs import blocks_of, sessions
 from weightsmith import PerModel, block_method, tensor_method
 from weightsmith import _methods as methods
 from weightsmith._base.errors import CannotResume, MethodError, NonFinite, PlanError, UnknownName
 from weightsmith._base.tensors import DTYPES
 from weightsmith._methods.user import OwnMethod, method_of
-from weightsmith._methods.user_files import GROUP, at_hand, installed_names, load_file
+from weightsmith._methods.user_files import at_hand, load_file
 from weightsmith._plans import plan_from_json
 
 __all__ = ["cli", "work"]
@@ -190,26 +191,18 @@ def test_the_command_line_needs_the_flag_too(own: Path, cli: Cli) -> None:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def package(tmp_path: Path) -> Any:
     """An installed package with the methods `halves` and `nothing`, and one that cannot be loaded."""
-    info = tmp_path / "halves-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halves\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        f"[{GROUP}]\nhalves = halves_pkg:half\nnothing = halves_pkg:plain\nlost = halves_pkg:x\n"
-    )
-    (tmp_path / "halves_pkg.py").write_text(HALF)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    installed_names.cache_clear()
-    yield
-    installed_names.cache_clear()
+    points = "halves = halves_pkg:half\nnothing = halves_pkg:plain\nlost = halves_pkg:x"
+    with installed(tmp_path / "site", points, group="methods", halves_pkg=HALF):
+        yield
 
 
 def test_a_method_of_an_installed_package_needs_no_leave(package: Any, work: Path) -> None:
     plan = weightsmith.plan(RECIPE.replace("./half.py:half", "halves"))
     assert re.fullmatch("halves@[0-9a-f]{16}", plan.made.name)
     weightsmith.merge(RECIPE.replace("./half.py:half", "halves"), "out")
-    assert "package halves 1.0" in (work / "out" / "README.md").read_text()
+    assert "package brought 1.0" in (work / "out" / "README.md").read_text()
     assert "did you mean 'halves'" in str(only(RECIPE.replace("./half.py:half", "halve")))
 
 
@@ -219,7 +212,7 @@ def test_installed_methods_are_listed_and_shown(package: Any, cli: Cli) -> None:
     assert lines["halves"].endswith("a method of the user's own")
     assert set(lines) == {*methods.NAMES, "halves"}
     assert "nothing is a function, not a merge method" in ran.err
-    assert "the merge method lost of the package halves 1.0 cannot be loaded" in ran.err
+    assert "brought 1.0: the merge method lost cannot be loaded" in ran.err
     shown = cli("methods", "halves").out
     assert shown.startswith("halves: ")
     assert "half(models, out, share: float = 0.5)" in shown
@@ -278,7 +271,7 @@ def test_a_parameter_by_the_name_of_a_step_is_the_methods_own(tmp_path: Path) ->
 def test_methods_of_packages_that_do_not_work(package: Any, work: Path) -> None:
     assert "1:1: nothing is a function, not a merge method" in str(only(RECIPE.replace("./half.py:half", "nothing")))
     lost = str(only(RECIPE.replace("./half.py:half", "lost")))
-    assert "the merge method lost of the package halves 1.0 cannot be loaded: AttributeError" in lost
+    assert "brought 1.0: the merge method lost cannot be loaded: AttributeError" in lost
 
 
 # ---- signatures

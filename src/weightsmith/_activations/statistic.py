@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations.sites import by_site
 from weightsmith._activations.states import FORWARD
-from weightsmith._activations.statistics import STATISTICS, Statistic, find_statistic
+from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._activations.work import StatisticWork
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
+from weightsmith.abc.statistic import Statistic
 
 if TYPE_CHECKING:
     from weightsmith._activations.sums import Inputs
@@ -67,4 +68,8 @@ def _check(product: Product) -> str:
     return "" if [(out.dtype.name, out.shape) for out in product.outs] == wanted else "its arrays are not those of its weights"
 
 
-KIND = ProductKind(FORWARD, compute=_compute, check=_check, device=True)
+def _installed(product: Product) -> str:
+    return STATISTICS.identity(StatisticWork.of(product).kind)
+
+
+KIND = ProductKind(FORWARD, compute=_compute, check=_check, installed=_installed, device=True)

@@ -20,9 +20,9 @@ from torch import Tensor
 from weightsmith._activations.decoder.forward import Layer
 from weightsmith._activations.running import LayerRows, NumberedRow, budget, workers
 from weightsmith._activations.sites import by_site
-from weightsmith._activations.statistics import Statistic
 from weightsmith._activations.statistics.gram import STATISTIC as GRAM
 from weightsmith.abc.product import Floats
+from weightsmith.abc.statistic import Statistic
 
 ROWS_SHARE = 0.4
 """Of the progress of `use_sums`: the rows; the rest is the use."""

@@ -50,7 +50,12 @@ class Plugins(Generic[Kind]):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all plug-ins: weightsmith's, then those of installed packages."""
-        return (*self.own, *(name for name in installed(self.group) if name not in self.own))
+        return (*self.own, *self.brought)
+
+    @property
+    def brought(self) -> tuple[str, ...]:
+        """The names of those of installed packages."""
+        return tuple(name for name in installed(self.group) if name not in self.own)
 
     def __contains__(self, name: object) -> bool:
         return name in self.own or name in installed(self.group)
@@ -58,8 +63,11 @@ class Plugins(Generic[Kind]):
     def __iter__(self) -> Iterator[Kind]:
         return map(self.get, self.names)
 
-    def get(self, name: str) -> Kind:
-        """The plug-in of this name. Raises UnknownName, and PluginError for one of a package that does not work."""
+    def get(self, name: str, where: str = "") -> Kind:
+        """The plug-in of this name. where: who names it, for messages.
+
+        Raises UnknownName, and PluginError for one of a package that does not work.
+        """
         if name in self.own:
             module, _, attribute = self.own[name].partition(":")
             found: object = getattr(import_module(module), attribute)
@@ -67,10 +75,10 @@ class Plugins(Generic[Kind]):
             found = _load(self.noun, installed(self.group)[name])
         else:
             what = f"there is no {self.noun} '{name}'{nearest(name, self.names)}"
-            raise UnknownName(what, fix=f"write one of {', '.join(self.names)}")
+            raise UnknownName(what, where=where, fix=f"write one of {', '.join(self.names)}")
         if not isinstance(found, self.kind):
             what = f"the {self.noun} {name} is a {type(found).__name__}, not a {self.kind.__name__}"
-            raise PluginError(what, where=self._source(name), fix="let the entry point name an instance")
+            raise PluginError(what, where=self.source(name), fix="let the entry point name an instance")
         return found
 
     def identity(self, name: str) -> str:
@@ -85,7 +93,8 @@ class Plugins(Generic[Kind]):
         file = getattr(sys.modules.get(point.module), "__file__", None)
         return f"{package_of(point)} {hashlib.sha256(Path(file).read_bytes() if file else b'').hexdigest()}"
 
-    def _source(self, name: str) -> str:
+    def source(self, name: str) -> str:
+        """Where it comes from: the package and its version, or weightsmith's module."""
         return self.own[name] if name in self.own else package_of(installed(self.group)[name])
 
 

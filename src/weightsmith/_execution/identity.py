@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from weightsmith import _methods as methods
-from weightsmith._engine.products import find_kind
+from weightsmith._engine.products import KINDS, find_kind
 from weightsmith._files.collector import collector_paused
 from weightsmith._methods.jobs.requires import named_device
 from weightsmith._models.formats import installed_code
@@ -34,8 +34,16 @@ def work_identity(plan: Plan, inputs: Sequence[Tensors], device: str) -> str:
     """Equal for two runs whose finished tensors may be mixed (sha256, hex). device: of the run, as torch names it, or auto."""
     with collector_paused():
         plan_hash = plan.hash
-    parts = [plan_hash, program_digest(), *installed_code(), *(model.state for model in inputs), *_device_type(plan, device)]
+    parts = [plan_hash, program_digest(), *installed_code(), *_installed_code(plan), *(model.state for model in inputs)]
+    parts += _device_type(plan, device)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _installed_code(plan: Plan) -> list[str]:
+    """What identifies the installed plug-ins that the products of the plan use, or of one whose result it reads."""
+    found = {f"{KINDS.identity(product.op)}\n{find_kind(product.op).installed(product)}".strip() for product in plan.products}
+    nested = (model.plan for model in plan.models if model.plan is not None)
+    return sorted(found.union(*map(_installed_code, nested)) - {""})
 
 
 def merges_on_device(plan: Plan) -> bool:
@@ -71,6 +79,8 @@ def facts(plan: Plan, inputs: Sequence[Tensors], device: str) -> dict[str, str]:
         found[f"files of {planned.ref}"] = _digest(model.state)
     if plan.made.code is not None:
         found[f"code of {plan.made.code.name}"] = _digest(plan.made.code.sha256)
+    if code := _installed_code(plan):
+        found["code of installed packages"] = _digest("\n".join(code))
     found["program version"] = __version__
     found["program code, or the version of numpy, numba, torch or libgguf"] = _digest(program_digest())
     return found

@@ -52,13 +52,13 @@ def _from_elsewhere(name: str) -> Method:
 
     if (found := user_files.loaded(name)) is not None:
         return found.method
-    if name in user_files.installed_names():
+    if name in user_files.METHODS:
         return user_files.load_installed(name)
     if user_files.names_file(name):
         raise UnknownMethod(f"{name} is code of your own, which only a recipe names", fix="give the function itself in Python")
     if name in _MIXTURES:
         raise UnknownMethod(f"'{name}' is no merge method: a mixture of experts has a recipe of its own", fix=TO_MOE)
-    known = (*NAMES, *user_files.installed_names())
+    known = (*NAMES, *user_files.METHODS.names)
     raise UnknownMethod(f"no merge method is called '{name}'{nearest(name, known)}", fix=f"write one of {', '.join(known)}")
 
 
@@ -82,7 +82,7 @@ def installed_methods() -> tuple[tuple[Method, ...], tuple[MethodError, ...]]:
     from weightsmith._methods import user_files
 
     found, errors = [], []
-    for name in user_files.installed_names():
+    for name in user_files.METHODS.names:
         if name in NAMES:
             continue  # weightsmith's own come first
         try:

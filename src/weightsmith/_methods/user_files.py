@@ -12,21 +12,20 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import CheckpointError, MethodError, nearest
+from weightsmith._base.errors import CheckpointError, MethodError, PluginError, nearest
 from weightsmith._base.files import expand_user, read_bounded, real_path
+from weightsmith._base.plugins import Plugins
 from weightsmith._files.copied import MAX_CODE_BYTES
 from weightsmith._methods.base import Method
 from weightsmith._methods.steps import with_steps
 from weightsmith._methods.user import OwnMethod, method_of
 from weightsmith._plans import OwnCode
 
-GROUP = "weightsmith.methods"
-"""The entry points of packages that bring methods."""
+METHODS: Plugins[object] = Plugins("merge method", "weightsmith.methods", object, {})
+"""The methods of installed packages: functions marked as such, or records. weightsmith's own come before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,28 +104,14 @@ def _run(path: Path, source: bytes, digest: str) -> dict[str, Any]:
     return module.__dict__
 
 
-@cache
-def installed_names() -> tuple[str, ...]:
-    """The names of the methods that installed packages bring."""
-    return tuple(point.name for point in entry_points(group=GROUP))
-
-
 def load_installed(name: str) -> Method:
     """The method that an installed package brings under this name. Raises MethodError when it does not work."""
-    (point, *_) = entry_points(group=GROUP, name=name)
-    package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
     try:
-        found = point.load()
-    except Exception as error:
-        what = f"the merge method {name} of the package {package} cannot be loaded: {type(error).__name__}: {error}"
-        raise MethodError(what, fix="reinstall or update the package") from error
-    digest = hashlib.sha256(_source(point) + b"\0" + package.encode()).hexdigest()
-    return _enter(found, OwnCode(name, "", digest), f"package {package}")
-
-
-def _source(point: EntryPoint) -> bytes:
-    file = getattr(sys.modules.get(point.module), "__file__", None)
-    return Path(file).read_bytes() if file else b""
+        found, identity = METHODS.get(name), METHODS.identity(name)
+    except PluginError as error:  # it gets its place in the recipe
+        raise MethodError(f"{error.finding.where}: {error.finding.what}", fix=error.finding.fix) from error
+    digest = hashlib.sha256(identity.encode()).hexdigest()
+    return _enter(found, OwnCode(name, "", digest), f"package {METHODS.source(name)}")
 
 
 def _enter(found: object, code: OwnCode, source: str) -> Method:

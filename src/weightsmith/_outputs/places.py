@@ -1,16 +1,28 @@
-"""Finds where an output is: a local folder, an address in a bucket, a model on the Hub."""
+"""Finds where an output is: a local folder, or an address in a bucket, on the Hub, or of a scheme that a package brings."""
 
 from __future__ import annotations
 
 import os
 
-from weightsmith._outputs.bucket.place import bucket_place
-from weightsmith._outputs.hub.address import is_hub_address
-from weightsmith._outputs.hub.place import hub_place
+from weightsmith._base.errors import NOTHING_WRITTEN, StoreError, UnknownName
+from weightsmith._base.plugins import Plugins
 from weightsmith._outputs.local.place import LocalFolder
 from weightsmith._outputs.local.target import is_address
 from weightsmith._outputs.staging import Staging
-from weightsmith.abc.output import OutputSpec, Place
+from weightsmith.abc.output import OutputScheme, OutputSpec, Place
+
+SCHEMES = Plugins(
+    "scheme of outputs",
+    "weightsmith.outputs",
+    OutputScheme,
+    {
+        "hf": "weightsmith._outputs.hub.place:SCHEME",
+        "s3": "weightsmith._outputs.bucket.place:SCHEME",
+        "gs": "weightsmith._outputs.bucket.place:SCHEME",
+        "az": "weightsmith._outputs.bucket.place:SCHEME",
+    },
+)
+"""The places of outputs by the scheme of their addresses, imported when an output has one."""
 
 
 def place_of(out: str | os.PathLike[str]) -> Place:
@@ -21,9 +33,19 @@ def place_of(out: str | os.PathLike[str]) -> Place:
     >>> [place_of(out).name for out in ("models/merged", "s3://bucket/models/merged", "hf://org/merged@v2")]
     ['merged', 'merged', 'merged']
     """
-    if is_hub_address(out):
-        return hub_place(str(out))
-    return bucket_place(str(out)) if is_address(out) else LocalFolder(os.fspath(out))
+    return scheme_of(str(out)).place(str(out)) if is_address(out) else LocalFolder(os.fspath(out))
+
+
+def scheme_of(address: str) -> OutputScheme:
+    """The scheme of an address. Raises StoreError for one that is not written to, and PluginError."""
+    scheme, _, rest = address.partition("://")
+    try:
+        return SCHEMES.get(scheme.lower())
+    except UnknownName as error:
+        shown = f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"  # no key or password in a message
+        fix = f"write to a local folder, or to {', '.join(f'{name}://' for name in SCHEMES.names)}"
+        what = f"cannot be the output: {error.finding.what}"
+        raise StoreError(what, where=shown, fix=fix, state=NOTHING_WRITTEN) from None
 
 
 def open_output(out: str | os.PathLike[str], spec: OutputSpec) -> Staging:

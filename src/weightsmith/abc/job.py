@@ -173,6 +173,14 @@ class Tile:
         """Number of grains in the tile."""
         return -(-self.size // grain)
 
+    def floats(self, matrix: Matrix, i: int) -> npt.NDArray[np.float32]:
+        """The elements of input i: a new array, float32 [size]."""
+        from weightsmith._kernels.codecs import decode
+
+        out = np.empty(self.size, np.float32)
+        decode(self.raw[i], int(matrix.codes[i]), 0, self.size, out)
+        return out
+
 
 class Job(ABC):
     """The merge of one logical matrix.

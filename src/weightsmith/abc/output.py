@@ -2,6 +2,7 @@
 
 `Output`         what the engine writes to
 `Place`          where an output can be: it makes the backend of an output, and knows the names that follow from an address
+`OutputScheme`   the places whose addresses begin with `scheme://`
 `OutputBackend`  keeps the bytes and the record of unfinished work, and publishes them; `outputs.staging` is built on it
 """
 
@@ -377,3 +378,19 @@ class Unfinished:
     changed: float
     reason: str
     remove: Callable[[], None] = field(compare=False)
+
+
+def _none(where: str) -> Iterable[Unfinished]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputScheme:
+    """Outputs whose addresses begin with `scheme://`.
+
+    place       the place that an address names. Reads nothing. Raises StoreError for one that no output can have
+    unfinished  the work of interrupted runs at an address, or below it. Changes nothing
+    """
+
+    place: Callable[[str], Place]
+    unfinished: Callable[[str], Iterable[Unfinished]] = _none

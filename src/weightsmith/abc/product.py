@@ -16,7 +16,7 @@ from weightsmith._base.errors import CheckpointError, Finding
 from weightsmith._base.files import read_bounded
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.copied import MAX_COPIED_BYTES
-from weightsmith._plans import Product
+from weightsmith._plans import Product as Product
 from weightsmith.abc.job import Matrix, Tile
 from weightsmith.abc.product_targets import Floats as Floats
 from weightsmith.abc.product_targets import Largest, SomeRows, Target, WholeTensor
@@ -154,6 +154,10 @@ def _same_models(product: Product, other: Product) -> bool:
     return set(other.models) <= set(product.models)
 
 
+def _no_plugins(product: Product) -> str:
+    return ""
+
+
 def _no_files(product: Product) -> Sequence[Path]:
     return ()
 
@@ -168,6 +172,7 @@ class ProductKind:
 
     doing    text of the progress display, with a verb in -ing
     reads    files that it reads, other than `product.files`
+    installed  the code of plug-ins that it uses: `Plugins.identity`, or "". Belongs to the identity of interrupted work
     transient  only products need its arrays: `Product.transient`
     device   the result depends on `ProductContext.device`: finished work is mixed only with that of the same type of device
     serves   whether a finished product has all that another one of this kind, of one tensor alone, would have
@@ -184,5 +189,6 @@ class ProductKind:
     check: Callable[[Product], str] = _no_problem
     serves: Callable[[Product, Product], bool] = _same_models
     reads: Callable[[Product], Sequence[Path]] = _no_files
+    installed: Callable[[Product], str] = _no_plugins
     device: bool = False
     transient: bool = False

@@ -176,7 +176,7 @@ def test_too_many_shared_experts(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     found = refused(model(tmp_path / "a"), architecture="mixtrall")
-    assert "unknown architecture 'mixtrall' (did you mean 'mixtral'?)" in found
+    assert "there is no architecture 'mixtrall' (did you mean 'mixtral'?)" in found
     assert "deepseek_v3" in found
 
 

@@ -16,11 +16,11 @@ from safetensors import safe_open
 from tests.moe_help import DENSE, TOKENS, Models, config_of, edit_config, edit_tensors, load, logits, made, recipe
 from weightsmith._base.errors import PlanError
 from weightsmith._features.mixture.build import prepare_moe
-from weightsmith._features.mixture.layouts import all_layouts, get
-from weightsmith._features.mixture.layouts.base import ExpertLayout
+from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._features.mixture.layouts.dense_config import DEFAULTS, KNOWN, semantics
+from weightsmith.abc.layout import ExpertLayout
 
-NATIVE = [layout for layout in all_layouts() if layout.name not in ("deepseek", "olmoe")]
+NATIVE = [layout for layout in LAYOUTS if layout.name not in ("deepseek", "olmoe")]
 SPECIAL = {
     "mixtral": ["llama-scaled", "llama-linear", "llama-wide", "mistral-window", "phi3-window", "phi3-long"],
     "qwen2_moe": ["llama-scaled", "llama-wide", "mistral-window", "ministral-mixed", "qwen2-window", "phi3-long"],
@@ -140,7 +140,7 @@ def test_a_shared_expert_is_added(layout: ExpertLayout, models: Models, tmp_path
     assert_equal(logits(tmp_path / "out"), models.logits(name))
 
 
-@pytest.mark.parametrize("layout", [*ADDED, get("qwen2_moe")], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [*ADDED, LAYOUTS.get("qwen2_moe")], ids=lambda layout: layout.name)
 def test_what_the_warning_says_begins_where_the_base_is(layout: ExpertLayout, models: Models, tmp_path: Path) -> None:
     name = layout.dense[0]
     base = str(models.dense(name))
@@ -324,7 +324,7 @@ NO_SHORTER = ("phi3-long", "phi3-partial", "llama-linear")
 def test_other_config_of_the_same_model(layout: str, name: str, edit: Any, models: Models, tmp_path: Path) -> None:
     base = edit_config(models.dense(name), tmp_path / "base", edit)
     expected = models.logits(name)
-    source = source_of(get(layout), models, name) | {"base_model": str(base)}
+    source = source_of(LAYOUTS.get(layout), models, name) | {"base_model": str(base)}
     made(source, tmp_path / "out")
     torch.testing.assert_close(logits(base), expected)
     assert_equal(logits(tmp_path / "out"), expected)
@@ -470,8 +470,8 @@ def test_names_of_qwen3(written: str, models: Models) -> None:
 
 
 def test_those_with_routers_of_sigmoids_say_so() -> None:
-    assert [layout.name for layout in all_layouts() if layout.sigmoid] == [
-        layout.name for layout in all_layouts() if "sigmoid" in layout.routing
+    assert [layout.name for layout in LAYOUTS if layout.sigmoid] == [
+        layout.name for layout in LAYOUTS if "sigmoid" in layout.routing
     ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weightsmith._features.transplant.approximations import find_approximation
-from weightsmith._features.transplant.approximations.base import Choices, Floats, Problem, Side
+from weightsmith.abc.approximation import Choices, Floats, Problem, Side
 
 pytest.importorskip("torch")
 

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
+from tests.plugin_help import installed
 from tests.tokenizer_help import OTHER_TEXT, files, trained, write
-from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
+from weightsmith._base.errors import FormatError, PlanError, PluginError, WeightsmithError
 from weightsmith._base.options import APPROXIMATIONS
 from weightsmith._features.transplant.approximations import find_approximation
 from weightsmith._plans import plan_from_json
@@ -173,6 +174,33 @@ def test_every_approximation_makes_finite_rows_of_both_tables(tmp_path: Path, na
     assert (again.out / "model.safetensors").read_bytes() == (made.out / "model.safetensors").read_bytes()
     report: Any = made.reports["rows of missing tokens"]
     assert (report.error is not None) == find_approximation(name).donor
+
+
+HALVES = """
+from dataclasses import replace
+import numpy as np
+from weightsmith.abc.approximation import Approximated, Approximation
+
+def make(problem):
+    width = problem.tables.rows("model", [0]).shape[1]
+    return Approximated.without_errors(np.full((len(problem.missing), width), 0.5, np.float32))
+
+HALVES = Approximation("halves", "Every number is a half.", "a test", make)
+"""
+
+
+def test_an_approximation_of_an_installed_package(tmp_path: Path) -> None:
+    own, donor = pair(tmp_path)
+    points = "halves = halves_package:HALVES\nlost = halves_package:LOST"
+    with installed(tmp_path / "site", points, group="approximations", halves_package=HALVES):
+        made = transplant(own, donor, tmp_path / "out", approximation="halves")
+        report: Any = made.reports["rows of missing tokens"]
+        assert report.approximation == "halves"
+        with pytest.raises(PluginError, match="the approximation lost cannot be loaded: AttributeError"):
+            transplant(own, donor, tmp_path / "other", approximation="lost")
+    assert (table(made.out, "model.embed_tokens.weight").astype(np.float32) == 0.5).all(1).any()
+    with pytest.raises(PlanError, match=r"must be one of omp, .*not 'halves'"):
+        transplant(own, donor, tmp_path / "third", approximation="halves")
 
 
 def test_a_plan_runs_from_its_json_and_a_wrong_one_does_not(tmp_path: Path) -> None:

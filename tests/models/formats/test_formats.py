@@ -11,7 +11,7 @@ import pytest
 import weightsmith
 from tests.cli_help import CONFIG
 from tests.mini import write_checkpoint
-from tests.stored_help import installed
+from tests.plugin_help import installed
 from weightsmith._base.errors import UnknownName
 from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import NAMES, Encoding, StoredFormat, broken, find_encoding, formats, installed_code
@@ -55,19 +55,20 @@ def test_each_folder_is_a_format() -> None:
 POINTS = "lost = brought_format:x\nnothing = brought_format:nothing\ntaken = brought_format:taken"
 BROUGHT = """
 from dataclasses import replace
-from weightsmith._models.formats import formats
 from weightsmith._models.formats.mlx import FORMAT
+from weightsmith.abc.stored import StoredFormat
 
 nothing = 3
 taken = replace(FORMAT, name="mine")
+mine = StoredFormat("mine", "MINE")
 """
 
 
 def test_formats_that_cannot_be_used_are_named_where_one_is_missing(tmp_path: Path) -> None:
     problems = (
-        "the stored format lost of the package brought 1.0 cannot be loaded: AttributeError",
-        "the stored format nothing of the package brought 1.0 is a int, not a StoredFormat",
-        "the stored format taken of the package brought 1.0 has an encoding of another format: mlx-8bit",
+        "brought 1.0: the stored format lost cannot be loaded: AttributeError",
+        "brought 1.0: the stored format nothing is a int, not a StoredFormat",
+        "brought 1.0: the stored format taken has an encoding of another format: mlx-8bit",
     )
     entry = {"quant_method": "mine"}
     folder = write_checkpoint(
@@ -90,9 +91,9 @@ def test_another_version_of_a_format_is_other_work(tmp_path: Path) -> None:
     plan = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": str(_model(tmp_path / "m"))}]})
     identities = set()
     for number, code in enumerate((BROUGHT, BROUGHT + "# another\n")):
-        with installed(tmp_path / str(number), POINTS, brought_format=code):
+        with installed(tmp_path / str(number), f"{POINTS}\nmine = brought_format:mine", brought_format=code):
             identities.add(work_identity(plan, (), "cpu"))
-            assert len(installed_code()) == 3
+            assert len(installed_code()) == 1
     assert installed_code() == ()
     assert len({*identities, work_identity(plan, (), "cpu")}) == 3
 

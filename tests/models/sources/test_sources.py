@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import weightsmith
 from tests.mini import write_checkpoint
-from tests.stored_help import installed
+from tests.plugin_help import installed
 from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._base.files import FileState, Opener, StoredTensor
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec

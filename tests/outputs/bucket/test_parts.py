@@ -13,8 +13,8 @@ from weightsmith._files.containers.safetensors import make_layout
 from weightsmith._models.formats.gguf.layout import make_layout as make_gguf_layout
 from weightsmith._outputs.bucket import parts
 from weightsmith._outputs.bucket.parts import cut
-from weightsmith._outputs.bucket.prefix import parse_prefix
 from weightsmith._outputs.local.target import is_address
+from weightsmith._outputs.places import place_of
 
 SIZES = st.lists(st.integers(0, 5000), min_size=0, max_size=30)
 
@@ -67,8 +67,8 @@ def test_a_large_file_has_no_more_parts_than_a_store_takes() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("http://user:SECRET@b/x?key=SECRET", "does not write to http://"),
-        ("ftp://b/x", "s3://bucket/prefix"),
+        ("http://user:SECRET@b/x?key=SECRET", "there is no scheme of outputs 'http'"),
+        ("ftp://b/x", "Write to a local folder, or to hf://, s3://"),
         ("s3://", "not the address of a folder"),
         ("s3:///x", "not the address of a folder"),
         ("s3://bkt", "it is a whole bucket"),
@@ -82,7 +82,7 @@ def test_a_large_file_has_no_more_parts_than_a_store_takes() -> None:
 )
 def test_what_is_no_address_is_refused_with_what_would_work(text: str, message: str) -> None:
     with pytest.raises((StoreError, ParameterError)) as found:
-        parse_prefix(text)
+        place_of(text)
     assert message in str(found.value)
     assert "SECRET" not in str(found.value)
 

@@ -1,48 +1,22 @@
-"""Statistics of a text: sums over its tokens for each linear layer of a model. One file for each; `STATISTICS` lists them."""
+"""Statistics of a text: sums over its tokens for each linear layer of a model. One file for each.
+
+To add one, add a file with a `STATISTIC` and its name to `NAMES`; or a package with an entry point of the group
+`weightsmith.statistics`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
+from weightsmith._base.plugins import Plugins
+from weightsmith.abc.statistic import Statistic
 
-from weightsmith._base.errors import UnknownName, nearest
+NAMES = ("gram", "moments", "fisher")
 
-STATISTICS = {
-    "gram": "weightsmith._activations.statistics.gram",
-    "moments": "weightsmith._activations.statistics.moments",
-    "fisher": "weightsmith._activations.statistics.fisher",
-}
-"""`StatisticRequest.kind` → the module that defines `STATISTIC`, imported when a plan first uses it."""
+STATISTICS = Plugins(
+    "statistic",
+    "weightsmith.statistics",
+    Statistic,
+    {name: f"weightsmith._activations.statistics.{name}:STATISTIC" for name in NAMES},
+)
+"""`StatisticRequest.kind` → the statistic, imported when a plan first uses it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Statistic:
-    """A sum over the tokens of a text, for a linear layer with a weight [N, K].
-
-    shape      (N, K) → the shape of the sum, and of the array, which is float32
-    add        (sum, part, x) adds what one row of the text gives to the rows `part` of the sum, in place. x: torch float32
-               [tokens, K], what enters the layer for the tokens that reach it. Called from many threads, with other parts
-    finish     (sum, reached, tokens) → the array: tokens that reached the layer, and of the text
-    gradients  `add` gets also g, [tokens, N]: gradients of log p(label) at the outputs of the layer, summed over the labels
-               of all tokens, which are drawn from the model's own predictions. Without gradients, layers with the same
-               input share an array
-    precise    the sum is float64; else float32
-    tile       rows of the sum that one thread adds; 0: all of them
-    """
-
-    shape: Callable[[int, int], tuple[int, ...]]
-    add: Callable[..., None]
-    finish: Callable[[Any, int, int], Any]
-    gradients: bool = False
-    precise: bool = False
-    tile: int = 0
-
-
-def find_statistic(kind: str) -> Statistic:
-    """A statistic by name. Raises UnknownName."""
-    if kind not in STATISTICS:
-        raise UnknownName(f"unknown statistic '{kind}'{nearest(kind, STATISTICS)}")
-    found: Statistic = import_module(STATISTICS[kind]).STATISTIC
-    return found
+find_statistic = STATISTICS.get

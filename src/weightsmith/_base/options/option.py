@@ -31,6 +31,7 @@ class Option:
     more      further sentences, for the docs only; Markdown
     unset     the default in words, if it is None
     choices   the values allowed; "module:NAME" below `weightsmith` for a list of a feature
+    plugins   the entry points whose names are allowed too: "weightsmith.approximations"
     least, above, most    limits of a number: at least, more than, at most
     path      the value is a path: pathlib's are accepted too
     commands  functions whose commands have its flag
@@ -46,6 +47,7 @@ class Option:
     more: str = ""
     unset: str = ""
     choices: tuple[Any, ...] | str = ()
+    plugins: str = ""
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -73,6 +75,10 @@ class Option:
     @property
     def values(self) -> tuple[Any, ...]:
         """The values allowed; () without such a list."""
+        if self.plugins:
+            from weightsmith._base.plugins import installed
+
+            return tuple(dict.fromkeys((*self.choices, *installed(self.plugins))))
         if not isinstance(self.choices, str):
             return self.choices
         module, _, name = self.choices.partition(":")

@@ -314,7 +314,11 @@ class TransplantSettings:
     """How `transplant_tokenizer` makes the rows of tokens that the model lacks."""
 
     approximation: str = option(
-        "omp", "-a, --approximation, --approximation-method NAME", "Approximation of missing tokens", choices=APPROXIMATIONS
+        "omp",
+        "-a, --approximation, --approximation-method NAME",
+        "Approximation of missing tokens",
+        choices=APPROXIMATIONS,
+        plugins="weightsmith.approximations",
     )
     k: int = option(64, "-k, --k K", "Number of shared tokens that approximate a missing one", least=1)
     weight_scheme: str = option(

@@ -1,53 +1,45 @@
-"""Products: values that must exist before some steps of a plan can run. `base.py` defines the interface; one file per kind.
+"""Products: values that must exist before some steps of a plan can run. `abc/product.py` has the interface; one file per kind.
 
 A kind either *streams* (the engine passes it the tiles of the steps that need it) or *computes* (a function that runs in
 its own thread and requests the tensors it needs). Both run in one graph with the steps. Results are stored in the staging
-folder with a checksum and reused on resume. To add a kind, add a file with a `KIND` and its name to `KINDS`.
+folder with a checksum and reused on resume. To add a kind, add a file with a `KIND` and its name to `OWN`; or a package with an
+entry point of the group `weightsmith.products`.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-
-from weightsmith._base.errors import UnknownName, nearest
+from weightsmith._base.plugins import Plugins
 from weightsmith.abc.product import ProductContext as ProductContext
 from weightsmith.abc.product import ProductKind as ProductKind
 from weightsmith.abc.product import Report as Report
 from weightsmith.abc.product import StreamingReduction as StreamingReduction
 
-KINDS = {
-    "thresholds": "weightsmith._engine.products.thresholds",
-    "activity": "weightsmith._engine.products.activity",
-    "magnitudes": "weightsmith._engine.products.magnitudes",
-    "router": "weightsmith._features.mixture.routing.product",
-    "neuron_order": "weightsmith._features.mixture.surgery.neurons",
-    "embedding": "weightsmith._activations.embedding",
-    "states": "weightsmith._activations.states",
-    "gradients": "weightsmith._activations.gradients",
-    "statistic": "weightsmith._activations.statistic",
-    "quantised_layer": "weightsmith._features.quantisation.calibration.layer",
-    "quantised_states": "weightsmith._features.quantisation.calibration.quantised_states",
-    "measured_layer": "weightsmith._features.quantisation.calibration.measured",
-    "measured_blocks": "weightsmith._features.quantisation.calibration.measured_blocks",
-    "factors": "weightsmith._features.adapters.factors",
-    "changes": "weightsmith._features.adapters.changes",
-    "transplanted_rows": "weightsmith._features.transplant.rows",
-    "cores": "weightsmith._features.adapters.cores",
-    "merged_factors": "weightsmith._features.adapters.merged_factors",
-    "differences": "weightsmith._reports.look.differences",
-    "statistics": "weightsmith._reports.look.inspect",
-    "alignments": "weightsmith._reports.look.comparison",
-    "survival": "weightsmith._reports.look.sampling",
-    "combination": "weightsmith._features.adapters.combinations",
+OWN = {
+    "thresholds": "weightsmith._engine.products.thresholds:KIND",
+    "activity": "weightsmith._engine.products.activity:KIND",
+    "magnitudes": "weightsmith._engine.products.magnitudes:KIND",
+    "router": "weightsmith._features.mixture.routing.product:KIND",
+    "neuron_order": "weightsmith._features.mixture.surgery.neurons:KIND",
+    "embedding": "weightsmith._activations.embedding:KIND",
+    "states": "weightsmith._activations.states:KIND",
+    "gradients": "weightsmith._activations.gradients:KIND",
+    "statistic": "weightsmith._activations.statistic:KIND",
+    "quantised_layer": "weightsmith._features.quantisation.calibration.layer:KIND",
+    "quantised_states": "weightsmith._features.quantisation.calibration.quantised_states:KIND",
+    "measured_layer": "weightsmith._features.quantisation.calibration.measured:KIND",
+    "measured_blocks": "weightsmith._features.quantisation.calibration.measured_blocks:KIND",
+    "factors": "weightsmith._features.adapters.factors:KIND",
+    "changes": "weightsmith._features.adapters.changes:KIND",
+    "transplanted_rows": "weightsmith._features.transplant.rows:KIND",
+    "cores": "weightsmith._features.adapters.cores:KIND",
+    "merged_factors": "weightsmith._features.adapters.merged_factors:KIND",
+    "differences": "weightsmith._reports.look.differences:KIND",
+    "statistics": "weightsmith._reports.look.inspect:KIND",
+    "alignments": "weightsmith._reports.look.comparison:KIND",
+    "survival": "weightsmith._reports.look.sampling:KIND",
+    "combination": "weightsmith._features.adapters.combinations:KIND",
 }
-"""`Product.op` → the module that defines `KIND`, imported when a plan first uses it."""
+"""`Product.op` → its kind, imported when a plan first uses it."""
 
-
-@cache
-def find_kind(op: str) -> ProductKind:
-    """The kind of a product. Raises UnknownName."""
-    if op not in KINDS:
-        raise UnknownName(f"unknown kind of product '{op}'{nearest(op, KINDS)}")
-    kind: ProductKind = import_module(KINDS[op]).KIND
-    return kind
+KINDS = Plugins("kind of product", "weightsmith.products", ProductKind, OWN)
+find_kind = KINDS.get

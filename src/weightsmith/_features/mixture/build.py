@@ -19,8 +19,7 @@ from weightsmith._features.mixture.assembly import Assembly, Donor
 from weightsmith._features.mixture.checks import Checks
 from weightsmith._features.mixture.choose import choose_layout
 from weightsmith._features.mixture.dense import Dense, dense_parts
-from weightsmith._features.mixture.layouts.base import ExpertLayout, Facts
-from weightsmith._features.mixture.layouts.dense_config import semantics
+from weightsmith._features.mixture.layouts.dense_config import config_of, semantics
 from weightsmith._features.mixture.routing.gates import MODES
 from weightsmith._features.mixture.routing.gating import GatedExpert, Gating, outs_of, uses_states
 from weightsmith._features.mixture.routing.prompts import Texts
@@ -41,6 +40,7 @@ from weightsmith._planning.planner.prepared import Assembled, Prepared, Stage, W
 from weightsmith._planning.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 from weightsmith._plans import Dropped, FileRead, Made, Product, Step
 from weightsmith._version import __version__
+from weightsmith.abc.layout import ExpertLayout, Facts
 
 
 def prepare_moe(
@@ -125,10 +125,10 @@ class _Builder:
             seen.add(id(donor))
         self.problems += checks.problems
         self.problems += check_transforms(self.recipe, donors[0].intermediate)
-        chosen = choose_layout(self.recipe, base)
-        if isinstance(chosen, WeightsmithError):
-            raise PlanError([*self.problems, chosen])
-        layout, found = chosen
+        try:
+            layout, found = choose_layout(self.recipe, base)
+        except WeightsmithError as error:
+            raise PlanError([*self.problems, error]) from error
         self.warnings += found
         companions = self._companions([base, *donors])
         if self.problems:
@@ -326,7 +326,7 @@ class _Builder:
 
     def _fill(self, layout: ExpertLayout, facts: Facts, base: Dense, steps: list[Step], companions: Companions) -> None:
         """Fill the rest of the draft."""
-        config, draft = layout.config(facts), self.assembly.draft
+        config, draft = config_of(layout, facts), self.assembly.draft
         dtype = main_dtype(step.out for step in steps)
         if dtype is not None:
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype.torch}

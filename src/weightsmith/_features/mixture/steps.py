@@ -9,11 +9,11 @@ from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._features.mixture.assembly import Assembly, take
 from weightsmith._features.mixture.dense import Dense, MatrixPlace
-from weightsmith._features.mixture.layouts.base import ExpertLayout, Facts
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._planning.planner.dtypes import main_dtype
 from weightsmith._planning.recipe import Expert, Recipe, Upcycling
 from weightsmith._plans import COPY, FILL, JOIN, PERTURB, PRODUCTS, Block, Read, Step
+from weightsmith.abc.layout import ExpertLayout, Facts
 
 # ---- Experts that differ from their donor's MLP: split into smaller ones, noised, partly reinitialised or scaled.
 

@@ -20,8 +20,7 @@ from weightsmith._base.errors import NotFound, PlanError, Unsupported, Weightsmi
 from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded
 from weightsmith._base.options import RecipeOptions, TransplantSettings, option_error
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.transplant.approximations import find_approximation
-from weightsmith._features.transplant.approximations.base import Approximation, Choices
+from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._features.transplant.rows import RowWork, Table
 from weightsmith._files.copied import copied_files, is_tokenizer
 from weightsmith._methods.jobs.requires import needs_torch
@@ -44,6 +43,7 @@ from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import PRODUCTS, Block, Gather, Made, PlanDraft, Read, Step
 from weightsmith._plans import Table as Numbers
 from weightsmith._version import __version__
+from weightsmith.abc.approximation import Approximation, Choices
 
 COMMAND = "transplant-tokenizer"
 
@@ -113,13 +113,11 @@ def _check_donor(donor: _Donor, approximation: Approximation, settings: Transpla
     """Raise PlanError if the donor has no embeddings and these are needed."""
     if donor.model is not None:
         return
-    from weightsmith._features.transplant.approximations import all_approximations
-
     needing = (
         f"the approximation {approximation.name}" if approximation.donor else "the filter magikarp" if settings.magikarp else ""
     )
     if needing:
-        others = ", ".join(each.name for each in all_approximations() if not each.donor)
+        others = ", ".join(each.name for each in APPROXIMATIONS if not each.donor)
         what = f"{needing} needs the donor's embeddings, and this is a tokenizer alone"
         fix = f"name a model as donor, or use one of {others}" + (", without magikarp" if settings.magikarp else "")
         raise PlanError([Unsupported(what, where=donor.label, fix=fix)])

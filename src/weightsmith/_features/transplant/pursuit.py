@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._features.transplant.approximations.base import Floats, Problem
 from weightsmith._methods.jobs.matrix import one_thread
+from weightsmith.abc.approximation import Floats, Problem
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 

@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.options import APPROXIMATIONS
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.transplant.approximations import find_approximation
-from weightsmith._features.transplant.approximations.base import Approximated, Choices, Floats, Numbers, Problem, Side, Tables
+from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._features.transplant.report import Transplant
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import COPY, Block, Product, Read, Step
 from weightsmith._plans.codec import has_type
 from weightsmith._plans.forms import ProductSettings
+from weightsmith.abc.approximation import Approximated, Choices, Floats, Numbers, Problem, Side, Tables
 from weightsmith.abc.product import Arrays
 
 OP = "transplanted_rows"
@@ -279,7 +278,13 @@ def _table_problem(table: Table, work: RowWork, steps: Mapping[str, tuple[int, .
     return ""
 
 
-KIND = ProductKind("approximating missing tokens", compute=_compute, check=_check, report=_report, device=True)
+def _installed(product: Product) -> str:
+    return APPROXIMATIONS.identity(RowWork.of(product).approximation)
+
+
+KIND = ProductKind(
+    "approximating missing tokens", compute=_compute, check=_check, report=_report, installed=_installed, device=True
+)
 
 
 # ---- The length of new rows: the norm predicted from the shared tokens.

@@ -1,6 +1,5 @@
 """Stored formats: one folder for each, with what its bytes mean, how they are read and, for some, how they are written.
 
-base.py      the interfaces: `StoredFormat`, `Encoding`
 opening.py   how a model's weight files become plain tensors
 config.py    what config.json says of quantisation
 decoded.py   sources whose weights are decoded from codes on each read
@@ -13,14 +12,10 @@ To add a format, add a folder with a `FORMAT`, and its name to `NAMES`; or a pac
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
-from pathlib import Path
 
-from weightsmith._base.errors import Finding, UnknownName, nearest
+from weightsmith._base.errors import Finding, PluginError, UnknownName, nearest
+from weightsmith._base.plugins import Plugins
 from weightsmith.abc.stored import Encoding as Encoding
 from weightsmith.abc.stored import StoredFormat as StoredFormat
 
@@ -29,58 +24,55 @@ NAMES = (
 )  # fmt: skip
 """weightsmith's formats. The first that recognises a model reads it."""
 
-GROUP = "weightsmith.formats"
-"""The entry points of packages that bring formats."""
+FORMATS = Plugins(
+    "stored format",
+    "weightsmith.formats",
+    StoredFormat,
+    {name: f"weightsmith._models.formats.{name}:FORMAT" for name in NAMES},
+)
 
 
 @cache
 def formats() -> tuple[StoredFormat, ...]:
-    """Every format: weightsmith's, then those of installed packages.
+    """Every format: weightsmith's, then those of installed packages that work.
 
     >>> [each.name for each in formats()][:3]
     ['plain', 'compressed_tensors', 'fp8']
     """
-    return (*_ours(), *(each for each, _ in _installed() if isinstance(each, StoredFormat)))
+    return (*_ours(), *(each for each in _installed().values() if isinstance(each, StoredFormat)))
 
 
-@cache
 def _ours() -> tuple[StoredFormat, ...]:
-    return tuple(import_module(f"weightsmith._models.formats.{name}").FORMAT for name in NAMES)
+    return tuple(map(FORMATS.get, FORMATS.own))
 
 
 def broken() -> tuple[Finding, ...]:
     """Why formats of installed packages cannot be used."""
-    return tuple(each for each, _ in _installed() if isinstance(each, Finding))
+    return tuple(each for each in _installed().values() if isinstance(each, Finding))
 
 
 def installed_code() -> tuple[str, ...]:
-    """A digest of each format of an installed package: its code may change the bytes of an output (sha256, hex)."""
-    return tuple(digest for _, digest in _installed())
+    """What identifies each format of an installed package: its code may change the bytes of an output."""
+    return tuple(FORMATS.identity(name) for name, each in _installed().items() if isinstance(each, StoredFormat))
 
 
 @cache
-def _installed() -> tuple[tuple[StoredFormat | Finding, str], ...]:
-    """The formats that installed packages bring, or why they cannot be used, each with a digest of its package and module."""
-    found: list[tuple[StoredFormat | Finding, str]] = []
+def _installed() -> dict[str, StoredFormat | Finding]:
+    """The formats that installed packages bring, or why they cannot be used."""
+    found: dict[str, StoredFormat | Finding] = {}
     taken = {encoding.name for each in _ours() for encoding in each.encodings}
-    for point in entry_points(group=GROUP):
-        package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
-        label, fix = f"the stored format {point.name} of the package {package}", "reinstall or update the package"
+    for name in FORMATS.brought:
         try:
-            each = point.load()
-        except Exception as error:
-            each = Finding(f"{label} cannot be loaded: {type(error).__name__}: {error}", fix=fix)
-        if not isinstance(each, StoredFormat | Finding):
-            each = Finding(f"{label} is a {type(each).__name__}, not a StoredFormat", fix=fix)
-        elif isinstance(each, StoredFormat):
-            names = [encoding.name for encoding in each.encodings]
-            if other := next((name for name in names if name in taken), ""):
-                each = Finding(f"{label} has an encoding of another format: {other}", fix="remove the package")
-            taken.update(names)
-        file = getattr(sys.modules.get(point.module), "__file__", None)
-        source = Path(file).read_bytes() if file else b""
-        found.append((each, hashlib.sha256(package.encode() + b"\0" + source).hexdigest()))
-    return tuple(found)
+            each = found[name] = FORMATS.get(name)
+        except PluginError as error:
+            found[name] = error.finding
+            continue
+        names = [encoding.name for encoding in each.encodings]
+        if other := next((name for name in names if name in taken), ""):
+            what = f"the stored format {name} has an encoding of another format: {other}"
+            found[name] = Finding(what, FORMATS.source(name), fix="remove the package")
+        taken.update(names)
+    return found
 
 
 def encodings() -> dict[str, Encoding]:
@@ -108,6 +100,6 @@ def find_encoding(name: str) -> Encoding:
         raise UnknownName(f"encoding '{family}' has no setting '{setting}'") from None
     if found is not None:
         return found
-    details = tuple(each.what for each in broken())
+    details = tuple(f"{each.where}: {each.what}" for each in broken())
     fix = f"write one of {', '.join(known)}"
     raise UnknownName(f"unknown encoding '{name}'{nearest(name, known)}", details=details, fix=fix)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._outputs.bucket.prefix import Prefix, parse_prefix
+from weightsmith.abc.output import OutputScheme
 
 if TYPE_CHECKING:
     from weightsmith._files.containers import Layout
     from weightsmith._plans.parts import Together
-    from weightsmith.abc.output import OutputBackend, OutputSpec, Progress, Verified
+    from weightsmith.abc.output import OutputBackend, OutputSpec, Progress, Unfinished, Verified
 
 
 class BucketPlace(Prefix):
@@ -46,3 +47,12 @@ def bucket_place(text: str) -> BucketPlace:
     """The place that an address names. Raises as `parse_prefix` does."""
     found = parse_prefix(text)
     return BucketPlace(found.scheme, found.bucket, found.prefix)
+
+
+def _unfinished(where: str) -> Iterator[Unfinished]:
+    from weightsmith._outputs.bucket.unfinished import find_uploads
+
+    return find_uploads(parse_prefix(where, folder=True))
+
+
+SCHEME = OutputScheme(bucket_place, _unfinished)

@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightsmith._base.errors import NOTHING_WRITTEN, StoreError, legible
-from weightsmith._files.remote.addresses import STORES, parse_address
+from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
+from weightsmith._files.remote.addresses import parse_address
 from weightsmith._outputs.local.area import STAGING_SUFFIX
 from weightsmith._outputs.local.target import absolute
 from weightsmith.abc.output import Capabilities
@@ -70,15 +70,11 @@ class Prefix:
 def parse_prefix(text: str, *, folder: bool = False) -> Prefix:
     """The prefix that an address names. folder: it may be a whole bucket.
 
-    Raises StoreError for stores that are not written to, ParameterError for what no address may hold.
+    Raises StoreError for one that no output can have, ParameterError for what no address may hold.
     """
-    scheme = text.partition("://")[0].lower()
-    if scheme not in STORES:
-        fix = "write to a local folder, or to s3://bucket/prefix, gs://, az:// or hf://org/name"
-        raise _refused(text, f"weightsmith does not write to {legible(scheme, 20)}://", fix)
     place = parse_address(text)
     if not place.path and not folder:
-        raise _refused(text, "it is a whole bucket", f"write {scheme}://{place.host}/prefix")
+        raise _refused(text, "it is a whole bucket", f"write {place.scheme}://{place.host}/prefix")
     if len(place.path.encode()) > _MAX_PREFIX_BYTES:
         raise _refused(text, f"the prefix is longer than {_MAX_PREFIX_BYTES} bytes", "choose a shorter one")
     return Prefix(place.scheme, place.host, place.path)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._outputs.hub.address import HubAddress, parse_hub_address
 from weightsmith._outputs.local.target import check_out
+from weightsmith.abc.output import OutputScheme
 
 if TYPE_CHECKING:
     from weightsmith._files.containers import Layout
     from weightsmith._plans.parts import Together
-    from weightsmith.abc.output import OutputBackend, OutputSpec, Progress, Verified
+    from weightsmith.abc.output import OutputBackend, OutputSpec, Progress, Unfinished, Verified
 
 
 class HubPlace(HubAddress):
@@ -47,3 +48,14 @@ def hub_place(text: str) -> HubPlace:
     """The place that an address names. Raises as `parse_hub_address` does."""
     found = parse_hub_address(text)
     return HubPlace(found.repo, found.branch)
+
+
+def _unfinished(where: str) -> Iterator[Unfinished]:
+    """In the current folder."""
+    from weightsmith._outputs.local.unfinished import find_folders
+
+    path = parse_hub_address(where).local
+    return (each for each in find_folders(Path()) if str(each.out).startswith(path.name))
+
+
+SCHEME = OutputScheme(hub_place, _unfinished)

@@ -1,14 +1,13 @@
 """How each architecture stores a mixture of experts: one file each.
 
-To add one, add a file with a `LAYOUT` and its name to `NAMES`.
+To add one, add a file with a `LAYOUT` and its name to `NAMES`; or a package with an entry point of the group
+`weightsmith.layouts`.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-
-from weightsmith._features.mixture.layouts.base import ExpertLayout
+from weightsmith._base.plugins import Plugins
+from weightsmith.abc.layout import ExpertLayout
 
 NAMES = (
     "mixtral",
@@ -23,16 +22,11 @@ NAMES = (
     "deepseek",
     "olmoe",
 )
+
+LAYOUTS = Plugins(
+    "architecture",
+    "weightsmith.layouts",
+    ExpertLayout,
+    {name: f"weightsmith._features.mixture.layouts.{name}:LAYOUT" for name in NAMES},
+)
 """In order of preference, for recipes that name no architecture."""
-
-
-@cache
-def get(name: str) -> ExpertLayout:
-    """The layout of this name."""
-    layout: ExpertLayout = import_module(f"weightsmith._features.mixture.layouts.{name}").LAYOUT
-    return layout
-
-
-def all_layouts() -> tuple[ExpertLayout, ...]:
-    """Every layout, in order of preference."""
-    return tuple(get(name) for name in NAMES)

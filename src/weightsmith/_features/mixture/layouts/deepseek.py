@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weightsmith._features.mixture.layouts.base import (
+from weightsmith._features.mixture.layouts.deepseek_family import SHARED, keys, warn_shared
+from weightsmith._features.mixture.layouts.dense_config import rope_scaling, rope_type
+from weightsmith.abc.layout import (
     ATTENTION,
     NORMS,
     UNDIVIDED,
@@ -14,8 +16,6 @@ from weightsmith._features.mixture.layouts.base import (
     check_heads,
     warn_undivided,
 )
-from weightsmith._features.mixture.layouts.deepseek_family import SHARED, keys, warn_shared
-from weightsmith._features.mixture.layouts.dense_config import rope_scaling, rope_type
 
 _CODE = "deepseek-ai/deepseek-moe-16b-base"
 

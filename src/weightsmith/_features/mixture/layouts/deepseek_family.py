@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from weightsmith._features.mixture.layouts.base import NORMS, ExpertLayout, Facts, Fixed
+from weightsmith.abc.layout import NORMS, ExpertLayout, Facts, Fixed
 
 SHARED = tuple((f"mlp.shared_experts.{part}_proj.weight", (part,)) for part in ("gate", "up", "down"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weightsmith._features.mixture.layouts.base import ExpertLayout, Facts
 from weightsmith._features.mixture.layouts.deepseek_family import (
     LATENT,
     LATENT_KEYS,
@@ -16,6 +15,7 @@ from weightsmith._features.mixture.layouts.deepseek_family import (
     warn_none_shared,
     warn_shared,
 )
+from weightsmith.abc.layout import ExpertLayout, Facts
 
 
 def _warnings(facts: Facts) -> Iterable[str]:

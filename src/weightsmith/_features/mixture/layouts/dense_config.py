@@ -11,9 +11,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsmith._models.structure.configs import MAX_COUNT, MAX_LAYERS, count_of, number_of, wrong_value
+from weightsmith.abc.layout import ExpertLayout, Facts
 
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"})
 """Keys of rotary embeddings: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
+
+_TAKEN = ROPE | {
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "attention_dropout",
+}
 
 _BASIC: dict[str, Any] = {
     "vocab_size": 32000,
@@ -199,6 +218,14 @@ def semantics(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     if "sliding_attention" not in full["layer_types"]:
         full["sliding_window"] = None
     return full
+
+
+def config_of(layout: ExpertLayout, facts: Facts) -> dict[str, Any]:
+    """config.json of the output: the base's, converted. Keys that only the dense class reads go, those of no class stay."""
+    foreign = facts.config.keys() & KNOWN - _TAKEN - set(layout.take)
+    left_out = foreign | {"auto_map", "quantization_config", *layout.drop}
+    kept = {key: value for key, value in facts.config.items() if key not in left_out}
+    return {**kept, "architectures": [layout.architecture], "model_type": layout.name, **layout.keys(facts)}
 
 
 def _check_values(config: Mapping[str, Any], where: str) -> None:

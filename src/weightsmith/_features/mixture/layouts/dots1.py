@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightsmith._features.mixture.layouts.base import ATTENTION, ATTENTION_BIASES, NORMS, QK_NORMS
 from weightsmith._features.mixture.layouts.deepseek_family import one_group, sigmoid_layout
+from weightsmith.abc.layout import ATTENTION, ATTENTION_BIASES, NORMS, QK_NORMS
 
 LAYOUT = sigmoid_layout(
     name="dots1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weightsmith._features.mixture.layouts import olmoe
-from weightsmith._features.mixture.layouts.base import ATTENTION, POST_NORMS, QK_NORMS
+from weightsmith.abc.layout import ATTENTION, POST_NORMS, QK_NORMS
 
 LAYOUT = replace(
     olmoe.LAYOUT,

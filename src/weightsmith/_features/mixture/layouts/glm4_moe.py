@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._features.mixture.layouts.base import ATTENTION, NORMS, QK_NORMS, QKV_BIASES, Facts
 from weightsmith._features.mixture.layouts.deepseek_family import one_group, sigmoid_layout
 from weightsmith._features.mixture.layouts.dense_config import rotary_share
+from weightsmith.abc.layout import ATTENTION, NORMS, QK_NORMS, QKV_BIASES, Facts
 
 
 def _keys(facts: Facts) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._features.mixture.layouts.base import ATTENTION, ATTENTION_BIASES, NORMS, ExpertLayout, Facts
+from weightsmith.abc.layout import ATTENTION, ATTENTION_BIASES, NORMS, ExpertLayout, Facts
 
 
 def _keys(facts: Facts) -> dict[str, Any]:

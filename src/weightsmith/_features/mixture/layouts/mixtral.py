@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsmith._features.mixture.layouts.base import ATTENTION, NORMS, ExpertLayout
+from weightsmith.abc.layout import ATTENTION, NORMS, ExpertLayout
 
 _NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._features.mixture.layouts.base import (
+from weightsmith.abc.layout import (
     ATTENTION,
     ATTENTION_BIASES,
     DIVIDED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weightsmith._features.mixture.layouts.base import (
+from weightsmith.abc.layout import (
     ATTENTION,
     DIVIDED,
     NORMS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsmith._features.mixture.layouts.base import ATTENTION, ATTENTION_BIASES, DIVIDED, NORMS, QK_NORMS, ExpertLayout
+from weightsmith.abc.layout import ATTENTION, ATTENTION_BIASES, DIVIDED, NORMS, QK_NORMS, ExpertLayout
 
 LAYOUT = ExpertLayout(
     name="qwen3_moe",

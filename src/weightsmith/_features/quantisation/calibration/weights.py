@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from weightsmith._engine.products import KINDS
+from weightsmith._engine.products import OWN
 from weightsmith._models.formats import find_encoding
 from weightsmith._plans import Plan, PlanDraft, Product, Step
 
@@ -42,7 +42,7 @@ def calibrated_weights(plan: Plan) -> frozenset[str]:
 
 def of_calibration(product: Product) -> bool:
     """Whether a product belongs to a calibration, or to a measurement with a calibration text."""
-    return KINDS[product.op].startswith((f"{__package__}.", "weightsmith._activations."))
+    return OWN.get(product.op, "").startswith((f"{__package__}.", "weightsmith._activations."))
 
 
 def steps_read(product: Product) -> list[Step]:

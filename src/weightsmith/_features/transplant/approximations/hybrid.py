@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._features.transplant.approximations.base import Approximated, Approximation, Floats, Problem
 from weightsmith._features.transplant.approximations.subword import compose, piece_weights
 from weightsmith._features.transplant.pursuit import SCREENED, Sparse, in_parallel
+from weightsmith.abc.approximation import Approximated, Approximation, Floats, Problem
 
 Matrix = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]

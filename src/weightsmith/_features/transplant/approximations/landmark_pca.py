@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._features.transplant.approximations.base import Approximated, Approximation, Floats, Problem
 from weightsmith._features.transplant.pursuit import SCREENED, in_parallel
+from weightsmith.abc.approximation import Approximated, Approximation, Floats, Problem
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._features.transplant.approximations.base import Approximated, Approximation, Problem
 from weightsmith._features.transplant.pursuit import candidates_of, in_parallel, largest, screened
+from weightsmith.abc.approximation import Approximated, Approximation, Problem
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 

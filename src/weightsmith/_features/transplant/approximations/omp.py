@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightsmith._features.transplant.approximations.base import Approximated, Approximation, Problem
 from weightsmith._features.transplant.pursuit import pursue
+from weightsmith.abc.approximation import Approximated, Approximation, Problem
 
 
 def _make(problem: Problem) -> Approximated:

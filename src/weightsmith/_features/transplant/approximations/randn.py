@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith._features.transplant.approximations.base import Approximated, Approximation, Problem
+from weightsmith.abc.approximation import Approximated, Approximation, Problem
 
 
 def _make(problem: Problem) -> Approximated:

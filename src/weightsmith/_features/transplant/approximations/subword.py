@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weightsmith._features.transplant.approximations.base import Approximated, Approximation, Floats, Problem
+from weightsmith.abc.approximation import Approximated, Approximation, Floats, Problem
 
 
 def piece_weights(count: int, method: str, *, head: bool) -> Floats:

@@ -1,4 +1,4 @@
-"""What an approximation is, and what it works with."""
+"""The interface of an approximation of missing tokens: the problem that it solves, and what it works with."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""How an architecture stores its experts: tensor names, config.json, and which dense models it can hold."""
+"""The interface of an expert layout: how an architecture stores its experts, and which dense models it can hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from weightsmith._features.mixture.layouts.dense_config import KNOWN, ROPE
 
 ATTENTION = frozenset(f"self_attn.{part}_proj.weight" for part in "qkvo")
 NORMS = frozenset({"input_layernorm.weight", "post_attention_layernorm.weight"})
@@ -18,30 +16,12 @@ QK_NORMS = frozenset({"self_attn.q_norm.weight", "self_attn.k_norm.weight"})
 PER_EXPERT = tuple((f"mlp.experts.{{e}}.{part}_proj.weight", (part,)) for part in ("gate", "up", "down"))
 """One tensor for each matrix of each expert, with the names that Qwen, OLMo and DeepSeek use."""
 
-_TAKEN = ROPE | {
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "attention_dropout",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a layout's config.json depends on.
 
-    config        of the base, in full (see `dense_config.semantics`)
+    config        of the base, with every key that affects what it computes
     present       names of the base's tensors inside a layer, without the MLP's
     experts       routed experts
     shared        shared experts
@@ -139,13 +119,6 @@ class ExpertLayout:
     warnings: Callable[[Facts], Iterable[str]] = lambda facts: ()
     llama_cpp: str = "the same"
     note: str = ""
-
-    def config(self, facts: Facts) -> dict[str, Any]:
-        """config.json of the output: the base's, converted. Keys that only the dense class reads go, those of no class stay."""
-        foreign = facts.config.keys() & KNOWN - _TAKEN - set(self.take)
-        left_out = foreign | {"auto_map", "quantization_config", *self.drop}
-        kept = {key: value for key, value in facts.config.items() if key not in left_out}
-        return {**kept, "architectures": [self.architecture], "model_type": self.name, **self.keys(facts)}
 
 
 DIVIDED = "softmax; the chosen experts' weights are divided by their sum (`norm_topk_prob: true`)"
