@@ -80,7 +80,7 @@ class RecipeOptions:
         None,
         "--quantize FORMAT",
         "Quantised format of the output, such as fp8-dynamic",
-        choices="quantisation.formats:FORMATS",
+        choices="_features.quantisation.formats:FORMATS",
         more="`weightsmith quantize --list` lists the formats: [quantised checkpoints](quantize.md).",
         commands=("merge", "moe", "plan", "quantize"),
         spelled={"quantize": "format"},
