@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -319,12 +318,6 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
 def _loading(module: str) -> bool:
     """A thread is importing it now."""
     return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
-
-
-def no_bars_in_logs(*, quiet: bool) -> None:
-    """huggingface_hub draws its own bars when it downloads; it reads this variable when it is imported."""
-    if quiet or not is_terminal(sys.stderr):
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def meter(*, quiet: bool) -> Meter:

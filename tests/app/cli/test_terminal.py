@@ -14,11 +14,12 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.cli_help import LINEAR, Cli, cli, environment, make_models, run_process
+from tests.cli_help import LINEAR, Cli, cli, environment, make_models
 from weightsmith._app.cli import WORKING
 from weightsmith._app.cli.app import app
 from weightsmith._base.text import end_status, note, say, status, status_line, table, wrapped
@@ -111,33 +112,46 @@ COMMANDS = {
 }
 
 EVERY = """
-import json, sys
+import fcntl, json, struct, sys, termios
 from weightsmith._app.cli import main
 
-for name, command in json.loads(sys.argv[1]).items():
-    print(f"<<{name}>>", flush=True)
-    sys.argv = ["weightsmith", *command]
-    try:
-        main()
-    except SystemExit:
-        pass
-    sys.stdout.flush()
+for columns, commands in json.loads(sys.argv[1]):
+    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    for name, command in commands.items():
+        print(f"<<{columns} {name}>>", flush=True)
+        sys.argv = ["weightsmith", *command]
+        try:
+            main()
+        except SystemExit:
+            pass
+        sys.stdout.flush()
 """
+"""Runs many commands in one process, at many widths: their imports take longer than they do."""
 
 
-@pytest.fixture(scope="module", params=[60, 80, 120])
-def screens(folder: Path, request: pytest.FixtureRequest) -> tuple[int, dict[str, str]]:
-    """The width of a terminal, and what each command shows there."""
-    columns: int = request.param
-    commands = {name: [f"{a}-{columns}" if a.startswith("OUT") else a for a in own] for name, own in COMMANDS.items()}
-    shown = captured(folder, columns, json.dumps(commands), code=EVERY)
-    parts = re.split(r"<<([\w ]+)>>\n", shown)[1:]
-    return columns, dict(zip(parts[::2], parts[1::2], strict=True))
+def screens(folder: Path, widths: Mapping[int, Mapping[str, list[str]]]) -> dict[tuple[int, str], str]:
+    """What each of these commands shows at each width of the terminal, by width and name."""
+    shown = captured(folder, 80, json.dumps([*widths.items()]), code=EVERY)
+    parts = re.split(r"<<(\d+) ([\w -]+)>>\n", shown)[1:]
+    return {(int(width), name): text for width, name, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
+
+
+@pytest.fixture(scope="module")
+def every_screen(folder: Path) -> dict[tuple[int, str], str]:
+    """What each command shows at three widths."""
+    return screens(
+        folder,
+        {
+            columns: {n: [f"{a}-{columns}" if a.startswith("OUT") else a for a in own] for n, own in COMMANDS.items()}
+            for columns in (60, 80, 120)
+        },
+    )
 
 
 @pytest.mark.slow
-def test_no_line_is_longer_than_the_terminal(screens: tuple[int, dict[str, str]]) -> None:
-    columns, shown = screens
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_line_is_longer_than_the_terminal(columns: int, every_screen: dict[tuple[int, str], str]) -> None:
+    shown = {name: text for (width, name), text in every_screen.items() if width == columns}
     assert list(shown) == list(COMMANDS)
     wrong: dict[str, list[str]] = {}
     for name, text in shown.items():
@@ -240,13 +254,14 @@ class Finder:
 def hook(event, args):
     if event == "open" and str(args[0]).endswith((".safetensors", ".yml", "plan.json")):
         say("file")
+        os._exit(0)
 
 sys.meta_path.insert(0, Finder())
 sys.addaudithook(hook)
 from weightsmith._app.cli import main
 main()
 """
-"""Runs a command, and marks on the terminal when it imports a large package, and when it opens a recipe or weights."""
+"""Runs a command, and marks on the terminal when it imports a large package. Ends when it opens a recipe or weights."""
 
 STARTED: dict[str, list[str]] = {
     "merge": ["linear.yml", "OUT"],
@@ -292,22 +307,28 @@ def test_something_is_said_before_anything_is_loaded_or_read(folder: Path, name:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--quiet", "--json"])
-def test_nothing_is_said_if_that_was_asked(folder: Path, flag: str) -> None:
-    for name in ("inspect", "plan", "verify"):
-        shown = captured(folder, 80, name, STARTED[name][0], flag, code=WATCHED)
+def test_nothing_is_said_if_that_was_asked(folder: Path) -> None:
+    commands = {
+        f"{name} {flag}": [name, STARTED[name][0], flag]
+        for name in ("inspect", "plan", "verify")
+        for flag in ("--quiet", "--json")
+    }
+    asked = screens(folder, {80: {"inspect": ["inspect", "a"]} | commands})
+    assert "reading" in asked.pop((80, "inspect")).partition("error[")[0]
+    assert len(asked) == len(commands)
+    for shown in asked.values():
         assert "starting" not in shown
         assert "reading" not in shown.partition("error[")[0]
 
 
-@pytest.mark.slow
-def test_a_log_has_one_line_of_it(folder: Path) -> None:
-    ran = run_process("merge", "linear.yml", "logged", cwd=folder)
+def test_a_log_has_one_line_of_it(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    ran = cli("merge", "linear.yml", "logged")
     assert ran.code == 0
     first, *others = ran.err.splitlines()
     assert first == "reading the recipe and the models' headers"
     assert not [line for line in others if line.startswith(("starting", "reading", "planning", "preparing"))]
-    assert run_process("plan", "linear.yml", "--json", cwd=folder).err == ""
+    assert cli("plan", "linear.yml", "--json").err == ""
 
 
 def test_a_line_of_output_takes_the_place_of_the_status(monkeypatch: pytest.MonkeyPatch) -> None:

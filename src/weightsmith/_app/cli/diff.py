@@ -15,7 +15,6 @@ from weightsmith._base.errors import printable
 from weightsmith._base.options import RunOptions
 from weightsmith._base.pages.values import Mark, finite_or_mark, written
 from weightsmith._base.text import fact, result, say, section, show_table
-from weightsmith._execution.progress import meter
 
 if TYPE_CHECKING:
     from weightsmith._reports.look.comparison import Alignment, Comparison
@@ -53,6 +52,7 @@ def diff(
     # Each thread decomposes small matrices of its own: BLAS's threads would only wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with working("reading the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
+        from weightsmith._execution.progress import meter
         from weightsmith._reports.look.diff import diff as compare
         from weightsmith._reports.look.pages import comparison_page, difference_page
         from weightsmith._reports.look.values import Difference as Two

@@ -14,7 +14,6 @@ from weightsmith._app.cli.work import working
 from weightsmith._base.errors import printable
 from weightsmith._base.options import RunOptions
 from weightsmith._base.text import count, fact, result, say, section, show_table, size
-from weightsmith._execution.progress import meter
 
 if TYPE_CHECKING:
     from weightsmith._reports.look.inspect import Inspection, TensorStatistics
@@ -42,6 +41,7 @@ def inspect(
     models by byte range.
     """
     with working("reading the model's headers", quiet=quiet, as_json=as_json, page=report) as work:
+        from weightsmith._execution.progress import meter
         from weightsmith._reports.look.inspect import inspect as look
         from weightsmith._reports.look.pages import inspection_page
 

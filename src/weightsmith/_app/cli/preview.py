@@ -15,7 +15,6 @@ from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.pages.values import Mark
 from weightsmith._base.text import count, fact, result, show_table, size, warn
-from weightsmith._execution.progress import meter
 
 if TYPE_CHECKING:
     from weightsmith._app.cli.summary import Summary
@@ -45,6 +44,7 @@ def preview(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._app.cli.summary import summarise
+        from weightsmith._execution.progress import meter
         from weightsmith._features.any_recipe import prepare_any
         from weightsmith._planning.planner.prepared import stream
         from weightsmith._reports.look.pages import preview_page

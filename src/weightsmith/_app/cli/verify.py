@@ -10,7 +10,6 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import failures
 from weightsmith._base.errors import printable
 from weightsmith._base.text import count, note, say, show_json, size, status_line
-from weightsmith._execution.progress import Reading, meter
 
 
 def verify(
@@ -24,6 +23,7 @@ def verify(
     Names each damaged tensor and file. Requires nothing but OUT.
     """
     with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
+        from weightsmith._execution.progress import Reading, meter
         from weightsmith._outputs.verify import verify as check
 
         with meter(quiet=quiet) as shown:

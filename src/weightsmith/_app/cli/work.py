@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._base.errors import printable
 from weightsmith._base.options import RunOptions
-from weightsmith._base.text import count, duration, say, show_json, size, status, status_line, warn
-from weightsmith._execution.progress import callbacks, meter, no_bars_in_logs
+from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
 
 if TYPE_CHECKING:
     from weightsmith._base.pages import Page
@@ -45,6 +45,7 @@ class Work:
     @contextmanager
     def running(self, doing: str) -> Iterator[Callbacks]:
         """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar."""
+        from weightsmith._execution.progress import callbacks, meter
         from weightsmith._execution.run import Callbacks
 
         message = lambda: interrupted(self.out)  # noqa: E731
@@ -92,7 +93,8 @@ def working(
     work = Work(out, quiet, as_json, time.monotonic(), page)
     message = (lambda: interrupted(out)) if out else (lambda: "Interrupted.")
     with failures(as_json=as_json, interrupted=message), status_line(doing, quiet=quiet or as_json):
-        no_bars_in_logs(quiet=quiet)
+        if quiet or not is_terminal(sys.stderr):
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
         if page is not None:
             from weightsmith._base.pages import check_page
 
