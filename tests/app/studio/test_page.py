@@ -344,6 +344,11 @@ def test_the_page_asks_nobody_else(tmp_path: Path) -> None:
     """Analytics are off before Gradio is imported, whatever the environment says."""
     if not GRADIO:
         pytest.skip("Gradio is not installed")
-    code = "import weightsmith._app.studio.page as p; p._gradio(); import gradio.analytics; print(gradio.analytics.analytics_enabled())"
+    code = """
+import weightsmith._app.studio.page as page
+page._gradio()
+import gradio.analytics
+print(gradio.analytics.analytics_enabled())
+"""
     ran = run_process(code=code, env={"GRADIO_ANALYTICS_ENABLED": "True"}, cwd=tmp_path)
     assert (ran.code, ran.out) == (0, "False\n"), ran.err

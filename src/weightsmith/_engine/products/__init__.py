@@ -1,4 +1,4 @@
-"""Products: values that must exist before some steps of a plan can run. `base.py` defines the interface; one file per kind.
+"""Products: values that must exist before some steps of a plan can run. One file per kind.
 
 A kind either *streams* (the engine passes it the tiles of the steps that need it) or *computes* (a function that runs in
 its own thread and requests the tensors it needs). Both run in one graph with the steps. Results are stored in the staging

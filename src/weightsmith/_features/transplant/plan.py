@@ -1,8 +1,8 @@
 """The plan of `weightsmith transplant-tokenizer`.
 
-It is the plan of a recipe that copies the model with the donor's tokenizer (`_planning/planner/vocabulary.py`):
-config.json, files and all other tensors are as that recipe makes them. Then the tables of the vocabulary get their rows: the model's own where it has
-the token (`_models/tokenizers/matching.py`), the others from the product (`rows.py`).
+It is the plan of a recipe that copies the model with the donor's tokenizer (`_planning/planner/vocabulary.py`): config.json,
+files and all other tensors are as that recipe makes them. Then the tables of the vocabulary get their rows: the model's own
+where it has the token (`_models/tokenizers/matching.py`), the others from the product (`rows.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Stored formats: one folder for each, with what its bytes mean, how they are read and, for some, how they are written.
 
-base.py      the interfaces: `StoredFormat`, `Encoding`
 opening.py   how a model's weight files become plain tensors
 config.py    what config.json says of quantisation
 decoded.py   sources whose weights are decoded from codes on each read

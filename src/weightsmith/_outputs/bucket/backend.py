@@ -7,7 +7,7 @@
         journal                         what is uploaded (`bucket.journal`)
         parts/journal                   what was uploaded before other processes began to build parts for it, and later products
         parts/journal-2-of-8            what one of them has uploaded
-        _engine/products/                       values that these processes need before some tensors (`bucket.products`)
+        products/                       values that these processes need before some tensors (`bucket.products`)
 
 An object store has no rename. Nothing under the output changes until everything is uploaded. Then the files appear in an order
 in which no reader takes part of them for a model: config.json and the index after the weights, and after old weights of other
