@@ -6,7 +6,7 @@
 #   make test-fast     the tests that take less than a second each: under a minute
 #   make test-architectures   stacks of every model type of transformers, as it loads them
 #   make test-python   the kernels as plain Python, not compiled
-#   make mutants   how many of 200 one-token mutations the tests catch (hours; MUTANTS_OPTIONS='--count 20 --rooms store --near' is a first look)
+#   make mutants   how many of 200 one-token mutations the tests catch (hours; MUTANTS_OPTIONS='--count 20 --rooms outputs --near' is a first look)
 #   make fuzz      every kind of input mutated in 1,000 ways: accepted or rejected, in bounded time and memory (FUZZ_OPTIONS='--cases 10000')
 #   make attacks   every command killed at random moments and resumed, and outputs in stores that fail: an hour (ATTACKS_OPTIONS='--cases 40')
 #   make check     lint and types

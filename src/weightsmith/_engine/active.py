@@ -75,7 +75,7 @@ class ActiveStep:
     hashes  of the tensors that it writes
     leaves  that make it, in the order of their elements
     left    leaves that are not yet finished
-    differing, nonfinite   see `store.journal.Finished`
+    differing, nonfinite   see `abc.output.Finished`
     gathered  its numbers so far, if its encoding needs all of them at once
     """
 

@@ -1,6 +1,6 @@
 """Merges state dicts in memory, with the same plan, engine and kernels as for files.
 
-Tensors are read in place, tile by tile (`sources.views`); only the output needs memory of a model's size.
+Tensors are read in place, tile by tile (`files.views`); only the output needs memory of a model's size.
 """
 
 from __future__ import annotations

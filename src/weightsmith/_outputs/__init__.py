@@ -1,6 +1,5 @@
 """Where results are written: resumable, checked by checksums, published as a whole.
 
-interface.py  what the engine writes to (`Output`), and what a place to write to must do (`Place`, `OutputBackend`)
 staging.py    an output that is being built, whatever its backend
 places.py     the place that a path or an address names
 local/        a folder, which a rename publishes

@@ -41,7 +41,7 @@ class Entries:
     tensors       finished tensors by name
     products      checksums of finished products by name
     published     (device, inode) of the folder that was about to be renamed to its final name, or None
-    notes         what an output elsewhere needs to resume, by key: see `Staging.note`
+    notes         what an output elsewhere needs to resume, by key: see `FolderBackend.note`
     lines         number of readable lines
     """
 

@@ -1,7 +1,7 @@
-"""The Plan: everything a run will do, as a value. `values.py` defines it, `reading.py` reads it from JSON, `parts.py` divides
-it among processes.
+"""The Plan: everything a run will do, as a value. `values.py` defines it, `draft.py` makes and checks it, `codec.py` and
+`forms.py` read it from JSON and write it, `parts.py` divides it among processes.
 
-Commands build a plan from headers only; the engine runs it; the store takes the position of every byte from it.
+Commands build a plan from headers only; the engine runs it; the output takes the position of every byte from it.
 (A module named `plan` would hide the function `weightsmith.plan`.)
 """
 

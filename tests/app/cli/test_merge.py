@@ -255,14 +255,15 @@ def test_ctrl_c_does_not_wait_for_kernels(work: Path) -> None:
     assert (work / "out/model.safetensors").read_bytes() == (work / "warm/model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("out", ["out", "s3://", "hf://merged", "ftp://models/merged"])
 def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
-    cli: Cli, work: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, work: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("weightsmith._features.adapters.recipes.assemble_merge", interrupt)
-    ran = cli("merge", "linear.yml", "out")
+    ran = cli("merge", "linear.yml", out)
     assert ran.code == 130
     assert "Interrupted. No unfinished work was left." in ran.err
 

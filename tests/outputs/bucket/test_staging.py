@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import tempfile
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from tests.bucket_help import MemoryBucket, tag
 from tests.output_help import BY_NAME, NAMES, build, data, layout, open_staging, put, tree
-from weightsmith._base.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
+from weightsmith._base.errors import Busy, CannotResume, Corrupt, NoSpace, OutputExists, StoreError
 from weightsmith._base.files import Extent
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import make_layout
@@ -26,6 +27,7 @@ from weightsmith._outputs.bucket.unfinished import check_free, find_uploads
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith._outputs.staging import Staging
 from weightsmith._outputs.verify import verify
+from weightsmith._plans import Product
 from weightsmith.abc.output import Finished
 
 OUT = Prefix("s3", "bkt", "models/out")
@@ -771,6 +773,24 @@ def test_the_products_of_outputs_of_the_same_name_are_kept_apart(
         open_staging(Prefix("s3", "bkt", "y/out"), layout(), "plan", **chosen) as other,  # type: ignore[arg-type]
     ):
         assert one.backend.local.folder != other.backend.local.folder
+
+
+def test_a_full_disk_is_that_of_the_products(memory: MemoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsmith._outputs.journal import Journal
+
+    def full(journal: Journal, line: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    product = Product("p", "magnitudes", (TensorSpec("p", DTYPES["F32"], (2,)),), {})
+    with open_out() as staging:
+        staging.backend.local  # noqa: B018  opens it
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "_write", full)
+            with pytest.raises(NoSpace) as caught:
+                staging.keep(product, [np.zeros(2, np.float32)])
+    assert caught.value.finding.where == str(tmp_path)
+    assert "needed     0 bytes" in caught.value.finding.details, "tensors are not kept there"
 
 
 def test_discarded_work_leaves_nothing(memory: MemoryBucket) -> None:

@@ -164,13 +164,18 @@ def interrupted(out: str) -> str:
     import glob
     import shlex
 
+    from weightsmith._base.errors import WeightsmithError
     from weightsmith._outputs.local.area import staging_folder
     from weightsmith._outputs.places import place_of
 
     # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
     command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
     resume = f"\n  -> Resume with the same command: {command}"
-    place = place_of(out)
+    nothing = "Interrupted. No unfinished work was left."
+    try:
+        place = place_of(out)
+    except WeightsmithError:  # no output can have this address, and nobody had looked at it yet
+        return nothing
     if place.capabilities.publication == "requests":
         return f"Interrupted. Uploaded parts are kept at {out}{resume}"
     target = place.local
@@ -179,5 +184,5 @@ def interrupted(out: str) -> str:
         pattern = f"{glob.escape(target.name)}.stage-*"
         folder = next((path for start in (".", "") for path in target.parent.glob(start + pattern)), folder)
     if not folder.exists():
-        return "Interrupted. No unfinished work was left."
+        return nothing
     return f"Interrupted. Finished tensors are kept in {folder}{resume}"

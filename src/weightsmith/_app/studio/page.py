@@ -310,7 +310,7 @@ def launch(places: Places, *, host: str = "127.0.0.1", port: int | None = None, 
     If others can reach the page, nothing that exists is replaced or discarded.
 
     Nothing is asked of the network but models of the Hub: no analytics, no fonts, no scripts of others. The browser is told
-    to load nothing but what this server sends (`policy.py`).
+    to load nothing but what this server sends (`ContentPolicy`).
     """
     page, gr = build(replace(places, alone=is_this_machine(host))), _gradio()
     end_status()

@@ -5,7 +5,7 @@ other run can take it. It alone decides what is done again:
 
 * A part whose worker was lost is done by another one, which keeps the finished tensors whose checksums are right. In a folder,
   the lock of the part keeps it out until the lost worker, if it still runs somewhere, has really ended. In a bucket, both may
-  upload: see `outputs.bucket.staging`.
+  upload: see `outputs.bucket.backend`.
 * A part that takes long when no other part waits is done by a second worker too, and the first answer counts. Both write the
   same bytes to the same places, and each has a journal of its own. This is not so where torch computes whole matrices, which
   another machine may round differently, and not for products: these have one worker.

@@ -7,7 +7,6 @@ choose.py     which layout is used, and why others do not fit
 checks.py     validates the recipe and the models
 steps.py      the steps of every output tensor; experts that are noised, partly reinitialised, split or scaled
 build.py      recipe + headers → Plan; reports every problem before tensor data is read
-packages.py   optional dependencies
 routing/      router weights, and where they send the prompts
 surgery/      prunes and merges the experts of existing mixtures
 """

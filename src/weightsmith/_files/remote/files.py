@@ -42,7 +42,7 @@ class Ahead(Protocol):
 
 
 class RemoteFile:
-    """A file that is read by byte ranges: `formats.files.RandomAccess` while its header is read, then `RemoteBytes`.
+    """A file that is read by byte ranges: `base.files.RandomAccess` while its header is read, then `RemoteBytes`.
 
     streams  tensors may be read from here; else only headers
     ahead    fetches what the present run will read; None outside of a run

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -35,11 +35,11 @@ _MAX_REDIRECTS = 6
 _MAX_DRAINED = 64 << 10  # of a body that nobody wants: so the connection can be used again
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class HttpFile:
     """A file behind http: `retries.Ranges`.
 
-    headers  of requests; the token among them is sent to the host of `url` alone
+    headers  of requests; the token among them is sent to the host of `url` alone. Neither is in a representation
     pinned   header and value that the first answer must have, "" for none: `("x-repo-commit", commit)`
     tag      what the server calls the content (`tag_of`), where it is known
     """
@@ -48,7 +48,7 @@ class HttpFile:
     where: str
     nbytes: int
     version: str
-    headers: Mapping[str, str] = field(repr=False)
+    headers: Mapping[str, str]
     pinned: tuple[str, str] = ("", "")
     tag: str = ""
 

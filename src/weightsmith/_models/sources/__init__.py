@@ -1,14 +1,12 @@
-"""Sources of tensors. One interface, `Tensors`; one file for each kind; composition, no inheritance.
+"""Sources of tensors. One interface, `abc.tensors.Tensors`; one file for each kind; composition, no inheritance.
 
-base.py          the interface
-kind.py          the description of a file format
 files.py         tensors stored as plain bytes in files
 safetensors.py   the safetensors format
 pytorch.py       PyTorch's format: .bin, .pt, .pth and .ckpt, read without executing code
 adapted.py       a source with a LoRA adapter applied
-memory.py        state dicts; views.py streams the bytes of a tensor in memory
+memory.py        state dicts; `_files/views.py` streams the bytes of a tensor in memory
 
-A new file format is part of a stored format (`stored.base.StoredFormat`); sources of quantised weights are there too. Test a
+A new file format is part of a stored format (`abc.stored.StoredFormat`); sources of quantised weights are there too. Test a
 source with a subclass of `weightsmith.testing.SourceTests`.
 """
 

@@ -7,7 +7,7 @@
         journal                         what is uploaded (`bucket.journal`)
         parts/journal                   what was uploaded before other processes began to build parts for it, and later products
         parts/journal-2-of-8            what one of them has uploaded
-        _engine/products/                       values that these processes need before some tensors (`bucket.products`)
+        products/                       values that these processes need before some tensors (`bucket.products`)
 
 An object store has no rename. Nothing under the output changes until everything is uploaded. Then the files appear in an order
 in which no reader takes part of them for a model: config.json and the index after the weights, and after old weights of other
@@ -54,6 +54,7 @@ from weightsmith._outputs.local.other_files import open_source, read_source
 from weightsmith._outputs.local.rename import Rename
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.resume import is_resumable, layout_hash
+from weightsmith._outputs.staging import Staging
 from weightsmith.abc.output import Built, Finished, OtherFile, OutputSpec, Progress
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class BucketBackend:
         self._before: State | None = None
         self._uploads: Uploads | None = None
         self._files: dict[str, bytes | Path] = {}
-        self._local: FolderBackend | None = None
+        self._local: Staging | None = None
         self._left: tuple[Finding, ...] = ()
         self._mutex = threading.Lock()
 
@@ -249,7 +250,7 @@ class BucketBackend:
     # products
 
     @property
-    def local(self) -> FolderBackend:
+    def local(self) -> Staging:
         """The staging folder of the products, on this machine."""
         with self._mutex:
             if self._local is None:
@@ -258,13 +259,7 @@ class BucketBackend:
                 path = (spool_folder() if part else self.out.local.parent) / name
                 resume = bool(part) or self.spec.resume
                 own = OutputSpec(make_layout([], 1), self.spec.plan_hash, facts=self.state.facts, resume=resume)
-                opened = FolderBackend(path, own, Rename(path))
-                try:
-                    opened.open()
-                except BaseException:
-                    opened.close()
-                    raise
-                self._local = opened
+                self._local = Staging.open(FolderBackend(path, own, Rename(path)), own)
             return self._local
 
     @property

@@ -114,7 +114,7 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
 
 
 class FollowedParts:
-    """Which tensors other processes finish, while they do: see `interface.Followed`. Their journals are read in turn."""
+    """Which tensors other processes finish, while they do: see `abc.output.Followed`. Their journals are read in turn."""
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         """prefix: of the journals' keys, without the label of the part."""

@@ -7,7 +7,7 @@
         space                           reserves the space of the files that are not weights, until they are added
         journal                         which tensors are finished, with checksums
         content/                        becomes out/
-        _engine/products/                       values computed before some tensors, one file each
+        products/                       values computed before some tensors, one file each
         parts/                          locks and journals of processes that build one part each
         old/                            only where the file system cannot swap two names: the replaced checkpoint
 

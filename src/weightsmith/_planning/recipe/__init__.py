@@ -3,8 +3,8 @@
     text ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem
 
     kinds.py                                               the form of the grammar: Kind, Key, Level
-    single.py nested.py references.py parameters.py        kinds of values: how each is read, its JSON Schema, its words
-    grammar.py moe_grammar.py                              the keys of each mapping
+    single.py references.py parameters.py                  kinds of values: how each is read, its JSON Schema, its words
+    grammar.py moe_grammar.py                              the keys of each mapping; lists of numbers
     misuse.py                                              what to say of keys that no mapping has
     schema.py                                              the JSON Schema of it all
 

@@ -2,7 +2,6 @@
 
 gates/            one file for each way to compute router weights
 prompts.py        texts, files of texts, tokens
-hidden_states.py  hidden states, layer by layer
 route.py          one pass over the hidden states: weights and report
 report.py         shares of tokens, as text and as a heat map
 gating.py         the settings of the router weights, as records and as JSON

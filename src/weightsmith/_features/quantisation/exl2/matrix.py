@@ -121,7 +121,7 @@ def quantise_matrix(weight: Floats | Unread, hessian: Floats | FactoredHessian |
     N is padded to a multiple of 32 with rows that decode to zeros.
 
     Raises NonFinite for a weight that float16 cannot hold; Unsupported for groups or a shape that ExLlamaV2 cannot load
-    (`stored.exl2.layout.why_illegal`).
+    (`formats.exl2.layout.why_illegal`).
 
     Cost: about 1,000 operations for each weight, most of them in the scale search; with a Hessian N K² more, and those of
     `prepare`. Memory besides weight and result: one group of rows, and with a Hessian 4 N K bytes.

@@ -1,6 +1,6 @@
 """The candidate settings of a block's linear layers.
 
-The tables are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it. `stored.exl2.layout.params`
+The tables are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it. `formats.exl2.layout.params`
 reads the texts.
 """
 

@@ -4,7 +4,7 @@ config.py    the entry of config.json, read and written
 encoding.py  encodings from their entry
 float8.py, integers.py, float4.py  the encodings
 
-Reading is that of `scaled.py`, which `fp8` shares.
+Reading is that of `formats/scaled.py`, which `fp8` shares.
 """
 
 from __future__ import annotations
