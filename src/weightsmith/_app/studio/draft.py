@@ -19,9 +19,8 @@ from weightsmith._planning.recipe import Input, Parameters, Recipe, Scalar, Sett
 
 GOALS_SHOWN: Mapping[str, Goal] = {name: goal for name, goal in GOALS.items() if name != "experts"}
 """Recipes of mixtures have no controls."""
-CURVE_POINTS = 5
-"""Of a new gradient: what people can grasp. Gradients of other lengths are shown as they are."""
 MAX_CURVE_POINTS = 16
+"""Of a gradient that is shown as a curve."""
 MAX_CHARACTERS = 100_000
 """Of a recipe on the page: reading it takes a second at most."""
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
 """ExLlamaV2's names, which may have a prefix."""
 
-_GEMMA3_PREFIX = "language_model."
-
 _DERIVED = ("q_perm", "q_group_map")
 """Tensors that the loader computes from others, in case a file has them."""
 
