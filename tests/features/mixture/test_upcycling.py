@@ -24,7 +24,7 @@ from weightsmith._kernels.perturb import log, normal
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, INNER, VOCAB, LAYERS, HEADS = 32, 96, 40, 2, 4
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
-PRESETS = sorted((Path(__file__).parents[2] / "examples" / "recipes" / "moe").glob("*.yml"))
+PRESETS = sorted((Path(__file__).parents[3] / "examples" / "recipes" / "moe").glob("*.yml"))
 SETTINGS = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
