@@ -20,7 +20,7 @@ import weightsmith
 from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
 from tests.plugin_help import installed, package
-from weightsmith._base.errors import OutputExists, StoreError, Unsupported
+from weightsmith._base.errors import OutputExists, PlanError, StoreError, Unsupported
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import Resources, Workload, run
@@ -29,7 +29,7 @@ from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import Encoding, StoredFormat
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
-from weightsmith.testing import EncodingTests, OutputCase, OutputTests, StoredFormatTests
+from weightsmith.testing import EncodingTests, MethodCase, MethodTests, OutputCase, OutputTests, StoredFormatTests
 
 Text = Callable[[str], str]
 Page = Callable[[str, str], types.ModuleType]
@@ -43,17 +43,41 @@ def file_of() -> Text:
 
 
 @pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> Page:
-    """Makes a module of the one Python block of a page."""
+def files(file_of: Text, monkeypatch: pytest.MonkeyPatch) -> Page:
+    """Makes a module of the first Python block of a page."""
 
     def made(page: str, name: str) -> types.ModuleType:
-        (code,) = [part.partition("\n```")[0] for part in (DOCS / page).read_text().split("```python\n")[1:]]
         module = types.ModuleType(name)
         monkeypatch.setitem(sys.modules, name, module)
-        exec(compile(code, page, "exec"), module.__dict__)
+        exec(compile(file_of(page), page, "exec"), module.__dict__)
         return module
 
     return made
+
+
+class TestThePagesMethod(MethodTests):
+    @pytest.fixture
+    def case(self, files: Page) -> MethodCase:
+        return MethodCase(files("adding-a-method.md", "unit_mean").unit_mean, {"weight": 0.5})
+
+
+def test_a_method_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
+    make_models(tmp_path)
+    recipe = {
+        "merge_method": "unit_mean",
+        "models": [{"model": str(tmp_path / name), "parameters": {"weight": weight}} for name, weight in (("a", 1), ("b", 3))],
+        "parameters": {"power": 0},
+    }
+    with installed(
+        tmp_path / "site", "unit_mean = unit_mean:unit_mean", group="methods", unit_mean=file_of("adding-a-method.md")
+    ):
+        weightsmith.merge(recipe, tmp_path / "out")
+    weightsmith.merge({**recipe, "merge_method": "linear", "parameters": {"normalize": True}}, tmp_path / "linear")
+    out, linear = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "linear"))
+    for name, tensor in linear.items():
+        np.testing.assert_allclose(out[name].astype(np.float32), tensor.astype(np.float32), rtol=1e-2, atol=1e-6)
+    with pytest.raises(PlanError, match="no merge method is called 'unit_mean'"):
+        weightsmith.plan(recipe)
 
 
 def test_a_product_of_an_installed_package(file_of: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,10 @@ def test_a_merge_imports_the_rooms_that_it_needs_and_a_plan_no_compiler(tmp_path
     planned, merged = (line.split() for line in run_process(code=_COMMANDS, cwd=tmp_path).out.splitlines())
     assert "numba" not in planned
     assert "numba" in merged  # so the names are seen
-    others = ("adapters.merge", "decoder", "look.", "mixture", "quantisation.", "studio", "testing", "transplant")
+    others = (
+        *("_features.adapters.merge", "_features.mixture", "_features.quantisation.", "_features.transplant"),
+        *("_activations.decoder", "_reports.look.", "_app.studio", "testing"),
+    )
     assert [name for name in merged if name.startswith(tuple(f"weightsmith.{other}" for other in others))] == []
 
 

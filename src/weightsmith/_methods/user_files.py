@@ -136,7 +136,7 @@ def _record(found: object, name: str, planned: str, source: str) -> Method:
 @contextmanager
 def at_hand(own: object) -> Iterator[Method]:
     """The record of a function, in the registry until the end of the block."""
-    called = getattr(own.plain, "__name__", "own") if isinstance(own, OwnMethod) else str(own)
+    called = getattr(own.plain, "__name__", "own") if isinstance(own, OwnMethod) else getattr(own, "name", str(own))
     number = 1
     name = called
     while (

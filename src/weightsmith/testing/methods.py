@@ -11,6 +11,7 @@ Test the numbers separately, against a reference of your own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,9 @@ from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import Resources, Workload, run
 from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._methods import NAMES
 from weightsmith._methods.base import Method
+from weightsmith._methods.user_files import at_hand
 from weightsmith._models.sources.memory import StateDict
 from weightsmith._planning.planner.state_dicts import plan_state_dicts
 
@@ -124,8 +127,9 @@ def _merged(
 ) -> np.ndarray:
     tensors = [{_NAME: model} for model in models]
     base = tensors.pop(0) if case.base else None
-    planned = plan_state_dicts(case.method, tensors, base, case.parameters, None, 0)
-    inputs = [StateDict(views, model.ref) for views, model in zip(planned.views, planned.plan.models, strict=True)]
     output = _Array(models[0].shape)
-    run(planned.plan, inputs, output, Resources(threads, tile_bytes), Workload(allow_nonfinite=allow_nonfinite))
+    with nullcontext(case.method) if case.method.name in NAMES else at_hand(case.method) as method:
+        planned = plan_state_dicts(method, tensors, base, case.parameters, None, 0)
+        inputs = [StateDict(views, model.ref) for views, model in zip(planned.views, planned.plan.models, strict=True)]
+        run(planned.plan, inputs, output, Resources(threads, tile_bytes), Workload(allow_nonfinite=allow_nonfinite))
     return output.array
