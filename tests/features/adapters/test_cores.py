@@ -245,7 +245,10 @@ KINDS = ("linear", "slerp", "karcher", "nuslerp", "ties", "dare_ties", "sce", "c
     ],
 )
 def test_the_order_of_the_adapters_does_not_matter(space: str, method: str, tmp_path: Path) -> None:
-    """To the rounding of float32: 2e-6 of the largest element. What a method does with a core matrix is the same in each space."""
+    """To the rounding of float32: 2e-6 of the largest element.
+
+    Every method in one space: what it does with a small matrix is the same in the others.
+    """
     adapters = three(tmp_path)
     if method.removeprefix("peft_") in combinations.ON_FACTORS:
         adapters = tuple(adapter(tmp_path / f"equal {i}", factors(Q, H, H, 4, seed=9 * i), lora_alpha=i + 1) for i in range(3))
