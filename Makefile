@@ -30,8 +30,9 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no
 # GPUs, several GB; for the small one:  make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH  ?= torch==2.13.0
 
-# A worker for each core; each takes about 1 GB.
-WORKERS ?= -n auto --maxprocesses 8
+# A worker for each core; each takes about 1 GB. Each begins with a stretch of neighbouring tests, and takes from the others when
+# it is done: with xdist's own turns both would make the models of nearly every file, and start a server of every kind.
+WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 
 MERGEKIT_VENV := benchmarks/.venv-mergekit
 

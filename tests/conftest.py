@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 # One thread of linear algebra in each worker, set before numpy is imported. With one for each core in each worker the threads
 # wait for each other by spinning: 16 s of processor time instead of 1 in the tests of methods on whole matrices.
@@ -18,6 +23,7 @@ import numba.core.config  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from weightsmith._kernels import compiler  # noqa: E402
 from weightsmith._planning.planner import answers, loading  # noqa: E402
 
 
@@ -27,6 +33,30 @@ def fsync(fd: int) -> None:
 
 
 os.fsync = os.fdatasync = fsync
+
+_njit = compiler.njit
+
+
+def njit_once(function: FunctionType, called_by_kernel: bool) -> Any:
+    """A kernel that two workers need is compiled by one of them. The other waits, and finds it in the cache."""
+    made = _njit(function, called_by_kernel)
+    folder = compiler.cache_folder()
+    if called_by_kernel or made is function or not folder:
+        return made
+    compile_ = made.compile
+    lock = Path(tempfile.gettempdir(), f"{Path(folder).name}.{function.__module__}.{function.__qualname__}.lock")
+
+    def compile_once(*given: Any) -> Any:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return compile_(*given)
+
+    made.compile = compile_once
+    return made
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    compiler.njit = njit_once
 
 # What tests keep is mostly the tests, torch and transformers: to look through all that for garbage, as Python does again and
 # again while young objects become old ones, takes a tenth of the time and finds little.

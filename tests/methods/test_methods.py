@@ -59,11 +59,10 @@ def test_bf16_output_is_as_near_to_float64_as_the_case_says(name: str, shape: tu
 @pytest.mark.parametrize("name", CASES)
 def test_same_bytes_for_any_cut_and_number_of_threads(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    arrays = mixed((900, 517), case.inputs - 1)
-    first = run_case(case, tmp_path / "a", arrays, threads=1, tile_bytes=1)
-    for i, (threads, tile_bytes) in enumerate([(4, 1), (3, 300_000), (1, 1 << 30)]):
-        again = run_case(case, tmp_path / f"b{i}", arrays, threads=threads, tile_bytes=tile_bytes)
-        assert again.tobytes() == first.tobytes()
+    arrays = mixed((300, 517), case.inputs - 1)
+    many = run_case(case, tmp_path / "many", arrays, threads=4, tile_bytes=1)
+    one = run_case(case, tmp_path / "one", arrays, threads=1, tile_bytes=1 << 30)
+    assert many.tobytes() == one.tobytes()
 
 
 @pytest.mark.slow

@@ -134,6 +134,7 @@ def test_explain_of_a_tensor_that_is_not_there_names_the_nearest_one(cli: Cli, w
     assert ran.out == ""
 
 
+@pytest.mark.slow
 def test_long_names_are_neither_cut_nor_wrapped_in_a_pipe(tmp_path: Path) -> None:
     name = "model.layers.0." + "very_long_part." * 20 + "weight"
     for model in "ab":
@@ -145,6 +146,7 @@ def test_long_names_are_neither_cut_nor_wrapped_in_a_pipe(tmp_path: Path) -> Non
     assert "\x1b" not in ran.out
 
 
+@pytest.mark.slow
 def test_colour_is_for_terminals_whose_user_wants_it() -> None:
     def on_a_terminal(**more: str) -> str:
         ours, theirs = pty.openpty()

@@ -159,7 +159,9 @@ def test_a_stderr_that_cannot_be_written_stops_nothing(folder: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["merge", "--help"], ["quantize", "--list"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["merge", "--help"], pytest.param(["quantize", "--list"], marks=pytest.mark.slow)]
+)
 def test_help_that_cannot_be_printed_is_no_traceback(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -170,6 +172,7 @@ def test_help_that_cannot_be_printed_is_no_traceback(arguments: list[str]) -> No
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_error_keeps_its_code_if_its_json_cannot_be_printed(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -308,11 +308,8 @@ def test_something_is_said_before_anything_is_loaded_or_read(folder: Path, name:
 
 @pytest.mark.slow
 def test_nothing_is_said_if_that_was_asked(folder: Path) -> None:
-    commands = {
-        f"{name} {flag}": [name, STARTED[name][0], flag]
-        for name in ("inspect", "plan", "verify")
-        for flag in ("--quiet", "--json")
-    }
+    names, flags = ("inspect", "plan", "verify"), ("--quiet", "--json")
+    commands = {f"{name} {flag}": [name, STARTED[name][0], flag] for name in names for flag in flags}
     asked = screens(folder, {80: {"inspect": ["inspect", "a"]} | commands})
     assert "reading" in asked.pop((80, "inspect")).partition("error[")[0]
     assert len(asked) == len(commands)

@@ -163,7 +163,6 @@ def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, mo
     assert files(here / "out") == files(here / "whole")
 
 
-@pytest.mark.slow
 def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "BUSY_SECONDS", 0.5)
 

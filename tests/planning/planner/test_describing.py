@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from tests.zoo import SIZES
 from weightsmith import open_checkpoint
 from weightsmith._planning.planner import describing, loading, transformers_script
 
-pytest.importorskip("peft")
-pytest.importorskip("transformers")
+# Here they are looked for and not imported, which takes seconds: a process of its own imports them.
+pytestmark = pytest.mark.skipif(not all(map(find_spec, ("peft", "transformers"))), reason="requires peft and transformers")
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
 NAMES = ["model.norm.weight", "lm_head.weight", "a\nb", "\u202e", "x" * 10000]
