@@ -22,7 +22,7 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.run import Merged
 from weightsmith._features.quantisation import quantised
 from weightsmith._planning.planner import Prepared, assemble
-from weightsmith._plans import Product
+from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
 TINY = {**SIZES, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
@@ -122,7 +122,7 @@ def captured(prepared: Prepared, products: Sequence[Product], memory: int | None
 
 def text_run(prepared: Prepared, given: QuantizeSettings) -> TextRun:
     """The products of the text of a calibration, for the result of a plan."""
-    model = result_of(prepared.plan, prepared.inputs)
+    model = result_of(PlanDraft.of(prepared.plan), prepared.inputs, prepared.plan.steps)
     return TextRun(model, text_for(model, given.calibration, given.calibration_rows, given.calibration_tokens, 0))
 
 

@@ -25,7 +25,7 @@ from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared, prepare
-from weightsmith._plans import COPY, PRODUCTS, Product, Read, Step, plan_from_json
+from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, plan_from_json
 from weightsmith._plans.statistics import StatisticRequest
 from weightsmith.abc.product import Arrays
 
@@ -176,7 +176,7 @@ def test_a_merge_that_is_not_written_has_statistics(tmp_path: Path) -> None:
     recipe, given = models_of(tmp_path), settings(tmp_path)
     recipe["dtype"] = "float32"
     with prepare(recipe) as prepared:
-        merged = result_of(prepared.plan, prepared.inputs)
+        merged = result_of(PlanDraft.of(prepared.plan), prepared.inputs, prepared.plan.steps)
         text = text_for(merged, given.calibration, given.calibration_rows, given.calibration_tokens, 0)
         request = StatisticRequest("moments", 0, text)
         products = statistic_products(lambda number: merged, [request])
