@@ -78,7 +78,7 @@ class Plugins(Generic[Kind]):
             raise UnknownName(what, where=where, fix=f"write one of {', '.join(self.names)}")
         if not isinstance(found, self.kind):
             what = f"the {self.noun} {name} is a {type(found).__name__}, not a {self.kind.__name__}"
-            raise PluginError(what, where=self.source(name), fix="let the entry point name an instance")
+            raise PluginError(what, where=self.source(name), fix="name an instance in the entry point")
         return found
 
     def identity(self, name: str) -> str:
