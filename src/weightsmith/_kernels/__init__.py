@@ -1,6 +1,6 @@
 """Compiled loops over contiguous 1-D rows, and `reference.py`, the slow obvious twin of each.
 
-Three rules make these loops fast, deterministic and readable:
+Imports `_base`. Three rules make these loops fast, deterministic and readable:
 
 * A kernel sees 1-D C-contiguous arrays. LLVM cannot vectorise an unknown stride (16 s instead of 0.9 s on the same loop).
 * No fastmath, and conditions joined with `&` and `|`: a short-circuit `and` is a branch, and a branch stops vectorisation.

@@ -2,7 +2,7 @@
 
 `base.py` is the record of a method, `signature.py` makes it of a function and its typed parameters, `family.py` and
 `linears.py` are what the task-vector methods and those of whole matrices share, `steps.py` what may follow any method with a
-base, `user*.py` methods of the user's own. What the engine runs is in `jobs`.
+base, `user*.py` methods of the user's own. What the engine runs is in `jobs`. Imports `_base` to `_plans`, and `abc`.
 """
 
 from __future__ import annotations

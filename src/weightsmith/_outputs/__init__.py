@@ -1,4 +1,4 @@
-"""Where results are written: resumable, checked by checksums, published as a whole.
+"""Where results are written: resumable, checked by checksums, published as a whole. Imports `_base`, `_files`, `_plans`, `abc`.
 
 staging.py    an output that is being built, whatever its backend
 places.py     the place that a path or an address names

@@ -1,8 +1,8 @@
-"""The Plan: everything a run will do, as a value. `values.py` defines it, `draft.py` makes and checks it, `codec.py` and
-`forms.py` read it from JSON and write it, `parts.py` divides it among processes.
+"""The Plan: everything a run will do, as a value. Imports `_base` and `_files`.
 
-Commands build a plan from headers only; the engine runs it; the output takes the position of every byte from it.
-(A module named `plan` would hide the function `weightsmith.plan`.)
+`values.py` defines it; `draft.py` is a plan in the making, and has the checks that every plan passes. `codec.py` and `forms.py`
+read and write its JSON, which is untrusted; `parts.py` divides it among processes. `statistics.py` names what a plan may ask
+of a model and a text. (A module named `plan` would hide the function `weightsmith.plan`.)
 """
 
 from weightsmith._plans.draft import PlanDraft as PlanDraft
