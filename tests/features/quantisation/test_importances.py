@@ -11,13 +11,15 @@ import torch
 import transformers
 
 from tests.calibration_help import quantise, save_model, settings
-from weightsmith._activations import statistic
+from weightsmith._activations import running
 from weightsmith._activations.rows import rows_of, text_source
+from weightsmith._activations.work import LayerWork, StatisticWork
 from weightsmith._base.errors import FormatError, PlanError
 from weightsmith._base.options import QuantizeSettings
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.staging import Staging
+from weightsmith.abc.product import ProductContext
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +101,14 @@ def test_an_interrupted_measurement_is_resumed_for_any_mixture(tmp_path: Path, m
         with pytest.raises(KeyboardInterrupt):
             quantise(model, tmp_path / "a", given, name="gguf-q4_0")
     layers: list[int] = []
-    monkeypatch.setattr(statistic, "StatisticWork", Spy(layers))
+    run_layer = running.layer_rows
+
+    def noted(context: ProductContext, work: LayerWork, *more: Any, **options: Any) -> Any:
+        if isinstance(work, StatisticWork):
+            layers.append(work.layer)
+        return run_layer(context, work, *more, **options)
+
+    monkeypatch.setattr(running, "layer_rows", noted)
     found = quantise(model, tmp_path / "a", given, name="gguf-iq4_nl").out
     assert layers == [1]
     monkeypatch.undo()
@@ -109,26 +118,12 @@ def test_an_interrupted_measurement_is_resumed_for_any_mixture(tmp_path: Path, m
     assert not staging_folder(tmp_path / "a.measurement").exists()
 
 
-class Spy:
-    """`StatisticWork` that notes which layers are computed."""
-
-    check = statistic.StatisticWork.check
-
-    def __init__(self, layers: list[int]) -> None:
-        self._layers, self._of = layers, statistic.StatisticWork.of
-
-    def of(self, product: Any) -> Any:
-        work = self._of(product)
-        self._layers.append(work.layer)
-        return work
-
-
 def test_mixtures_that_require_importances_take_them_from_a_text(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m")
     with pytest.raises(PlanError, match="--calibration built-in"):
         quantise(wide(tmp_path), tmp_path / "out", QuantizeSettings(), name="gguf-iq2_xxs")
     assert (quantise(wide(tmp_path), tmp_path / "out", given_for(tmp_path), name="gguf-iq2_xxs").out / "model.gguf").exists()
-    with pytest.raises(PlanError, match="either read from a file, or computed"):
+    with pytest.raises(PlanError, match="importances come from a file or from a calibration text, not both"):
         quantise(model, tmp_path / "b", given_for(tmp_path, imatrix="x"), name="gguf-q4_0")
     with pytest.raises(PlanError, match="not a setting of"):
         quantise(model, tmp_path / "b", given_for(tmp_path), name="gguf-q8_0")

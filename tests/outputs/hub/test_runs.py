@@ -692,7 +692,7 @@ def test_other_commands_and_streamed_models(here: Path, hub: FakeHub, kind: str,
     for name in MODELS:
         hub.put(f"org/{name}", tree(here / name))
     weights = [{"model": f"hf://org/{name}", "parameters": {"weight": 0.5}} for name in ("a", "b")]
-    monkeypatch.setattr("weightsmith._execution.run.repo_of", lambda out, options: "org/out")
+    monkeypatch.setattr(LocalFolder, "spec", "org/out")
     for out in (OUT, str(here / "out")):
         if kind == "streamed":
             recipe = {"merge_method": "linear", "models": weights}
