@@ -82,7 +82,7 @@ def test_a_file_that_is_no_object_names_itself(tmp_path: Path) -> None:
 MEASURE = """
 import re, sys
 from pathlib import Path
-from weightsmith._files import strict_json
+from weightsmith._base import strict_json
 
 def status(key):
     return int(re.search(rf"^{key}:\\s+(\\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) << 10
