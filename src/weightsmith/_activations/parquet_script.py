@@ -19,7 +19,7 @@ BATCH_ROWS = 16
 """Rows that are decoded at once."""
 PART_CHARACTERS = 1 << 20
 MAX_COLUMNS = 100_000
-"""Of columns, row groups and other lists in the footer, which takes a thousand times its size in memory."""
+"""The most columns, row groups and other list items in a footer, which takes a thousand times its size in memory."""
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _texts(file: Any) -> Iterator[str]:
-    """Of each row, the value of the column `text`, or all that are text."""
+    """The text of each row: the column `text`, or all columns that are text."""
     for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
         for number in range(batch.num_rows):
             [row] = batch.slice(number, 1).to_pylist()  # one by one: these take as much memory again

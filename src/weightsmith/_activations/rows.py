@@ -47,13 +47,13 @@ MAX_ROWS = 128
 TOKENS = 512
 """Tokens per row if not given."""
 MAX_TEXT_BYTES = 256 << 20
-"""Of a file, and of what a parquet file holds when it is decompressed."""
+"""The largest text file, and the largest parquet file after decompression."""
 MAX_DECODING_BYTES = 512 << 20
 """Memory that decoding a parquet file takes, besides pyarrow's code."""
 DECODING_SECONDS = 10
 """Processor time that it takes, and a second more for each 4 MiB of the file."""
 PIECE_CHARACTERS = 1 << 20
-"""Of a document that are encoded at once, at most."""
+"""The most characters of a document to encode at once."""
 SPARE = 8
 """A text is read until it has so many times the tokens that the rows take."""
 

@@ -25,7 +25,7 @@ from weightsmith.abc.product import Floats
 from weightsmith.abc.statistic import Statistic
 
 ROWS_SHARE = 0.4
-"""Of the progress of `use_sums`: the rows; the rest is the use."""
+"""The share of the progress of `use_sums` that running the rows takes; using the sums takes the rest."""
 
 Scales = Mapping[str, Floats]
 """For each weight, float32 [rows, tokens]: of the tokens that reach it, in their order."""

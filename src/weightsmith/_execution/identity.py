@@ -25,7 +25,7 @@ ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging", "_outputs.local", 
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
 opened, how bytes are written and taken over, and which bytes an uploaded part has."""
 OUTSIDE = ("_reports", "_execution", "_app")
-"""Of all that it imports, packages that make no bytes of an output: looks are never resumed, and runs only order the work."""
+"""Packages that decide no byte of an output, though `ROOTS` reach them: reports are never resumed, and runs only order work."""
 PACKAGES = ("numpy", "numba", "torch", "libgguf")
 """Packages whose numbers may differ between versions."""
 

@@ -84,7 +84,8 @@ class Masks(NamedTuple):
 class Combination(NamedTuple):
     """How masked deltas become one.
 
-    weights, scales  float64 [models]: of the delta, and of what is left of it after the mask
+    weights  float64 [models]: factor of each model's delta
+    scales   float64 [models]: factor of what the mask leaves of that delta
     elect   ELECT_NONE, ELECT_SUM or ELECT_COUNT: keep only contributions of the elected sign
     mean    SUM, BY_WEIGHT, BY_COUNT or LARGEST
     factor  lambda, divided by the sum of all weights when normalising without election

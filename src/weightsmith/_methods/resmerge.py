@@ -24,7 +24,7 @@ def _units(parts: Sequence[Any]) -> list[Any]:
 
 
 def _cosines(units: Sequence[Any]) -> list[float]:
-    """Of each pair."""
+    """The cosine of each pair."""
     return [float((a * b).sum()) for i, a in enumerate(units) for b in units[i + 1 :]]
 
 

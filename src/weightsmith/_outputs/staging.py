@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from weightsmith.abc.output import Address, Arrays, BytesLike
 
 BOOKKEEPING_BYTES = 400
-"""Of journal and manifest, for each tensor."""
+"""Bytes of journal and manifest for each tensor."""
 _CHECKSUM = re.compile("[0-9a-f]{32}")
 
 
@@ -166,7 +166,7 @@ class Staging:
             return self.backend.redo(names)
 
     def reread(self, names: Collection[str], threads: int, progress: Progress | None = None) -> None:
-        """Of these finished tensors, keep those whose stored bytes have the right checksum."""
+        """Keep those of these finished tensors whose stored bytes have the right checksum."""
         self.backend.reread(names, threads, progress)
 
     def abandon(self) -> None:

@@ -115,7 +115,7 @@ def decode_fields(kind: type, value: Any, at: str, *, open_keys: bool = False) -
 
 @cache
 def _keys(kind: Any) -> tuple[tuple[str, str, bool, Any], ...]:
-    """Of each field its name, its key, whether it is omitted while it has its default, and that."""
+    """For each field: its name, its key, whether a default value is omitted, and the default."""
     own = [each for each in fields(kind) if each.init]
     return tuple((each.name, each.metadata.get("key", each.name), "omit" in each.metadata, each.default) for each in own)
 

@@ -181,7 +181,7 @@ class Address(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the model: the last part of the address."""
+        """The name of the model: the last part of the address."""
 
 
 class Place(Protocol):

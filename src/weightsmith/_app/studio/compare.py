@@ -18,11 +18,11 @@ from weightsmith._reports.judge import Judge
 from weightsmith._reports.look.models import opened
 
 MAX_CHARACTERS = 100_000
-"""Of a text, and of a prompt."""
+"""The most characters of a text or a prompt."""
 MAX_NEW_TOKENS = 256
 MAX_MODELS = 12
 ROWS = 8
-"""Of 384 tokens of the text."""
+"""Rows of the text to use, of 384 tokens each."""
 BYTES_PER_WEIGHT = 10
 """That loading takes: 1.23 GB were measured for 134.5 million weights, with torch and transformers."""
 

@@ -20,9 +20,9 @@ from weightsmith._planning.recipe import Input, Parameters, Recipe, Scalar, Sett
 GOALS_SHOWN: Mapping[str, Goal] = {name: goal for name, goal in GOALS.items() if name != "experts"}
 """Recipes of mixtures have no controls."""
 MAX_CURVE_POINTS = 16
-"""Of a gradient that is shown as a curve."""
+"""The most points of a gradient to show as a curve."""
 MAX_CHARACTERS = 100_000
-"""Of a recipe on the page: reading it takes a second at most."""
+"""The longest recipe on the page: reading it takes a second at most."""
 
 NO_MODEL, NO_BASE = "MODEL", "BASE"
 """In a recipe that was begun before they were chosen."""
@@ -211,7 +211,7 @@ def _names(method: Method, scope: str = "") -> set[str]:
 
 
 def _first_value(p: Parameter) -> Any:
-    """Of a required parameter: the middle of its bounds, else 1 for a weight and 0.5 for a share."""
+    """The first value of a required parameter: the middle of its bounds, else 1 for a weight and 0.5 for a share."""
     if p.kind == "str":
         return p.choices[0] if p.choices else ""
     return 1.0 if p.name == "weight" else 0.5

@@ -22,7 +22,7 @@ from weightsmith._reports.look.pages import preview_page
 from weightsmith._reports.look.preview import GroupPreview, Preview
 
 MARKED_LINES = 40
-"""Of the editor that can be marked: it draws no more of them than the window shows."""
+"""The most lines that can be marked in the editor, which draws only those in the window."""
 _SHOWN = 20
 """Problems that are listed."""
 

@@ -22,9 +22,9 @@ from weightsmith._version import __version__
 GENERATOR = '<meta name="generator" content="weightsmith '
 """In the first lines of every page."""
 MAX_ROWS = 2000
-"""Of a table that are shown; the others are in the data."""
+"""The most rows of a table that a page shows; the data have all of them."""
 MAX_DATA_CHARACTERS = 400_000
-"""Of JSON in a page. The commands print all of it with --json."""
+"""The most characters of JSON in a page. With --json, the commands print all of it."""
 
 _POLICY = "; ".join(
     (

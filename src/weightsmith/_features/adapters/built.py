@@ -224,7 +224,7 @@ class Stack:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Of each expert's matrix."""
+        """The block of each expert's matrix."""
         experts, rows, cols = self.shape
         return tuple(Block(e * rows * cols, rows, cols, cols) for e in range(experts))
 

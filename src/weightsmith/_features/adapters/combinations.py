@@ -37,7 +37,7 @@ from weightsmith.abc.product import Arrays
 Matrix = npt.NDArray[np.float64]
 
 PREFIX = "peft_"
-"""Of the names in recipes: `merge_method: peft_ties_svd`."""
+"""The prefix of their names in recipes: `merge_method: peft_ties_svd`."""
 
 EXACT = ("cat", "svd")
 ON_FACTORS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
@@ -60,7 +60,7 @@ class Combination:
     majority: str = "total"
 
     def rank(self, ranks: Sequence[int], limit: int | None) -> int:
-        """Of the result, from the ranks of the adapters and the largest that was asked for."""
+        """The rank of the result, from the ranks of the adapters and the limit that was asked for."""
         if self.name == "cat":
             return sum(ranks)
         return max(ranks) if limit is None or self.name in ON_FACTORS else limit

@@ -54,7 +54,7 @@ ZERO = -1
 
 
 _NORM_ELEMENTS = 1 << 20
-"""Of the blocks of rows whose norms are computed."""
+"""Elements in a block of rows whose norms are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Adapted:
         return f"{self.name}: {part} of {owner}"
 
     def factor_shapes(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Of A and B of one rank, as PEFT stores them."""
+        """The shapes of A and B for one rank, as PEFT stores them."""
         count = max(1, self.experts)
         return {"A": (count * rank, self.shape[1]), "B": (self.shape[0], rank * count)}
 

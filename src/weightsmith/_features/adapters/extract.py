@@ -161,7 +161,7 @@ def _known(built: Built) -> Built | None:
 
 
 def _dtype(tuned: Checkpoint, selection: Chosen) -> DType:
-    """Of the fine-tune's weights: float32, if they are neither that nor a 16-bit dtype."""
+    """The dtype of the fine-tune's weights; float32, unless it is a 16-bit dtype."""
     found = tuned.natural_dtype(selection.factors[0].pair.tuned.name)
     return found if found.name in ("BF16", "F16") else DTYPES["F32"]
 
@@ -191,7 +191,7 @@ def _shape(pair: Pair, block: Block | None) -> tuple[int, ...]:
 
 
 def _matrix_steps(weight: Weight) -> Iterator[Step]:
-    """Of each matrix of a target the difference, and what it is in the fine-tune."""
+    """The steps for each matrix of a target: its difference, and the matrix of the fine-tune."""
     pair = weight.pair
     for name, own in zip(weight.target.matrices, weight.parts, strict=False):
         yield _joined(name, [_part(pair, wanted=wanted) for pair, wanted in own])

@@ -235,7 +235,7 @@ def _check_sums(draft: PlanDraft, whole: Sequence[Step]) -> None:
 
 
 def _weights(draft: PlanDraft, step: Step, module: Adapted) -> tuple[float, ...]:
-    """Of the adapters that have factors of a module."""
+    """The weights of the adapters that have factors for a module."""
     whole = step.pieces[0] if step.pieces else step
     settings = draft.settings[whole.settings].models
     known = {read.model: float(own["weight"] or 0) for read, own in zip(whole.inputs, settings, strict=True)}

@@ -130,7 +130,7 @@ class Opened:
                 raise Unsupported(what, where=where, fix=MERGE_MODELS)
 
     def _whole_specs(self, owner: Adapter | None) -> Iterator[TensorSpec]:
-        """Of the tensors that are saved whole, as a model has them. owner: the adapter; None: the base."""
+        """Specs of the tensors that are saved whole, as a model has them. owner: the adapter; None: the base."""
         for name, spec in self.whole.items():
             kept = owner.replacements.get(name) if owner is not None else None
             if owner is not None and kept is not None:

@@ -36,7 +36,7 @@ class Matrix:
 
     @property
     def parameters(self) -> int:
-        """Of its factors."""
+        """The number of parameters in its factors."""
         return self.rank * self.spectrum.size
 
 
@@ -59,7 +59,7 @@ class Extraction:
 
     @property
     def parameters(self) -> int:
-        """Of all factors."""
+        """The number of parameters in all factors."""
         return sum(matrix.parameters for matrix in self.matrices)
 
     def to_json(self) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class _Transplant:
 
     @property
     def _rows(self) -> int:
-        """Of the output."""
+        """Rows of the output."""
         if self.donor.model is not None:
             return vocabulary.count_rows(self.donor.model.specs.values(), self.donor.config) or max(self.out.tokens) + 1
         return max(self.out.tokens) + 1

@@ -34,7 +34,7 @@ MADE = ("approximated", "composed", "kept", "unused")
 """How a row was made: by the approximation; from pieces; the model's own; a row that is hardly used."""
 
 CHUNK_ELEMENTS = 2 << 20
-"""Of a table that are read at once."""
+"""Elements of a table to read at once."""
 
 SIDES: tuple[Side, ...] = ("model", "donor")
 
@@ -323,7 +323,7 @@ def _lengths(rows: Floats) -> npt.NDArray[np.float64]:
 # of rows that were surely not trained, and in an embedding with a head of its own they are short.
 
 SHARE = 0.01
-"""Of the other rows, that are called poorly trained by each criterion, at most."""
+"""The largest share of the other rows that each criterion may call poorly trained."""
 
 SIMILAR = 0.5
 """A row with a smaller cosine to the untrained ones is not called so."""

@@ -74,7 +74,7 @@ _CLASSES = frozenset(
     "ProxySchemeUnknown ProxySchemeUnsupported LocationParseError InvalidProxiesConfigError UnsupportedProxyProtocolError "
     "InvalidDNSNameError ParamValidationError UnknownRegionError InvalidRegionError EndpointProviderError".split()
 )
-"""Of the clients: what no server has seen."""
+"""Errors of the clients themselves: no server has seen the request."""
 _OWN_MISTAKES = (ValueError, TypeError, ImportError, AttributeError)
 
 

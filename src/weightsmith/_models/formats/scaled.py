@@ -76,7 +76,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return int(self.kind[-1])
 
     def block_of(self, rows: int, cols: int) -> tuple[int, int]:
@@ -136,7 +136,7 @@ class ScaledWeight:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return int(self.kind[-1])
 
     @property

@@ -17,7 +17,7 @@ MAX_PATTERNS = 100
 """Patterns that are no plain names."""
 MAX_STATES = 2000
 MAX_STEPS = 20_000_000
-"""Of all names and patterns: about 5 s."""
+"""The most steps for all names and patterns: about 5 s."""
 _MAX_GROUPS = 1000  # of plain names with equal lengths and dots: 30 in an adapter of a large mixture of experts
 _MAX_NESTED = 20
 

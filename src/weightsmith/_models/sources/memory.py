@@ -35,7 +35,7 @@ class StateDict:
 
     @property
     def identity(self) -> str:
-        """Of names, dtypes and shapes."""
+        """A digest of names, dtypes and shapes."""
         return digest([str(spec) for spec in self.specs.values()])
 
     @property

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from weightsmith._files.containers import Layout, ShardLayout
 
 PART_BYTES = 8 << 20
-"""Of the smallest part, except the last of a file; stores accept parts from 5 MiB on. The largest is shorter than two of it."""
+"""The smallest part, except the last of a file; stores accept 5 MiB and more. The largest is less than twice as long."""
 MAX_PARTS = 10_000
 
 

@@ -47,7 +47,7 @@ class HubAddress:
 
     @property
     def url(self) -> str:
-        """Of the model's page."""
+        """The address of the model's page."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{self.repo}" + ("" if self.branch == MAIN else f"/tree/{quote(self.branch)}")

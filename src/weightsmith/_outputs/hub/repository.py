@@ -32,7 +32,7 @@ PATIENCE = Patience(failures=3, first_seconds=1.0)
 """With fewer attempts than elsewhere: huggingface_hub repeats single requests of uploads itself."""
 
 _MOST_COMMITS = 10
-"""Of other people, on top of one whose answer was lost, among which it is looked for."""
+"""The most commits by others to search for one of ours whose answer was lost."""
 _BATCH = 100
 """Uploaded files that one request asks about."""
 _AGAIN = "run again"
@@ -63,7 +63,7 @@ class Content(NamedTuple):
 
 
 def content_of(path: Path) -> Content:
-    """Of a local file."""
+    """The size and hashes of a local file."""
     nbytes = path.stat().st_size
     sha1, sha256 = hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False), hashlib.sha256()
     with path.open("rb") as file:
@@ -203,7 +203,7 @@ class HubRepository:
         return addition
 
     def missing(self, files: Mapping[str, Content]) -> list[str]:
-        """Of uploaded files, those that the hub no longer has: without a commit, it may remove them."""
+        """The uploaded files that the Hub no longer has: it may remove files that no commit has."""
         from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info
 
         wanted = {each.sha256: name for name, each in files.items()}

@@ -42,7 +42,7 @@ class FolderWeights(WeightFiles, Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the files that are in the folder at the end."""
+        """The names of the files that are in the folder at the end."""
 
     def reserve(self, space: int, other_bytes: int, more_bytes: int, folder: Path) -> None:
         """Reserve the space of the files that are there at a time, and write their headers. Raises NoSpace.

@@ -39,7 +39,7 @@ class Weights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all files."""
+        """The names of all files."""
         return frozenset(shard.name for shard in self.layout.shards)
 
     def reserve(self, space: int, other_bytes: int, more_bytes: int, folder: Path) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weightsmith._features.quantisation.exl2.matrix import FactoredHessian
 
 _QUANTISING = 0.3
-"""Of the progress of a block: the Hessians."""
+"""The share of a block's progress that its Hessians take."""
 
 
 def _compute(bench: ProductContext) -> Arrays:

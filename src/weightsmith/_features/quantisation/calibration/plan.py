@@ -73,7 +73,7 @@ MEASURING = ("embedding", "states", "gradients", "statistic", "measured_layer", 
 """Kinds of the products of a measurement."""
 
 MEASURED_ROWS = 32
-"""Of the calibration text that losses are measured with, at most: their states are stored for all layers at once."""
+"""The most rows of a calibration text that losses are measured with: their states are stored for all layers at once."""
 
 
 def without_measuring(draft: PlanDraft) -> list[Product]:

@@ -67,7 +67,7 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Of all blocks: what bits for each weight refer to."""
+        """The number of weights in all blocks, which the average bits per weight refers to."""
         return sum(block.weights for block in self.blocks)
 
 

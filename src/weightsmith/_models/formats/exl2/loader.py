@@ -25,7 +25,7 @@ ARCHITECTURES = (
 """`architectures` of config.json for which names and layout have been checked."""
 
 VERSION = "0.3.2"
-"""Of ExLlamaV2, whose layout is written."""
+"""The version of ExLlamaV2 whose layout is written."""
 
 GEMMA3, GEMMA3_LOADED = "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
 """ExLlamaV2 knows the text model only as part of the other one, with this prefix."""

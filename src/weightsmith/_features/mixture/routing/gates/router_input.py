@@ -122,6 +122,6 @@ def _tried(
 
 
 def _cross_entropy(logits: Sequence[Tensor], scale: float) -> float:
-    """Of softmax(scale · logits) against each token's own expert, with equal weight for each expert."""
+    """The cross entropy of softmax(scale · logits) against each token's own expert; each expert has equal weight."""
     losses = [(torch.logsumexp(scale * own, 1) - scale * own[:, e]).mean() for e, own in enumerate(logits)]
     return float(torch.stack(losses).mean())
