@@ -385,6 +385,15 @@ def serving(kind: str) -> Iterator[int]:
             process.wait()
 
 
+_SERVE_MOTO = """
+import sys
+from werkzeug.serving import WSGIRequestHandler
+WSGIRequestHandler.disable_nagle_algorithm = True  # see _Handler
+from moto.server import main
+main(sys.argv[1:])
+"""
+
+
 def _command(kind: str, port: int, folder: str) -> list[str]:
     """What starts a server. Skips the test if it is not installed."""
     beside = str(Path(sys.executable).parent)
@@ -392,7 +401,7 @@ def _command(kind: str, port: int, folder: str) -> list[str]:
         pytest.importorskip("botocore", reason="outputs in S3 need botocore")
         if not (find_spec("moto") and find_spec("flask") and find_spec("flask_cors")):
             pytest.skip("moto's server is not installed")
-        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        return [sys.executable, "-c", _SERVE_MOTO, "-H", "127.0.0.1", "-p", str(port)]
     if kind == SEAWEED:
         pytest.importorskip("botocore", reason="outputs in S3 need botocore")
         weed = shutil.which("weed") or shutil.which("weed", path=beside)
@@ -430,6 +439,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers every method by `answer`, and is silent."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the second packet of an answer waits 40 ms for the acknowledgement of the first
 
     def answer(self) -> None:
         raise NotImplementedError

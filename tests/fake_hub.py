@@ -180,6 +180,7 @@ def environment(home: Path) -> dict[str, str]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the second packet of an answer waits 40 ms for the acknowledgement of the first
 
     @property
     def hub(self) -> FakeHub:

@@ -98,6 +98,7 @@ class Server:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the second packet of an answer waits 40 ms for the acknowledgement of the first
 
     @property
     def site(self) -> Server:
