@@ -6,16 +6,26 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
+from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterError
 from weightsmith._base.options import RunOptions
+from weightsmith._outputs.local.unfinished import remove_published
 from weightsmith._outputs.places import place_of
 from weightsmith._plans import Plan
 from weightsmith.abc.output import Place
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
-    """Raise StoreError if the output cannot be written there, before work that takes time. Changes nothing."""
-    place_of(out).check_free(overwrite=options.overwrite, protected=protected, reads=models_read(plan))
+    """Raise StoreError if the output cannot be written there, before work that takes time.
+
+    Removes only what a run has left that died after it had published this output, a local folder.
+    """
+    place = place_of(out)
+    try:
+        place.check_free(overwrite=options.overwrite, protected=protected, reads=models_read(plan))
+    except OutputExists:
+        if place.capabilities.publication == "rename":
+            remove_published(place.local)
+        raise
 
 
 def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: bool = False) -> Place:

@@ -25,6 +25,7 @@ from weightsmith._base.options import ExtractSettings
 from weightsmith._features.adapters import factors as factors_module
 from weightsmith._features.adapters.extract import prepare_extraction
 from weightsmith._features.adapters.factors import KIND, FactorWork
+from weightsmith._outputs.local.area import StagingArea, staging_folder
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import plan_from_json
 
@@ -211,6 +212,31 @@ def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_
     shutil.rmtree(tmp_path / "other")  # a measurement without an output is kept
     extract(fine, model, tmp_path / "else", max_rank=8).out.rename(tmp_path / "other")
     (tmp_path / "other/weightsmith.json").write_bytes((tmp_path / "base/config.json").read_bytes())
+    for name in ("out", "other"):
+        with pytest.raises(OutputExists):
+            extract(fine, model, tmp_path / name, max_rank=8)
+    assert [folder.exists() for folder in left] == [False, True]
+
+
+def test_what_a_run_left_that_died_after_it_published_is_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {n: 0.1 * normal(*a.shape) for n, a in base_tensors().items() if a.ndim == 2 and "layers" in n}
+    model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
+
+    def die(area: StagingArea) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StagingArea, "remove_replaced", die)
+        for name in ("out", "other"):
+            with pytest.raises(KeyboardInterrupt):
+                extract(fine, model, tmp_path / name, max_rank=8)
+    left = [staging_folder(tmp_path / name) for name in ("out", "other")]
+    assert [folder.exists() for folder in left] == [True, True]
+    shutil.copytree(tmp_path / "other", tmp_path / "copy")  # what is there now is not what was published
+    shutil.rmtree(tmp_path / "other")
+    (tmp_path / "copy").rename(tmp_path / "other")
     for name in ("out", "other"):
         with pytest.raises(OutputExists):
             extract(fine, model, tmp_path / name, max_rank=8)

@@ -66,10 +66,14 @@ class StagingArea:
 
     # an interrupted publish
 
+    def is_published(self, entries: Entries) -> bool:
+        """Whether the output is there that a journal was about to publish."""
+        return entries.published is not None and _identity(self.out) == entries.published
+
     def recover(self, entries: Entries) -> None:
         """Complete or undo a publish that was cut off. The folder may be gone afterwards: see `locks.held`."""
         old = self.folder / OLD
-        if entries.published is not None and _identity(self.out) == entries.published:
+        if self.is_published(entries):
             self.remove_replaced()  # it was published; only what it replaced is left
             self.remove()
         elif entries.lines == 0:

@@ -50,6 +50,14 @@ def remove_work(out: Path) -> None:
             area.remove()
 
 
+def remove_published(out: Path) -> None:
+    """Remove the staging folder of a run that died after it had published this output; leave any other."""
+    area = StagingArea(out)
+    with suppress(StoreError, OSError):
+        if area.is_published(read_journal(area.folder / JOURNAL)):
+            remove_work(out)
+
+
 def _disk_bytes(folder: Path) -> int:
     total = 0
     for root, _, files in os.walk(folder):
