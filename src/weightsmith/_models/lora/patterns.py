@@ -85,7 +85,7 @@ def _compiled(text: str) -> Any:
     if len(text) > MAX_LENGTH:
         raise PatternError(f"{len(text):,} characters, at most {MAX_LENGTH:,} are read", text)
     if found := _DIFFERENT.search(text):
-        raise PatternError(f"{found[0]!r} is not read", text)
+        raise PatternError(f"'{found[0]}' is not read", text)
     import re2
 
     options = re2.Options()
