@@ -166,9 +166,9 @@ class _Resize:
             old, new = section_at(self.old, path), section_at(self.new, path)
             self._walk(old, new, path)
             for rule in rules_for({key: value for key, value in old.items() if self._is_mine(key, path)}):
-                self.explained.append(rule.kinds(old, self.remap.n_old))
-                note = rule.move(old, new, self.remap)
-                if note:
+                kinds = rule.kinds(old, self.remap.n_old)
+                self.explained.append(kinds)
+                if note := rule.move(old, new, self.remap, tuple(kinds[i] for i in self.remap.source)):
                     self.notes.append(note)
             self._note_window(old)
         for path in self.stack.config_paths:
