@@ -6,10 +6,11 @@ is decoded from them. `decoded` makes a source of those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,25 +34,25 @@ ROWS_BYTES = 4 << 20
 _TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 
-class Weight(Protocol):
-    """One weight of the plain model. A frozen dataclass: its `repr` is part of the source's identity."""
+@dataclass(frozen=True, slots=True)
+class Weight(ABC):
+    """One weight of the plain model. Its `repr` is part of the source's identity.
 
-    @property
-    def spec(self) -> TensorSpec:
-        """Name, F32, shape [outputs, inputs]."""
+    spec           name, F32, shape [outputs, inputs]
+    stored         the stored tensors that it is decoded from, which the source hides
+    natural_dtype  the dtype in which loaders compute with it
+    """
 
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """The stored tensors that it is decoded from, which the source hides."""
-
-    @property
-    def natural_dtype(self) -> DType:
-        """The dtype in which loaders compute with it."""
+    spec: TensorSpec
+    stored: tuple[str, ...]
+    natural_dtype: DType
 
     @property
     def preferred_rows(self) -> int:
         """See `Tensors.preferred_rows`."""
+        return 1
 
+    @abstractmethod
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         """values = elements first … first + n, n > 0, in row-major order. Thread-safe; scratch memory is bounded.
 
@@ -249,21 +250,37 @@ def transposed_rows(outputs: int, inputs: int) -> int:
     return max(1, min(outputs, max(32, ROWS_BYTES // (4 * max(inputs, 1)) // 32 * 32)))
 
 
-def decode_transposed(
-    spec: TensorSpec, groups: npt.NDArray[np.int64], band: Callable[[slice], Band], first: int, values: npt.NDArray[np.float32]
-) -> None:
-    """`Weight.decode` of a weight [outputs, inputs] that is stored as [inputs, outputs].
+@dataclass(frozen=True, slots=True)
+class TransposedWeight(Weight):
+    """A weight [outputs, inputs] that is stored as [inputs, outputs], with zeros and scales of groups of inputs.
 
-    groups  [inputs]: the group of each input
-    band    unpacks some outputs; the slice begins at a multiple of 32, and ends at one or at the last output
+    groups      rows of the scales
+    group_size  consecutive inputs of a group
     """
-    from weightsmith._kernels.packed import dequantise_transposed
 
-    outputs, inputs = spec.shape
-    most = max(32, BAND_CODES // inputs // 32 * 32)
-    top, end = first // inputs // 32 * 32, -(-(first + values.size) // inputs)
-    while top < end:
-        bottom = min(top + most, -(-end // 32) * 32, outputs)
-        codes, zeros, scales = band(slice(top, bottom))
-        dequantise_transposed(codes.reshape(-1), zeros.reshape(-1), scales.reshape(-1), groups, top, first, values)
-        top = bottom
+    groups: int
+    group_size: int
+
+    @property
+    def preferred_rows(self) -> int:
+        return transposed_rows(*self.spec.shape)
+
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        from weightsmith._kernels.packed import dequantise_transposed
+
+        (outputs, inputs), groups = self.spec.shape, self.groups_of_inputs(stored)
+        most = max(32, BAND_CODES // inputs // 32 * 32)
+        top, end = first // inputs // 32 * 32, -(-(first + values.size) // inputs)
+        while top < end:
+            bottom = min(top + most, -(-end // 32) * 32, outputs)
+            codes, zeros, scales = self.band(stored, slice(top, bottom))
+            dequantise_transposed(codes.reshape(-1), zeros.reshape(-1), scales.reshape(-1), groups, top, first, values)
+            top = bottom
+
+    def groups_of_inputs(self, stored: Tensors) -> npt.NDArray[np.int64]:
+        """[inputs]: the group of each."""
+        return np.arange(self.spec.shape[1]) // self.group_size
+
+    @abstractmethod
+    def band(self, stored: Tensors, outputs: slice) -> Band:
+        """Some outputs, unpacked; the slice begins at a multiple of 32, and ends at one or at the last output."""

@@ -25,7 +25,7 @@ from weightsmith._models.formats.config import (
     unsupported,
     without_entries,
 )
-from weightsmith._models.formats.decoded import F32, DecodedTensors
+from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight
 from weightsmith._models.formats.numbers import powers_of_two
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors, read
@@ -109,27 +109,21 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledWeight:
-    """A matrix of codes and its scales; see `decoded.Weight`.
+class ScaledWeight(Weight):
+    """A matrix of codes and its scales.
 
-    spec     of the plain tensor: X.weight
-    codes    name of the tensor of codes
+    stored   the tensors of codes, and of scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major
+             order; then those of the next three that there are
     kind     of the codes, as `kernels.blocks.TABLES` names them
-    scale    name of the scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major order
     block    (rows, cols) of a block; the last of a row or column may be smaller
-    natural_dtype  config.json's dtype
     extent   name of the tensor that holds the shape once more, I64 [2]; "" for none
     divisor  name of the tensor, F32 of one element, by which scales are divided; "" for none
     zeros    name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest
              bits of a word are the first row's; "" where the code of zero is 2^(bits - 1). Blocks then have one row
     """
 
-    spec: TensorSpec
-    codes: str
     kind: str
-    scale: str
     block: tuple[int, int]
-    natural_dtype: DType
     extent: str = ""
     divisor: str = ""
     zeros: str = ""
@@ -144,10 +138,6 @@ class ScaledWeight:
         """Blocks of a column and of a row."""
         (rows, cols), (high, wide) = self.spec.shape, self.block
         return -(-rows // high), -(-cols // wide)
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.codes, self.scale, self.extent, self.divisor, self.zeros)))
 
     @property
     def preferred_rows(self) -> int:
@@ -165,7 +155,7 @@ class ScaledWeight:
             scales = self._scales(stored, band * across, (last + 1) * across)
             begin, end = at * self.bits // 8, -(-(at + part.size) * self.bits // 8)
             codes = np.empty(end - begin, np.uint8)
-            stored.read_into(self.codes, begin, codes)
+            stored.read_into(self.stored[0], begin, codes)
             if not self.zeros:
                 dequantise(codes, TABLES[self.kind], at, cols, scales, across, block_rows, block_cols, part)
                 continue
@@ -193,9 +183,10 @@ class ScaledWeight:
         """Scales first … end, by which the values of the codes are multiplied."""
         from weightsmith._kernels.codecs import decode
 
-        dtype = stored.specs[self.scale].dtype
+        name = self.stored[1]
+        dtype = stored.specs[name].dtype
         raw = np.empty((end - first) * dtype.itemsize, np.uint8)
-        stored.read_into(self.scale, first * dtype.itemsize, raw)
+        stored.read_into(name, first * dtype.itemsize, raw)
         if dtype.name == "U8":
             return powers_of_two(raw)
         scales = np.empty(end - first, np.float32)
@@ -229,25 +220,18 @@ def read_scaled(read_entry: ReadEntry) -> Callable[[Tensors, Config, str], Wrapp
     def read_model(stored: Tensors, config: Config, where: str) -> Wrapped:
         place, entry = quantisation_entry(config, where)
         schemes, notes = read_entry(entry, f"{place} in config.json", where)
-        return _read(stored, schemes, notes, config, f"{place} in config.json", where)
+        specs, dtype = stored.specs, plain_dtype(config)
+        weights = [_weight(spec, specs, schemes, dtype, where) for spec in specs.values() if is_codes(spec)]
+        if not weights:
+            wanted = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
+            what = f"{place} in config.json says that the weights are quantised, and no tensor is {wanted}"
+            raise FormatError(what, where=where, fix=f"Remove {place} from config.json, if the weights are plain numbers.")
+        _check_others(specs, weights, where)
+        dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED]
+        source = DecodedTensors(stored, weights, dropped, where)
+        return Wrapped(source, without_entries(config), (*notes, *dropped_scales(dropped, where)))
 
     return read_model
-
-
-def _read(
-    stored: Tensors, schemes: Sequence[Scheme], notes: Sequence[Finding], config: Config, place: str, where: str
-) -> Wrapped:
-    specs, dtype = stored.specs, plain_dtype(config)
-    weights = [_weight(spec, specs, schemes, dtype, where) for spec in specs.values() if is_codes(spec)]
-    if not weights:
-        wanted = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
-        what = f"{place} says that the weights are quantised, and no tensor is {wanted}"
-        raise FormatError(what, where=where, fix=f"Remove {place.replace(' in ', ' from ')}, if the weights are plain numbers.")
-    _check_others(specs, weights, where)
-    dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED]
-    return Wrapped(
-        DecodedTensors(stored, weights, dropped, where), without_entries(config), (*notes, *dropped_scales(dropped, where))
-    )
 
 
 def is_codes(spec: TensorSpec) -> bool:
@@ -310,17 +294,11 @@ def _described(name: str, spec: TensorSpec, scale: str, scheme: Scheme, dtype: D
     rows, cols = spec.shape
     if scheme.packed:
         cols = cols * spec.dtype.itemsize * 8 // scheme.bits
-    return ScaledWeight(
-        TensorSpec(name, F32, (rows, cols)),
-        spec.name,
-        scheme.kind,
-        scale,
-        scheme.block_of(rows, cols),  # which makes different names of the same block equal
-        dtype,
-        name + SHAPE if scheme.shaped else "",
-        name + DIVISOR if scheme.divided else "",
-        name + ZEROS if scheme.zeroed else "",
-    )
+    ends = (SHAPE, scheme.shaped), (DIVISOR, scheme.divided), (ZEROS, scheme.zeroed)
+    others = [name + end if has else "" for end, has in ends]
+    block = scheme.block_of(rows, cols)  # which makes different names of the same block equal
+    stored = spec.name, scale, *filter(None, others)
+    return ScaledWeight(TensorSpec(name, F32, (rows, cols)), stored, dtype, scheme.kind, block, *others)
 
 
 def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:

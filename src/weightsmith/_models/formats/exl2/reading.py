@@ -18,7 +18,7 @@ from weightsmith._base.errors import FormatError
 from weightsmith._base.files import Extent, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, damaged, part_of
-from weightsmith._models.formats.decoded import F32, decoded, read_all, read_columns, transposed_rows
+from weightsmith._models.formats.decoded import F32, Weight, decoded, read_all, read_columns, transposed_rows
 from weightsmith._models.formats.exl2.layout import ROWS, SUFFIXES, Group, Groups, padded, why_illegal
 from weightsmith._models.formats.exl2.loader import GEMMA3_PREFIX, text_config
 from weightsmith._models.formats.exl2.scales import scale_values, unpack_codes
@@ -121,16 +121,10 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Exl2Weight:
-    """One weight of the plain model; see `decoded.Weight`.
+class Exl2Weight(Weight):
+    """One weight. modules: the matrices that it consists of, from its first row to its last."""
 
-    modules  the matrices that it consists of, from its first row to its last
-    """
-
-    spec: TensorSpec
-    stored: tuple[str, ...]
     modules: tuple[Module, ...]
-    natural_dtype: DType = DTYPES["F16"]
 
     @property
     def preferred_rows(self) -> int:
@@ -225,7 +219,7 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
         chosen, k = tuple(modules[part][0] for part in names), modules[names[0]][1]
         tensors = tuple(f"{part}.{suffix}" for part in names for suffix in SUFFIXES)
         spec = TensorSpec(f"{name}.weight", F32, (sum(module.outputs for module in chosen), k))
-        weights.append(Exl2Weight(spec, tensors, chosen))
+        weights.append(Exl2Weight(spec, tensors, DTYPES["F16"], chosen))
     derived = [name for name in stored.specs if name.endswith(_DERIVED) and name.rpartition(".")[0] in modules]
     wrapped = decoded(stored, weights, config, where, kind="EXL2", parts=_PARTS, dropped=derived)
     plain = dict(wrapped.config or {})

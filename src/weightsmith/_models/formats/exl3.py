@@ -1,4 +1,13 @@
-"""EXL3's weights as numbers. The package describes the tensors."""
+"""EXL3's weights: trellis codes of 1 to 8 bits, rotated in blocks of 128 x 128.
+
+X.trellis I16 [inputs / 16, outputs / 16, 16 · K]   a stream of 256 · K bits for each tile; K is a whole number here
+X.suh     F16 [inputs]                              scale of each input; older: X.su I16 [inputs / 16], a sign for each
+X.svh     F16 [outputs]                             scale of each output; older: X.sv
+X.mcg, X.mul1                                       which codebook; neither: the first one, 3inst
+
+`_kernels/trellis.py` has the decoding. Inputs and outputs are padded to multiples of 128 here; how many are part of the model
+follows from the sizes in config.json.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +21,17 @@ import numpy.typing as npt
 
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._models.formats.config import damaged, part_of, plain_dtype, quantisation_entry, unsupported
+from weightsmith._models.formats.config import (
+    damaged,
+    ending,
+    part_of,
+    plain_dtype,
+    quantisation_entry,
+    recogniser,
+    unsupported,
+)
 from weightsmith._models.formats.decoded import F32, Weight, decoded, read_all, read_columns
-from weightsmith.abc.stored import Config, Wrapped
+from weightsmith.abc.stored import Config, StoredFormat, Wrapped, labelled
 from weightsmith.abc.tensors import Tensors
 
 BLOCK = 128
@@ -28,20 +45,16 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True)
-class Exl3Weight:
+class Exl3Weight(Weight):
     """One weight.
 
     spec      the plain weight, without padding
     stored    trellis, scales or signs of inputs and of outputs, the codebook's marker
-    natural_dtype  config.json's dtype
     bits      K
     codebook  `3inst`, `mcg` or `mul1`
     padded    outputs and inputs as stored, multiples of 128
     """
 
-    spec: TensorSpec
-    stored: tuple[str, ...]
-    natural_dtype: DType
     bits: int
     codebook: str
     padded: tuple[int, int]
@@ -175,3 +188,6 @@ def _plain_size(padded: int, sizes: set[int], name: str, where: str) -> int:
         what = f"tensor {show(name)} is padded to {padded:,}, and sizes in config.json leave open from what: {fitting}"
         raise unsupported(what, where)
     return fitting[0] if fitting else padded
+
+
+FORMAT = StoredFormat("exl3", "EXL3", recogniser(ending(".trellis"), "exl3"), read, {".trellis": labelled("EXL3")})

@@ -1,9 +1,16 @@
-"""ModelOpt's weights as numbers. The package describes the tensors."""
+"""NVIDIA ModelOpt's weights, FP8 and NVFP4.
+
+FP8    X.weight F8_E4M3 [outputs, inputs], X.weight_scale F32 of one element
+NVFP4  X.weight U8 [outputs, inputs / 2]: two float4 in a byte, the first in the low half; X.weight_scale F8_E4M3
+       [outputs, inputs / 16]; X.weight_scale_2 F32 of one element, by which each of these scales is multiplied
+
+Scales of activations and of the KV cache are dropped. Releases that describe the quantisation in hf_quant_config.json alone are
+not read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,25 +23,20 @@ from weightsmith._models.formats.config import (
     part_of,
     plain_dtype,
     quantisation_entry,
+    recogniser,
     setting,
     unsupported,
 )
 from weightsmith._models.formats.decoded import F32, Weight, bands, decoded, read_all
 from weightsmith._models.formats.numbers import NVFP4_GROUP
-from weightsmith.abc.stored import Config, Wrapped
+from weightsmith.abc.stored import Config, StoredFormat, Wrapped
 from weightsmith.abc.tensors import Tensors
 
 _ACTIVATIONS = ("input_scale", "output_scale", "k_scale", "v_scale", "k_bias", "v_bias")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOptWeight:
+class ModelOptWeight(Weight):
     """One weight: codes, scales, and for NVFP4 the factor of the scales."""
-
-    spec: TensorSpec
-    stored: tuple[str, ...]
-    natural_dtype: DType
-    preferred_rows: int = 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         from weightsmith._kernels.blocks import TABLES
@@ -87,3 +89,6 @@ def _weight(specs: Mapping[str, TensorSpec], codes: TensorSpec, dtype: DType, wh
     last = specs.get(names[-1])
     part_of(specs, names[-1], ("F32",), (1,) if last is not None and last.shape == (1,) else (), where)
     return ModelOptWeight(TensorSpec(codes.name, F32, (outputs, inputs)), tuple(names), dtype)
+
+
+FORMAT = StoredFormat("modelopt", "ModelOpt", recogniser(is_codes, "modelopt", "modelopt_fp4"), read)

@@ -1,4 +1,14 @@
-"""GPTQ's weights as numbers. The package describes the tensors."""
+"""GPTQ's weights: codes of 2, 3, 4 or 8 bits, transposed and packed along the inputs.
+
+X.qweight I32 [inputs · bits / 32, outputs]   codes; each column is a stream of bits, the lowest bit of a word first
+X.qzeros  I32 [groups, outputs · bits / 32]   zeros, packed along the outputs
+X.scales      [groups, outputs]
+X.g_idx   I32 [inputs]                        the group of each input; missing: groups of group_size inputs in order
+
+A weight is (code - zero) · scale. Format `gptq` stores zero - 1, `gptq_v2` the zero itself. The older one is undone as
+GPTQModel does it: 1 is added to whole words, so that a carry undoes the borrow of a zero of 0 (of 3 bits: to each zero).
+The groups of a model with `desc_act` are not in order, so it must have g_idx.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +21,20 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
-from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.config import (
     DAMAGED_CHECKPOINT,
+    ending,
     group_size_of,
     part_of,
     plain_dtype,
     quantisation_entry,
+    recogniser,
     setting,
     unsupported,
 )
-from weightsmith._models.formats.decoded import (
-    F32,
-    Band,
-    Weight,
-    decode_transposed,
-    decoded,
-    read_all,
-    read_columns,
-    transposed_rows,
-)
-from weightsmith.abc.stored import Config, Wrapped
+from weightsmith._models.formats.decoded import F32, Band, TransposedWeight, Weight, decoded, read_all, read_columns
+from weightsmith.abc.stored import Config, StoredFormat, Wrapped, labelled
 from weightsmith.abc.tensors import Tensors
 
 _PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
@@ -40,36 +43,19 @@ _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 @dataclass(frozen=True, slots=True)
-class GptqWeight:
+class GptqWeight(TransposedWeight):
     """One weight.
 
-    spec        the plain weight
-    stored      qweight, qzeros, scales, and g_idx if there is one
-    natural_dtype  config.json's dtype, else that of the scales
+    stored      qweight, qzeros, scales, and g_idx if there is one, which then says what is in a group
     bits        of a code
     zero_minus  1 if zeros are stored less 1, else 0
-    groups      rows of the scales
-    group_size  consecutive inputs of a group, where g_idx does not say
     """
 
-    spec: TensorSpec
-    stored: tuple[str, ...]
-    natural_dtype: DType
     bits: int
     zero_minus: int
-    groups: int
-    group_size: int
 
-    @property
-    def preferred_rows(self) -> int:
-        return transposed_rows(*self.spec.shape)
-
-    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        decode_transposed(self.spec, self._groups(stored), lambda outputs: self._band(stored, outputs), first, values)
-
-    def _groups(self, stored: Tensors) -> npt.NDArray[np.int64]:
-        """The group of each input. A g_idx of zeros counts as none, as in ExLlama: old tools wrote it without desc_act."""
-        inputs = self.spec.shape[1]
+    def groups_of_inputs(self, stored: Tensors) -> npt.NDArray[np.int64]:
+        """[inputs]: the group of each. A g_idx of zeros counts as none, as in ExLlama: old tools wrote it without desc_act."""
         if len(self.stored) == 4:
             name = self.stored[3]
             found: npt.NDArray[np.int64] = read_all(stored, name).astype(np.int64)
@@ -77,11 +63,11 @@ class GptqWeight:
             if low < 0 or high >= self.groups:
                 what = f"tensor {show(name)} holds groups {low:,} to {high:,}, and the weight has {self.groups:,}"
                 raise FormatError(what, fix=DAMAGED_CHECKPOINT)
-            if high > 0 or -(-inputs // self.group_size) != self.groups:
+            if high > 0 or -(-found.size // self.group_size) != self.groups:
                 return found
-        return np.arange(inputs) // self.group_size
+        return TransposedWeight.groups_of_inputs(self, stored)
 
-    def _band(self, stored: Tensors, outputs: slice) -> Band:
+    def band(self, stored: Tensors, outputs: slice) -> Band:
         from weightsmith._kernels.packed import unpack_across, unpack_down
 
         qweight, qzeros, scales = self.stored[:3]
@@ -153,3 +139,6 @@ def _shape(specs: Mapping[str, TensorSpec], module: str, bits: int, group_size: 
     if mixed and indexed and f"{module}.scales" in specs:
         groups = (*specs[f"{module}.scales"].shape, 0)[0]
     return _Shape(inputs, outputs, bits, groups)
+
+
+FORMAT = StoredFormat("gptq", "GPTQ", recogniser(ending(".qweight"), "gptq"), read, {".qweight": labelled("GPTQ or AWQ")})

@@ -1,4 +1,14 @@
-"""bitsandbytes's weights as numbers. The package describes the tensors."""
+"""bitsandbytes' weights: 4-bit codes of a table (NF4, FP4) with a scale for each block, and INT8 rows.
+
+4 bits  X.weight, bytes [n / 2, 1]: two codes of the flattened weight in each, the first in the high half
+        X.weight.quant_map F32 [16]: the value of each code
+        X.weight.absmax: the scale of each block, F32; or U8 codes with their own table (nested_quant_map) and scales
+        (nested_absmax), plus an offset
+        X.weight.quant_state.bitsandbytes__nf4 U8: JSON with the shape, the block sizes and the dtype
+INT8    X.weight I8 [outputs, inputs], X.SCB F32 [outputs]: the largest magnitude of each row, which is code 127
+
+The JSON of 4-bit weights is tensor data, and the shapes are nowhere else, so it is read when the model is opened.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +31,11 @@ from weightsmith._models.formats.config import (
     part_of,
     plain_dtype,
     quantisation_entry,
+    recogniser,
     unsupported,
 )
 from weightsmith._models.formats.decoded import F32, Weight, decoded, read_all
-from weightsmith.abc.stored import Config, Wrapped
+from weightsmith.abc.stored import Config, StoredFormat, Wrapped, labelled
 from weightsmith.abc.tensors import Tensors
 
 CHUNK_ELEMENTS = 1 << 18
@@ -39,22 +50,16 @@ _BYTES = ("U8", "I8", "BF16", "F16", "F32")  # the dtypes under which codes are 
 
 
 @dataclass(frozen=True, slots=True)
-class FourBit:
+class FourBit(Weight):
     """A weight of 4-bit codes.
 
-    spec     the plain weight
-    stored   codes, table, scales, and the tensors of nested scales
-    natural_dtype  the dtype that was quantised
-    block    elements that share a scale
-    nested   (scales that share a scale of their own, the offset of scales), None for plain scales
+    stored  codes, table, scales, and the tensors of nested scales
+    block   elements that share a scale
+    nested  (scales that share a scale of their own, the offset of scales), None for plain scales
     """
 
-    spec: TensorSpec
-    stored: tuple[str, ...]
-    natural_dtype: DType
     block: int
     nested: tuple[int, float] | None
-    preferred_rows: int = 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         from weightsmith._kernels.packed import dequantise_nibbles
@@ -84,14 +89,8 @@ class FourBit:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class EightBit:
+class EightBit(Weight):
     """A weight of INT8 rows: code · SCB · (1 / 127)."""
-
-    spec: TensorSpec
-    stored: tuple[str, ...]
-    natural_dtype: DType
-    preferred_rows: int = 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         module = self.spec.name.removesuffix(".weight")
@@ -199,3 +198,12 @@ def _block_of(state: Mapping[str, Any], key: str, name: str, where: str) -> int:
 
 def _bad(name: str, key: str, value: object, wanted: str, where: str) -> FormatError:
     return damaged(f"{key} in {show(name)} is {show(value)}, not {wanted}", where)
+
+
+FORMAT = StoredFormat(
+    "bitsandbytes",
+    "bitsandbytes",
+    recogniser(is_state, "bitsandbytes"),
+    read,
+    {".absmax": labelled("bitsandbytes 4-bit"), ".SCB": labelled("bitsandbytes int8")},
+)

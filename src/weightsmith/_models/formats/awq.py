@@ -1,48 +1,39 @@
-"""AWQ's weights as numbers. The package describes the tensors."""
+"""AWQ's weights in the layout `gemm`: codes of 4 bits, transposed and packed along the outputs.
+
+X.qweight I32 [inputs, outputs / 8]   the lowest nibble of a word is output 0 of 8, the next ones are 2, 4, 6, 1, 3, 5, 7
+X.qzeros  I32 [groups, outputs / 8]   zeros, in the same order
+X.scales      [groups, outputs]       groups of group_size inputs in order
+
+A weight is (code - zero) · scale. The layouts of other kernels (gemv, gemv_fast, Marlin) are refused.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._models.formats.config import group_size_of, part_of, plain_dtype, quantisation_entry, setting
-from weightsmith._models.formats.decoded import F32, Band, Weight, decode_transposed, decoded, read_columns, transposed_rows
-from weightsmith.abc.stored import Config, Wrapped
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.formats.config import (
+    ending,
+    group_size_of,
+    part_of,
+    plain_dtype,
+    quantisation_entry,
+    recogniser,
+    setting,
+)
+from weightsmith._models.formats.decoded import F32, Band, TransposedWeight, Weight, decoded, read_columns
+from weightsmith.abc.stored import Config, StoredFormat, Wrapped
 from weightsmith.abc.tensors import Tensors
 
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32)
 """The nibble that holds output i of 8."""
 
 
-@dataclass(frozen=True, slots=True)
-class AwqWeight:
-    """One weight.
+class AwqWeight(TransposedWeight):
+    """One weight. stored: qweight, qzeros, scales."""
 
-    spec        the plain weight
-    stored      qweight, qzeros, scales
-    natural_dtype  config.json's dtype, else that of the scales
-    groups      rows of the scales
-    group_size  inputs of a group
-    """
-
-    spec: TensorSpec
-    stored: tuple[str, ...]
-    natural_dtype: DType
-    groups: int
-    group_size: int
-
-    @property
-    def preferred_rows(self) -> int:
-        return transposed_rows(*self.spec.shape)
-
-    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        groups = np.arange(self.spec.shape[1]) // self.group_size
-        decode_transposed(self.spec, groups, lambda outputs: self._band(stored, outputs), first, values)
-
-    def _band(self, stored: Tensors, outputs: slice) -> Band:
+    def band(self, stored: Tensors, outputs: slice) -> Band:
         qweight, qzeros, scales = self.stored
         width, inputs = self.spec.shape
         codes, zeros = self._unpack(stored, qweight, inputs, outputs), self._unpack(stored, qzeros, self.groups, outputs)
@@ -82,3 +73,6 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
                 )
             )
     return decoded(stored, weights, config, where, kind="AWQ", parts=(".qweight", ".qzeros", ".scales"))
+
+
+FORMAT = StoredFormat("awq", "AWQ", recogniser(ending(".qweight"), "awq"), read)

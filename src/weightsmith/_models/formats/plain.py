@@ -1,4 +1,7 @@
-"""Plain values: one tensor, rounded to nearest even. `plain F16` stores float16, whatever the dtype without the encoding is."""
+"""Plain numbers, in safetensors files and PyTorch's: weights that are not quantised.
+
+They are written as one tensor, rounded to nearest even. `plain F16` stores float16, whatever the dtype without the encoding is.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import numpy as np
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith.abc.stored import Bytes, Rows
+from weightsmith._models.sources import pytorch, safetensors
+from weightsmith.abc.stored import Bytes, Rows, StoredFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +78,6 @@ def parse(name: str) -> Plain | None:
     if dtype not in DTYPES or not DTYPES[dtype].floating:
         raise ValueError(name)
     return Plain(name, DTYPES[dtype])
+
+
+FORMAT = StoredFormat("plain", "plain numbers", files=(safetensors.KIND, pytorch.KIND), unlisted=(ENCODING,), parse=parse)
