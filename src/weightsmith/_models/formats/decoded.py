@@ -165,12 +165,17 @@ def decoded(
     Raises Unsupported for models whose layers store [inputs, outputs]: a square matrix would be transposed silently. Raises
     FormatError for a part of a quantised weight that is incomplete: it would be taken for a plain tensor.
     """
-    if config.get("model_type") in _TRANSPOSED_MODELS:
-        what = f"{kind} weights of model_type {show(config['model_type'])} are not read: its layers store [inputs, outputs]"
-        raise unsupported(what, where)
+    refuse_transposed(config, kind, where)
     source = DecodedTensors(stored, weights, dropped, where)
     _check_complete(source.specs, weights, parts, where)
     return Wrapped(source, without_entries(config), tuple(notes))
+
+
+def refuse_transposed(config: Mapping[str, Any], kind: str, where: str) -> None:
+    """Raise Unsupported for models whose layers store [inputs, outputs]."""
+    if config.get("model_type") in _TRANSPOSED_MODELS:
+        what = f"{kind} weights of model_type {show(config['model_type'])} are not read: its layers store [inputs, outputs]"
+        raise unsupported(what, where)
 
 
 def _check_complete(specs: Mapping[str, TensorSpec], weights: Sequence[Weight], parts: Sequence[str], where: str) -> None:

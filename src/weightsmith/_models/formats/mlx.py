@@ -43,8 +43,7 @@ from weightsmith._models.formats.config import (
     unsupported,
 )
 from weightsmith._models.formats.decoded import F32, Weight, bands, decoded, read_all
-from weightsmith._models.formats.matrices import SUFFIX, MatrixEncoding
-from weightsmith._models.formats.numbers import MXFP4_GROUP, NVFP4_GROUP, powers_of_two
+from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
 from weightsmith.abc.stored import Bytes, Config, Rows, Specs, StoredFormat, Wrapped, Writing, grouped_name
 from weightsmith.abc.tensors import Tensors
 

@@ -87,8 +87,7 @@ import numpy as np
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.compressed_tensors.config import quantization_config, scheme_of
-from weightsmith._models.formats.matrices import MatrixEncoding
-from weightsmith._models.formats.numbers import MXFP4_GROUP, NVFP4_GROUP, bf16_scales, maxima_of
+from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, MatrixEncoding, bf16_scales, maxima_of
 from weightsmith.abc.stored import Bytes, Rows, grouped_name
 
 Fill = Callable[[TensorSpec, Rows, Sequence[Bytes], Rows], None]

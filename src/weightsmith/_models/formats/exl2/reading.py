@@ -19,9 +19,17 @@ from weightsmith._base.files import Extent, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, damaged, part_of
 from weightsmith._models.formats.decoded import F32, Weight, decoded, read_all, read_columns, transposed_rows
-from weightsmith._models.formats.exl2.layout import ROWS, SUFFIXES, Group, Groups, padded, why_illegal
+from weightsmith._models.formats.exl2.layout import (
+    ROWS,
+    SUFFIXES,
+    Group,
+    Groups,
+    padded,
+    scale_values,
+    unpack_codes,
+    why_illegal,
+)
 from weightsmith._models.formats.exl2.loader import GEMMA3_PREFIX, text_config
-from weightsmith._models.formats.exl2.scales import scale_values, unpack_codes
 from weightsmith._models.structure.projections import FUSED
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors, digest

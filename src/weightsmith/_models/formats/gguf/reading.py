@@ -22,11 +22,11 @@ from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import Weights, natural_key
-from weightsmith._models.formats.gguf.blocks import dequantise, from_llama_order, libgguf
 from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys
 from weightsmith._models.formats.gguf.families import Family, hub_name, is_norm, rotated_heads
 from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
+from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite
 from weightsmith._models.tokenizers.files import json_bytes
 from weightsmith.abc.files import FileKind, Index, Opened
