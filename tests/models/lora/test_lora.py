@@ -108,8 +108,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*CASES, "gpt2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in (*CASES, "gpt2")), ("DoRA", "bfloat16"), ("head", "bfloat16")]
+)
 def test_baking_in_an_adapter_is_peft_s_merge(name: str, dtype: str, tmp_path: Path) -> None:
     """To float32 rounding; the adapter itself is kept in float32 or bf16."""
     torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))

@@ -23,11 +23,10 @@ def peft(numbers: Mapping[str, float], name: str) -> float:
     return next((number for text, number in numbers.items() if re.match(rf"(?:.*\.)?(?:{text})$", name)), -1)
 
 
-@pytest.mark.slow
 def test_patterns_mean_what_they_mean_to_re() -> None:
     rng = random.Random(1)
     compared = fitting = 0
-    while compared < 100_000:
+    while compared < 20_000:
         texts = ["".join(rng.choices(PARTS, k=rng.randrange(1, 5))) for _ in range(rng.randrange(1, 4))]
         numbers = {text: float(i) for i, text in enumerate(texts)}
         try:

@@ -337,7 +337,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # compressed-tensors warns of rows that are no multiple of a block
-@pytest.mark.parametrize("name", ["fp8-dynamic", *FORMATS])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        *(("untied", name) for name in ("fp8-dynamic", *FORMATS)),
+        *(("tied", name) for name in ("fp8-dynamic", "w4a16")),
+        *(("experts", name) for name in ("fp8-dynamic", "w4a16", *MISREAD)),
+    ],
+    indirect=["model"],
+)
 def test_transformers_loads_the_weights_that_we_read(name: str, model: Path, tmp_path: Path) -> None:
     """Every weight is ours, and it runs; without the list of ignored modules a head would be missing its scales."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
