@@ -70,25 +70,30 @@ class DecodedTensors:
     Thread-safe if the stored source is.
     """
 
-    def __init__(self, stored: Tensors, weights: Sequence[Weight], dropped: Sequence[str], where: str) -> None:
+    def __init__(
+        self, stored: Tensors, weights: Sequence[Weight], dropped: Sequence[str], where: str, prefix: str = ""
+    ) -> None:
         """
         stored   the source that holds the codes; closed with this one
         weights  of the plain model; no two of one name
         dropped  stored tensors that are no part of the plain model
         where    the model as the user named it, for messages
+        prefix   of the names of all stored tensors, which the plain model's do not have
 
         Raises FormatError if a weight has the name of another tensor.
         """
-        self._stored, self._where = stored, where
+        self._stored, self._where, self._prefix = stored, where, prefix
         self._weights = {weight.spec.name: weight for weight in weights}
         hidden = {*dropped, *(name for weight in weights for name in weight.stored)}
-        specs = {name: spec for name, spec in stored.specs.items() if name not in hidden}
+        specs = {name.removeprefix(prefix): spec for name, spec in stored.specs.items() if name not in hidden}
+        if prefix:
+            specs = {name: replace(spec, name=name) for name, spec in specs.items()}
         for name, weight in self._weights.items():
             if name in specs:
                 raise damaged(f"tensor {show(name)} is stored twice: as numbers and as codes {show(weight.stored[0])}", where)
             specs[name] = weight.spec
         self.specs: Mapping[str, TensorSpec] = {name: specs[name] for name in sorted(specs, key=natural_key)}
-        self.identity = digest([stored.identity, [repr(weight) for weight in weights], list(dropped)])
+        self.identity = digest([stored.identity, [repr(weight) for weight in weights], list(dropped), prefix])
         self.paths: tuple[Path, ...] = stored.paths
 
     @property
@@ -97,25 +102,25 @@ class DecodedTensors:
 
     def natural_dtype(self, name: str) -> DType:
         weight = self._weight(name)
-        return self._stored.natural_dtype(name) if weight is None else weight.natural_dtype
+        return self._stored.natural_dtype(self._prefix + name) if weight is None else weight.natural_dtype
 
     def location(self, name: str) -> tuple[int, int] | None:
-        return self._stored.location(name) if self._weight(name) is None else None
+        return self._stored.location(self._prefix + name) if self._weight(name) is None else None
 
     def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
         weight, stored = self._weight(name), self._stored
         if weight is None:
-            return stored.extents(name, start_byte, nbytes)
+            return stored.extents(self._prefix + name, start_byte, nbytes)
         return tuple(part for each in weight.stored for part in stored.extents(each, 0, stored.specs[each].nbytes))
 
     def preferred_rows(self, name: str) -> int:
         weight = self._weight(name)
-        return self._stored.preferred_rows(name) if weight is None else weight.preferred_rows
+        return self._stored.preferred_rows(self._prefix + name) if weight is None else weight.preferred_rows
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         weight = self._weight(name)
         if weight is None:
-            self._stored.read_into(name, start_byte, out)
+            self._stored.read_into(self._prefix + name, start_byte, out)
             return
         target = np.frombuffer(byte_view(out), np.uint8)
         check_range(weight.spec, start_byte, target.size, self._where)
@@ -156,17 +161,19 @@ def decoded(
     parts: Sequence[str],
     dropped: Sequence[str] = (),
     notes: Sequence[Finding] = (),
+    prefix: str = "",
 ) -> Wrapped:
     """The plain model: its source, and config.json without the entry of the quantisation.
 
     kind   the quantisation, for messages: `GPTQ`
     parts  suffixes of the stored tensors that belong to a weight; first the one that is missing if others are left over
+    prefix  see `DecodedTensors`
 
     Raises Unsupported for models whose layers store [inputs, outputs]: a square matrix would be transposed silently. Raises
     FormatError for a part of a quantised weight that is incomplete: it would be taken for a plain tensor.
     """
     refuse_transposed(config, kind, where)
-    source = DecodedTensors(stored, weights, dropped, where)
+    source = DecodedTensors(stored, weights, dropped, where, prefix)
     _check_complete(source.specs, weights, parts, where)
     return Wrapped(source, without_entries(config), tuple(notes))
 

@@ -18,6 +18,7 @@ from weightsmith._models.tokenizers.parts import (
     QWEN2_SPLIT,
     Json,
     bpe,
+    decoders,
     first_prefix,
     is_merge,
     replace,
@@ -197,8 +198,6 @@ def _sentencepiece(
         steps += [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     if not (first and model.squeeze):
         steps.append(replace({"String": " "}, SPACE))
-    decode = [replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
-    decode += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     roles = {role: model.pieces[number].text for role, number in model.roles.items()}
     ends = roles | _named(settings)
     bos = ends.get("bos", "") if settings.get("add_bos_token") is not False else ""
@@ -207,7 +206,7 @@ def _sentencepiece(
         "normalizer": _sequence(steps, "normalizers"),
         "pre_tokenizer": pre,
         "post_processor": _around(vocabulary, bos, eos),
-        "decoder": _sequence(decode, "decoders"),
+        "decoder": _sequence(decoders(prefixed=prefix), "decoders"),
     }
     found = _made(vocabulary, name, _pieces(model), parts, roles, settings)
     for entry in found.tokenizer["added_tokens"]:

@@ -97,6 +97,12 @@ def tokenizer_bytes(tokenizer: Json) -> bytes:
     return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+def decoders(*, prefixed: bool) -> list[Json]:
+    """What makes a text of SentencePiece's pieces. prefixed: without the space that is put before a text."""
+    steps = [replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return [*steps, *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else [])]
+
+
 def is_merge(merge: Sequence[str], vocab: Mapping[str, int]) -> bool:
     """Whether these are two tokens that give a third."""
     return len(merge) == 2 and merge[0] in vocab and merge[1] in vocab and "".join(merge) in vocab

@@ -131,30 +131,24 @@ _FORMAT = "float-quantized"
 _FLOAT8 = {"num_bits": 8, "type": "float"}
 
 
-def _fill_float_rows(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
-    _fill_floats(rows, outs, 1, rows.shape[1])
-
-
-def _fill_blocks(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
-    _fill_floats(rows, outs, SIDE, SIDE)
-
-
-def _fill_floats(rows: Rows, outs: Sequence[Bytes], high: int, wide: int) -> None:
-    """Encode blocks of high by wide elements. NaN stays NaN; a block with an infinity becomes zeros and NaN."""
+def _fill_floats(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows, *, side: int = 0) -> None:
+    """Encode rows, or blocks of side by side elements. NaN stays NaN; a block with an infinity becomes zeros and NaN."""
     from weightsmith._kernels import fp8
 
+    cols = rows.shape[1]
+    high, wide = (side, side) if side else (1, cols)
     scales = bf16_scales(maxima_of(rows, high, wide), 448, outs[1])
-    fp8.quantise(rows.reshape(-1), rows.shape[1], high, wide, scales, outs[0])
+    fp8.quantise(rows.reshape(-1), cols, high, wide, scales, outs[0])
 
 
 DYNAMIC = compressed(
-    "fp8-dynamic", _FORMAT, {**_FLOAT8, "strategy": "channel"}, _fill_float_rows, activations={**_FLOAT8, "strategy": "token"}
+    "fp8-dynamic", _FORMAT, {**_FLOAT8, "strategy": "channel"}, _fill_floats, activations={**_FLOAT8, "strategy": "token"}
 )
 BLOCK = compressed(
     "fp8-block",
     _FORMAT,
     {**_FLOAT8, "strategy": "block", "block_structure": [SIDE, SIDE]},
-    _fill_blocks,
+    partial(_fill_floats, side=SIDE),
     activations={**_FLOAT8, "strategy": "group", "group_size": SIDE},
 )
 
@@ -165,24 +159,25 @@ GROUPS = (128, 64, 32)
 """Group sizes of packed codes, the default first."""
 
 
-def _fill_integers(rows: Rows, outs: Sequence[Bytes], bits: int, group: int, offset: int) -> None:
-    """Codes and scales. NaN becomes 0. offset: added to codes."""
-    from weightsmith._kernels.codes import quantise_integers
-
-    scales = bf16_scales(maxima_of(rows, 1, group), 2 ** (bits - 1) - 0.5, outs[1])
-    quantise_integers(rows.reshape(-1), group, scales, bits, offset, outs[0])
-
-
-def _fill_integer_rows(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
-    _fill_integers(rows, outs, 8, rows.shape[1], 0)
-
-
 def _integers(bits: int, **more: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", **more}
 
 
+def _fill_integers(
+    spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows, *, bits: int = 8, group: int = 0
+) -> None:
+    """Codes with scales of rows; or of groups, packed, and the shape. NaN becomes 0."""
+    from weightsmith._kernels.codes import quantise_integers
+
+    wide, offset = group or rows.shape[1], 2 ** (bits - 1) if group else 0
+    scales = bf16_scales(maxima_of(rows, 1, wide), 2 ** (bits - 1) - 0.5, outs[1])
+    quantise_integers(rows.reshape(-1), wide, scales, bits, offset, outs[0])
+    if group:
+        outs[2][:] = np.array(spec.shape, "<i8").view(np.uint8)
+
+
 INT8 = compressed(
-    "int8", "int-quantized", _integers(8, strategy="channel"), _fill_integer_rows, activations=_integers(8, strategy="token")
+    "int8", "int-quantized", _integers(8, strategy="channel"), _fill_integers, activations=_integers(8, strategy="token")
 )
 
 
@@ -190,12 +185,9 @@ def packed(bits: int) -> dict[int, MatrixEncoding]:
     """w4a16 or w8a16, by group size."""
 
     def encoding(group: int) -> MatrixEncoding:
-        def fill(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
-            _fill_integers(rows, outs, bits, group, 2 ** (bits - 1))
-            outs[2][:] = np.array(spec.shape, "<i8").view(np.uint8)
-
-        name = grouped_name(f"w{bits}a16", group, GROUPS)
-        return compressed(name, "pack-quantized", _integers(bits, strategy="group", group_size=group), fill)
+        weights = _integers(bits, strategy="group", group_size=group)
+        fill = partial(_fill_integers, bits=bits, group=group)
+        return compressed(grouped_name(f"w{bits}a16", group, GROUPS), "pack-quantized", weights, fill)
 
     return {group: encoding(group) for group in GROUPS}
 

@@ -7,16 +7,15 @@ is a matrix of its own in the file, and the loader uses it, so the plain model i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import FormatError
-from weightsmith._base.files import Extent, show
-from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._base.files import show
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, damaged, part_of
 from weightsmith._models.formats.decoded import F32, Weight, decoded, read_all, read_columns, transposed_rows
 from weightsmith._models.formats.exl2.layout import (
@@ -32,10 +31,10 @@ from weightsmith._models.formats.exl2.layout import (
 from weightsmith._models.formats.exl2.loader import GEMMA3_PREFIX, text_config
 from weightsmith._models.structure.projections import FUSED
 from weightsmith.abc.stored import Config, Specs, Wrapped
-from weightsmith.abc.tensors import Tensors, digest
+from weightsmith.abc.tensors import Tensors
 
 if TYPE_CHECKING:
-    from weightsmith.abc.tensors import Buffer
+    pass
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
 """ExLlamaV2's names, which may have a prefix."""
@@ -175,45 +174,10 @@ def recognises(config: Config, specs: Specs) -> bool:
     return any(name.endswith(".q_groups") for name in specs)
 
 
-class Unprefixed:
-    """A source without the common prefix of its names. See `Tensors`."""
-
-    def __init__(self, stored: Tensors, prefix: str) -> None:
-        self._stored, self._prefix = stored, prefix
-        names = {name.removeprefix(prefix): spec for name, spec in stored.specs.items()}
-        self.specs: Mapping[str, TensorSpec] = {name: replace(spec, name=name) for name, spec in names.items()}
-        self.identity = digest([stored.identity, prefix])
-        self.paths: tuple[Path, ...] = stored.paths
-
-    @property
-    def state(self) -> str:
-        return digest([self.identity, self._stored.state])
-
-    def natural_dtype(self, name: str) -> DType:
-        return self._stored.natural_dtype(self._prefix + name)
-
-    def location(self, name: str) -> tuple[int, int] | None:
-        return self._stored.location(self._prefix + name)
-
-    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
-        return self._stored.extents(self._prefix + name, start_byte, nbytes)
-
-    def preferred_rows(self, name: str) -> int:
-        return self._stored.preferred_rows(self._prefix + name)
-
-    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
-        self._stored.read_into(self._prefix + name, start_byte, out)
-
-    def check_unchanged(self) -> None:
-        self._stored.check_unchanged()
-
-    def close(self) -> None:
-        self._stored.close()
-
-
 def read(stored: Tensors, config: Config, where: str) -> Wrapped:
+    prefix = ""
     if (text := text_config(config, stored.specs)) is not None:
-        stored, config = Unprefixed(stored, GEMMA3_PREFIX), text
+        prefix, config = GEMMA3_PREFIX, text
     modules = {}
     for name in stored.specs:
         if name.endswith(".q_weight"):
@@ -226,10 +190,10 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
     for name, names in joined.items():
         chosen, k = tuple(modules[part][0] for part in names), modules[names[0]][1]
         tensors = tuple(f"{part}.{suffix}" for part in names for suffix in SUFFIXES)
-        spec = TensorSpec(f"{name}.weight", F32, (sum(module.outputs for module in chosen), k))
+        spec = TensorSpec(f"{name}.weight".removeprefix(prefix), F32, (sum(module.outputs for module in chosen), k))
         weights.append(Exl2Weight(spec, tensors, DTYPES["F16"], chosen))
     derived = [name for name in stored.specs if name.endswith(_DERIVED) and name.rpartition(".")[0] in modules]
-    wrapped = decoded(stored, weights, config, where, kind="EXL2", parts=_PARTS, dropped=derived)
+    wrapped = decoded(stored, weights, config, where, kind="EXL2", parts=_PARTS, dropped=derived, prefix=prefix)
     plain = dict(wrapped.config or {})
     if any(_is_head(name) for name in modules):
         plain["tie_word_embeddings"] = False

@@ -25,6 +25,7 @@ from weightsmith._models.tokenizers.parts import (
     bpe,
     byte_level,
     byte_of,
+    decoders,
     first_prefix,
     is_merge,
     replace,
@@ -202,7 +203,6 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
     if gemma:  # the scores do not follow the order of the merges, but the tokens do
         scores = [float(-i) for i in range(len(tokens))]
     marked = replace({"String": " "}, SPACE)
-    decoders = [replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     normalizer: dict[str, Any] | None = None
     splitter: dict[str, Any] | None = None
     if gemma:
@@ -214,15 +214,13 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
         normalizer = marked
         prefixed = _setting(keys, "add_space_prefix", True, where)
         splitter = first_prefix() if prefixed else None
-    if prefixed:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = keys.get("tokenizer.ggml.unknown_token_id")
     unk_token = tokens[unknown] if gemma and unknown is not None else None
     numbers = {token: i for i, token in enumerate(tokens)}
     return {
         "normalizer": normalizer,
         "pre_tokenizer": splitter,
-        "decoder": {"type": "Sequence", "decoders": decoders},
+        "decoder": {"type": "Sequence", "decoders": decoders(prefixed=prefixed)},
         "model": bpe(numbers, _merges(numbers, scores), unk_token=unk_token, fuse_unk=True, byte_fallback=True),
     }
 
