@@ -10,12 +10,17 @@ from collections.abc import Mapping
 
 import pytest
 
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import show
 from weightsmith._models.lora import patterns
-from weightsmith._models.lora.patterns import PatternError, Patterns
 
 PARTS = r"a b ab . \. \- [ab] [^a] [a-c] (a|b) (ab|a)* (?:a|) a? b+ b*? a{1,2} a{2} ^ $ \w \d - ] { {} | ( )".split()
 NAMES = ["a", "b", "ab", "a.b", "aa", "a.a.b", "ab.ab", "b-a", "a]b", "aab.b.a", "a{", "{}", "7.a"]
 MODULE = "model.layers.10.self_attn.q_proj"
+
+
+def made(numbers: Mapping[str, float]) -> patterns.Patterns:
+    return patterns.Patterns(numbers, "rank_pattern", "here")
 
 
 def peft(numbers: Mapping[str, float], name: str) -> float:
@@ -35,7 +40,7 @@ def test_patterns_mean_what_they_mean_to_re() -> None:
                     re.compile(text)
         except re.error:
             continue
-        found = Patterns(numbers)
+        found = made(numbers)
         for name in NAMES:
             wanted = peft(numbers, name)
             assert found.find(name, -1) == wanted, (numbers, name)
@@ -61,11 +66,11 @@ def test_patterns_mean_what_they_mean_to_re() -> None:
     ],
 )
 def test_a_module_is_found(text: str, fits: bool) -> None:
-    assert (Patterns({text: 5}).find(MODULE, 2) == 5) == fits == bool(peft({text: 0}, MODULE) == 0)
+    assert (made({text: 5}).find(MODULE, 2) == 5) == fits == bool(peft({text: 0}, MODULE) == 0)
 
 
 def test_the_first_that_fits_decides() -> None:
-    found = Patterns({"other": 1, r"layers\.\d+\.self_attn\..*": 2, "q_proj": 3, MODULE: 4})
+    found = made({"other": 1, r"layers\.\d+\.self_attn\..*": 2, "q_proj": 3, MODULE: 4})
     assert found.find(MODULE, 0) == 2
     assert found.find("q_proj", 0) == 3
     assert found.find("k_proj", 0) == 0
@@ -77,7 +82,7 @@ def test_the_first_that_fits_decides() -> None:
 def test_time_is_linear_in_the_name(text: str) -> None:
     began = time.process_time()
     for length in (36, 72, 20_000):
-        assert Patterns({text: 1}).find("a" * length, 0) == 0
+        assert made({text: 1}).find("a" * length, 0) == 0
     assert time.process_time() - began < 3
 
 
@@ -106,23 +111,23 @@ def test_time_is_linear_in_the_name(text: str) -> None:
     ],
 )
 def test_what_is_not_read_is_refused(text: str, why: str) -> None:
-    with pytest.raises(PatternError, match=re.escape(why)) as caught:
-        Patterns({"q_proj": 1, text: 1})
-    assert caught.value.args[1] == text
+    with pytest.raises(FormatError, match=re.escape(why)) as caught:
+        made({"q_proj": 1, text: 1})
+    assert f"rank_pattern has a pattern {show(text)} that is not read" in str(caught.value)
 
 
 def test_many_patterns_are_refused_or_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model.layers.{i}.mlp.experts.{j}.{part}_proj" for i in range(40) for j in range(128) for part in ("up", "down")]
     began = time.process_time()
-    found = Patterns({name: float(i) for i, name in enumerate(names)})
+    found = made({name: float(i) for i, name in enumerate(names)})
     assert [found.find(name, -1) for name in names] == list(range(len(names)))
     assert time.process_time() - began < 5
-    with pytest.raises(PatternError, match="more than 100 patterns"):
-        Patterns({f"a+{i}": 1 for i in range(101)})
-    with pytest.raises(PatternError, match="forms of names"):
-        Patterns({"a" * i: 1 for i in range(1, 1100)})
+    with pytest.raises(FormatError, match="more than 100 patterns"):
+        made({f"a+{i}": 1 for i in range(101)})
+    with pytest.raises(FormatError, match="forms of names"):
+        made({"a" * i: 1 for i in range(1, 1100)})
     monkeypatch.setattr(patterns, "MAX_STEPS", 1000)
     for numbers in ({"a" * i: 1.0 for i in range(1, 100)}, {"(a|b)*c": 1.0}):
-        slow = Patterns(numbers)
-        with pytest.raises(PatternError, match="too long to match"):
+        slow = made(numbers)
+        with pytest.raises(FormatError, match="too long to match"):
             [slow.find("ab" * 50, 0) for _ in range(30)]

@@ -22,7 +22,7 @@ from weightsmith._base.text import count
 from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.checkpoint import CARD_NAME, Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith._models.formats.opening import open_file
-from weightsmith._models.lora.patterns import PatternError, Patterns
+from weightsmith._models.lora.patterns import Patterns
 from weightsmith._models.structure.configs import finite_number, whole_number
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_
 """What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
 _SAVED = re.compile(r"(?<=\.)modules_to_save\.(?:default\.)?")
 _LAYER = ".base_layer"
-_NAMES = "Write the names of the modules in place of the pattern."
 _REPAIR = "Repair it, or download the adapter again."
 _MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
 
@@ -327,12 +326,12 @@ class _Scalings:
 
     def rank(self, module: str) -> int:
         """r of one module."""
-        return int(self._first("rank_pattern", self._ranks, module, self._rank))
+        return int(self._ranks.find(module, self._rank))
 
     def of(self, module: str) -> float:
         """What B @ A of one module is multiplied with."""
         rank = self.rank(module)
-        return self._first("alpha_pattern", self._alphas, module, self._alpha) / (math.sqrt(rank) if self._root else rank)
+        return self._alphas.find(module, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def _rank_of(self, key: str, value: object) -> int:
         rank = whole_number(value)
@@ -351,21 +350,7 @@ class _Scalings:
         if not isinstance(value, dict):
             raise FormatError(f"{key} is {show(value)}, not an object", where=self._where, fix=_REPAIR)
         numbers = {text: number(f"{key} of {show(text)}", given) for text, given in value.items()}
-        try:
-            return Patterns(numbers)
-        except PatternError as error:
-            raise self._unread(key, error) from error
-
-    def _first(self, key: str, patterns: Patterns, module: str, otherwise: float) -> float:
-        try:
-            return patterns.find(module, otherwise)
-        except PatternError as error:
-            raise self._unread(key, error) from error
-
-    def _unread(self, key: str, error: PatternError) -> FormatError:
-        why, *pattern = error.args
-        shown = f" {show(pattern[0])}" if pattern else ""
-        return FormatError(f"{key} has a pattern{shown} that is not read: {why}", where=self._where, fix=_NAMES)
+        return Patterns(numbers, key, self._where)
 
 
 # ---- LoRA adapters in single files, as kohya's scripts write them: `lora_down`, `lora_up` and `alpha` of each module.

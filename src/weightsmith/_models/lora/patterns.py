@@ -11,6 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import show
+
 MAX_LENGTH = 1000
 """Characters of a pattern that is no plain name."""
 MAX_PATTERNS = 100
@@ -26,15 +29,12 @@ _DIFFERENT = re.compile(r"\\[^\W_dDwWsS]|\(\?(?!:)|\[:|\{,\d")
 """What only one of RE2 and Python's `re` reads, or both differently: other escapes, flags, classes of characters, `{,2}`."""
 
 
-class PatternError(ValueError):
-    """Why a pattern is not one that is matched, as the end of a sentence."""
-
-
 class Patterns:
     """Numbers by pattern: the first pattern that fits a module's name decides."""
 
-    def __init__(self, numbers: Mapping[str, float]) -> None:
-        """Raises PatternError, whose second argument is the pattern."""
+    def __init__(self, numbers: Mapping[str, float], key: str, where: str) -> None:
+        """key: of the config; where: for messages. Raises FormatError."""
+        self._key, self._where = key, where
         self._numbers = list(numbers.values())
         # (length, places of dots, whole) → name → number
         self._names: dict[tuple[int, tuple[int, ...], bool], dict[str, int]] = {}
@@ -46,20 +46,20 @@ class Patterns:
                 dots = tuple(i for i, c in enumerate(name) if c == ".")
                 self._names.setdefault((len(name), dots, whole), {}).setdefault(name, number)
             elif len(self._others) == MAX_PATTERNS:
-                raise PatternError(f"more than {MAX_PATTERNS} patterns are no plain names", text)
+                raise self._unread(f"more than {MAX_PATTERNS} patterns are no plain names", text)
             else:
-                self._others[number] = _compiled(text)
+                self._others[number] = self._compiled(text)
         if len(self._names) > _MAX_GROUPS:
-            raise PatternError("too many different forms of names", next(iter(numbers)))
+            raise self._unread("too many different forms of names", next(iter(numbers)))
 
     def find(self, name: str, otherwise: float) -> float:
-        """The number of the first pattern that fits a module's name. Raises PatternError where that takes too long."""
+        """The number of the first pattern that fits a module's name. Raises FormatError where that takes too long."""
         if self._others and not (name.isascii() and name.isprintable()):  # RE2's classes are those of ASCII
-            raise PatternError(f"it is compared with the name {name!r}, which is not ASCII")
+            raise self._unread(f"it is compared with the name {show(name)}, which is not ASCII")
         instructions = sum(each.programsize for each in self._others.values())
         self._left -= len(self._names) + len(name) * instructions // _INSTRUCTIONS
         if self._left < 0:
-            raise PatternError("the patterns take too long to match with the names of all modules")
+            raise self._unread("the patterns take too long to match with the names of all modules")
         found = [n for n in (self._plain(name), self._other(name)) if n is not None]
         return self._numbers[min(found)] if found else otherwise
 
@@ -79,19 +79,23 @@ class Patterns:
     def _other(self, name: str) -> int | None:
         return next((number for number, pattern in self._others.items() if pattern.fullmatch(name)), None)
 
+    def _compiled(self, text: str) -> Any:
+        """RE2's pattern of the names that end so."""
+        if len(text) > MAX_LENGTH:
+            raise self._unread(f"{len(text):,} characters, at most {MAX_LENGTH:,} are read", text)
+        if found := _DIFFERENT.search(text):
+            raise self._unread(f"'{found[0]}' is not read", text)
+        import re2
 
-def _compiled(text: str) -> Any:
-    """RE2's pattern of the names that end so."""
-    if len(text) > MAX_LENGTH:
-        raise PatternError(f"{len(text):,} characters, at most {MAX_LENGTH:,} are read", text)
-    if found := _DIFFERENT.search(text):
-        raise PatternError(f"'{found[0]}' is not read", text)
-    import re2
+        options = re2.Options()
+        options.log_errors, options.never_capture = False, True
+        try:
+            re2.compile(text, options)  # by itself, because it might close the group
+            return re2.compile(rf"(?:.*\.)?(?:{text})", options)
+        except re2.error as error:
+            raise self._unread(error.args[0].decode(errors="replace"), text) from None
 
-    options = re2.Options()
-    options.log_errors, options.never_capture = False, True
-    try:
-        re2.compile(text, options)  # by itself, because it might close the group
-        return re2.compile(rf"(?:.*\.)?(?:{text})", options)
-    except re2.error as error:
-        raise PatternError(error.args[0].decode(errors="replace"), text) from None
+    def _unread(self, why: str, text: str = "") -> FormatError:
+        shown = f" {show(text)}" if text else ""
+        fix = "Write the names of the modules in place of the pattern."
+        return FormatError(f"{self._key} has a pattern{shown} that is not read: {why}", where=self._where, fix=fix)
