@@ -13,17 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.formats.config import (
-    ending,
-    group_size_of,
-    part_of,
-    plain_dtype,
-    quantisation_entry,
-    recogniser,
-    setting,
-)
-from weightsmith._models.formats.decoded import F32, Band, TransposedWeight, Weight, decoded, read_columns
-from weightsmith.abc.stored import Config, StoredFormat, Wrapped
+from weightsmith._models.formats.config import ending, plain_dtype, recogniser
+from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_columns, reader
+from weightsmith.abc.stored import StoredFormat
 from weightsmith.abc.tensors import Tensors
 
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32)
@@ -49,30 +41,28 @@ class AwqWeight(TransposedWeight):
         return codes
 
 
-def read(stored: Tensors, config: Config, where: str) -> Wrapped:
-    _, entry = quantisation_entry(config, where)
+def weights(model: QuantisedModel) -> list[AwqWeight]:
     for key in ("version", "checkpoint_format", "format"):
-        setting(entry, key, "gemm", ("gemm", "GEMM"), where)
-    setting(entry, "bits" if "bits" in entry else "w_bit", 4, (4,), where)
-    group_size = group_size_of(entry, where, "group_size" if "group_size" in entry else "q_group_size")
-    specs, weights = stored.specs, list[Weight]()
-    for name in specs:
-        if name.endswith(".qweight"):
-            module = name.removesuffix(".qweight")
-            inputs, words = part_of(specs, name, ("I32",), (None, None), where).shape
-            groups = 1 if group_size < 0 else -(-inputs // group_size)
-            scales = part_of(specs, f"{module}.scales", ("F16", "BF16", "F32"), (groups, 8 * words), where)
-            zeros = part_of(specs, f"{module}.qzeros", ("I32",), (groups, words), where)
-            weights.append(
-                AwqWeight(
-                    spec=TensorSpec(f"{module}.weight", F32, (8 * words, inputs)),
-                    stored=(name, zeros.name, scales.name),
-                    natural_dtype=plain_dtype(config, scales.dtype),
-                    groups=groups,
-                    group_size=inputs if group_size < 0 else group_size,
-                )
+        model.setting(key, "gemm", ("gemm", "GEMM"))
+    model.setting("bits" if "bits" in model.entry else "w_bit", 4, (4,))
+    group_size, found = model.group_size("group_size" if "group_size" in model.entry else "q_group_size"), []
+    for module in model.modules(".qweight"):
+        codes = model.part(f"{module}.qweight", ("I32",), (None, None))
+        inputs, words = codes.shape
+        groups = 1 if group_size < 0 else -(-inputs // group_size)
+        scales = model.part(f"{module}.scales", ("F16", "BF16", "F32"), (groups, 8 * words))
+        zeros = model.part(f"{module}.qzeros", ("I32",), (groups, words))
+        found.append(
+            AwqWeight(
+                spec=TensorSpec(f"{module}.weight", F32, (8 * words, inputs)),
+                stored=(codes.name, zeros.name, scales.name),
+                natural_dtype=plain_dtype(model.config, scales.dtype),
+                groups=groups,
+                group_size=inputs if group_size < 0 else group_size,
             )
-    return decoded(stored, weights, config, where, kind="AWQ", parts=(".qweight", ".qzeros", ".scales"))
+        )
+    return found
 
 
-FORMAT = StoredFormat("awq", "AWQ", recogniser(ending(".qweight"), "awq"), read)
+_read = reader("AWQ", (".qweight", ".qzeros", ".scales"), weights)
+FORMAT = StoredFormat("awq", "AWQ", recogniser(ending(".qweight"), "awq"), _read)

@@ -1,13 +1,13 @@
 """A source whose weights are decoded from codes on each read: what every quantisation has in common.
 
 A quantisation describes each of its weights as a `Weight`: which stored tensors it consists of, and how any run of its elements
-is decoded from them. `decoded` makes a source of those.
+is decoded from them. `reader` makes a source of those.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import CheckpointError, Finding
+from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._base.files import Extent, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._files.strided import gather
-from weightsmith._models.formats.config import damaged, unsupported, without_entries
-from weightsmith.abc.stored import Wrapped
+from weightsmith._models.formats.config import (
+    config_entries,
+    damaged,
+    quantisation_entry,
+    setting,
+    unsupported,
+    without_entries,
+)
+from weightsmith.abc.stored import Config, Wrapped
 from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
 
 if TYPE_CHECKING:
@@ -151,31 +158,86 @@ class DecodedTensors:
         return self._weights.get(spec_of(self.specs, name, self._where).name)
 
 
-def decoded(
-    stored: Tensors,
-    weights: Sequence[Weight],
-    config: Mapping[str, Any],
-    where: str,
-    *,
-    kind: str,
-    parts: Sequence[str],
-    dropped: Sequence[str] = (),
-    notes: Sequence[Finding] = (),
-    prefix: str = "",
-) -> Wrapped:
-    """The plain model: its source, and config.json without the entry of the quantisation.
+class QuantisedModel:
+    """A model whose weights are decoded: its stored tensors and config.json, and the checks of both.
 
-    kind   the quantisation, for messages: `GPTQ`
-    parts  suffixes of the stored tensors that belong to a weight; first the one that is missing if others are left over
-    prefix  see `DecodedTensors`
-
-    Raises Unsupported for models whose layers store [inputs, outputs]: a square matrix would be transposed silently. Raises
-    FormatError for a part of a quantised weight that is incomplete: it would be taken for a plain tensor.
+    stored, config, where  as `StoredFormat.read` gets them
+    specs                  of the stored tensors
+    entry                  what config.json says of quantisation
     """
-    refuse_transposed(config, kind, where)
-    source = DecodedTensors(stored, weights, dropped, where, prefix)
-    _check_complete(source.specs, weights, parts, where)
-    return Wrapped(source, without_entries(config), tuple(notes))
+
+    def __init__(self, stored: Tensors, config: Config, where: str) -> None:
+        """Raises Unsupported if two entries of config.json differ."""
+        self.stored, self.config, self.where, self.specs = stored, config, where, stored.specs
+        self.entry: Mapping[str, Any] = quantisation_entry(config, where)[1] if config_entries(config) else {}
+
+    def damaged(self, what: str) -> FormatError:
+        """The error of tensors that contradict each other or config.json."""
+        return damaged(what, self.where)
+
+    def unsupported(self, what: str) -> Unsupported:
+        """The error of weights that are stored in a way that is not read."""
+        return unsupported(what, self.where)
+
+    def setting(self, key: str, default: object, allowed: Sequence[object], entry: Mapping[str, Any] | None = None) -> Any:
+        """A value of the entry; see `config.setting`."""
+        return setting(self.entry if entry is None else entry, key, default, allowed, self.where)
+
+    def group_size(self, key: str = "group_size", entry: Mapping[str, Any] | None = None) -> int:
+        """The number of inputs that share a scale; -1 for all of them. Raises FormatError."""
+        value = (self.entry if entry is None else entry).get(key)
+        if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 24):
+            raise self.damaged(f"{key} in config.json is {show(value)}, not -1 or a whole number from 1")
+        return value
+
+    def modules(self, suffix: str) -> list[str]:
+        """The modules X with a stored tensor X{suffix}."""
+        return [name.removesuffix(suffix) for name in self.specs if name.endswith(suffix)]
+
+    def part(self, name: str, dtypes: Sequence[str], shape: tuple[int | None, ...]) -> TensorSpec:
+        """A tensor that a quantised weight consists of. shape: None for any length.
+
+        Raises FormatError if it is missing or has another shape, Unsupported for another dtype.
+        """
+        spec = self.specs.get(name)
+        if spec is None:
+            raise self.damaged(f"tensor {show(name)} is missing, which a quantised weight needs")
+        if spec.dtype.name not in dtypes:
+            raise self.unsupported(f"tensor {show(name)} is {spec.dtype}, and only {', '.join(dtypes)} are read")
+        if len(spec.shape) != len(shape) or any(n is not None and n != m for n, m in zip(shape, spec.shape, strict=True)):
+            wanted = str(["any" if n is None else n for n in shape]).replace("'", "")
+            what = f"tensor {show(name)} is {list(spec.shape)}, and the other tensors of its weight require {wanted}"
+            raise self.damaged(what)
+        return spec
+
+    def decoded(
+        self, weights: Sequence[Weight], kind: str, parts: Sequence[str], dropped: Sequence[str] = (), prefix: str = ""
+    ) -> Wrapped:
+        """The plain model: its source, and config.json without the entry of the quantisation.
+
+        kind    the quantisation, for messages: `GPTQ`
+        parts   suffixes of the stored tensors that belong to a weight; first the one that is missing if others are left over
+        dropped, prefix   see `DecodedTensors`
+
+        Raises Unsupported for models whose layers store [inputs, outputs]: a square matrix would be transposed silently. Raises
+        FormatError for a part of a quantised weight that is incomplete: it would be taken for a plain tensor.
+        """
+        refuse_transposed(self.config, kind, self.where)
+        source = DecodedTensors(self.stored, weights, dropped, self.where, prefix)
+        _check_complete(source.specs, weights, parts, self.where)
+        return Wrapped(source, without_entries(self.config))
+
+
+def reader(
+    kind: str, parts: Sequence[str], weights: Callable[[QuantisedModel], Sequence[Weight]]
+) -> Callable[[Tensors, Config, str], Wrapped]:
+    """`StoredFormat.read` from a function that finds the weights of a model. kind, parts: see `QuantisedModel.decoded`."""
+
+    def read(stored: Tensors, config: Config, where: str) -> Wrapped:
+        model = QuantisedModel(stored, config, where)
+        return model.decoded(weights(model), kind, parts)
+
+    return read
 
 
 def refuse_transposed(config: Mapping[str, Any], kind: str, where: str) -> None:

@@ -12,7 +12,6 @@ The groups of a model with `desc_act` are not in order, so it must have g_idx.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,22 +21,11 @@ import numpy.typing as npt
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.formats.config import (
-    DAMAGED_CHECKPOINT,
-    ending,
-    group_size_of,
-    part_of,
-    plain_dtype,
-    quantisation_entry,
-    recogniser,
-    setting,
-    unsupported,
-)
-from weightsmith._models.formats.decoded import F32, Band, TransposedWeight, Weight, decoded, read_all, read_columns
-from weightsmith.abc.stored import Config, StoredFormat, Wrapped, labelled
+from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, ending, plain_dtype, recogniser
+from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_all, read_columns, reader
+from weightsmith.abc.stored import StoredFormat, labelled
 from weightsmith.abc.tensors import Tensors
 
-_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
@@ -88,36 +76,33 @@ class GptqWeight(TransposedWeight):
         return codes, zeros, read_columns(stored, scales, width, slice(0, self.groups), outputs).astype(np.float32)
 
 
-def read(stored: Tensors, config: Config, where: str) -> Wrapped:
-    _, entry = quantisation_entry(config, where)
+def weights(model: QuantisedModel) -> list[GptqWeight]:
+    entry, found = model.entry, []
     if entry.get("is_marlin_format"):
-        raise unsupported("GPTQ weights in Marlin's layout (is_marlin_format) are not read", where)
-    setting(entry, "pack_dtype", "int32", ("int32",), where)
+        raise model.unsupported("GPTQ weights in Marlin's layout (is_marlin_format) are not read")
+    model.setting("pack_dtype", "int32", ("int32",))
     key = "checkpoint_format" if "checkpoint_format" in entry else "format"
-    version = setting(entry, key, "gptq", ("gptq", "gptq_v2"), where)
-    bits, group_size = setting(entry, "bits", None, _BITS, where), group_size_of(entry, where)
-    weights: list[Weight] = []
-    for name in stored.specs:
-        if name.endswith(".qweight"):
-            module = name.removesuffix(".qweight")
-            shape = _shape(stored.specs, module, bits, group_size, bool(entry.get("dynamic")), where)
-            scales = part_of(stored.specs, f"{module}.scales", ("F16", "BF16", "F32"), (shape.groups, shape.outputs), where)
-            if entry.get("desc_act") is True and shape.groups > 1:  # its groups are not in order
-                part_of(stored.specs, f"{module}.g_idx", ("I32",), (shape.inputs,), where)
-            zeros = (shape.groups, -(-shape.outputs * shape.bits // 32))
-            names = [name, part_of(stored.specs, f"{module}.qzeros", ("I32",), zeros, where).name, scales.name]
-            weights.append(
-                GptqWeight(
-                    spec=TensorSpec(f"{module}.weight", F32, (shape.outputs, shape.inputs)),
-                    stored=(*names, *([f"{module}.g_idx"] if f"{module}.g_idx" in stored.specs else [])),
-                    natural_dtype=plain_dtype(config, scales.dtype),
-                    bits=shape.bits,
-                    zero_minus=1 if version == "gptq" else 0,
-                    groups=shape.groups,
-                    group_size=shape.inputs if group_size < 0 else group_size,
-                )
+    version = model.setting(key, "gptq", ("gptq", "gptq_v2"))
+    bits, group_size = model.setting("bits", None, _BITS), model.group_size()
+    for module in model.modules(".qweight"):
+        shape = _shape(model, module, bits, group_size)
+        scales = model.part(f"{module}.scales", ("F16", "BF16", "F32"), (shape.groups, shape.outputs))
+        if entry.get("desc_act") is True and shape.groups > 1:  # its groups are not in order
+            model.part(f"{module}.g_idx", ("I32",), (shape.inputs,))
+        zeros = model.part(f"{module}.qzeros", ("I32",), (shape.groups, -(-shape.outputs * shape.bits // 32)))
+        index = [f"{module}.g_idx"] if f"{module}.g_idx" in model.specs else []
+        found.append(
+            GptqWeight(
+                spec=TensorSpec(f"{module}.weight", F32, (shape.outputs, shape.inputs)),
+                stored=(f"{module}.qweight", zeros.name, scales.name, *index),
+                natural_dtype=plain_dtype(model.config, scales.dtype),
+                bits=shape.bits,
+                zero_minus=1 if version == "gptq" else 0,
+                groups=shape.groups,
+                group_size=shape.inputs if group_size < 0 else group_size,
             )
-    return decoded(stored, weights, config, where, kind="GPTQ", parts=_PARTS)
+        )
+    return found
 
 
 class _Shape(NamedTuple):
@@ -127,18 +112,20 @@ class _Shape(NamedTuple):
     groups: int
 
 
-def _shape(specs: Mapping[str, TensorSpec], module: str, bits: int, group_size: int, mixed: bool, where: str) -> _Shape:
-    """What the shapes of qweight and g_idx say. mixed: config.json has other bits and group sizes for some modules."""
-    rows, outputs = part_of(specs, f"{module}.qweight", ("I32",), (None, None), where).shape
+def _shape(model: QuantisedModel, module: str, bits: int, group_size: int) -> _Shape:
+    """What the shapes of qweight and g_idx say. config.json may have other bits and group sizes for some modules (dynamic)."""
+    specs, mixed = model.specs, bool(model.entry.get("dynamic"))
+    rows, outputs = model.part(f"{module}.qweight", ("I32",), (None, None)).shape
     indexed = f"{module}.g_idx" in specs
-    inputs = part_of(specs, f"{module}.g_idx", ("I32",), (None,), where).shape[0] if indexed else rows * 32 // bits
+    inputs = model.part(f"{module}.g_idx", ("I32",), (None,)).shape[0] if indexed else rows * 32 // bits
     if mixed and indexed:
         bits = next((b for b in (bits, *_BITS) if -(-inputs * b // 32) == rows), bits)
-    part_of(specs, f"{module}.qweight", ("I32",), (-(-inputs * bits // 32), outputs), where)
+    model.part(f"{module}.qweight", ("I32",), (-(-inputs * bits // 32), outputs))
     groups = 1 if group_size < 0 else -(-inputs // group_size)
     if mixed and indexed and f"{module}.scales" in specs:
         groups = (*specs[f"{module}.scales"].shape, 0)[0]
     return _Shape(inputs, outputs, bits, groups)
 
 
-FORMAT = StoredFormat("gptq", "GPTQ", recogniser(ending(".qweight"), "gptq"), read, {".qweight": labelled("GPTQ or AWQ")})
+_read = reader("GPTQ", (".qweight", ".qzeros", ".scales", ".g_idx"), weights)
+FORMAT = StoredFormat("gptq", "GPTQ", recogniser(ending(".qweight"), "gptq"), _read, {".qweight": labelled("GPTQ or AWQ")})

@@ -32,19 +32,10 @@ import numpy.typing as npt
 
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.config import (
-    config_entries,
-    damaged,
-    group_size_of,
-    part_of,
-    plain_dtype,
-    quantisation_entry,
-    setting,
-    unsupported,
-)
-from weightsmith._models.formats.decoded import F32, Weight, bands, decoded, read_all
+from weightsmith._models.formats.config import config_entries, plain_dtype
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, reader
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
-from weightsmith.abc.stored import Bytes, Config, Rows, Specs, StoredFormat, Wrapped, Writing, grouped_name
+from weightsmith.abc.stored import Bytes, Config, Rows, Specs, StoredFormat, Writing, grouped_name
 from weightsmith.abc.tensors import Tensors
 
 _BITS = (2, 3, 4, 5, 6, 8)
@@ -113,42 +104,38 @@ def is_quantised(name: str, specs: Mapping[str, TensorSpec]) -> bool:
     return name.endswith(".scales") and weight is not None and weight.dtype.name == "U32"
 
 
-def read(stored: Tensors, config: Config, where: str) -> Wrapped:
-    _, entry = quantisation_entry(config, where)
-    specs = stored.specs
-    weights: list[Weight] = [
-        _weight(specs, name.removesuffix(".scales"), entry, config, where) for name in specs if is_quantised(name, specs)
-    ]
-    return decoded(stored, weights, config, where, kind="MLX", parts=(".weight", ".scales", ".biases"))
+def weights(model: QuantisedModel) -> list[MlxWeight]:
+    return [_weight(model, name.removesuffix(".scales")) for name in model.specs if is_quantised(name, model.specs)]
 
 
-def _weight(
-    specs: Mapping[str, TensorSpec], module: str, entry: Mapping[str, Any], config: Mapping[str, Any], where: str
-) -> MlxWeight:
-    own = entry.get(module)
-    settings = {"group_size": 64, "bits": 4, **own} if isinstance(own, Mapping) else entry  # the defaults of MLX's layers
-    mode = setting(settings, "mode", "affine", _MODES, where)
+def _weight(model: QuantisedModel, module: str) -> MlxWeight:
+    own = model.entry.get(module)
+    settings = {"group_size": 64, "bits": 4, **own} if isinstance(own, Mapping) else model.entry  # the defaults of MLX's layers
+    mode = model.setting("mode", "affine", _MODES, settings)
     if mode == "affine":
-        bits, group_size = setting(settings, "bits", None, _BITS, where), group_size_of(settings, where)
+        bits, group_size = model.setting("bits", None, _BITS, settings), model.group_size(entry=settings)
     else:
         bits, group_size = _FIXED[mode]
-    codes = specs[f"{module}.weight"]
+    codes = model.specs[f"{module}.weight"]
     if len(codes.shape) != 2:
         what = f"tensor {show(codes.name)} is {list(codes.shape)}: experts that MLX has stacked (switch_mlp) are not read"
-        raise unsupported(what, where)
+        raise model.unsupported(what)
     outputs, width = codes.shape
     inputs = 32 * width // bits
     if inputs * bits != 32 * width or group_size < 1 or inputs % group_size:
         what = f"tensor {show(codes.name)} is {list(codes.shape)}, which {bits} bits in groups of {group_size} do not fill"
-        raise damaged(what, where)
-    dtypes = ("U8",) if mode != "affine" else ("F32", "BF16", "F16")
+        raise model.damaged(what)
     shape = (outputs, inputs // group_size)
-    scales = part_of(specs, f"{module}.scales", dtypes, shape, where)
-    names = [codes.name, scales.name]
+    scales = model.part(f"{module}.scales", ("F32", "BF16", "F16") if mode == "affine" else ("U8",), shape)
+    names, default = [codes.name, scales.name], DTYPES["BF16"]
     if mode == "affine":
-        names.append(part_of(specs, f"{module}.biases", (scales.dtype.name,), shape, where).name)
-    dtype = plain_dtype(config, scales.dtype if mode == "affine" else DTYPES["BF16"])
-    return MlxWeight(TensorSpec(codes.name, F32, (outputs, inputs)), tuple(names), dtype, mode, bits, group_size)
+        names.append(model.part(f"{module}.biases", (scales.dtype.name,), shape).name)
+        default = scales.dtype
+    spec = TensorSpec(codes.name, F32, (outputs, inputs))
+    return MlxWeight(spec, tuple(names), plain_dtype(model.config, default), mode, bits, group_size)
+
+
+_read = reader("MLX", (".weight", ".scales", ".biases"), weights)
 
 
 # ---- writing
@@ -215,7 +202,7 @@ FORMAT = StoredFormat(
     "mlx",
     "MLX",
     recognises,
-    read,
+    _read,
     {".scales": lambda name, specs: "MLX" if is_quantised(name, specs) else ""},
     writes=(
         Writing("mlx-8bit", "8-bit integers with a scale and a bias for each group", _READERS, affine(8)),

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, damaged, part_of
-from weightsmith._models.formats.decoded import F32, Weight, decoded, read_all, read_columns, transposed_rows
+from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, damaged
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, read_all, read_columns, transposed_rows
 from weightsmith._models.formats.exl2.layout import (
     ROWS,
     SUFFIXES,
@@ -178,11 +178,8 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
     prefix = ""
     if (text := text_config(config, stored.specs)) is not None:
         prefix, config = GEMMA3_PREFIX, text
-    modules = {}
-    for name in stored.specs:
-        if name.endswith(".q_weight"):
-            module, k = _module(stored.specs, name.removesuffix(".q_weight"), config, where)
-            modules[module.name] = module, k
+    model = QuantisedModel(stored, config, where)
+    modules = {name: _module(model, name) for name in model.modules(".q_weight")}
     joined = _joined(modules) if config.get("architectures") == ["Phi3ForCausalLM"] else {}
     parts = {part for names in joined.values() for part in names}
     joined |= {name: (name,) for name in modules if name not in parts}
@@ -193,7 +190,7 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
         spec = TensorSpec(f"{name}.weight".removeprefix(prefix), F32, (sum(module.outputs for module in chosen), k))
         weights.append(Exl2Weight(spec, tensors, DTYPES["F16"], chosen))
     derived = [name for name in stored.specs if name.endswith(_DERIVED) and name.rpartition(".")[0] in modules]
-    wrapped = decoded(stored, weights, config, where, kind="EXL2", parts=_PARTS, dropped=derived, prefix=prefix)
+    wrapped = model.decoded(weights, "EXL2", _PARTS, derived, prefix)
     plain = dict(wrapped.config or {})
     if any(_is_head(name) for name in modules):
         plain["tie_word_embeddings"] = False
@@ -206,21 +203,21 @@ def _is_head(name: str) -> bool:
     return name.rpartition(".")[2] == _HEAD
 
 
-def _module(specs: Mapping[str, TensorSpec], name: str, config: Mapping[str, Any], where: str) -> tuple[Module, int]:
+def _module(model: QuantisedModel, name: str) -> tuple[Module, int]:
     """A stored matrix and its input features. Raises FormatError for tensors that do not fit together."""
-    packed, cols = part_of(specs, f"{name}.q_weight", ("I32",), (None, None), where).shape
-    k = part_of(specs, f"{name}.q_invperm", ("I32",), (None,), where).shape[0]
-    groups = part_of(specs, f"{name}.q_scale_max", ("F16",), (None,), where).shape[0]
-    part_of(specs, f"{name}.q_scale", ("I32",), (groups, cols // 8), where)
-    part_of(specs, f"{name}.q_groups", ("I16",), (2 * groups,), where)
+    packed, cols = model.part(f"{name}.q_weight", ("I32",), (None, None)).shape
+    k = model.part(f"{name}.q_invperm", ("I32",), (None,)).shape[0]
+    groups = model.part(f"{name}.q_scale_max", ("F16",), (None,)).shape[0]
+    model.part(f"{name}.q_scale", ("I32",), (groups, cols // 8))
+    model.part(f"{name}.q_groups", ("I16",), (2 * groups,))
     why = why_illegal((Group(8, k),), k)
     if not why and (cols % ROWS or not cols):
         why = f"it has {cols:,} columns, which must be a multiple of {ROWS}"
     if not why and not 2 * k <= 32 * packed <= 8 * k:
         why = f"q_weight has {packed:,} rows, which {k:,} input features with 2 to 8 bits cannot take"
     if why:
-        raise FormatError(f"not a matrix of EXL2: {why}", where=f"{where}: {show(name)}", fix=DAMAGED_CHECKPOINT)
-    return Module(name, _outputs(specs, name, cols, config)), k
+        raise FormatError(f"not a matrix of EXL2: {why}", where=f"{model.where}: {show(name)}", fix=DAMAGED_CHECKPOINT)
+    return Module(name, _outputs(model.specs, name, cols, model.config)), k
 
 
 def _outputs(specs: Mapping[str, TensorSpec], name: str, cols: int, config: Mapping[str, Any]) -> int:
