@@ -24,12 +24,9 @@ from weightsmith._base.files import show
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPES, DType, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, PLAIN_FIX, damaged, plain_dtype, recogniser
-from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, read_all, reader
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, chunks, read_all, reader
 from weightsmith.abc.stored import StoredFormat, labelled
 from weightsmith.abc.tensors import Tensors
-
-CHUNK_ELEMENTS = 1 << 18
-"""Elements decoded at a time: 128 KiB of codes."""
 
 MAX_STATE_BYTES = 64 << 10
 _MAX_BLOCK = 1 << 20
@@ -56,9 +53,8 @@ class FourBit(Weight):
 
         name = self.spec.name
         table = read_all(stored, f"{name}.quant_map")
-        for start in range(0, values.size, CHUNK_ELEMENTS):
-            part = values[start : start + CHUNK_ELEMENTS]
-            begin, end = first + start, first + start + part.size
+        for begin, part in chunks(first, values):
+            end = begin + part.size
             codes = np.empty((end + 1) // 2 - begin // 2, np.uint8)
             stored.read_into(name, begin // 2, codes)
             scales = self._scales(stored, begin // self.block, -(-end // self.block))
@@ -89,10 +85,8 @@ class EightBit(Weight):
             what = f"tensor {show(layout)} names a layout of INT8 codes for one kind of GPU; only rows (0) are read"
             raise Unsupported(what, fix=PLAIN_FIX)
         cols = self.spec.shape[1]
-        for start in range(0, values.size, CHUNK_ELEMENTS):
-            part = values[start : start + CHUNK_ELEMENTS]
-            begin, end = first + start, first + start + part.size
-            row = begin // cols
+        for begin, part in chunks(first, values):
+            row, end = begin // cols, begin + part.size
             scales = read_all(stored, f"{module}.SCB", row, -(-end // cols))
             codes = read_all(stored, self.spec.name, begin, end)
             with np.errstate(all="ignore"):

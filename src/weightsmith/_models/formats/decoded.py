@@ -293,20 +293,32 @@ def read_columns(stored: Tensors, name: str, width: int, rows: slice, cols: slic
 
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements of whole rows to decode at a time, of one row at least."""
+"""Elements to decode at a time; of whole rows, one row at least."""
 
 
-def bands(first: int, values: npt.NDArray[np.float32], cols: int) -> Iterator[tuple[int, int, int, npt.NDArray[np.float32]]]:
-    """Runs of rows for `Weight.decode` of a weight whose rows are stored one after another.
+def chunks(first: int, values: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """Runs of elements for `Weight.decode`: the number of the first one, and where they go."""
+    for start in range(0, values.size, CHUNK_ELEMENTS):
+        yield first + start, values[start : start + CHUNK_ELEMENTS]
+
+
+def bands(
+    first: int, values: npt.NDArray[np.float32], cols: int, rows: int = 0, align: int = 1
+) -> Iterator[tuple[int, int, int, npt.NDArray[np.float32]]]:
+    """Runs of rows for `Weight.decode` of a weight whose rows are decoded as a whole.
+
+    rows   the most of a run, a multiple of `align`; 0: `CHUNK_ELEMENTS`
+    align  runs begin and end at multiples of it
 
     Yields the first row, the end of the rows, the elements of them before the wanted ones, and where these go.
 
     >>> [(row, end, skip, part.size) for row, end, skip, part in bands(5, np.empty(7, np.float32), 4)]
     [(1, 3, 1, 7)]
     """
-    rows, row, end = max(1, CHUNK_ELEMENTS // cols), first // cols, first + values.size
+    rows = rows or max(1, CHUNK_ELEMENTS // cols)
+    row, end = first // (cols * align) * align, first + values.size
     while row * cols < end:
-        bottom = min(row + rows, -(-end // cols))
+        bottom = min(row + rows, -(-end // (cols * align)) * align)
         start = max(first, row * cols)
         yield row, bottom, start - row * cols, values[start - first : bottom * cols - first]
         row = bottom

@@ -25,7 +25,7 @@ from weightsmith._models.formats.config import (
     unsupported,
     without_entries,
 )
-from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight
+from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight, chunks
 from weightsmith._models.formats.matrices import powers_of_two
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors, read
@@ -45,8 +45,6 @@ _UNUSED = frozenset(
     "input_scale output_scale activation_scale k_scale v_scale q_scale kv_scale input_global_scale input_zero_point".split()
 )
 _FLOATS = ("F32", "BF16", "F16")
-CHUNK_ELEMENTS = 1 << 18
-"""Elements to decode at a time: at most 256 KiB of codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +151,7 @@ class ScaledWeight(Weight):
 
         self._check_extent(stored)
         cols, (block_rows, block_cols), across = self.spec.shape[1], self.block, self.grid[1]
-        for start in range(0, values.size, CHUNK_ELEMENTS):
-            part, at = values[start : start + CHUNK_ELEMENTS], first + start
+        for at, part in chunks(first, values):
             band, last = at // cols // block_rows, (at + part.size - 1) // cols // block_rows
             scales = self._scales(stored, band * across, (last + 1) * across)
             begin, end = at * self.bits // 8, -(-(at + part.size) * self.bits // 8)

@@ -26,8 +26,8 @@ from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import ALIGNED_BYTES
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats import compressed_tensors, fp8
-from weightsmith._models.formats.decoded import DecodedTensors
-from weightsmith._models.formats.scaled import CHUNK_ELEMENTS, ScaledWeight
+from weightsmith._models.formats.decoded import CHUNK_ELEMENTS, DecodedTensors
+from weightsmith._models.formats.scaled import ScaledWeight
 from weightsmith._models.sources import Tensors
 from weightsmith._planning.planner import prepare
 from weightsmith._planning.planner.reopen import reopen

@@ -17,7 +17,7 @@ from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, damaged
-from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, read_all, read_columns, transposed_rows
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, read_columns, transposed_rows
 from weightsmith._models.formats.exl2.layout import (
     ROWS,
     SUFFIXES,
@@ -155,19 +155,13 @@ def _decode(stored: Tensors, module: Module, first: int, values: npt.NDArray[np.
     packed, cols = stored.specs[f"{module.name}.q_weight"].shape
     tops, groups, inverse = (read_all(stored, f"{module.name}.{suffix}") for suffix in SUFFIXES[2:])
     parameters = read_parameters(groups, tops, inverse, packed, module.name)
-    end, most = first + values.size, transposed_rows(cols, k)
-    top = first // k // 8 * 8
-    while top * k < end:
-        bottom = min(top + most, -(-end // k // 8) * 8, cols)
+    for top, bottom, skip, part in bands(first, values, k, transposed_rows(cols, k), 8):
         columns = slice(top, bottom)
         words = read_columns(stored, f"{module.name}.q_weight", cols, slice(0, packed), columns)
         scales = read_columns(
             stored, f"{module.name}.q_scale", cols // 8, slice(0, len(parameters.groups)), slice(top // 8, bottom // 8)
         )
-        found = decode_columns(words, scales, parameters).reshape(-1)
-        begin, stop = max(first, top * k), min(end, bottom * k)
-        values[begin - first : stop - first] = found[begin - top * k : stop - top * k]
-        top = bottom
+        part[:] = decode_columns(words, scales, parameters).reshape(-1)[skip:][: part.size]
 
 
 def recognises(config: Config, specs: Specs) -> bool:
