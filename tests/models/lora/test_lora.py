@@ -106,7 +106,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in (*CASES, "gpt2")), ("DoRA", "bfloat16"), ("head", "bfloat16")]
