@@ -471,7 +471,7 @@ def first_column(page: str, heading: str) -> list[str]:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     section = re.split(r"^## ", text.partition(f"\n## {heading}\n")[2], flags=re.MULTILINE)[0]
     table = next(part for part in section.split("\n\n") if part.lstrip().startswith("|"))
-    return re.findall(r"^\| `?(\w+)`? \|", table, flags=re.MULTILINE)[1:]
+    return re.findall(r"^\| `?(\w[\w-]*)`? \|", table, flags=re.MULTILINE)[1:]
 
 
 @cache
@@ -552,7 +552,13 @@ def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
         for name in ("torch", "lora", "moe", "calibration", "gguf", "studio", "remote", "gcs", "azure")
         for line in project["optional-dependencies"][name]
     }
-    modules = {"PyYAML": "yaml", "google-auth": "google", "azure-storage-blob": "azure", "azure-identity": "azure"}
+    modules = {
+        "PyYAML": "yaml",
+        "google-re2": "re2",
+        "google-auth": "google",
+        "azure-storage-blob": "azure",
+        "azure-identity": "azure",
+    }
     assert used == {modules.get(name, name) for name in (*documented, *extras)}
     declared = project["dependencies"]
     assert set(documented) <= {re.split(r"[<>=]", requirement)[0] for requirement in declared}

@@ -15,7 +15,7 @@ from weightsmith._execution.distance import Moved, to_json
 from weightsmith._execution.page import MAX_PAGE_BYTES, MOVED_NAME, PICTURES, Squares, report_files
 from weightsmith._files.containers import PEFT, SAFETENSORS
 from weightsmith._models.checkpoint import CARD_NAME, Checkpoint
-from weightsmith._models.lora.records import CONFIG_NAME
+from weightsmith._models.lora.adapter import CONFIG_NAME
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Plan
 from weightsmith._version import __version__

@@ -150,7 +150,7 @@ def labelled(label: str) -> Mark:
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """One way to store the weights of a model: how it is recognised, read and written. `FORMAT` of each folder of `stored`.
+    """One way to store the weights of a model: how it is recognised, read and written. It is the `FORMAT` of a module.
 
     name        `compressed_tensors`
     title       for messages: `GPTQ`

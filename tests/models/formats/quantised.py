@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import ml_dtypes
@@ -233,6 +233,7 @@ def exl3_codes(case: Case) -> np.ndarray:
     return tiles.transpose(0, 2, 1, 3).reshape(16 * trellis.shape[0], 16 * trellis.shape[1])
 
 
+@cache
 def codebook_values(codebook: str) -> np.ndarray:
     """float32 [65536], of float16 values."""
     states = [s * {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D, "3inst": 89226354}[codebook] for s in range(1 << 16)]
@@ -312,7 +313,7 @@ def modelopt(shape: tuple[int, int], *, algorithm: str = "NVFP4", name: str = "q
         scales = rng.integers(1, 126, (outputs, inputs // 16)).astype(np.uint8).view(E4M3)
         tensors |= {f"{name}.weight": codes[:, ::2] | codes[:, 1::2] << 4, f"{name}.weight_scale": scales}
         tensors[f"{name}.weight_scale_2"] = factor
-        float4 = np.array([*(0, 0.5, 1, 1.5, 2, 3, 4, 6), *(0, -0.5, -1, -1.5, -2, -3, -4, -6)], np.float32)
+        float4 = np.array([*(0, 0.5, 1, 1.5, 2, 3, 4, 6), *(-0.0, -0.5, -1, -1.5, -2, -3, -4, -6)], np.float32)
         plain = float4[codes] * np.repeat(scales.astype(np.float32) * factor, 16, 1)
     entry = {"quant_method": "modelopt", "quant_algo": algorithm, "config_groups": {}}
     return Case(tensors, config_of(entry, "bfloat16"), {f"{name}.weight": plain.astype(np.float32)}, BF16)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -40,6 +40,7 @@ def groups(draw: st.DrawFn, group: int = 32, *, finite: bool = False) -> np.ndar
 SCALES = st.sampled_from([1.0, 0.5, 0.1, 2.0**-100, 3e30])
 
 
+@settings(max_examples=30)
 @given(groups(), SCALES, st.sampled_from([(8, 0), (8, 128), (4, 8)]))
 def test_quantise_integers_is_its_twin(rows: np.ndarray, scale: float, how: tuple[int, int]) -> None:
     scales = np.full(len(rows), scale, np.float32)
@@ -49,6 +50,7 @@ def test_quantise_integers_is_its_twin(rows: np.ndarray, scale: float, how: tupl
         np.testing.assert_array_equal(found, reference.quantise_integers(rows, scales, *how))
 
 
+@settings(max_examples=30)
 @given(groups(), SCALES)
 def test_quantise_float4_is_its_twin(rows: np.ndarray, scale: float) -> None:
     scales = np.full(len(rows), scale, np.float32)
@@ -58,6 +60,7 @@ def test_quantise_float4_is_its_twin(rows: np.ndarray, scale: float) -> None:
         np.testing.assert_array_equal(found, reference.quantise_float4(rows, scales))
 
 
+@settings(max_examples=30)
 @given(groups(), SCALES, st.sampled_from([0.0, -1.5, 7.0]), st.sampled_from([4, 8]))
 def test_quantise_affine_is_its_twin(rows: np.ndarray, scale: float, bias: float, bits: int) -> None:
     scales, biases = np.full(len(rows), -scale, np.float32), np.full(len(rows), bias, np.float32)
@@ -67,6 +70,7 @@ def test_quantise_affine_is_its_twin(rows: np.ndarray, scale: float, bias: float
         np.testing.assert_array_equal(found, reference.quantise_affine(rows, scales, biases, bits))
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 20), st.integers(1, 70), st.integers(1, 9), st.integers(1, 80), st.integers(0, 99))
 def test_block_maxima_are_those_of_numpy(n: int, cols: int, high: int, wide: int, seed: int) -> None:
     rows = np.random.default_rng(seed).standard_normal((n, cols)).astype(np.float32)
@@ -76,6 +80,7 @@ def test_block_maxima_are_those_of_numpy(n: int, cols: int, high: int, wide: int
     np.testing.assert_array_equal(found, reference.block_maxima(rows, (high, wide)).reshape(-1))
 
 
+@settings(max_examples=30)
 @given(st.sampled_from(sorted(blocks.TABLES)), st.integers(1, 9), st.integers(1, 40), st.data())
 def test_dequantise_is_its_twin_in_any_range(kind: str, rows: int, half: int, data: st.DataObject) -> None:
     table, cols = blocks.TABLES[kind], 2 * half
@@ -156,6 +161,7 @@ BOUNDS: dict[str, Bound] = {
 
 
 @pytest.mark.parametrize("name", BOUNDS)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_the_error_is_within_the_bound(name: str, data: st.DataObject) -> None:
     rows = data.draw(groups(GROUP, finite=True))
@@ -166,6 +172,7 @@ def test_the_error_is_within_the_bound(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@settings(max_examples=30)
 @given(seed=st.integers(0, 999), size=st.sampled_from([1e-3, 1.0, 100.0]), shift=st.sampled_from([0, 0, 5, -0.3]))
 def test_the_error_of_mlx_is_within_the_bound(bits: int, seed: int, size: float, shift: float) -> None:
     rows = ((np.random.default_rng(seed).standard_normal((3, 128)) + shift) * size).astype(BF16).astype(np.float32)
@@ -207,7 +214,6 @@ def test_widths_that_the_group_does_not_divide_are_refused(name: str, group: int
         encodings()[name].outs(spec)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "fp8-block", "w4a16", "w8a16", "nvfp4a16", "mxfp4"])
 def test_compressed_tensors_decompresses_to_the_same_numbers(name: str) -> None:
     """The format's own library, in float32, from the stored tensors alone."""

@@ -43,11 +43,15 @@ class TestExl2Encodings(EncodingTests):
         return find_encoding(name)
 
 
-def test_each_folder_is_a_format() -> None:
+def test_each_file_or_folder_with_a_format_is_listed() -> None:
     import weightsmith._models.formats as package
 
-    folders = {path.parent.name for path in Path(package.__file__).parent.glob("*/__init__.py")}
-    assert folders == set(NAMES) == {each.name for each in formats()}
+    folder = Path(package.__file__).parent
+    modules = {path.stem: path for path in folder.glob("*.py")} | {
+        path.parent.name: path for path in folder.glob("*/__init__.py")
+    }
+    found = {name for name, path in modules.items() if "\nFORMAT = " in path.read_text()}
+    assert found == set(NAMES) == {each.name for each in formats()}
 
 
 # ---- formats of installed packages

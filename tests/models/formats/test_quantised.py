@@ -190,14 +190,9 @@ REFUSED: dict[str, tuple[Case, type[WeightsmithError], str]] = {
     "modelopt: few scales": (
         changed(NVFP4, {"q_proj.weight_scale": np.ones((8, 3), E4M3)}),
         FormatError,
-        r"is \[8, 3\], .* require \[8, 2\]",
+        r"is \[8, 3\], .* need \[8, 2\]",
     ),
     "modelopt: no factor": (changed(NVFP4, {"q_proj.weight_scale_2": None}), FormatError, "weight_scale_2' is missing"),
-    "modelopt: rows": (
-        changed(NVFP4, {"q_proj.weight": np.ones((8, 15), np.uint8)}),
-        FormatError,
-        "rows of 30 elements are not read",
-    ),
     "int8: few scales": (changed(INT8, {"q.SCB": np.ones(7, _F32)}), FormatError, r"is \[7\], .* require \[8\]"),
     "int8: no codes": (changed(INT8, {"q.weight": None}), FormatError, "'q.weight' is missing"),
     "int8: plain codes": (changed(INT8, {"q.weight": np.ones((8, 16), _F32)}), Unsupported, "is F32, and only I8"),
@@ -237,7 +232,7 @@ def parts(case: Case) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, case in TWO.items() for name in parts(case)])
 def test_a_quantised_weight_without_one_of_its_tensors_is_refused_when_opened(kind: str, name: str, tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="missing") as caught:
+    with pytest.raises(FormatError, match=r"missing|has no") as caught:
         opened(tmp_path, changed(TWO[kind], {name: None})).close()
     assert "k_proj" in str(caught.value)
     assert "download it again" in caught.value.finding.fix
@@ -490,9 +485,9 @@ def test_a_dequantised_model_is_the_plain_one_in_the_dtype_that_loaders_compute_
             assert found.read(name).tobytes() == expected.tobytes(), name
 
 
-@pytest.mark.parametrize("dtype", [None, "float32"])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "value", "dtype"), [*((kind, np.nan, None) for kind in MODELS), ("gptq", np.inf, None), ("mlx", np.inf, "float32")]
+)
 @pytest.mark.filterwarnings("error")
 def test_damaged_scales_stop_a_copy(kind: str, value: float, dtype: str | None, tmp_path: Path) -> None:
     folder, _ = llama(tmp_path, kind)

@@ -10,12 +10,17 @@ from collections.abc import Mapping
 
 import pytest
 
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import show
 from weightsmith._models.lora import patterns
-from weightsmith._models.lora.patterns import PatternError, Patterns
 
-PARTS = r"a b ab . \. \- [ab] [^a] [a-c] (a|b) (ab|a)* (?:a|) a? b+ b*? a{1,2} a{,2} a{2} ^ $ \w \d - ] { {} | ( )".split()
+PARTS = r"a b ab . \. \- [ab] [^a] [a-c] (a|b) (ab|a)* (?:a|) a? b+ b*? a{1,2} a{2} ^ $ \w \d - ] { {} | ( )".split()
 NAMES = ["a", "b", "ab", "a.b", "aa", "a.a.b", "ab.ab", "b-a", "a]b", "aab.b.a", "a{", "{}", "7.a"]
 MODULE = "model.layers.10.self_attn.q_proj"
+
+
+def made(numbers: Mapping[str, float]) -> patterns.Patterns:
+    return patterns.Patterns(numbers, "rank_pattern", "here")
 
 
 def peft(numbers: Mapping[str, float], name: str) -> float:
@@ -23,11 +28,10 @@ def peft(numbers: Mapping[str, float], name: str) -> float:
     return next((number for text, number in numbers.items() if re.match(rf"(?:.*\.)?(?:{text})$", name)), -1)
 
 
-@pytest.mark.slow
 def test_patterns_mean_what_they_mean_to_re() -> None:
     rng = random.Random(1)
     compared = fitting = 0
-    while compared < 100_000:
+    while compared < 20_000:
         texts = ["".join(rng.choices(PARTS, k=rng.randrange(1, 5))) for _ in range(rng.randrange(1, 4))]
         numbers = {text: float(i) for i, text in enumerate(texts)}
         try:
@@ -35,10 +39,8 @@ def test_patterns_mean_what_they_mean_to_re() -> None:
                 with warnings.catch_warnings(action="ignore"):
                     re.compile(text)
         except re.error:
-            with pytest.raises(PatternError):
-                [Patterns({text: 1}) for text in numbers]
             continue
-        found = Patterns(numbers)
+        found = made(numbers)
         for name in NAMES:
             wanted = peft(numbers, name)
             assert found.find(name, -1) == wanted, (numbers, name)
@@ -64,11 +66,11 @@ def test_patterns_mean_what_they_mean_to_re() -> None:
     ],
 )
 def test_a_module_is_found(text: str, fits: bool) -> None:
-    assert (Patterns({text: 5}).find(MODULE, 2) == 5) == fits == bool(peft({text: 0}, MODULE) == 0)
+    assert (made({text: 5}).find(MODULE, 2) == 5) == fits == bool(peft({text: 0}, MODULE) == 0)
 
 
 def test_the_first_that_fits_decides() -> None:
-    found = Patterns({"other": 1, r"layers\.\d+\.self_attn\..*": 2, "q_proj": 3, MODULE: 4})
+    found = made({"other": 1, r"layers\.\d+\.self_attn\..*": 2, "q_proj": 3, MODULE: 4})
     assert found.find(MODULE, 0) == 2
     assert found.find("q_proj", 0) == 3
     assert found.find("k_proj", 0) == 0
@@ -80,50 +82,52 @@ def test_the_first_that_fits_decides() -> None:
 def test_time_is_linear_in_the_name(text: str) -> None:
     began = time.process_time()
     for length in (36, 72, 20_000):
-        assert Patterns({text: 1}).find("a" * length, 0) == 0
+        assert made({text: 1}).find("a" * length, 0) == 0
     assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("(", "without its ')'"),
-        ("a)", "closes nothing"),
-        ("*", "nothing to repeat"),
-        ("a**", "two numbers of times"),
+        ("(", "missing )"),
+        ("a)", "unexpected )"),
+        ("a)|(b", "unexpected )"),
+        ("*", "no argument for repetition operator"),
+        ("a**", "bad repetition operator"),
         (r"(a)\1", "is not read"),
         (r"\bq", "is not read"),
-        ("(?=a)", "is not read"),
-        ("(?i)a", "is not read"),
-        ("a++", "two numbers of times"),
-        ("[", "the set at character 0"),
-        ("[a", "the set at character 0"),
-        ("[b-a]", "bad character range"),
-        ("a{2,1}", "counts backwards"),
-        ("a{99999}", "too often"),
-        ("(" * 21 + ")" * 21, "20 groups"),
-        ("((a{20}){20}){20}", "2,000 states"),
+        ("(?=a)", "'(?' is not read"),
+        ("(?i)a", "'(?' is not read"),
+        ("[[:alpha:]]", "'[:' is not read"),
+        ("a{,2}", "'{,2' is not read"),
+        ("a++", "bad repetition operator"),
+        ("[", "missing ]"),
+        ("[a", "missing ]"),
+        ("[b-a]", "invalid character class range"),
+        ("a{2,1}", "invalid repetition size"),
+        ("a{99999}", "invalid repetition size"),
+        ("((a{20}){20}){20}", "invalid repetition size"),
         ("(a)" * 400, "1,200 characters"),
     ],
 )
 def test_what_is_not_read_is_refused(text: str, why: str) -> None:
-    with pytest.raises(PatternError, match=re.escape(why)) as caught:
-        Patterns({"q_proj": 1, text: 1})
-    assert caught.value.args[1] == text
+    with pytest.raises(FormatError, match=re.escape(why)) as caught:
+        made({"q_proj": 1, text: 1})
+    assert f"rank_pattern has a pattern {show(text)} that is not read" in str(caught.value)
 
 
 def test_many_patterns_are_refused_or_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model.layers.{i}.mlp.experts.{j}.{part}_proj" for i in range(40) for j in range(128) for part in ("up", "down")]
     began = time.process_time()
-    found = Patterns({name: float(i) for i, name in enumerate(names)})
+    found = made({name: float(i) for i, name in enumerate(names)})
     assert [found.find(name, -1) for name in names] == list(range(len(names)))
     assert time.process_time() - began < 5
-    with pytest.raises(PatternError, match="more than 100 patterns"):
-        Patterns({f"a+{i}": 1 for i in range(101)})
-    with pytest.raises(PatternError, match="forms of names"):
-        Patterns({"a" * i: 1 for i in range(1, 1100)})
+    with pytest.raises(FormatError, match="more than 100 patterns"):
+        made({f"a+{i}": 1 for i in range(101)})
+    with pytest.raises(FormatError, match="forms of names"):
+        made({"a" * i: 1 for i in range(1, 1100)})
     monkeypatch.setattr(patterns, "MAX_STEPS", 1000)
     for numbers in ({"a" * i: 1.0 for i in range(1, 100)}, {"(a|b)*c": 1.0}):
-        slow = Patterns(numbers)
-        with pytest.raises(PatternError, match="too long to match"):
+        slow = made(numbers)
+        with pytest.raises(FormatError, match="too long to match"):
             [slow.find("ab" * 50, 0) for _ in range(30)]

@@ -17,7 +17,7 @@ import weightsmith
 from tests import zoo
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.tensors import DTYPES
-from weightsmith._models.sources.pytorch import STRIDED_BYTES, open_files
+from weightsmith._models.formats.plain import STRIDED_BYTES, open_pytorch
 from weightsmith.testing import SourceCase, SourceTests
 
 BF16 = DTYPES["BF16"].numpy
@@ -63,7 +63,7 @@ class TestStoredViews(SourceTests):
         a = shards(tmp_path / "a", model())
         b = shards(tmp_path / "b", {**model(), "tied": torch.randn(299, 70)})
         expected = {name: as_array(tensor) for name, tensor in model().items()}
-        return SourceCase(lambda: open_files(a, None, "a").source, expected, lambda: open_files(b, None, "b").source)
+        return SourceCase(lambda: open_pytorch(a, None, "a").source, expected, lambda: open_pytorch(b, None, "b").source)
 
     def test_what_is_a_run_of_bytes_has_a_place_and_any_rows(self, case: SourceCase) -> None:
         source = case.open()

@@ -22,12 +22,12 @@ from weightsmith._base.files import FileState, Opener, StoredTensor
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import Weights
 from weightsmith._files.views import view_of
+from weightsmith._models.formats.plain import open_safetensors
 from weightsmith._models.lora import apply_adapter, open_adapter
 from weightsmith._models.sources import FileKind, Opened, Tensors
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith._models.sources.files import PlainFiles, SourceFile, unite
 from weightsmith._models.sources.memory import StateDict
-from weightsmith._models.sources.safetensors import open_files
 from weightsmith.abc.stored import StoredFormat, Wrapped
 from weightsmith.testing import SourceCase, SourceTests
 
@@ -51,7 +51,7 @@ def model() -> dict[str, np.ndarray]:
 
 
 def opened(folder: Path) -> Tensors:
-    return open_files(sorted(folder.glob("*.safetensors")), None, "here").source
+    return open_safetensors(sorted(folder.glob("*.safetensors")), None, "here").source
 
 
 class TestPlainFiles(SourceTests):

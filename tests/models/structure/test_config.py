@@ -400,11 +400,11 @@ def test_every_layer_keeps_its_kind_or_the_stack_is_refused(numbers: Config, pai
         if "mlp_only_layers" in old:
             new["mlp_only_layers"] = [i for i, layer in enumerate(source) if layer in old["mlp_only_layers"]]
         before = rule.kinds(old, 5)
+        wanted = [before[i] for i in source]
         try:
-            rule.move(old, new, Remap(tuple(source), 5))
+            rule.move(old, new, Remap(tuple(source), 5), tuple(wanted))
         except LayerError:
             continue
-        wanted = [before[i] for i in source]
         explicit = new.get(written.get(getattr(rule, "key", ""), "layer_types"))
         if explicit is not None:
             below_above = {S: True, F: False}

@@ -233,8 +233,19 @@ def read(path: Path) -> Tensors:
         return {name: model.read(name) for name in model.specs}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+def looks_at_matrices(case: Case) -> bool:
+    method = methods.get(case.method)
+    return not method.elementwise({p.name: p.default for p in method.parameters} | dict(case.shared))
+
+
+DEFAULT = "ties della sce tsv_m model_stock localize_and_stitch arcee_fusion cabs geometric_median ramplus_tl".split()
+"""Methods of each kind: elementwise, with counts, with products, of whole matrices."""
+
+
+SAMPLE = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.sweep) for name in CASES]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
 def test_a_merge_of_fused_models_is_the_fused_merge(name: str, models: Path, tmp_path: Path) -> None:
     case = CASES[name]
     for kind in ("whole", "fused"):
@@ -249,9 +260,8 @@ def test_a_merge_of_fused_models_is_the_fused_merge(name: str, models: Path, tmp
 def test_only_methods_that_look_at_matrices_take_them_apart(name: str, models: Path) -> None:
     case = CASES[name]
     steps = weightsmith.plan(recipe(case, models, "fused")).steps
-    method = methods.get(case.method)
     joined = {step.out.name.split(".", 3)[3] for step in steps if step.op == "join"}
-    if method.elementwise({p.name: p.default for p in method.parameters} | dict(case.shared)):
+    if not looks_at_matrices(case):
         assert joined == set()
     elif any(step.merges for step in steps) or joined:
         kinds = ("self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "mlp.shared.gate_up_proj.weight")
@@ -267,7 +277,7 @@ def test_what_is_called_elementwise_gives_the_same_bytes_in_one_piece_and_in_man
 
     case = next(case for case in CASES.values() if case.method == name)
     method = methods.get(name)
-    if not method.elementwise({p.name: p.default for p in method.parameters} | dict(case.shared)):
+    if looks_at_matrices(case):
         pytest.skip("looks at matrices")
     weightsmith.merge(recipe(case, models, "fused"), tmp_path / "one", fsync=False)
 

@@ -345,8 +345,8 @@ def test_layers_of_equal_tensors_have_equal_signatures() -> None:
 def test_hundred_thousand_names_take_less_than_a_second() -> None:
     parts = [f"mlp.experts.{e}.{p}_proj.weight" for e in range(512) for p in ("gate", "up", "down")]
     specs = [spec(name) for name in layers("model.layers.", 65, *parts)]
-    seconds = []
-    for _ in range(3):
+    seconds: list[float] = []
+    while len(seconds) < 3 and min(seconds, default=1.0) >= 1.0:
         start = time.process_time()
         analyse(specs, {"num_hidden_layers": 65, "num_experts": 512})
         seconds.append(time.process_time() - start)

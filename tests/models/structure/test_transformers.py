@@ -98,14 +98,26 @@ def sweep(mapping: Mapping[Any, Any], only: Sequence[str] = ()) -> tuple[dict[st
     return problems, built
 
 
-@pytest.mark.slow
+CAUSAL = "LlamaConfig GPT2Config OPTConfig MambaConfig JambaConfig DeepseekV3Config XLNetConfig".split()
+
+
+@pytest.mark.parametrize(
+    ("mapping", "only"), [("AutoModelForCausalLM", CAUSAL), ("AutoModelForImageTextToText", LANGUAGE_VISION[-2:])]
+)
+def test_the_main_stack_is_found(mapping: str, only: Sequence[str]) -> None:
+    problems, built = sweep(getattr(transformers, mapping)._model_mapping, only)
+    assert problems == {}
+    assert built >= len(only)  # some classes are listed twice
+
+
+@pytest.mark.sweep
 def test_main_stack_of_every_causal_language_model_is_found() -> None:
     problems, built = sweep(transformers.AutoModelForCausalLM._model_mapping)
     assert {name: problem for name, problem in problems.items() if name not in NO_MAIN} == {}
     assert built > 120
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_text_stack_of_vision_language_models_is_found() -> None:
     problems, built = sweep(transformers.AutoModelForImageTextToText._model_mapping, LANGUAGE_VISION)
     assert problems == {}

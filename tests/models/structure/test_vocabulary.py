@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -138,22 +139,20 @@ JOBS: dict[str, Callable[[dict[str, Any], Structure], object]] = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("inside", [False, True], ids=["top", "text_config"])
-def test_a_value_of_any_type_is_read_or_refused(job: str, inside: bool) -> None:
+def test_a_value_of_any_type_is_read_or_refused(inside: bool) -> None:
     """Every outcome but an error of Python's own is fine: most of these keys are not what this model is about."""
-    outcomes = set()
+    passed = set()
     for key in CONFIG:
-        for value in WRONG:
+        for value in WRONG[inside :: 2 + inside]:
             config = {**copy.deepcopy(CONFIG), key: value}
             config = {"vocab_size": 16, "text_config": config} if inside else config
-            try:
-                JOBS[job](config, analyse(SPECS, config))
-            except WeightsmithError as error:
-                outcomes.add(type(error))
-            else:
-                outcomes.add(None)
-    assert None in outcomes
+            structure = analyse(SPECS, config)
+            for name, job in JOBS.items():
+                with contextlib.suppress(WeightsmithError):
+                    job(config, structure)
+                    passed.add(name)
+    assert passed == JOBS.keys()
 
 
 def test_no_home_is_no_crash() -> None:

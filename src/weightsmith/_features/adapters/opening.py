@@ -19,7 +19,7 @@ from weightsmith._features.adapters.shared import MERGE_MODELS, different_bases,
 from weightsmith._methods.base import BaseRole
 from weightsmith._models.checkpoint import Checkpoint, locate
 from weightsmith._models.lora import Adapter, find_places, open_adapter
-from weightsmith._models.lora.records import CONFIG_NAME
+from weightsmith._models.lora.adapter import CONFIG_NAME
 from weightsmith._models.sources.memory import StateDict
 from weightsmith._planning.planner.describing import built_names
 from weightsmith._planning.planner.inputs import at, open_models

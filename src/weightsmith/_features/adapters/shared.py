@@ -10,7 +10,7 @@ from weightsmith._base.errors import MismatchError, ShapeError, Unsupported
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._features.adapters.cores import Adapted
 from weightsmith._models.lora import Adapter
-from weightsmith._models.lora.records import Parameter, Stacked
+from weightsmith._models.lora.adapter import Parameter, Stacked
 
 _QUANTISED = re.compile(r"(-unsloth)?-bnb-4bit$")
 

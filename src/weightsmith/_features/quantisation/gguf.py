@@ -24,13 +24,12 @@ from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETT
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
-from weightsmith._models.formats.gguf.blocks import libgguf
 from weightsmith._models.formats.gguf.config import Config, family_of_config, keys_of_config
 from weightsmith._models.formats.gguf.families import Family, gguf_place, is_norm, rotated_heads
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, TYPES, GgufEncoding
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, TYPES, GgufEncoding, libgguf
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import joined, lacking
 from weightsmith._plans import FILL, JOIN, Dropped, PlanDraft, Product, Settings, Step, Table

@@ -15,7 +15,7 @@ from typing import Any
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._files.containers.base import Layout, ShardLayout, TensorPlace
+from weightsmith._files.containers.base import Layout, ShardLayout, TensorPlace, split
 
 DATA_ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library rejects longer headers
@@ -45,17 +45,10 @@ def make_layout(
     >>> layout.shards[0].name, layout.places["b"], layout.places["a"]  # wider dtypes first
     ('model.safetensors', TensorPlace(shard=0, offset=4096, nbytes=8), TensorPlace(shard=0, offset=4104, nbytes=6))
     """
-    if max_shard_bytes <= 0:
-        raise StoreError(
-            f"must be positive, not {max_shard_bytes} bytes",
-            where="max_shard_bytes",
-            fix="pass a positive number of bytes, such as 5_000_000_000",
-            state=NOTHING_WRITTEN,
-        )
     if not isinstance(specs, Sequence):
         raise TypeError(f"specs must be a sequence in model order, not {type(specs).__name__}")
     _check_names(spec.name for spec in specs)
-    groups = _split(specs, max_shard_bytes)
+    groups = split(specs, max_shard_bytes, lambda spec: spec.nbytes)
     metadata = PT_METADATA if metadata is None else metadata
     _check_metadata(metadata)
 
@@ -109,20 +102,6 @@ def _check_metadata(metadata: Mapping[Any, Any]) -> None:
                 fix="convert the value to a string, for example with json.dumps",
                 state=NOTHING_WRITTEN,
             )
-
-
-def _split(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Split the model-order list into runs of at most `max_shard_bytes`; at least one run."""
-    groups: list[list[TensorSpec]] = [[]]
-    filled = 0
-    for spec in specs:
-        nbytes = spec.nbytes
-        if groups[-1] and filled + nbytes > max_shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(spec)
-        filled += nbytes
-    return groups
 
 
 def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str) -> bytes:

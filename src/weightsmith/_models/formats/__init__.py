@@ -1,12 +1,11 @@
-"""Stored formats: one folder for each, with what its bytes mean, how they are read and, for some, how they are written.
+"""Stored formats: one file or folder for each, with what its bytes mean, how they are read and, for some, how they are written.
 
 opening.py   how a model's weight files become plain tensors
 config.py    what config.json says of quantisation
 decoded.py   sources whose weights are decoded from codes on each read
-matrices.py  encodings of weight matrices
-numbers.py   small numbers and scales that several formats share
+matrices.py  encodings of weight matrices, and scales that several formats share
 
-To add a format, add a folder with a `FORMAT`, and its name to `NAMES`; or a package with an entry point of the group
+To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES`; or a package with an entry point of the group
 `weightsmith.formats`.
 """
 

@@ -100,36 +100,6 @@ def setting(entry: Mapping[str, Any], key: str, default: object, allowed: Sequen
     return value
 
 
-def group_size_of(entry: Mapping[str, Any], where: str, key: str = "group_size") -> int:
-    """The number of inputs that share a scale; -1 for all of them. Raises FormatError.
-
-    >>> group_size_of({"group_size": 128}, "m"), group_size_of({"group_size": -1}, "m")
-    (128, -1)
-    """
-    value = entry.get(key)
-    if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 24):
-        raise damaged(f"{key} in config.json is {show(value)}, not -1 or a whole number from 1", where)
-    return value
-
-
-def part_of(
-    specs: Mapping[str, TensorSpec], name: str, dtypes: Sequence[str], shape: tuple[int | None, ...], where: str
-) -> TensorSpec:
-    """A tensor that a quantised weight consists of. shape: None for any length.
-
-    Raises FormatError if it is missing or has another shape, Unsupported for another dtype.
-    """
-    spec = specs.get(name)
-    if spec is None:
-        raise damaged(f"tensor {show(name)} is missing, which a quantised weight needs", where)
-    if spec.dtype.name not in dtypes:
-        raise unsupported(f"tensor {show(name)} is {spec.dtype}, and only {', '.join(dtypes)} are read", where)
-    if len(spec.shape) != len(shape) or any(n is not None and n != m for n, m in zip(shape, spec.shape, strict=True)):
-        wanted = str(["any" if n is None else n for n in shape]).replace("'", "")
-        raise damaged(f"tensor {show(name)} is {list(spec.shape)}, and the other tensors of its weight require {wanted}", where)
-    return spec
-
-
 def plain_dtype(config: Mapping[str, Any], default: DType = DTYPES["BF16"]) -> DType:
     """The dtype in which loaders compute with the weights: config.json's, else `default`.
 

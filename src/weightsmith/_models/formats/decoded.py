@@ -1,26 +1,34 @@
 """A source whose weights are decoded from codes on each read: what every quantisation has in common.
 
 A quantisation describes each of its weights as a `Weight`: which stored tensors it consists of, and how any run of its elements
-is decoded from them. `decoded` makes a source of those.
+is decoded from them. `reader` makes a source of those.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import CheckpointError, Finding
+from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._base.files import Extent, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._files.strided import gather
-from weightsmith._models.formats.config import damaged, unsupported, without_entries
-from weightsmith.abc.stored import Wrapped
+from weightsmith._models.formats.config import (
+    config_entries,
+    damaged,
+    quantisation_entry,
+    setting,
+    unsupported,
+    without_entries,
+)
+from weightsmith.abc.stored import Config, Wrapped
 from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
 
 if TYPE_CHECKING:
@@ -33,25 +41,25 @@ ROWS_BYTES = 4 << 20
 _TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 
-class Weight(Protocol):
-    """One weight of the plain model. A frozen dataclass: its `repr` is part of the source's identity."""
+@dataclass(frozen=True, slots=True)
+class Weight(ABC):
+    """One weight of the plain model. Its `repr` is part of the source's identity.
 
-    @property
-    def spec(self) -> TensorSpec:
-        """Name, F32, shape [outputs, inputs]."""
+    spec           name, F32, shape [outputs, inputs]
+    stored         the stored tensors that it is decoded from, which the source hides
+    natural_dtype  the dtype in which loaders compute with it
+    """
 
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """The stored tensors that it is decoded from, which the source hides."""
-
-    @property
-    def natural_dtype(self) -> DType:
-        """The dtype in which loaders compute with it."""
+    spec: TensorSpec
+    stored: tuple[str, ...]
+    natural_dtype: DType
 
     @property
     def preferred_rows(self) -> int:
         """See `Tensors.preferred_rows`."""
+        return 1
 
+    @abstractmethod
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         """values = elements first … first + n, n > 0, in row-major order. Thread-safe; scratch memory is bounded.
 
@@ -69,25 +77,30 @@ class DecodedTensors:
     Thread-safe if the stored source is.
     """
 
-    def __init__(self, stored: Tensors, weights: Sequence[Weight], dropped: Sequence[str], where: str) -> None:
+    def __init__(
+        self, stored: Tensors, weights: Sequence[Weight], dropped: Sequence[str], where: str, prefix: str = ""
+    ) -> None:
         """
         stored   the source that holds the codes; closed with this one
         weights  of the plain model; no two of one name
         dropped  stored tensors that are no part of the plain model
         where    the model as the user named it, for messages
+        prefix   of the names of all stored tensors, which the plain model's do not have
 
         Raises FormatError if a weight has the name of another tensor.
         """
-        self._stored, self._where = stored, where
+        self._stored, self._where, self._prefix = stored, where, prefix
         self._weights = {weight.spec.name: weight for weight in weights}
         hidden = {*dropped, *(name for weight in weights for name in weight.stored)}
-        specs = {name: spec for name, spec in stored.specs.items() if name not in hidden}
+        specs = {name.removeprefix(prefix): spec for name, spec in stored.specs.items() if name not in hidden}
+        if prefix:
+            specs = {name: replace(spec, name=name) for name, spec in specs.items()}
         for name, weight in self._weights.items():
             if name in specs:
                 raise damaged(f"tensor {show(name)} is stored twice: as numbers and as codes {show(weight.stored[0])}", where)
             specs[name] = weight.spec
         self.specs: Mapping[str, TensorSpec] = {name: specs[name] for name in sorted(specs, key=natural_key)}
-        self.identity = digest([stored.identity, [repr(weight) for weight in weights], list(dropped)])
+        self.identity = digest([stored.identity, [repr(weight) for weight in weights], list(dropped), prefix])
         self.paths: tuple[Path, ...] = stored.paths
 
     @property
@@ -96,25 +109,25 @@ class DecodedTensors:
 
     def natural_dtype(self, name: str) -> DType:
         weight = self._weight(name)
-        return self._stored.natural_dtype(name) if weight is None else weight.natural_dtype
+        return self._stored.natural_dtype(self._prefix + name) if weight is None else weight.natural_dtype
 
     def location(self, name: str) -> tuple[int, int] | None:
-        return self._stored.location(name) if self._weight(name) is None else None
+        return self._stored.location(self._prefix + name) if self._weight(name) is None else None
 
     def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
         weight, stored = self._weight(name), self._stored
         if weight is None:
-            return stored.extents(name, start_byte, nbytes)
+            return stored.extents(self._prefix + name, start_byte, nbytes)
         return tuple(part for each in weight.stored for part in stored.extents(each, 0, stored.specs[each].nbytes))
 
     def preferred_rows(self, name: str) -> int:
         weight = self._weight(name)
-        return self._stored.preferred_rows(name) if weight is None else weight.preferred_rows
+        return self._stored.preferred_rows(self._prefix + name) if weight is None else weight.preferred_rows
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         weight = self._weight(name)
         if weight is None:
-            self._stored.read_into(name, start_byte, out)
+            self._stored.read_into(self._prefix + name, start_byte, out)
             return
         target = np.frombuffer(byte_view(out), np.uint8)
         check_range(weight.spec, start_byte, target.size, self._where)
@@ -145,31 +158,93 @@ class DecodedTensors:
         return self._weights.get(spec_of(self.specs, name, self._where).name)
 
 
-def decoded(
-    stored: Tensors,
-    weights: Sequence[Weight],
-    config: Mapping[str, Any],
-    where: str,
-    *,
-    kind: str,
-    parts: Sequence[str],
-    dropped: Sequence[str] = (),
-    notes: Sequence[Finding] = (),
-) -> Wrapped:
-    """The plain model: its source, and config.json without the entry of the quantisation.
+class QuantisedModel:
+    """A model whose weights are decoded: its stored tensors and config.json, and the checks of both.
 
-    kind   the quantisation, for messages: `GPTQ`
-    parts  suffixes of the stored tensors that belong to a weight; first the one that is missing if others are left over
-
-    Raises Unsupported for models whose layers store [inputs, outputs]: a square matrix would be transposed silently. Raises
-    FormatError for a part of a quantised weight that is incomplete: it would be taken for a plain tensor.
+    stored, config, where  as `StoredFormat.read` gets them
+    specs                  of the stored tensors
+    entry                  what config.json says of quantisation
     """
+
+    def __init__(self, stored: Tensors, config: Config, where: str) -> None:
+        """Raises Unsupported if two entries of config.json differ."""
+        self.stored, self.config, self.where, self.specs = stored, config, where, stored.specs
+        self.entry: Mapping[str, Any] = quantisation_entry(config, where)[1] if config_entries(config) else {}
+
+    def damaged(self, what: str) -> FormatError:
+        """The error of tensors that contradict each other or config.json."""
+        return damaged(what, self.where)
+
+    def unsupported(self, what: str) -> Unsupported:
+        """The error of weights that are stored in a way that is not read."""
+        return unsupported(what, self.where)
+
+    def setting(self, key: str, default: object, allowed: Sequence[object], entry: Mapping[str, Any] | None = None) -> Any:
+        """A value of the entry; see `config.setting`."""
+        return setting(self.entry if entry is None else entry, key, default, allowed, self.where)
+
+    def group_size(self, key: str = "group_size", entry: Mapping[str, Any] | None = None) -> int:
+        """The number of inputs that share a scale; -1 for all of them. Raises FormatError."""
+        value = (self.entry if entry is None else entry).get(key)
+        if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 24):
+            raise self.damaged(f"{key} in config.json is {show(value)}, not -1 or a whole number from 1")
+        return value
+
+    def modules(self, suffix: str) -> list[str]:
+        """The modules X with a stored tensor X{suffix}."""
+        return [name.removesuffix(suffix) for name in self.specs if name.endswith(suffix)]
+
+    def part(self, name: str, dtypes: Sequence[str], shape: tuple[int | None, ...]) -> TensorSpec:
+        """A tensor that a quantised weight consists of. shape: None for any length.
+
+        Raises FormatError if it is missing or has another shape, Unsupported for another dtype.
+        """
+        spec = self.specs.get(name)
+        if spec is None:
+            raise self.damaged(f"tensor {show(name)} is missing, which a quantised weight needs")
+        if spec.dtype.name not in dtypes:
+            raise self.unsupported(f"tensor {show(name)} is {spec.dtype}, and only {', '.join(dtypes)} are read")
+        if len(spec.shape) != len(shape) or any(n is not None and n != m for n, m in zip(shape, spec.shape, strict=True)):
+            wanted = str(["any" if n is None else n for n in shape]).replace("'", "")
+            what = f"tensor {show(name)} is {list(spec.shape)}, and the other tensors of its weight require {wanted}"
+            raise self.damaged(what)
+        return spec
+
+    def decoded(
+        self, weights: Sequence[Weight], kind: str, parts: Sequence[str], dropped: Sequence[str] = (), prefix: str = ""
+    ) -> Wrapped:
+        """The plain model: its source, and config.json without the entry of the quantisation.
+
+        kind    the quantisation, for messages: `GPTQ`
+        parts   suffixes of the stored tensors that belong to a weight; first the one that is missing if others are left over
+        dropped, prefix   see `DecodedTensors`
+
+        Raises Unsupported for models whose layers store [inputs, outputs]: a square matrix would be transposed silently. Raises
+        FormatError for a part of a quantised weight that is incomplete: it would be taken for a plain tensor.
+        """
+        refuse_transposed(self.config, kind, self.where)
+        source = DecodedTensors(self.stored, weights, dropped, self.where, prefix)
+        _check_complete(source.specs, weights, parts, self.where)
+        return Wrapped(source, without_entries(self.config))
+
+
+def reader(
+    kind: str, parts: Sequence[str], weights: Callable[[QuantisedModel], Sequence[Weight]]
+) -> Callable[[Tensors, Config, str], Wrapped]:
+    """`StoredFormat.read` from a function that finds the weights of a model. kind, parts: see `QuantisedModel.decoded`."""
+
+    def read(stored: Tensors, config: Config, where: str) -> Wrapped:
+        model = QuantisedModel(stored, config, where)
+        return model.decoded(weights(model), kind, parts)
+
+    return read
+
+
+def refuse_transposed(config: Mapping[str, Any], kind: str, where: str) -> None:
+    """Raise Unsupported for models whose layers store [inputs, outputs]."""
     if config.get("model_type") in _TRANSPOSED_MODELS:
         what = f"{kind} weights of model_type {show(config['model_type'])} are not read: its layers store [inputs, outputs]"
         raise unsupported(what, where)
-    source = DecodedTensors(stored, weights, dropped, where)
-    _check_complete(source.specs, weights, parts, where)
-    return Wrapped(source, without_entries(config), tuple(notes))
 
 
 def _check_complete(specs: Mapping[str, TensorSpec], weights: Sequence[Weight], parts: Sequence[str], where: str) -> None:
@@ -218,20 +293,32 @@ def read_columns(stored: Tensors, name: str, width: int, rows: slice, cols: slic
 
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements of whole rows to decode at a time, of one row at least."""
+"""Elements to decode at a time; of whole rows, one row at least."""
 
 
-def bands(first: int, values: npt.NDArray[np.float32], cols: int) -> Iterator[tuple[int, int, int, npt.NDArray[np.float32]]]:
-    """Runs of rows for `Weight.decode` of a weight whose rows are stored one after another.
+def chunks(first: int, values: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """Runs of elements for `Weight.decode`: the number of the first one, and where they go."""
+    for start in range(0, values.size, CHUNK_ELEMENTS):
+        yield first + start, values[start : start + CHUNK_ELEMENTS]
+
+
+def bands(
+    first: int, values: npt.NDArray[np.float32], cols: int, rows: int = 0, align: int = 1
+) -> Iterator[tuple[int, int, int, npt.NDArray[np.float32]]]:
+    """Runs of rows for `Weight.decode` of a weight whose rows are decoded as a whole.
+
+    rows   the most of a run, a multiple of `align`; 0: `CHUNK_ELEMENTS`
+    align  runs begin and end at multiples of it
 
     Yields the first row, the end of the rows, the elements of them before the wanted ones, and where these go.
 
     >>> [(row, end, skip, part.size) for row, end, skip, part in bands(5, np.empty(7, np.float32), 4)]
     [(1, 3, 1, 7)]
     """
-    rows, row, end = max(1, CHUNK_ELEMENTS // cols), first // cols, first + values.size
+    rows = rows or max(1, CHUNK_ELEMENTS // cols)
+    row, end = first // (cols * align) * align, first + values.size
     while row * cols < end:
-        bottom = min(row + rows, -(-end // cols))
+        bottom = min(row + rows, -(-end // (cols * align)) * align)
         start = max(first, row * cols)
         yield row, bottom, start - row * cols, values[start - first : bottom * cols - first]
         row = bottom
@@ -249,21 +336,37 @@ def transposed_rows(outputs: int, inputs: int) -> int:
     return max(1, min(outputs, max(32, ROWS_BYTES // (4 * max(inputs, 1)) // 32 * 32)))
 
 
-def decode_transposed(
-    spec: TensorSpec, groups: npt.NDArray[np.int64], band: Callable[[slice], Band], first: int, values: npt.NDArray[np.float32]
-) -> None:
-    """`Weight.decode` of a weight [outputs, inputs] that is stored as [inputs, outputs].
+@dataclass(frozen=True, slots=True)
+class TransposedWeight(Weight):
+    """A weight [outputs, inputs] that is stored as [inputs, outputs], with zeros and scales of groups of inputs.
 
-    groups  [inputs]: the group of each input
-    band    unpacks some outputs; the slice begins at a multiple of 32, and ends at one or at the last output
+    groups      rows of the scales
+    group_size  consecutive inputs of a group
     """
-    from weightsmith._kernels.packed import dequantise_transposed
 
-    outputs, inputs = spec.shape
-    most = max(32, BAND_CODES // inputs // 32 * 32)
-    top, end = first // inputs // 32 * 32, -(-(first + values.size) // inputs)
-    while top < end:
-        bottom = min(top + most, -(-end // 32) * 32, outputs)
-        codes, zeros, scales = band(slice(top, bottom))
-        dequantise_transposed(codes.reshape(-1), zeros.reshape(-1), scales.reshape(-1), groups, top, first, values)
-        top = bottom
+    groups: int
+    group_size: int
+
+    @property
+    def preferred_rows(self) -> int:
+        return transposed_rows(*self.spec.shape)
+
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        from weightsmith._kernels.packed import dequantise_transposed
+
+        (outputs, inputs), groups = self.spec.shape, self.groups_of_inputs(stored)
+        most = max(32, BAND_CODES // inputs // 32 * 32)
+        top, end = first // inputs // 32 * 32, -(-(first + values.size) // inputs)
+        while top < end:
+            bottom = min(top + most, -(-end // 32) * 32, outputs)
+            codes, zeros, scales = self.band(stored, slice(top, bottom))
+            dequantise_transposed(codes.reshape(-1), zeros.reshape(-1), scales.reshape(-1), groups, top, first, values)
+            top = bottom
+
+    def groups_of_inputs(self, stored: Tensors) -> npt.NDArray[np.int64]:
+        """[inputs]: the group of each."""
+        return np.arange(self.spec.shape[1]) // self.group_size
+
+    @abstractmethod
+    def band(self, stored: Tensors, outputs: slice) -> Band:
+        """Some outputs, unpacked; the slice begins at a multiple of 32, and ends at one or at the last output."""

@@ -1,4 +1,4 @@
-"""Matrices whose elements are the value of a code · a scale: what fp8 and compressed-tensors have in common.
+"""Matrices whose elements are the value of a code · a scale: what fp8, compressed-tensors and ModelOpt have in common.
 
 A `Scheme` says how weights are stored, and a format's config.json which schemes a model has. Names and dtypes of tensors say
 which of them are quantised, so the lists of modules that were left alone (`ignore`, `modules_to_not_convert`) are not needed.
@@ -25,8 +25,8 @@ from weightsmith._models.formats.config import (
     unsupported,
     without_entries,
 )
-from weightsmith._models.formats.decoded import F32, DecodedTensors
-from weightsmith._models.formats.numbers import powers_of_two
+from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight, chunks
+from weightsmith._models.formats.matrices import powers_of_two
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors, read
 
@@ -36,17 +36,15 @@ Structure = tuple[int | None, int | None]
 TENSOR: Structure = (None, None)
 TITLE = "codes with scales"
 
-PACKED, SHAPE, DIVISOR, ZEROS = "_packed", "_shape", "_global_scale", "_zero_point"
+PACKED, SHAPE, DIVISOR, FACTOR, ZEROS = "_packed", "_shape", "_global_scale", "_scale_2", "_zero_point"
 """Ends of the names of a weight's other tensors: X.weight_packed, …"""
 _PACKED = f".weight{PACKED}"
-_PARTS = tuple(f".weight{part}" for part in (PACKED, SHAPE, DIVISOR))
+_PARTS = tuple(f".weight{part}" for part in (PACKED, SHAPE, DIVISOR, FACTOR))
 _FOREIGN = (f".weight{ZEROS}", ".weight_g_idx")
 _UNUSED = frozenset(
     "input_scale output_scale activation_scale k_scale v_scale q_scale kv_scale input_global_scale input_zero_point".split()
 )
 _FLOATS = ("F32", "BF16", "F16")
-CHUNK_ELEMENTS = 1 << 18
-"""Elements to decode at a time: at most 256 KiB of codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,7 @@ class Scheme:
     suffixes  of the tensor of scales, after X.weight
     shaped    there is a tensor X.weight_shape
     divided   scales are divided by X.weight_global_scale
+    multiplied  scales are multiplied by X.weight_scale_2
     zeroed    X.weight_zero_point is subtracted from the codes
     """
 
@@ -72,6 +71,7 @@ class Scheme:
     suffixes: tuple[str, ...] = ("_scale",)
     shaped: bool = False
     divided: bool = False
+    multiplied: bool = False
     zeroed: bool = False
 
     @property
@@ -109,29 +109,25 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledWeight:
-    """A matrix of codes and its scales; see `decoded.Weight`.
+class ScaledWeight(Weight):
+    """A matrix of codes and its scales.
 
-    spec     of the plain tensor: X.weight
-    codes    name of the tensor of codes
+    stored   the tensors of codes, and of scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major
+             order; then those of the next four that there are
     kind     of the codes, as `kernels.blocks.TABLES` names them
-    scale    name of the scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major order
     block    (rows, cols) of a block; the last of a row or column may be smaller
-    natural_dtype  config.json's dtype
     extent   name of the tensor that holds the shape once more, I64 [2]; "" for none
     divisor  name of the tensor, F32 of one element, by which scales are divided; "" for none
+    factor   the same, by which they are multiplied
     zeros    name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest
              bits of a word are the first row's; "" where the code of zero is 2^(bits - 1). Blocks then have one row
     """
 
-    spec: TensorSpec
-    codes: str
     kind: str
-    scale: str
     block: tuple[int, int]
-    natural_dtype: DType
     extent: str = ""
     divisor: str = ""
+    factor: str = ""
     zeros: str = ""
 
     @property
@@ -146,10 +142,6 @@ class ScaledWeight:
         return -(-rows // high), -(-cols // wide)
 
     @property
-    def stored(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.codes, self.scale, self.extent, self.divisor, self.zeros)))
-
-    @property
     def preferred_rows(self) -> int:
         """The height of a block, so that no scale is read twice; 1 if one block is the whole matrix."""
         return self.block[0] if self.block[0] < self.spec.shape[0] else 1
@@ -159,13 +151,12 @@ class ScaledWeight:
 
         self._check_extent(stored)
         cols, (block_rows, block_cols), across = self.spec.shape[1], self.block, self.grid[1]
-        for start in range(0, values.size, CHUNK_ELEMENTS):
-            part, at = values[start : start + CHUNK_ELEMENTS], first + start
+        for at, part in chunks(first, values):
             band, last = at // cols // block_rows, (at + part.size - 1) // cols // block_rows
             scales = self._scales(stored, band * across, (last + 1) * across)
             begin, end = at * self.bits // 8, -(-(at + part.size) * self.bits // 8)
             codes = np.empty(end - begin, np.uint8)
-            stored.read_into(self.codes, begin, codes)
+            stored.read_into(self.stored[0], begin, codes)
             if not self.zeros:
                 dequantise(codes, TABLES[self.kind], at, cols, scales, across, block_rows, block_cols, part)
                 continue
@@ -193,16 +184,19 @@ class ScaledWeight:
         """Scales first … end, by which the values of the codes are multiplied."""
         from weightsmith._kernels.codecs import decode
 
-        dtype = stored.specs[self.scale].dtype
+        name = self.stored[1]
+        dtype = stored.specs[name].dtype
         raw = np.empty((end - first) * dtype.itemsize, np.uint8)
-        stored.read_into(self.scale, first * dtype.itemsize, raw)
+        stored.read_into(name, first * dtype.itemsize, raw)
         if dtype.name == "U8":
             return powers_of_two(raw)
         scales = np.empty(end - first, np.float32)
         decode(raw, dtype.code, 0, scales.size, scales)
-        if self.divisor:
-            with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
+            if self.divisor:
                 scales /= read(stored, self.divisor).reshape(-1)[0]
+            if self.factor:
+                scales *= read(stored, self.factor).reshape(-1)[0]
         return scales
 
     def _check_extent(self, stored: Tensors) -> None:
@@ -229,25 +223,21 @@ def read_scaled(read_entry: ReadEntry) -> Callable[[Tensors, Config, str], Wrapp
     def read_model(stored: Tensors, config: Config, where: str) -> Wrapped:
         place, entry = quantisation_entry(config, where)
         schemes, notes = read_entry(entry, f"{place} in config.json", where)
-        return _read(stored, schemes, notes, config, f"{place} in config.json", where)
+        specs, dtype = stored.specs, plain_dtype(config)
+        unpacked = {scheme.codes for scheme in schemes if not scheme.packed}
+        codes = [s for s in specs.values() if is_codes(s) or (s.dtype.name in unpacked and s.name.endswith(".weight"))]
+        weights = [_weight(spec, specs, schemes, dtype, where) for spec in codes]
+        if not weights:
+            wanted = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
+            what = f"{place} in config.json says that the weights are quantised, and no tensor is {wanted}"
+            raise FormatError(what, where=where, fix=f"Remove {place} from config.json, if the weights are plain numbers.")
+        _check_others(specs, weights, where)
+        dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED]
+        dropped += [name for name, spec in specs.items() if name.endswith((".k_bias", ".v_bias")) and spec.size == 1]
+        source = DecodedTensors(stored, weights, dropped, where)
+        return Wrapped(source, without_entries(config), (*notes, *dropped_scales(dropped, where)))
 
     return read_model
-
-
-def _read(
-    stored: Tensors, schemes: Sequence[Scheme], notes: Sequence[Finding], config: Config, place: str, where: str
-) -> Wrapped:
-    specs, dtype = stored.specs, plain_dtype(config)
-    weights = [_weight(spec, specs, schemes, dtype, where) for spec in specs.values() if is_codes(spec)]
-    if not weights:
-        wanted = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
-        what = f"{place} says that the weights are quantised, and no tensor is {wanted}"
-        raise FormatError(what, where=where, fix=f"Remove {place.replace(' in ', ' from ')}, if the weights are plain numbers.")
-    _check_others(specs, weights, where)
-    dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED]
-    return Wrapped(
-        DecodedTensors(stored, weights, dropped, where), without_entries(config), (*notes, *dropped_scales(dropped, where))
-    )
 
 
 def is_codes(spec: TensorSpec) -> bool:
@@ -290,7 +280,8 @@ def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DT
         what = f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}, {problem}"
         raise damaged(what, where)
     _check_part(found[0].extent, "I64", [(2,)], specs, spec, where)
-    _check_part(found[0].divisor, "F32", [(1,), ()], specs, spec, where)
+    for factor in (found[0].divisor, found[0].factor):
+        _check_part(factor, "F32", [(1,), ()], specs, spec, where)
     words = -(-found[0].spec.shape[0] * found[0].bits // 32)
     _check_part(found[0].zeros, "I32", [(words, found[0].grid[1])], specs, spec, where)
     return found[0]
@@ -308,19 +299,12 @@ def _check_part(name: str, dtype: str, shapes: Sequence[tuple[int, ...]], specs:
 def _described(name: str, spec: TensorSpec, scale: str, scheme: Scheme, dtype: DType) -> ScaledWeight:
     """A weight as a scheme describes it; whether the scales fit is for the caller to check."""
     rows, cols = spec.shape
-    if scheme.packed:
-        cols = cols * spec.dtype.itemsize * 8 // scheme.bits
-    return ScaledWeight(
-        TensorSpec(name, F32, (rows, cols)),
-        spec.name,
-        scheme.kind,
-        scale,
-        scheme.block_of(rows, cols),  # which makes different names of the same block equal
-        dtype,
-        name + SHAPE if scheme.shaped else "",
-        name + DIVISOR if scheme.divided else "",
-        name + ZEROS if scheme.zeroed else "",
-    )
+    cols = cols * spec.dtype.itemsize * 8 // scheme.bits
+    ends = (SHAPE, scheme.shaped), (DIVISOR, scheme.divided), (FACTOR, scheme.multiplied), (ZEROS, scheme.zeroed)
+    others = [name + end if has else "" for end, has in ends]
+    block = scheme.block_of(rows, cols)  # which makes different names of the same block equal
+    stored = spec.name, scale, *filter(None, others)
+    return ScaledWeight(TensorSpec(name, F32, (rows, cols)), stored, dtype, scheme.kind, block, *others)
 
 
 def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,7 @@ from weightsmith._base.text import count
 from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.checkpoint import CARD_NAME, Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith._models.formats.opening import open_file
-from weightsmith._models.lora.patterns import PatternError, Patterns
-from weightsmith._models.lora.records import CONFIG_NAME, Adapter, Factors, Parameter, Stacked
+from weightsmith._models.lora.patterns import Patterns
 from weightsmith._models.structure.configs import finite_number, whole_number
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weightsmith._files.remote.addresses import Address
     from weightsmith._files.remote.folder import RemoteFolder
 
-
+CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -41,7 +41,6 @@ _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_
 """What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
 _SAVED = re.compile(r"(?<=\.)modules_to_save\.(?:default\.)?")
 _LAYER = ".base_layer"
-_NAMES = "Write the names of the modules in place of the pattern."
 _REPAIR = "Repair it, or download the adapter again."
 _MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
 
@@ -62,6 +61,69 @@ _NOT_APPLIED = {
 # Initialisations that leave the base weights alone. The others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) subtract their first B @ A
 # from them, and the adapter is to that residual, which is not in any file.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The update of one module's weight: scaling · B @ A, of an embedding its transpose.
+
+    a, b       names in the adapter's file of A [rank, inputs] and B [outputs, rank]
+    embedding  of an embedding: A is [rank, tokens], B [hidden, rank]
+    scaling    alpha / rank, or as rsLoRA has it
+    magnitude  name of DoRA's norms of the rows [outputs]; "" without DoRA
+    """
+
+    a: str
+    b: str
+    embedding: bool
+    scaling: float
+    magnitude: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Factors of all experts of one parameter [experts, rows, cols] (`target_parameters`).
+
+    a, b  names in the adapter's file of A [experts · rank, inputs] and B [outputs, rank · experts]
+    """
+
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter that factors of experts may belong to: its name after the module's, and what the config says of them."""
+
+    name: str
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter's tensors, and what each is for. Made by `open_adapter`.
+
+    checkpoint    of the adapter's weights; its files are the tokenizer's that lie beside them
+    updates       module → its factors; modules are named as PEFT names them, without `base_model.model.`
+    replacements  tensor of the model → tensor of the file that takes its place (modules_to_save)
+    transposed    `fan_in_fan_out`: weights are stored [inputs, outputs], as GPT-2's are
+    stacked       module → factors of its parameters: PEFT wraps the module once for each, and the innermost comes first
+    parameters    module of `stacked` → the parameters that these may belong to
+    weights       those of `updates` that are factors of the parameter `weight` (`target_parameters`), not of the module
+    saved         modules that are saved whole, with all inside (`modules_to_save`): other replacements are put in place
+    flat          names of modules have `_` for each dot (kohya's files)
+    """
+
+    checkpoint: Checkpoint
+    updates: Mapping[str, Factors]
+    replacements: Mapping[str, str] = field(default_factory=dict)
+    transposed: bool = False
+    stacked: Mapping[str, tuple[Stacked, ...]] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[Parameter, ...]] = field(default_factory=dict)
+    weights: Set[str] = frozenset()
+    saved: Set[str] = frozenset()
+    flat: bool = False
 
 
 def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
@@ -264,12 +326,12 @@ class _Scalings:
 
     def rank(self, module: str) -> int:
         """r of one module."""
-        return int(self._first("rank_pattern", self._ranks, module, self._rank))
+        return int(self._ranks.find(module, self._rank))
 
     def of(self, module: str) -> float:
         """What B @ A of one module is multiplied with."""
         rank = self.rank(module)
-        return self._first("alpha_pattern", self._alphas, module, self._alpha) / (math.sqrt(rank) if self._root else rank)
+        return self._alphas.find(module, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def _rank_of(self, key: str, value: object) -> int:
         rank = whole_number(value)
@@ -288,21 +350,7 @@ class _Scalings:
         if not isinstance(value, dict):
             raise FormatError(f"{key} is {show(value)}, not an object", where=self._where, fix=_REPAIR)
         numbers = {text: number(f"{key} of {show(text)}", given) for text, given in value.items()}
-        try:
-            return Patterns(numbers)
-        except PatternError as error:
-            raise self._unread(key, error) from error
-
-    def _first(self, key: str, patterns: Patterns, module: str, otherwise: float) -> float:
-        try:
-            return patterns.find(module, otherwise)
-        except PatternError as error:
-            raise self._unread(key, error) from error
-
-    def _unread(self, key: str, error: PatternError) -> FormatError:
-        why, *pattern = error.args
-        shown = f" {show(pattern[0])}" if pattern else ""
-        return FormatError(f"{key} has a pattern{shown} that is not read: {why}", where=self._where, fix=_NAMES)
+        return Patterns(numbers, key, self._where)
 
 
 # ---- LoRA adapters in single files, as kohya's scripts write them: `lora_down`, `lora_up` and `alpha` of each module.

@@ -15,8 +15,8 @@ from weightsmith._base.errors import Finding, ShapeError, nearest
 from weightsmith._base.files import same_bytes, show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
+from weightsmith._models.lora.adapter import Adapter, Factors
 from weightsmith._models.lora.experts import match_stacked, names_of
-from weightsmith._models.lora.records import Adapter, Factors
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value

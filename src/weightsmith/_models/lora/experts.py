@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import count, permutations, takewhile
 
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.lora.records import Adapter, Parameter, Stacked
+from weightsmith._models.lora.adapter import Adapter, Parameter, Stacked
 from weightsmith._models.sources.adapted import Update
 from weightsmith._models.structure.projections import GATED, MIXTRAL
 

@@ -1,13 +1,11 @@
 """Sources of tensors. One interface, `abc.tensors.Tensors`; one file for each kind; composition, no inheritance.
 
-files.py         tensors stored as plain bytes in files
-safetensors.py   the safetensors format
-pytorch.py       PyTorch's format: .bin, .pt, .pth and .ckpt, read without executing code
-adapted.py       a source with a LoRA adapter applied
-memory.py        state dicts; `_files/views.py` streams the bytes of a tensor in memory
+files.py    tensors stored as plain bytes in files
+adapted.py  a source with a LoRA adapter applied
+memory.py   state dicts; `_files/views.py` streams the bytes of a tensor in memory
 
-A new file format is part of a stored format (`abc.stored.StoredFormat`); sources of quantised weights are there too. Test a
-source with a subclass of `weightsmith.testing.SourceTests`.
+A new file format is part of a stored format (`abc.stored.StoredFormat`): safetensors' and PyTorch's are in `formats/plain.py`.
+Test a source with a subclass of `weightsmith.testing.SourceTests`.
 """
 
 from __future__ import annotations

@@ -64,6 +64,10 @@ class Remap:
         """Layers of the new stack."""
         return len(self.source)
 
+    def copies(self, layer: int) -> list[int]:
+        """The new layers that come from an old one."""
+        return [new for new, old in enumerate(self.source) if old == layer]
+
     def moved(self, values: Sequence[Any]) -> list[Any]:
         """A per-layer sequence for the new stack; entries of extra layers stay at the end."""
         return [values[i] for i in self.source] + list(values[self.n_old :])
@@ -122,7 +126,7 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
         return [new + first for new, old in enumerate(remap.source) if old in listed]
     taps = []
     for v in value:
-        copies = [new for new, old in enumerate(remap.source) if old == v - first]
+        copies = remap.copies(v - first)
         if not copies:
             raise LayerError(
                 f"{key} of config.json uses the output of layer {v - first}, which the new stack does not have",
@@ -208,6 +212,6 @@ def move_names(values: Sequence[Any], prefix: str, remap: Remap) -> list[Any]:
         if match is None or int(match[1]) >= remap.n_old:
             moved.append(value)
         else:
-            copies = [new for new, old in enumerate(remap.source) if old == int(match[1])]
+            copies = remap.copies(int(match[1]))
             moved += [f"{prefix}{new}{value[match.end() :]}" for new in copies]
     return moved

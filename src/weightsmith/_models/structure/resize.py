@@ -68,12 +68,13 @@ def resize_config(
         _check_taps(config, stack, remap)
         _check_owner(config, structure, stack)
         if prefix in structure.tapered:
-            raise LayerError(
-                f"the layers of {prefix} have different widths, so they cannot be dropped, repeated or moved",
-                fix="use the whole stack, in order",
-            )
+            raise _immovable(f"the layers of {prefix} have different widths, so they cannot be dropped, repeated or moved")
         notes += _Resize(config, new, structure, stack, remap).run()
     return new, tuple(dict.fromkeys(notes))
+
+
+def _immovable(what: str) -> LayerError:
+    return LayerError(what, fix="use the whole stack, in order")
 
 
 def _extra_counts(config: Mapping[str, Any], stack: Stack) -> frozenset[int]:
@@ -90,9 +91,8 @@ def _check_source(stack: Stack, remap: Remap) -> None:
     if wrong:
         raise LayerError(f"{stack.prefix} has layers 0 to {stack.n_layers - 1}, not {wrong[0]}", fix="correct layer_range")
     if stack.config_path is None:
-        raise LayerError(
-            f"no key of config.json holds the layer count of {stack.prefix} ({stack.n_layers}), so it cannot be changed",
-            fix="use the whole stack, in order",
+        raise _immovable(
+            f"no key of config.json holds the layer count of {stack.prefix} ({stack.n_layers}), so it cannot be changed"
         )
 
 
@@ -113,10 +113,9 @@ def _check_owner(config: Mapping[str, Any], structure: Structure, stack: Stack) 
     owned = {path[:-1] for other in structure.stacks for path in other.config_paths}
     for count in find_counts(config) if stack.kind == "encoder" else ():
         if count.path[:-1] and count.path[:-1] not in owned and count.value == stack.n_layers + stack.n_extra:
-            raise LayerError(
+            raise _immovable(
                 f"{'.'.join(stack.config_path or ())} and {'.'.join(count.path)} of config.json may both be the number of "
-                f"layers of {stack.prefix}, so it cannot be changed",
-                fix="use the whole stack, in order",
+                f"layers of {stack.prefix}, so it cannot be changed"
             )
 
 
@@ -138,9 +137,8 @@ def _check_outside(structure: Structure, stack: Stack) -> None:
     """Raise for tensors outside the layers with a part for each layer (Gemma 3n's second embedding)."""
     for name in structure.modules.get(stack.module, ()):
         if has_all_layers(name) and structure.locate(name) is None:
-            raise LayerError(
-                f"{name} has a part for each layer of {stack.prefix}, so layers cannot be dropped, repeated or moved",
-                fix="use the whole stack, in order",
+            raise _immovable(
+                f"{name} has a part for each layer of {stack.prefix}, so layers cannot be dropped, repeated or moved"
             )
 
 
@@ -166,9 +164,9 @@ class _Resize:
             old, new = section_at(self.old, path), section_at(self.new, path)
             self._walk(old, new, path)
             for rule in rules_for({key: value for key, value in old.items() if self._is_mine(key, path)}):
-                self.explained.append(rule.kinds(old, self.remap.n_old))
-                note = rule.move(old, new, self.remap)
-                if note:
+                kinds = rule.kinds(old, self.remap.n_old)
+                self.explained.append(kinds)
+                if note := rule.move(old, new, self.remap, tuple(kinds[i] for i in self.remap.source)):
                     self.notes.append(note)
             self._note_window(old)
         for path in self.stack.config_paths:
@@ -309,10 +307,9 @@ class _Resize:
             return
         # Classes may count from either end. If the last two layers are alike, it probably counts from the first.
         if self.remap.source != tuple(range(self.remap.n_new)) or signature[-1] != signature[-2]:
-            raise LayerError(
+            raise _immovable(
                 f"the layers of {self.stack.prefix} have different tensors, and no key of config.json gives the kind of "
-                "each layer, so they cannot be reordered",
-                fix="use the whole stack, in order",
+                "each layer, so they cannot be reordered"
             )
 
     def _misplaced(self, new: int, old: int) -> LayerError:

@@ -19,55 +19,68 @@ A rule gives each layer a kind. The new config is valid if every new layer has t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from weightsmith._base.errors import LayerError
 from weightsmith._models.structure.configs import EXPERT_COUNTS, whole_number, whole_numbers
 from weightsmith._models.structure.perlayer import Remap
 
 Config = Mapping[str, Any]
-Kinds = tuple[Hashable, ...]
-
-
-class Rule(Protocol):
-    """The interface of a rule. `old` is the old config, `new` the new one (with lists already moved)."""
-
-    def applies(self, old: Config) -> bool:
-        """True if the number is present and has an effect."""
-        ...
-
-    def kinds(self, old: Config, n_layers: int) -> Kinds:
-        """Kind of each layer by the old config."""
-        ...
-
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        """Update `new` for the new stack. Returns a note on the change, or None. Raises LayerError."""
-        ...
-
-
-def _refuse(key: str, value: Any, wanted: Kinds, names: Mapping[Any, str], why: str) -> LayerError:
-    shown = ", ".join(f"{i}:{names.get(kind, kind)}" for i, kind in enumerate(wanted[:80])) + (", ..." if wanted[80:] else "")
-    return LayerError(
-        f"{key} = {value} of config.json cannot express this stack: {why}",
-        details=[f"new layers: {shown}"],
-        fix="keep the layers in an order that the model class can build",
-    )
-
-
-def _explicit(old: Config, keys: tuple[str, ...]) -> bool:
-    """True if a list expresses the same: model code reads the list, and it has been moved."""
-    return any(old.get(key) for key in keys)
-
-
-def _set_list(old: Config, new: MutableMapping[str, Any], key: str, values: list[Any], why: str) -> str:
-    new[key] = values
-    return f"{key}: expanded to {len(values)} layers, because {why}"
+Kinds = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Threshold:
+class Rule(ABC):
+    """What a number of config.json says of each layer's kind. `old` is the old config, `new` the new one, with lists moved."""
+
+    key: str
+
+    def number(self, old: Config) -> int:
+        """The number; 0 if it is missing or no whole number."""
+        return whole_number(old.get(self.key)) or 0
+
+    def applies(self, old: Config) -> bool:
+        """True if the number is present and has an effect."""
+        return self.number(old) > 0
+
+    @abstractmethod
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        """Kind of each layer by the old config."""
+
+    @abstractmethod
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
+        """Update `new` for the new stack, whose layers have the kinds `wanted`.
+
+        Returns a note on the change, or None. Raises LayerError.
+        """
+
+    def refuse(self, value: Any, wanted: Kinds, names: Mapping[Any, str], why: str) -> LayerError:
+        """The error of a stack that the number cannot express. names: of kinds."""
+        shown = ", ".join(f"{i}:{names.get(kind, kind)}" for i, kind in enumerate(wanted[:80])) + (
+            ", ..." if wanted[80:] else ""
+        )
+        return LayerError(
+            f"{self.key} = {value} of config.json cannot express this stack: {why}",
+            details=[f"new layers: {shown}"],
+            fix="keep the layers in an order that the model class can build",
+        )
+
+    def expand(self, old: Config, new: MutableMapping[str, Any], key: str, values: list[Any]) -> str:
+        """Write the kinds as a list, which the model code reads before the number."""
+        new[key] = values
+        return f"{key}: expanded to {len(values)} layers, because {self.key} = {old[self.key]} cannot express the new order"
+
+
+def _stated(old: Config, keys: tuple[str, ...]) -> list[str]:
+    """The lists that express the same: model code reads them, and they have been moved."""
+    return [key for key in keys if old.get(key)]
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold(Rule):
     """Layers below the number have one kind, the others another.
 
     lists   keys whose presence makes the number redundant
@@ -76,7 +89,6 @@ class Threshold:
     below, above  names of the two kinds
     """
 
-    key: str
     below: str
     above: str
     lists: tuple[str, ...] = ()
@@ -87,60 +99,48 @@ class Threshold:
         return whole_number(old.get(self.key)) is not None and self.active(old)
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
-        return tuple(i >= int(old[self.key]) for i in range(n_layers))
+        return tuple(i >= self.number(old) for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        limit = int(old[self.key])
-        wanted = tuple(i >= limit for i in remap.source)
-        count = wanted.count(False)
-        if wanted == tuple(i >= limit for i in range(remap.n_new)) and not limit == remap.n_old != remap.n_new:
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
+        limit, count = self.number(old), wanted.count(False)
+        if wanted == self.kinds(old, remap.n_new) and not limit == remap.n_old != remap.n_new:
             return None
         if not any(wanted[:count]):
             new[self.key] = count
             return f"{self.key}: {limit} -> {count}"
-        if _explicit(old, self.lists):
-            return f"{self.key} = {limit} no longer agrees with {' / '.join(k for k in self.lists if old.get(k))}"
+        if stated := _stated(old, self.lists):
+            return f"{self.key} = {limit} no longer agrees with {' / '.join(stated)}"
         if self.write is not None:
             key, low, high = self.write
-            values = [high if kind else low for kind in wanted]
-            return _set_list(old, new, key, values, f"{self.key} = {limit} cannot express the new order")
+            return self.expand(old, new, key, [high if kind else low for kind in wanted])
         names = {False: self.below, True: self.above}
-        raise _refuse(self.key, limit, wanted, names, f"the {self.below} layers must come first")
+        raise self.refuse(limit, wanted, names, f"the {self.below} layers must come first")
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class Tail(Rule):
     """The number counts the last layers, which have another kind."""
 
-    key: str
     kind: str
-    lists: tuple[str, ...] = ()
-
-    def applies(self, old: Config) -> bool:
-        return (whole_number(old.get(self.key)) or 0) > 0
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
-        return tuple(i >= n_layers - int(old[self.key]) for i in range(n_layers))
+        return tuple(i >= n_layers - self.number(old) for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        tail = int(old[self.key])
-        wanted = tuple(i >= remap.n_old - tail for i in remap.source)
-        count = wanted.count(True)
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
+        tail, count = self.number(old), wanted.count(True)
         if not all(wanted[remap.n_new - count :]):
-            names = {True: self.kind, False: "other"}
-            raise _refuse(self.key, tail, wanted, names, f"{self.kind} layers must come last")
+            raise self.refuse(tail, wanted, {True: self.kind, False: "other"}, f"{self.kind} layers must come last")
         new[self.key] = count
         return None if count == tail else f"{self.key}: {tail} -> {count}"
 
 
 @dataclass(frozen=True, slots=True)
-class Period:
+class Period(Rule):
     """The kind depends on (i + shift) modulo the number: `hit` if the remainder is 0, else `miss`.
 
     write  list key that can express the same, and whether it lists the hits instead of one value per layer
     """
 
-    key: str
     hit: Any
     miss: Any
     shift: int = 1
@@ -150,61 +150,49 @@ class Period:
     active: Callable[[Config], bool] = field(default=lambda _: True)
 
     def applies(self, old: Config) -> bool:
-        return (whole_number(old.get(self.key)) or 0) > 0 and self.active(old)
-
-    def _kind(self, i: int, period: int) -> Any:
-        return self.miss if (i + self.shift) % period else self.hit
+        return self.number(old) > 0 and self.active(old)
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
-        return tuple(self._kind(i, int(old[self.key])) for i in range(n_layers))
+        return tuple(self.miss if (i + self.shift) % self.number(old) else self.hit for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        period = int(old[self.key])
-        wanted = tuple(self._kind(i, period) for i in remap.source)
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
         if wanted == self.kinds(old, remap.n_new):
             return None
-        if _explicit(old, self.lists):
-            said = " / ".join(key for key in self.lists if old.get(key))
-            return f"{self.key} = {period} no longer agrees with {said}, which has been re-indexed"
+        if stated := _stated(old, self.lists):
+            said = " / ".join(stated)
+            return f"{self.key} = {old[self.key]} no longer agrees with {said}, which has been re-indexed"
         if self.write is not None:
             values = [i for i, kind in enumerate(wanted) if kind == self.hit] if self.numbers else list(wanted)
-            return _set_list(old, new, self.write, values, f"{self.key} = {period} cannot express the new order")
-        raise _refuse(self.key, period, wanted, {}, "a layer would change its kind")
+            return self.expand(old, new, self.write, values)
+        raise self.refuse(old[self.key], wanted, {}, "a layer would change its kind")
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(Rule):
     """A number of evenly spaced layers of one kind: `hit` if i + 1 is a multiple of layers // number (Evolla)."""
 
-    key: str
     hit: str
 
-    def applies(self, old: Config) -> bool:
-        return (whole_number(old.get(self.key)) or 0) > 0
-
-    def _of(self, number: int, n_layers: int) -> tuple[bool, ...]:
+    def _of(self, number: int, n_layers: int) -> Kinds:
         period = max(n_layers // number, 1)
         return tuple((i + 1) % period == 0 for i in range(n_layers))
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
-        return self._of(int(old[self.key]), n_layers)
+        return self._of(self.number(old), n_layers)
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        before = int(old[self.key])
-        kinds = self._of(before, remap.n_old)
-        wanted = tuple(kinds[i] for i in remap.source)
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
+        before = self.number(old)
         for number in (before, *range(1, remap.n_new + 1)):
             if wanted == self._of(number, remap.n_new):
                 new[self.key] = number
                 return None if number == before else f"{self.key}: {before} -> {number}"
-        raise _refuse(self.key, before, wanted, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
+        raise self.refuse(before, wanted, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
 
 
 @dataclass(frozen=True, slots=True)
-class Last:
+class Last(Rule):
     """The model class gives the last layer the kind `kind`, whatever its list says (Gemma 4). markers: keys of such configs."""
 
-    key: str
     kind: str
     markers: tuple[str, ...]
 
@@ -215,107 +203,94 @@ class Last:
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(old[self.key][:n_layers])
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        wanted = tuple(old[self.key][i] for i in remap.source)
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
         if wanted[-1] != self.kind:
-            raise _refuse(self.key, "[…]", wanted, {}, f"the last layer must be {self.kind}")
+            raise self.refuse("[…]", wanted, {}, f"the last layer must be {self.kind}")
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class PeriodOffset:
+class PeriodOffset(Rule):
     """Jamba's pairs: `hit` if i % period == offset. Tries other pairs before it raises."""
 
-    period: str
     offset: str
     hit: str
     lists: tuple[str, ...] = ("layer_types", "layers_block_type")
 
     def applies(self, old: Config) -> bool:
-        return (whole_number(old.get(self.period)) or 0) > 0 and whole_number(old.get(self.offset)) is not None
+        return self.number(old) > 0 and whole_number(old.get(self.offset)) is not None
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
-        return tuple(i % int(old[self.period]) == int(old[self.offset]) for i in range(n_layers))
+        return tuple(i % old[self.key] == old[self.offset] for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        before = (int(old[self.period]), int(old[self.offset]))
-        wanted = tuple(i % before[0] == before[1] for i in remap.source)
-        others = ((p, o) for p in range(1, remap.n_new + 2) for o in range(p))
-        for period, offset in [before, *others]:
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
+        if wanted == self.kinds(old, remap.n_new):
+            return None
+        before = old[self.key], old[self.offset]
+        for period, offset in ((p, o) for p in range(1, remap.n_new + 2) for o in range(p)):
             if wanted == tuple(i % period == offset for i in range(remap.n_new)):
-                if (period, offset) == before:
-                    return None
-                new[self.period], new[self.offset] = period, offset
-                return f"{self.period}, {self.offset}: {before[0]}, {before[1]} -> {period}, {offset}"
-        if _explicit(old, self.lists):
-            return f"{self.period} and {self.offset} no longer agree with the list of layer kinds"
+                new[self.key], new[self.offset] = period, offset
+                return f"{self.key}, {self.offset}: {before[0]}, {before[1]} -> {period}, {offset}"
+        if _stated(old, self.lists):
+            return f"{self.key} and {self.offset} no longer agree with the list of layer kinds"
         value = f"{before[0]} with {self.offset} = {before[1]}"
-        names = {True: self.hit, False: "other"}
-        raise _refuse(self.period, value, wanted, names, f"{self.hit} layers must be evenly spaced")
+        raise self.refuse(value, wanted, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse:
+class Sparse(Rule):
     """Every `decoder_sparse_step`-th layer has experts unless `mlp_only_layers` names it."""
 
-    def applies(self, old: Config) -> bool:
-        return (whole_number(old.get("decoder_sparse_step")) or 0) > 0 and _has_experts(old)
+    key: str = "decoder_sparse_step"
 
-    def kinds(self, old: Config, n_layers: int) -> tuple[bool, ...]:
-        step, dense = int(old["decoder_sparse_step"]), set(whole_numbers(old.get("mlp_only_layers")))
+    def applies(self, old: Config) -> bool:
+        return self.number(old) > 0 and _has_experts(old)
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        step, dense = self.number(old), set(whole_numbers(old.get("mlp_only_layers")))
         return tuple((i + 1) % step == 0 and i not in dense for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        before = self.kinds(old, remap.n_old)
-        wanted = tuple(before[i] for i in remap.source)
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
         if wanted == self.kinds(new, remap.n_new):
             return None
         if "mlp_only_layers" not in old:
-            step = old["decoder_sparse_step"]
             names = {True: "sparse", False: "dense"}
-            raise _refuse("decoder_sparse_step", step, wanted, names, "the config has no mlp_only_layers")
-        new["decoder_sparse_step"] = 1
+            raise self.refuse(old[self.key], wanted, names, "the config has no mlp_only_layers")
+        new[self.key] = 1
         new["mlp_only_layers"] = [i for i, sparse in enumerate(wanted) if not sparse]
         return f"decoder_sparse_step: 1, mlp_only_layers: {new['mlp_only_layers']} (the dense layers of the new stack)"
 
 
 @dataclass(frozen=True, slots=True)
-class MoeSpan:
+class MoeSpan(Rule):
     """ERNIE's: experts in layers start..end (-1: the last) where (i + 1) % interval == 0."""
 
+    key: str = "moe_layer_start_index"
+
     def applies(self, old: Config) -> bool:
-        return whole_number(old.get("moe_layer_start_index")) is not None and bool(old.get("moe_num_experts", True))
+        return whole_number(old.get(self.key)) is not None and bool(old.get("moe_num_experts", True))
 
-    def _span(self, old: Config) -> tuple[int, int, int]:
-        start, end = int(old["moe_layer_start_index"]), whole_number(old.get("moe_layer_end_index"))
-        return start, -1 if end is None else end, max(whole_number(old.get("moe_layer_interval")) or 1, 1)
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        end, step = whole_number(old.get("moe_layer_end_index")), max(whole_number(old.get("moe_layer_interval")) or 1, 1)
+        last = n_layers - 1 if end is None or end == -1 else end
+        return tuple(old[self.key] <= i <= last and (i + 1) % step == 0 for i in range(n_layers))
 
-    def kinds(self, old: Config, n_layers: int) -> tuple[bool, ...]:
-        start, end, step = self._span(old)
-        last = n_layers - 1 if end == -1 else end
-        return tuple(start <= i <= last and (i + 1) % step == 0 for i in range(n_layers))
-
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        before = self.kinds(old, remap.n_old)
-        wanted = tuple(before[i] for i in remap.source)
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
         if wanted == self.kinds(old, remap.n_new):
             return None
         sparse = [i for i, kind in enumerate(wanted) if kind]
         start, end = (sparse[0], sparse[-1]) if sparse else (remap.n_new, -1)
-        changed = {"moe_layer_start_index": start, "moe_layer_end_index": end}
+        changed = {self.key: start, "moe_layer_end_index": end}
         if wanted != self.kinds({**old, **changed}, remap.n_new):
             names = {True: "sparse", False: "dense"}
-            value = old["moe_layer_start_index"]
-            raise _refuse("moe_layer_start_index", value, wanted, names, "the layers with experts have a gap")
+            raise self.refuse(old[self.key], wanted, names, "the layers with experts have a gap")
         new.update(changed)
         return f"moe_layer_start_index, moe_layer_end_index: {start}, {end}"
 
 
 @dataclass(frozen=True, slots=True)
-class Cycle:
+class Cycle(Rule):
     """A list or string of kinds repeated over the layers."""
-
-    key: str
 
     def applies(self, old: Config) -> bool:
         return isinstance(old.get(self.key), list | str) and len(old[self.key]) > 0
@@ -324,35 +299,31 @@ class Cycle:
         cycle = old[self.key]
         return tuple(cycle[i % len(cycle)] for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
         cycle = old[self.key]
-        wanted = [cycle[i % len(cycle)] for i in remap.source]
-        if len(cycle) >= remap.n_old or tuple(wanted) == self.kinds(old, remap.n_new):
+        if len(cycle) >= remap.n_old or wanted == self.kinds(old, remap.n_new):
             return None  # one entry per layer: already moved as a per-layer list
-        new[self.key] = "".join(wanted) if isinstance(cycle, str) else wanted
+        new[self.key] = "".join(wanted) if isinstance(cycle, str) else list(wanted)
         return f"{self.key}: expanded to {len(wanted)} layers, because its cycle cannot express the new order"
 
 
 @dataclass(frozen=True, slots=True)
-class Remainder:
+class Remainder(Rule):
     """A number that looks like a period, with unknown meaning: every layer must keep its remainder."""
 
-    key: str
     lists: tuple[str, ...] = ("layer_types", "layers_block_type", "mlp_layer_types")
 
     def applies(self, old: Config) -> bool:
-        return (whole_number(old.get(self.key)) or 0) > 1 and not _explicit(old, self.lists)
+        return self.number(old) > 1 and not _stated(old, self.lists)
 
     def kinds(self, old: Config, n_layers: int) -> Kinds:
-        return tuple(i % int(old[self.key]) for i in range(n_layers))
+        return tuple(i % self.number(old) for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap) -> str | None:
-        period = int(old[self.key])
-        wanted = tuple(i % period for i in remap.source)
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
         if wanted == self.kinds(old, remap.n_new):
             return None
-        why = f"new layer i must come from a layer with the same i modulo {period}"
-        raise _refuse(self.key, period, wanted, {}, why)
+        why = f"new layer i must come from a layer with the same i modulo {old[self.key]}"
+        raise self.refuse(old[self.key], wanted, {}, why)
 
 
 def _has_experts(config: Config) -> bool:

@@ -56,6 +56,14 @@ class SentencePiece:
     escape: bool
     suffix: bool
 
+    @property
+    def ids(self) -> dict[str, int]:
+        """Id by text; the first of equal ones."""
+        found: dict[str, int] = {}
+        for number, piece in enumerate(self.pieces):
+            found.setdefault(piece.text, number)
+        return found
+
 
 def read_sentencepiece(data: bytes) -> SentencePiece:
     """The model in the bytes of a file. Raises ValueError if there is none."""

@@ -8,7 +8,6 @@ never be found at all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -18,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Unsupported
+from weightsmith._models.tokenizers.parts import FLAGS, tokenizer_bytes
 from weightsmith._models.tokenizers.vocabulary import NO_MERGES, Added, Vocabulary, json_object, without_merges
 
-_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+_FLAGS = {**FLAGS, "special": True}
 _WAYS = "use 'tokenizer_source: base', or the model whose tokenizer you want: rows are then found by the bytes of their tokens"
 
 CAN_UNITE = frozenset({"byte-level BPE", "SentencePiece BPE", "unigram", "WordPiece", "BPE"})
@@ -100,9 +100,7 @@ def extend(base: Vocabulary, new: Mapping[str, Added], data: bytes) -> United:
     ids, added = dict(base.ids), dict(base.added)
     for entry in listed:
         ids[entry["content"]], added[entry["content"]] = entry["id"], entry
-    # Without indentation: Python's JSON writer is then ten times as fast, and takes half the memory.
-    written = json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode()
-    written = written.replace(NO_MERGES, b'"merges":' + merges, 1)
+    written = tokenizer_bytes(tokenizer).replace(NO_MERGES, b'"merges":' + merges, 1)
     return United(Vocabulary(base.label, base.family, ids, added), tuple(new), written)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.strict_json import parse_object
-from weightsmith._models.tokenizers.parts import BYTES, CHARACTERS, byte_of
+from weightsmith._models.tokenizers.parts import BYTES, byte_level, byte_of
 from weightsmith._models.tokenizers.sentencepiece import CONTROL, SPACE, USER_DEFINED, read_sentencepiece
 
 Family = Literal["byte-level BPE", "BPE", "SentencePiece BPE", "unigram", "WordPiece", "unknown"]
@@ -321,13 +321,12 @@ def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], 
         model = read_sentencepiece(data)
     except ValueError as error:
         raise _wrong(label, name, "is not a SentencePiece model") from error
-    ids: dict[str, int] = {}
-    added: dict[str, Added] = {}
-    for number, piece in enumerate(model.pieces):
-        ids.setdefault(piece.text, number)
-        if piece.kind in (CONTROL, USER_DEFINED) and piece.text:
-            added[piece.text] = {"id": number, "content": piece.text, "special": piece.kind == CONTROL}
-    return ids, "SentencePiece BPE" if model.bpe else "unigram", added
+    added: dict[str, Added] = {
+        piece.text: {"id": number, "content": piece.text, "special": piece.kind == CONTROL}
+        for number, piece in enumerate(model.pieces)
+        if piece.kind in (CONTROL, USER_DEFINED) and piece.text
+    }
+    return model.ids, "SentencePiece BPE" if model.bpe else "unigram", added
 
 
 def _tiktoken(data: bytes) -> dict[str, int] | None:
@@ -336,7 +335,7 @@ def _tiktoken(data: bytes) -> dict[str, int] | None:
     try:
         for line in data.splitlines():
             piece, rank = line.split()
-            found.setdefault("".join(map(CHARACTERS.__getitem__, base64.b64decode(piece, validate=True))), int(rank[:9]))
+            found.setdefault(byte_level(base64.b64decode(piece, validate=True)), int(rank[:9]))
     except ValueError:
         return None
     return found or None
@@ -377,5 +376,5 @@ def _tekken(tekken: Mapping[str, Any], label: str) -> tuple[dict[str, int], Fami
             piece = None
         if piece is None:
             raise _wrong(label, "tekken.json", f"has a token that is not base64: {show(text)}")
-        ids.setdefault("".join(map(CHARACTERS.__getitem__, piece)), n_special + i)
+        ids.setdefault(byte_level(piece), n_special + i)
     return ids, "byte-level BPE", added

@@ -23,7 +23,7 @@ from weightsmith._kernels.records import Encoded
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.formats.gguf.reading import GgufTensors
 from weightsmith._models.lora import open_adapter
-from weightsmith._models.lora.records import Adapter
+from weightsmith._models.lora.adapter import Adapter
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties

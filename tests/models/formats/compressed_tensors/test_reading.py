@@ -247,7 +247,6 @@ def test_zero_points_are_subtracted(bits: int, group: int | None, tmp_path: Path
             np.testing.assert_array_equal(out, whole[start : start + out.size])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("group", [None, 64])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_compressed_tensors_subtracts_the_same_zero_points(bits: int, group: int | None, tmp_path: Path) -> None:
@@ -335,9 +334,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_transformer(folder, "Llama", tie_word_embeddings=request.param == "tied")
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # compressed-tensors warns of rows that are no multiple of a block
-@pytest.mark.parametrize("name", ["fp8-dynamic", *FORMATS])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        *(("untied", name) for name in ("fp8-dynamic", *FORMATS)),
+        ("tied", "w4a16"),
+        *(("experts", name) for name in ("fp8-dynamic", *MISREAD)),
+    ],
+    indirect=["model"],
+)
 def test_transformers_loads_the_weights_that_we_read(name: str, model: Path, tmp_path: Path) -> None:
     """Every weight is ours, and it runs; without the list of ignored modules a head would be missing its scales."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
@@ -371,7 +377,6 @@ def test_transformers_loads_the_weights_that_we_read(name: str, model: Path, tmp
     assert (found - expected).norm() <= (0.1 if rounded else 0) * expected.norm()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MISREAD)
 def test_transformers_does_not_read_these_experts(name: str, tmp_path: Path) -> None:

@@ -172,7 +172,6 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     """Names are those of llama.cpp's own table, and tensors and settings survive the way there and back."""

@@ -26,9 +26,8 @@ from weightsmith._base.errors import NonFinite, ParameterError
 from weightsmith._base.tensors import DType
 from weightsmith._methods.jobs.matrix import Tensor, one_thread
 from weightsmith._methods.jobs.requires import needs_torch
-from weightsmith._models.formats.exl2.layout import Group, Groups, padded
+from weightsmith._models.formats.exl2.layout import Floats, Group, Groups, Halves, padded
 from weightsmith._models.formats.exl2.reading import decode_columns, read_parameters
-from weightsmith._models.formats.exl2.scales import Floats, Halves
 from weightsmith._models.formats.exl2.writing import Codes, Exl2Matrix, Places, ScalesOf, round_plainly, rows_of, store
 
 TILE = 128

@@ -1,8 +1,7 @@
 """compressed-tensors, the library of vLLM: codes with scales, of matrices, rows, groups of a row, or blocks.
 
-config.py    the entry of config.json, read and written
-encoding.py  encodings from their entry
-float8.py, integers.py, float4.py  the encodings
+config.py   the entry of config.json, read and written
+writing.py  the encodings
 
 Reading is that of `formats/scaled.py`, which `fp8` shares.
 """
@@ -10,9 +9,7 @@ Reading is that of `formats/scaled.py`, which `fp8` shares.
 from __future__ import annotations
 
 from weightsmith._models.formats.compressed_tensors.config import METHOD, read_entry
-from weightsmith._models.formats.compressed_tensors.float4 import MXFP4, NVFP4
-from weightsmith._models.formats.compressed_tensors.float8 import BLOCK, DYNAMIC
-from weightsmith._models.formats.compressed_tensors.integers import INT8, packed
+from weightsmith._models.formats.compressed_tensors.writing import BLOCK, DYNAMIC, INT8, MXFP4, NVFP4, packed
 from weightsmith._models.formats.config import recogniser
 from weightsmith._models.formats.scaled import TITLE, is_codes, read_scaled
 from weightsmith.abc.stored import Specs, StoredFormat, Writing, labelled

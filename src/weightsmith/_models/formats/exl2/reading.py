@@ -7,27 +7,34 @@ is a matrix of its own in the file, and the loader uses it, so the plain model i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import FormatError
-from weightsmith._base.files import Extent, show
-from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, damaged, part_of
-from weightsmith._models.formats.decoded import F32, decoded, read_all, read_columns, transposed_rows
-from weightsmith._models.formats.exl2.layout import ROWS, SUFFIXES, Group, Groups, padded, why_illegal
+from weightsmith._base.files import show
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, damaged
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, read_columns, transposed_rows
+from weightsmith._models.formats.exl2.layout import (
+    ROWS,
+    SUFFIXES,
+    Group,
+    Groups,
+    padded,
+    scale_values,
+    unpack_codes,
+    why_illegal,
+)
 from weightsmith._models.formats.exl2.loader import GEMMA3_PREFIX, text_config
-from weightsmith._models.formats.exl2.scales import scale_values, unpack_codes
 from weightsmith._models.structure.projections import FUSED
 from weightsmith.abc.stored import Config, Specs, Wrapped
-from weightsmith.abc.tensors import Tensors, digest
+from weightsmith.abc.tensors import Tensors
 
 if TYPE_CHECKING:
-    from weightsmith.abc.tensors import Buffer
+    pass
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
 """ExLlamaV2's names, which may have a prefix."""
@@ -121,16 +128,10 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Exl2Weight:
-    """One weight of the plain model; see `decoded.Weight`.
+class Exl2Weight(Weight):
+    """One weight. modules: the matrices that it consists of, from its first row to its last."""
 
-    modules  the matrices that it consists of, from its first row to its last
-    """
-
-    spec: TensorSpec
-    stored: tuple[str, ...]
     modules: tuple[Module, ...]
-    natural_dtype: DType = DTYPES["F16"]
 
     @property
     def preferred_rows(self) -> int:
@@ -154,69 +155,25 @@ def _decode(stored: Tensors, module: Module, first: int, values: npt.NDArray[np.
     packed, cols = stored.specs[f"{module.name}.q_weight"].shape
     tops, groups, inverse = (read_all(stored, f"{module.name}.{suffix}") for suffix in SUFFIXES[2:])
     parameters = read_parameters(groups, tops, inverse, packed, module.name)
-    end, most = first + values.size, transposed_rows(cols, k)
-    top = first // k // 8 * 8
-    while top * k < end:
-        bottom = min(top + most, -(-end // k // 8) * 8, cols)
+    for top, bottom, skip, part in bands(first, values, k, transposed_rows(cols, k), 8):
         columns = slice(top, bottom)
         words = read_columns(stored, f"{module.name}.q_weight", cols, slice(0, packed), columns)
         scales = read_columns(
             stored, f"{module.name}.q_scale", cols // 8, slice(0, len(parameters.groups)), slice(top // 8, bottom // 8)
         )
-        found = decode_columns(words, scales, parameters).reshape(-1)
-        begin, stop = max(first, top * k), min(end, bottom * k)
-        values[begin - first : stop - first] = found[begin - top * k : stop - top * k]
-        top = bottom
+        part[:] = decode_columns(words, scales, parameters).reshape(-1)[skip:][: part.size]
 
 
 def recognises(config: Config, specs: Specs) -> bool:
     return any(name.endswith(".q_groups") for name in specs)
 
 
-class Unprefixed:
-    """A source without the common prefix of its names. See `Tensors`."""
-
-    def __init__(self, stored: Tensors, prefix: str) -> None:
-        self._stored, self._prefix = stored, prefix
-        names = {name.removeprefix(prefix): spec for name, spec in stored.specs.items()}
-        self.specs: Mapping[str, TensorSpec] = {name: replace(spec, name=name) for name, spec in names.items()}
-        self.identity = digest([stored.identity, prefix])
-        self.paths: tuple[Path, ...] = stored.paths
-
-    @property
-    def state(self) -> str:
-        return digest([self.identity, self._stored.state])
-
-    def natural_dtype(self, name: str) -> DType:
-        return self._stored.natural_dtype(self._prefix + name)
-
-    def location(self, name: str) -> tuple[int, int] | None:
-        return self._stored.location(self._prefix + name)
-
-    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
-        return self._stored.extents(self._prefix + name, start_byte, nbytes)
-
-    def preferred_rows(self, name: str) -> int:
-        return self._stored.preferred_rows(self._prefix + name)
-
-    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
-        self._stored.read_into(self._prefix + name, start_byte, out)
-
-    def check_unchanged(self) -> None:
-        self._stored.check_unchanged()
-
-    def close(self) -> None:
-        self._stored.close()
-
-
 def read(stored: Tensors, config: Config, where: str) -> Wrapped:
+    prefix = ""
     if (text := text_config(config, stored.specs)) is not None:
-        stored, config = Unprefixed(stored, GEMMA3_PREFIX), text
-    modules = {}
-    for name in stored.specs:
-        if name.endswith(".q_weight"):
-            module, k = _module(stored.specs, name.removesuffix(".q_weight"), config, where)
-            modules[module.name] = module, k
+        prefix, config = GEMMA3_PREFIX, text
+    model = QuantisedModel(stored, config, where)
+    modules = {name: _module(model, name) for name in model.modules(".q_weight")}
     joined = _joined(modules) if config.get("architectures") == ["Phi3ForCausalLM"] else {}
     parts = {part for names in joined.values() for part in names}
     joined |= {name: (name,) for name in modules if name not in parts}
@@ -224,10 +181,10 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
     for name, names in joined.items():
         chosen, k = tuple(modules[part][0] for part in names), modules[names[0]][1]
         tensors = tuple(f"{part}.{suffix}" for part in names for suffix in SUFFIXES)
-        spec = TensorSpec(f"{name}.weight", F32, (sum(module.outputs for module in chosen), k))
-        weights.append(Exl2Weight(spec, tensors, chosen))
+        spec = TensorSpec(f"{name}.weight".removeprefix(prefix), F32, (sum(module.outputs for module in chosen), k))
+        weights.append(Exl2Weight(spec, tensors, DTYPES["F16"], chosen))
     derived = [name for name in stored.specs if name.endswith(_DERIVED) and name.rpartition(".")[0] in modules]
-    wrapped = decoded(stored, weights, config, where, kind="EXL2", parts=_PARTS, dropped=derived)
+    wrapped = model.decoded(weights, "EXL2", _PARTS, derived, prefix)
     plain = dict(wrapped.config or {})
     if any(_is_head(name) for name in modules):
         plain["tie_word_embeddings"] = False
@@ -240,21 +197,21 @@ def _is_head(name: str) -> bool:
     return name.rpartition(".")[2] == _HEAD
 
 
-def _module(specs: Mapping[str, TensorSpec], name: str, config: Mapping[str, Any], where: str) -> tuple[Module, int]:
+def _module(model: QuantisedModel, name: str) -> tuple[Module, int]:
     """A stored matrix and its input features. Raises FormatError for tensors that do not fit together."""
-    packed, cols = part_of(specs, f"{name}.q_weight", ("I32",), (None, None), where).shape
-    k = part_of(specs, f"{name}.q_invperm", ("I32",), (None,), where).shape[0]
-    groups = part_of(specs, f"{name}.q_scale_max", ("F16",), (None,), where).shape[0]
-    part_of(specs, f"{name}.q_scale", ("I32",), (groups, cols // 8), where)
-    part_of(specs, f"{name}.q_groups", ("I16",), (2 * groups,), where)
+    packed, cols = model.part(f"{name}.q_weight", ("I32",), (None, None)).shape
+    k = model.part(f"{name}.q_invperm", ("I32",), (None,)).shape[0]
+    groups = model.part(f"{name}.q_scale_max", ("F16",), (None,)).shape[0]
+    model.part(f"{name}.q_scale", ("I32",), (groups, cols // 8))
+    model.part(f"{name}.q_groups", ("I16",), (2 * groups,))
     why = why_illegal((Group(8, k),), k)
     if not why and (cols % ROWS or not cols):
         why = f"it has {cols:,} columns, which must be a multiple of {ROWS}"
     if not why and not 2 * k <= 32 * packed <= 8 * k:
         why = f"q_weight has {packed:,} rows, which {k:,} input features with 2 to 8 bits cannot take"
     if why:
-        raise FormatError(f"not a matrix of EXL2: {why}", where=f"{where}: {show(name)}", fix=DAMAGED_CHECKPOINT)
-    return Module(name, _outputs(specs, name, cols, config)), k
+        raise FormatError(f"not a matrix of EXL2: {why}", where=f"{model.where}: {show(name)}", fix=DAMAGED_CHECKPOINT)
+    return Module(name, _outputs(model.specs, name, cols, model.config)), k
 
 
 def _outputs(specs: Mapping[str, TensorSpec], name: str, cols: int, config: Mapping[str, Any]) -> int:

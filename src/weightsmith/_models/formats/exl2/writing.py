@@ -21,16 +21,19 @@ from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.exl2.layout import (
     SUFFIXES,
+    Floats,
     Groups,
+    Halves,
     Params,
     groups_of,
+    pack_codes,
     packed_rows,
     padded,
     params,
+    scale_values,
     stored_specs,
     why_illegal,
 )
-from weightsmith._models.formats.exl2.scales import Floats, Halves, pack_codes, scale_values
 from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
 from weightsmith.abc.stored import WHOLE, Bytes, Rows
 

@@ -6,9 +6,8 @@ families.py   names of tensors and keys of each family, there and in the Hub's l
 config.py     config.json from the keys, and the keys from config.json
 tokenizer.py  the tokenizer's files from the keys, and the keys from the tokenizer's files
 imatrix.py    llama.cpp's importance matrices
-blocks.py     ggml's blocks of numbers, and llama.cpp's order of rows
 reading.py    the tensors of files
-writing.py    the encodings
+writing.py    the encodings: ggml's blocks of numbers, and llama.cpp's order of rows
 """
 
 from __future__ import annotations

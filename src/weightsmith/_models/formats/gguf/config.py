@@ -62,48 +62,55 @@ def family_of_keys(keys: Mapping[str, Any], where: str) -> Family:
     raise Unsupported(what, where=where, fix=fix)
 
 
-class Keys:
-    """The keys of one file, by names without the architecture, checked as they are taken."""
+def token_id(keys: Mapping[str, Any], name: str, tokens: int, where: str) -> int | None:
+    """The number of a token of special meaning, one of `tokens`; None if there is none. Raises FormatError."""
+    value = keys.get(f"tokenizer.ggml.{name}_token_id")
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < tokens:
+        what = f"tokenizer.ggml.{name}_token_id is {show(value)}, and there are {tokens:,} tokens"
+        raise FormatError(what, where=where, fix=DAMAGED)
+    return value
 
-    def __init__(self, keys: Mapping[str, Any], architecture: str, where: str) -> None:
-        self._keys, self._prefix, self.where = keys, architecture, where
 
-    def count(self, name: str, default: int | None = None) -> int:
+class Values:
+    """Values of one file, checked as they are taken: of config.json, or the keys that begin with `prefix`."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json", fix: str = "repair it", prefix: str = "") -> None:
+        self._values, self.where, self._fix, self._prefix = values, where, fix, prefix
+
+    def get(self, name: str, default: Any = None, within: Mapping[str, Any] | None = None) -> Any:
+        """A value, if it is not null; `within` another mapping."""
+        value = (self._values if within is None else within).get(self._prefix + name)
+        return default if value is None else value
+
+    def wrong(self, name: str, value: object, wanted: str) -> FormatError:
+        """The error of a value that is not `wanted`."""
+        return FormatError(f"{self._prefix}{name} is {show(value)}, {wanted}", where=self.where, fix=self._fix)
+
+    def count(self, name: str, default: int | None = None, within: Mapping[str, Any] | None = None) -> int:
         """A number from 1 to 2^31."""
-        value = self._keys.get(f"{self._prefix}.{name}", default)
+        value = self.get(name, default, within)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()  # one for each layer, and all are equal
         if type(value) is not int or not 0 < value <= _MOST:
-            what = f"{self._prefix}.{name} is {show(value)}, not a positive whole number"
-            raise FormatError(what, where=self.where, fix=DAMAGED)
+            raise self.wrong(name, value, "not a positive whole number")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0, with the fewest digits that give the same float32."""
-        value = self._keys.get(f"{self._prefix}.{name}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            what = f"{self._prefix}.{name} is {show(value)}, and not a positive number"
-            raise FormatError(what, where=self.where, fix=DAMAGED)
-        return float(str(np.float32(value)))
+    def number(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
+        """A number above 0 that float32 holds."""
+        value = self.get(name, default, within)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3e38:
+            raise self.wrong(name, value, "and not a positive number")
+        return float(value)
+
+    def float32(self, name: str, default: float | None = None) -> float:
+        """As `number`, with the fewest digits that give the same float32."""
+        return float(str(np.float32(self.number(name, default))))
 
     def __contains__(self, name: str) -> bool:
-        value = self._keys.get(f"{self._prefix}.{name}")
-        return value is not None and (isinstance(value, np.ndarray) or value != 0)
-
-    def token(self, name: str, vocabulary: int) -> int | None:
-        """A token's number; None if there is none."""
-        value = self._keys.get(f"tokenizer.ggml.{name}_token_id")
-        if value is None:
-            return None
-        if type(value) is not int or not 0 <= value < vocabulary:
-            what = f"tokenizer.ggml.{name}_token_id is {show(value)}, and there are {vocabulary:,} tokens"
-            raise FormatError(what, where=self.where, fix=DAMAGED)
-        return value
-
-    def text(self, name: str) -> str:
-        """A text; "" if there is none."""
-        value = self._keys.get(f"{self._prefix}.{name}", "")
-        return value if isinstance(value, str) else ""
+        value = self.get(name, 0)
+        return isinstance(value, np.ndarray) or value != 0
 
 
 def config_of_keys(
@@ -123,15 +130,15 @@ def config_of_keys(
 
     Raises FormatError for keys that are missing or no numbers, Unsupported for a model that config.json cannot describe.
     """
-    found = Keys(keys, family.architecture, where)
+    found = Values(keys, where, DAMAGED, f"{family.architecture}.")
     if "token_embd.weight" not in shapes:
         raise FormatError("no tensor token_embd.weight", where=where, fix=DAMAGED)
     vocabulary = shapes["token_embd.weight"][0]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, "dtype": dtype}
     config |= {here: found.count(there) for there, here in _COUNTS.items()}
     config["vocab_size"] = vocabulary
-    config["rms_norm_eps"] = found.number("attention.layer_norm_rms_epsilon")
-    config["rope_theta"] = found.number("rope.freq_base", 10_000.0)
+    config["rms_norm_eps"] = found.float32("attention.layer_norm_rms_epsilon")
+    config["rope_theta"] = found.float32("rope.freq_base", 10_000.0)
     config["tie_word_embeddings"] = "output.weight" not in shapes
     heads = config["num_attention_heads"]
     rope_dimensions = found.count("rope.dimension_count", max(1, config["hidden_size"] // heads))
@@ -157,7 +164,7 @@ def config_of_keys(
     if scaling := _scaling(family, config, found, factors):
         config["rope_scaling"] = scaling
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        if (token := found.token(key, vocabulary)) is not None:
+        if (token := token_id(keys, key, vocabulary, where)) is not None:
             config[f"{name}_token_id"] = token
     return config
 
@@ -170,16 +177,16 @@ def _all_or_none(shapes: Mapping[str, tuple[int, ...]], modules: Sequence[str], 
     return present[0]
 
 
-def _gemma(family: Family, config: Mapping[str, Any], found: Keys) -> dict[str, Any]:
+def _gemma(family: Family, config: Mapping[str, Any], found: Values) -> dict[str, Any]:
     scalar = _query_scalar(family.model_type, config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"])
     own = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar or config["head_dim"]}
     if family.model_type == "gemma2":
-        own["attn_logit_softcapping"] = found.number("attn_logit_softcapping", 50.0)
-        own["final_logit_softcapping"] = found.number("final_logit_softcapping", 30.0)
+        own["attn_logit_softcapping"] = found.float32("attn_logit_softcapping", 50.0)
+        own["final_logit_softcapping"] = found.float32("final_logit_softcapping", 30.0)
     else:
-        own["rope_local_base_freq"] = found.number("rope.freq_base_swa", _LOCAL_BASE)
+        own["rope_local_base_freq"] = found.float32("rope.freq_base_swa", _LOCAL_BASE)
         if "final_logit_softcapping" in found:
-            own["final_logit_softcapping"] = found.number("final_logit_softcapping")
+            own["final_logit_softcapping"] = found.float32("final_logit_softcapping")
     own["sliding_window"] = found.count("attention.sliding_window")
     own["layer_types"] = _layer_types(family.model_type, config["num_hidden_layers"], found.where)
     return own
@@ -197,9 +204,10 @@ def _query_scalar(model_type: str, layers: int, width: int, heads: int) -> int:
     return width // heads if layers == _BIG.get(model_type) else 0
 
 
-def _scaling(family: Family, config: dict[str, Any], found: Keys, factors: Mapping[str, Floats]) -> dict[str, Any]:
+def _scaling(family: Family, config: dict[str, Any], found: Values, factors: Mapping[str, Floats]) -> dict[str, Any]:
     """`rope_scaling`; {} if there is none."""
-    kind = found.text("rope.scaling.type")
+    kind = found.get("rope.scaling.type")
+    kind = kind if isinstance(kind, str) else ""
     if family.model_type == "phi3":
         original = found.count("rope.scaling.original_context_length", config["max_position_embeddings"])
         config["original_max_position_embeddings"] = original
@@ -210,11 +218,11 @@ def _scaling(family: Family, config: dict[str, Any], found: Keys, factors: Mappi
     if "rope_freqs.weight" in factors:
         return _llama3(config, factors["rope_freqs.weight"], found.where)
     if kind == "linear":
-        return {"rope_type": "linear", "factor": found.number("rope.scaling.factor")}
+        return {"rope_type": "linear", "factor": found.float32("rope.scaling.factor")}
     if kind == "yarn":
-        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": found.number("rope.scaling.factor")}
+        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": found.float32("rope.scaling.factor")}
         scaling["original_max_position_embeddings"] = found.count("rope.scaling.original_context_length")
-        return scaling | {here: found.number(there) for there, here in _YARN.items() if there in found}
+        return scaling | {here: found.float32(there) for there, here in _YARN.items() if there in found}
     if kind in ("", "none"):
         return {}
     raise Unsupported(f"RoPE scaling of the type {show(kind)}", where=found.where, fix="Use the original checkpoint.")
@@ -264,46 +272,26 @@ def family_of_config(config: Mapping[str, Any] | None) -> Family:
     raise Unsupported(f"no GGUF file can be written of a model of the type {show(model_type)}", where="config.json", fix=fix)
 
 
-class Config:
-    """config.json of one model, checked as its values are taken."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
-
-    def get(self, name: str) -> Any:
-        return self._config.get(name)
-
-    def count(self, name: str, default: int | None = None, within: Mapping[str, Any] | None = None) -> int:
-        value = (self._config if within is None else within).get(name)
-        value = default if value is None else value
-        if type(value) is not int or not 0 < value < _MOST:
-            raise FormatError(f"{name} is {show(value)}, not a positive whole number", where="config.json", fix="repair it")
-        return value
-
-    def number(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
-        value = (self._config if within is None else within).get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3e38:
-            raise FormatError(f"{name} is {show(value)}, and not a positive number", where="config.json", fix="repair it")
-        return float(value)
+class Config(Values):
+    """config.json of one model."""
 
     def numbers(self, name: str, within: Mapping[str, Any]) -> Floats:
         """A list of positive numbers: float32."""
         values = within.get(name)
         if not isinstance(values, list) or not values:
-            raise FormatError(f"{name} is {show(values)}, and not a list of numbers", where="config.json", fix="repair it")
+            raise self.wrong(name, values, "and not a list of numbers")
         return np.array([self.number(name, within={name: value}) for value in values], np.float32)
 
     def rope(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings of RoPE in layers that attend to everything, and in those that slide, in one form."""
-        given = self._config.get("rope_parameters") or self._config.get("rope_scaling") or {}
+        given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
         given = given if isinstance(given, dict) else {}
         full = given.get("full_attention", given if "sliding_attention" not in given else {})
         slides = given.get("sliding_attention", {})
         full, slides = (dict(x) if isinstance(x, dict) else {} for x in (full, slides))
-        full.setdefault("rope_theta", self._config.get("rope_theta"))
+        full.setdefault("rope_theta", self._values.get("rope_theta"))
         full["rope_type"] = full.get("rope_type") or full.get("type") or "default"
-        slides.setdefault("rope_theta", self._config.get("rope_local_base_freq"))
+        slides.setdefault("rope_theta", self._values.get("rope_local_base_freq"))
         return full, slides
 
     def need(self, name: str, found: object, expected: object) -> None:
@@ -357,9 +345,8 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         put("attention.sliding_window", "u32", 0 if window is None else given.count("sliding_window"))
         partial = given.number("partial_rotary_factor", given.number("partial_rotary_factor", 1.0), rope)
         if partial > 1:
-            raise FormatError(
-                f"partial_rotary_factor is {partial:g}, which is more than 1", where="config.json", fix="repair it"
-            )
+            what = f"partial_rotary_factor is {partial:g}, which is more than 1"
+            raise FormatError(what, where="config.json", fix="repair it")
         put("rope.dimension_count", "u32", int(partial * head_dim))
     elif given.get("use_sliding_window") or (family.model_type != "qwen2" and given.get("sliding_window")):
         window = given.get("sliding_window")  # Mistral's first version: as long as nobody's context is longer

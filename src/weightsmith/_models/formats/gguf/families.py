@@ -20,6 +20,7 @@ from weightsmith._models.structure.projections import MIXTRAL
 LAYERS = "model.layers."
 
 _ENDS = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
+_HUB_ENDS = {here: there for there, here in _ENDS.items()}
 _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"} | {
     "attn_output": "self_attn.o_proj",
     "attn_norm": "input_layernorm",
@@ -132,23 +133,14 @@ def gguf_place(family: Family, name: str) -> GgufPlace | None:
     GgufPlace(name='blk.0.ffn_up_exps.weight', expert=7)
     """
     module, _, kind = name.rpartition(".")
-    for there, here in _ENDS.items():
-        if here == module and kind in ("weight", "bias"):
-            return GgufPlace(f"{there}.{kind}")
+    if module in _HUB_ENDS and kind in ("weight", "bias"):
+        return GgufPlace(f"{_HUB_ENDS[module]}.{kind}")
     match = _HUB_LAYER.fullmatch(name)
     if match is None:
         return None
-    for there, here in family.layer.items():
-        if here == match[2]:
-            return GgufPlace(f"blk.{match[1]}.{there}.{match[3]}")
-    expert = _EXPERT.search(match[2])
-    if expert is None:
-        return None
-    plain = _EXPERT.sub(r"\1{}\3", match[2])
-    for there, here in family.experts.items():
-        if here == plain:
-            return GgufPlace(f"blk.{match[1]}.{there}.{match[3]}", int(expert[2]))
-    return None
+    expert, inner = _EXPERT.search(match[2]), _EXPERT.sub(r"\1{}\3", match[2])
+    found = next((there for there, here in (*family.layer.items(), *family.experts.items()) if here == inner), None)
+    return None if found is None else GgufPlace(f"blk.{match[1]}.{found}.{match[3]}", int(expert[2]) if expert else -1)
 
 
 def is_norm(name: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Literal
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
-from weightsmith._files.containers.base import Layout, ShardLayout, TensorPlace
+from weightsmith._files.containers.base import Layout, ShardLayout, TensorPlace, split
 
 MAGIC = b"GGUF"
 VERSION = 3
@@ -103,19 +103,8 @@ def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes
     >>> layout.shards[0].name, layout.places["b"]
     ('model.gguf', TensorPlace(shard=0, offset=160, nbytes=136))
     """
-    if max_shard_bytes <= 0:
-        fix = "pass a positive number of bytes, such as 50_000_000_000"
-        what = f"must be positive, not {max_shard_bytes} bytes"
-        raise StoreError(what, where="max_shard_bytes", fix=fix, state=NOTHING_WRITTEN)
     _check(specs)
-    groups: list[list[TensorSpec]] = [[]]
-    filled = 0
-    for spec in specs:
-        if groups[-1] and filled + _padded(spec.nbytes) > max_shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(spec)
-        filled += _padded(spec.nbytes)
+    groups = split(specs, max_shard_bytes, lambda spec: _padded(spec.nbytes))
     shards: list[ShardLayout] = []
     places: dict[str, TensorPlace] = dict.fromkeys(spec.name for spec in specs)  # type: ignore[assignment]
     for number, group in enumerate(groups):

@@ -7,7 +7,6 @@ read.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -23,12 +22,13 @@ from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import Weights, natural_key
-from weightsmith._models.formats.gguf.blocks import dequantise, from_llama_order, libgguf
 from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys
 from weightsmith._models.formats.gguf.families import Family, hub_name, is_norm, rotated_heads
 from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
+from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite
+from weightsmith._models.tokenizers.files import json_bytes
 from weightsmith.abc.files import FileKind, Index, Opened
 
 SUFFIX = ".gguf"
@@ -189,7 +189,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     stored = unite((_tensors(path, header, family, config) for path, header in headers.items()), paths[0].parent)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
     made, notes = tokenizer_files(first.keys, family, where)
-    made["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    made["config.json"] = json_bytes(config)
     blocks = Counter(tensor.dtype.name for tensor in tensors.values() if tensor.dtype.block > 1)
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     return Opened(GgufTensors(stored, files, where, dtype), notes=tuple(notes), files=made, decoded=decoded)

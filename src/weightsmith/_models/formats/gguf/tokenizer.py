@@ -14,18 +14,24 @@ from typing import Any, TypeVar
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.strict_json import parse_object
+from weightsmith._models.formats.gguf.config import token_id
 from weightsmith._models.formats.gguf.families import Family
 from weightsmith._models.formats.gguf.layout import Value
+from weightsmith._models.tokenizers.files import json_bytes
 from weightsmith._models.tokenizers.parts import (
     BYTES,
-    CHARACTERS,
+    FLAGS,
     QWEN2_SPLIT,
     bpe,
+    byte_level,
     byte_of,
+    decoders,
     first_prefix,
     is_merge,
     replace,
     split,
+    template,
+    ways,
 )
 from weightsmith._models.tokenizers.sentencepiece import (
     BYTE,
@@ -97,42 +103,40 @@ def tokenizer_files(keys: Mapping[str, Any], family: Family, where: str) -> tupl
         raise FormatError(what, where=where, fix=DAMAGED)
     if kind == "llama" and family.shift:  # in Gemma's files, runs of spaces are stored as such
         tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
-    special = {name: _token(keys, key, tokens, where) for name, key in _SPECIAL.items()}
-    types = _types(keys, tokens, where)
+    numbers = {name: token_id(keys, key, len(tokens), where) for name, key in _SPECIAL.items()}
+    special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
+    types = _numbers(keys, "token_type", NORMAL, tokens, where)
     pre = _setting(keys, "pre", "default", where)
     add_bos = _setting(keys, "add_bos_token", kind == "llama" or pre in _WHOLE_MERGES, where)
     add_eos = _setting(keys, "add_eos_token", False, where)
     parts = _byte_level(keys, tokens, types, where) if kind == "gpt2" else _sentencepiece(keys, tokens, family, where)
     marked = set(special.values()) if kind == "llama" else set()
-    first = [special["bos_token"]] if add_bos and special["bos_token"] else []
-    last = [special["eos_token"]] if add_eos and special["eos_token"] else []
+    first = [token] if add_bos and (token := special["bos_token"]) else []
+    last = [token] if add_eos and (token := special["eos_token"]) else []
+    one, two = [[(token, number) for token in (*first, name, *last)] for number, name in enumerate("AB")]
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _added(tokens, types, marked),
         **parts,
-        "post_processor": _template(first, last, tokens),
+        "post_processor": template(one, one + two, {token: tokens.index(token) for token in (*first, *last)}),
     }
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {"add_bos_token": bool(first), "add_eos_token": bool(last)}
     config |= {name: token for name, token in special.items() if token is not None}
-    if (template := _chat_template(keys)) is not None:
-        config["chat_template"] = template
+    if (chat := _chat_template(keys)) is not None:
+        config["chat_template"] = chat
     ids = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     generation = {name: keys[f"tokenizer.ggml.{key}_token_id"] for name, key in ids.items() if special[f"{name[:-3]}"]}
     files = {
         "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode(),
-        "tokenizer_config.json": _json(config),
-        "generation_config.json": _json({"_from_model_config": True, **generation}),
+        "tokenizer_config.json": json_bytes(config),
+        "generation_config.json": json_bytes({"_from_model_config": True, **generation}),
     }
     unknown = kind == "gpt2" and pre not in _BY_NAME and pre not in _DIGITS and pre not in _WHOLE
     what = f"the tokenizer splits text as GPT-2's does, because the way called {show(pre)} (tokenizer.ggml.pre) is not known"
     return files, [Finding(what, where, fix="compare its tokens with those of the original tokenizer")] if unknown else []
-
-
-def _json(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _setting(keys: Mapping[str, Any], name: str, default: T, where: str) -> T:
@@ -144,50 +148,23 @@ def _setting(keys: Mapping[str, Any], name: str, default: T, where: str) -> T:
     return value
 
 
-def _token(keys: Mapping[str, Any], name: str, tokens: Sequence[str], where: str) -> str | None:
-    number = keys.get(f"tokenizer.ggml.{name}_token_id")
-    if number is None:
-        return None
-    if type(number) is not int or not 0 <= number < len(tokens):
-        what = f"tokenizer.ggml.{name}_token_id is {show(number)}, and there are {len(tokens):,} tokens"
-        raise FormatError(what, where=where, fix=DAMAGED)
-    return tokens[number]
-
-
-def _types(keys: Mapping[str, Any], tokens: Sequence[str], where: str) -> list[int]:
-    types = keys.get("tokenizer.ggml.token_type")
-    found = [NORMAL] * len(tokens) if types is None else getattr(types, "tolist", list)()
+def _numbers(keys: Mapping[str, Any], name: str, default: float, tokens: Sequence[str], where: str) -> list[Any]:
+    """A number for each token."""
+    values = keys.get(f"tokenizer.ggml.{name}")
+    found = [default] * len(tokens) if values is None else getattr(values, "tolist", list)()
     if len(found) != len(tokens):
-        what = f"tokenizer.ggml.token_type has {len(found):,} numbers for {len(tokens):,} tokens"
+        what = f"tokenizer.ggml.{name} has {len(found):,} numbers for {len(tokens):,} tokens"
         raise FormatError(what, where=where, fix=DAMAGED)
     return found
 
 
 def _added(tokens: Sequence[str], types: Sequence[int], marked: set[str | None]) -> list[dict[str, Any]]:
     """Tokens that are found in text as a whole: those of special meaning, and those that a user has defined."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": i, "content": token, **plain, "special": kind != USER_DEFINED or token in marked}
+        {"id": i, "content": token, **FLAGS, "special": kind != USER_DEFINED or token in marked}
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if token and (kind in (CONTROL, USER_DEFINED) or token in marked)
     ]
-
-
-def _template(first: Sequence[str | None], last: Sequence[str | None], tokens: Sequence[str]) -> dict[str, Any]:
-    """The post-processor that puts tokens before and after a text."""
-
-    def one(name: str, number: int) -> list[dict[str, Any]]:
-        around = [[{"SpecialToken": {"id": token, "type_id": number}} for token in side] for side in (first, last)]
-        return [*around[0], {"Sequence": {"id": name, "type_id": number}}, *around[1]]
-
-    numbers = {token: tokens.index(token) for token in (*first, *last) if token is not None}
-    special = {token: {"id": token, "ids": [number], "tokens": [token]} for token, number in numbers.items()}
-    return {
-        "type": "TemplateProcessing",
-        "single": one("A", 0),
-        "pair": [*one("A", 0), *one("B", 1)],
-        "special_tokens": special,
-    }
 
 
 def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], where: str) -> dict[str, Any]:
@@ -196,7 +173,7 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
     vocab = {}
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         whole = kind in (CONTROL, USER_DEFINED) or BYTES.keys() >= set(token)
-        vocab[token if whole else "".join(CHARACTERS[byte] for byte in token.encode())] = i
+        vocab[token if whole else byte_level(token.encode())] = i
     listed = keys.get("tokenizer.ggml.merges")
     merges = [tuple(merge.split(" ")) for merge in listed] if isinstance(listed, list) else []
     for merge in merges:
@@ -220,17 +197,12 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
 
 def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Family, where: str) -> dict[str, Any]:
     """The parts of a tokenizer.json with SentencePiece's BPE."""
-    scores = keys.get("tokenizer.ggml.scores")
-    listed = [0.0] * len(tokens) if scores is None else getattr(scores, "tolist", list)()
-    if len(listed) != len(tokens):
-        what = f"tokenizer.ggml.scores has {len(listed):,} numbers for {len(tokens):,} tokens"
-        raise FormatError(what, where=where, fix=DAMAGED)
+    scores = _numbers(keys, "scores", 0.0, tokens, where)
     gemma = family.architecture.startswith("gemma")
     prefixed = not gemma
     if gemma:  # the scores do not follow the order of the merges, but the tokens do
-        listed = [float(-i) for i in range(len(tokens))]
+        scores = [float(-i) for i in range(len(tokens))]
     marked = replace({"String": " "}, SPACE)
-    decoders = [replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     normalizer: dict[str, Any] | None = None
     splitter: dict[str, Any] | None = None
     if gemma:
@@ -242,28 +214,23 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
         normalizer = marked
         prefixed = _setting(keys, "add_space_prefix", True, where)
         splitter = first_prefix() if prefixed else None
-    if prefixed:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = keys.get("tokenizer.ggml.unknown_token_id")
     unk_token = tokens[unknown] if gemma and unknown is not None else None
     numbers = {token: i for i, token in enumerate(tokens)}
     return {
         "normalizer": normalizer,
         "pre_tokenizer": splitter,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": bpe(numbers, _merges(tokens, listed), unk_token=unk_token, fuse_unk=True, byte_fallback=True),
+        "decoder": {"type": "Sequence", "decoders": decoders(prefixed=prefixed)},
+        "model": bpe(numbers, _merges(numbers, scores), unk_token=unk_token, fuse_unk=True, byte_fallback=True),
     }
 
 
-def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges(numbers: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """The merges that a vocabulary with scores implies, best first: every way to put a token together from two others."""
-    numbers = {token: i for i, token in enumerate(tokens)}
     found: list[tuple[float, int, int, str, str]] = []
     for token, i in numbers.items():
-        cuts = range(1, len(token))
-        ways = [(a, b) for at in cuts if (a := token[:at]) in numbers and (b := token[at:]) in numbers]
-        ways.sort(key=lambda way: (numbers[way[0]], numbers[way[1]]))
-        found += [(scores[i], len(left), len(right), left, right) for left, right in ways]
+        pairs = sorted(ways(token, numbers), key=lambda pair: (numbers[pair[0]], numbers[pair[1]]))
+        found += [(scores[i], len(left), len(right), left, right) for left, right in pairs]
     found.sort(key=lambda merge: merge[:3], reverse=True)
     return [merge[3:] for merge in found]
 

@@ -1,9 +1,18 @@
-"""bitsandbytes's weights as numbers. The package describes the tensors."""
+"""bitsandbytes' weights: 4-bit codes of a table (NF4, FP4) with a scale for each block, and INT8 rows.
+
+4 bits  X.weight, bytes [n / 2, 1]: two codes of the flattened weight in each, the first in the high half
+        X.weight.quant_map F32 [16]: the value of each code
+        X.weight.absmax: the scale of each block, F32; or U8 codes with their own table (nested_quant_map) and scales
+        (nested_absmax), plus an offset
+        X.weight.quant_state.bitsandbytes__nf4 U8: JSON with the shape, the block sizes and the dtype
+INT8    X.weight I8 [outputs, inputs], X.SCB F32 [outputs]: the largest magnitude of each row, which is code 127
+
+The JSON of 4-bit weights is tensor data, and the shapes are nowhere else, so it is read when the model is opened.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +23,10 @@ from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPES, DType, TensorSpec
-from weightsmith._models.formats.config import (
-    DAMAGED_CHECKPOINT,
-    PLAIN_FIX,
-    damaged,
-    part_of,
-    plain_dtype,
-    quantisation_entry,
-    unsupported,
-)
-from weightsmith._models.formats.decoded import F32, Weight, decoded, read_all
-from weightsmith.abc.stored import Config, Wrapped
+from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, PLAIN_FIX, damaged, plain_dtype, recogniser
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, chunks, read_all, reader
+from weightsmith.abc.stored import StoredFormat, labelled
 from weightsmith.abc.tensors import Tensors
-
-CHUNK_ELEMENTS = 1 << 18
-"""Elements decoded at a time: 128 KiB of codes."""
 
 MAX_STATE_BYTES = 64 << 10
 _MAX_BLOCK = 1 << 20
@@ -39,31 +37,24 @@ _BYTES = ("U8", "I8", "BF16", "F16", "F32")  # the dtypes under which codes are 
 
 
 @dataclass(frozen=True, slots=True)
-class FourBit:
+class FourBit(Weight):
     """A weight of 4-bit codes.
 
-    spec     the plain weight
-    stored   codes, table, scales, and the tensors of nested scales
-    natural_dtype  the dtype that was quantised
-    block    elements that share a scale
-    nested   (scales that share a scale of their own, the offset of scales), None for plain scales
+    stored  codes, table, scales, and the tensors of nested scales
+    block   elements that share a scale
+    nested  (scales that share a scale of their own, the offset of scales), None for plain scales
     """
 
-    spec: TensorSpec
-    stored: tuple[str, ...]
-    natural_dtype: DType
     block: int
     nested: tuple[int, float] | None
-    preferred_rows: int = 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         from weightsmith._kernels.packed import dequantise_nibbles
 
         name = self.spec.name
         table = read_all(stored, f"{name}.quant_map")
-        for start in range(0, values.size, CHUNK_ELEMENTS):
-            part = values[start : start + CHUNK_ELEMENTS]
-            begin, end = first + start, first + start + part.size
+        for begin, part in chunks(first, values):
+            end = begin + part.size
             codes = np.empty((end + 1) // 2 - begin // 2, np.uint8)
             stored.read_into(name, begin // 2, codes)
             scales = self._scales(stored, begin // self.block, -(-end // self.block))
@@ -84,14 +75,8 @@ class FourBit:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class EightBit:
+class EightBit(Weight):
     """A weight of INT8 rows: code · SCB · (1 / 127)."""
-
-    spec: TensorSpec
-    stored: tuple[str, ...]
-    natural_dtype: DType
-    preferred_rows: int = 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         module = self.spec.name.removesuffix(".weight")
@@ -100,10 +85,8 @@ class EightBit:
             what = f"tensor {show(layout)} names a layout of INT8 codes for one kind of GPU; only rows (0) are read"
             raise Unsupported(what, fix=PLAIN_FIX)
         cols = self.spec.shape[1]
-        for start in range(0, values.size, CHUNK_ELEMENTS):
-            part = values[start : start + CHUNK_ELEMENTS]
-            begin, end = first + start, first + start + part.size
-            row = begin // cols
+        for begin, part in chunks(first, values):
+            row, end = begin // cols, begin + part.size
             scales = read_all(stored, f"{module}.SCB", row, -(-end // cols))
             codes = read_all(stored, self.spec.name, begin, end)
             with np.errstate(all="ignore"):
@@ -116,63 +99,69 @@ def is_state(spec: TensorSpec) -> bool:
     return _STATE in spec.name or spec.name.endswith(".SCB")
 
 
-def read(stored: Tensors, config: Config, where: str) -> Wrapped:
-    quantisation_entry(config, where)
-    dtype = plain_dtype(config, DTYPES["F16"])
-    weights: list[Weight] = []
-    for name in stored.specs:
+def weights(model: QuantisedModel) -> list[Weight]:
+    dtype = plain_dtype(model.config, DTYPES["F16"])
+    found: list[Weight] = []
+    for name in model.specs:
         if _STATE in name:
-            weights.append(_four_bit(stored, name, where))
+            found.append(_four_bit(model, name))
         elif name.endswith(".SCB"):
-            weights.append(_eight_bit(stored.specs, name, dtype, where))
-    return decoded(stored, weights, config, where, kind="bitsandbytes", parts=_PARTS)
+            found.append(_eight_bit(model, name.removesuffix(".SCB"), dtype))
+    return found
 
 
-def _eight_bit(specs: Mapping[str, TensorSpec], name: str, dtype: DType, where: str) -> EightBit:
-    module = name.removesuffix(".SCB")
-    weight = part_of(specs, f"{module}.weight", ("I8",), (None, None), where)
-    part_of(specs, name, ("F32",), weight.shape[:1], where)
-    names = [weight.name, name]
-    if f"{module}.weight_format" in specs:
-        names.append(part_of(specs, f"{module}.weight_format", ("U8",), (), where).name)
+def _eight_bit(model: QuantisedModel, module: str, dtype: DType) -> EightBit:
+    weight = model.part(f"{module}.weight", ("I8",), (None, None))
+    names = [weight.name, model.part(f"{module}.SCB", ("F32",), weight.shape[:1]).name]
+    if f"{module}.weight_format" in model.specs:
+        names.append(model.part(f"{module}.weight_format", ("U8",), ()).name)
     return EightBit(TensorSpec(weight.name, F32, weight.shape), tuple(names), dtype)
 
 
-def _four_bit(stored: Tensors, name: str, where: str) -> FourBit:
+def _four_bit(model: QuantisedModel, name: str) -> FourBit:
     """The weight that a quant_state describes."""
-    specs = stored.specs
+    specs = model.specs
     weight_name, _, kind = name.partition(_STATE)
-    state = _read_state(stored, name, where)
+    state = _read_state(model.stored, name, model.where)
+
+    def bad(key: str, value: object, wanted: str) -> FormatError:
+        return model.damaged(f"{key} in {show(name)} is {show(value)}, not {wanted}")
+
+    def block_of(key: str) -> int:
+        value = state.get(key)
+        if type(value) is not int or not 1 <= value <= _MAX_BLOCK:
+            raise bad(key, value, f"a whole number, 1 to {_MAX_BLOCK:,}")
+        return value
+
     if kind not in ("nf4", "fp4") or state.get("quant_type") != kind:
-        raise unsupported(f"quant_type {show(state.get('quant_type'))} of {show(name)} is not read, only nf4 and fp4", where)
+        raise model.unsupported(f"quant_type {show(state.get('quant_type'))} of {show(name)} is not read, only nf4 and fp4")
     shape = state.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or any(type(n) is not int or n < 0 for n in shape):
-        raise _bad(name, "shape", shape, "two whole numbers", where)
-    block = _block_of(state, "blocksize", name, where)
+        raise bad("shape", shape, "two whole numbers")
+    block = block_of("blocksize")
     size = math.prod(shape)
     codes = specs.get(weight_name)
     if codes is None or codes.dtype.name not in _BYTES or codes.nbytes != -(-size // 2):
         found = "is missing" if codes is None else f"{list(codes.shape)} {codes.dtype} has {codes.nbytes:,} bytes"
         what = f"tensor {show(weight_name)} {found}, and a weight {shape} of 4-bit codes needs {-(-size // 2):,} bytes"
-        raise damaged(what, where)
-    table = part_of(specs, f"{weight_name}.quant_map", ("F32",), (16,), where)
+        raise model.damaged(what)
+    table = model.part(f"{weight_name}.quant_map", ("F32",), (16,))
     blocks = -(-size // block)
     names, nested = [weight_name, name, table.name, f"{weight_name}.absmax"], None
     if any(f"{weight_name}.{part}" in specs for part in ("nested_absmax", "nested_quant_map")):
-        part_of(specs, f"{weight_name}.absmax", ("U8",), (blocks,), where)
-        width = _block_of(state, "nested_blocksize", name, where)
-        part_of(specs, f"{weight_name}.nested_absmax", ("F32",), (-(-blocks // width),), where)
-        part_of(specs, f"{weight_name}.nested_quant_map", ("F32",), (256,), where)
+        model.part(f"{weight_name}.absmax", ("U8",), (blocks,))
+        width = block_of("nested_blocksize")
+        names.append(model.part(f"{weight_name}.nested_absmax", ("F32",), (-(-blocks // width),)).name)
+        names.append(model.part(f"{weight_name}.nested_quant_map", ("F32",), (256,)).name)
         offset = state.get("nested_offset")
         if not isinstance(offset, int | float) or not abs(offset) <= float(np.finfo(np.float32).max):
-            raise _bad(name, "nested_offset", offset, "a number that float32 holds", where)
-        names += [f"{weight_name}.nested_absmax", f"{weight_name}.nested_quant_map"]
+            raise bad("nested_offset", offset, "a number that float32 holds")
         nested = width, float(offset)
     else:
-        part_of(specs, f"{weight_name}.absmax", ("F32",), (blocks,), where)
+        model.part(f"{weight_name}.absmax", ("F32",), (blocks,))
     dtype = BY_TORCH_NAME.get(value) if isinstance(value := state.get("dtype"), str) else None
     if dtype is None or dtype.name not in ("BF16", "F16", "F32"):
-        raise _bad(name, "dtype", value, "bfloat16, float16 or float32", where)
+        raise bad("dtype", value, "bfloat16, float16 or float32")
     return FourBit(TensorSpec(weight_name, F32, (shape[0], shape[1])), tuple(names), dtype, block, nested)
 
 
@@ -190,12 +179,11 @@ def _read_state(stored: Tensors, name: str, where: str) -> dict[str, Any]:
     return parse_object(data, f"tensor {show(name)}", where, DAMAGED_CHECKPOINT)
 
 
-def _block_of(state: Mapping[str, Any], key: str, name: str, where: str) -> int:
-    value = state.get(key)
-    if type(value) is not int or not 1 <= value <= _MAX_BLOCK:
-        raise _bad(name, key, value, f"a whole number, 1 to {_MAX_BLOCK:,}", where)
-    return value
-
-
-def _bad(name: str, key: str, value: object, wanted: str, where: str) -> FormatError:
-    return damaged(f"{key} in {show(name)} is {show(value)}, not {wanted}", where)
+_read = reader("bitsandbytes", _PARTS, weights)
+FORMAT = StoredFormat(
+    "bitsandbytes",
+    "bitsandbytes",
+    recogniser(is_state, "bitsandbytes"),
+    _read,
+    {".absmax": labelled("bitsandbytes 4-bit"), ".SCB": labelled("bitsandbytes int8")},
+)

@@ -1,4 +1,13 @@
-"""EXL3's weights as numbers. The package describes the tensors."""
+"""EXL3's weights: trellis codes of 1 to 8 bits, rotated in blocks of 128 x 128.
+
+X.trellis I16 [inputs / 16, outputs / 16, 16 · K]   a stream of 256 · K bits for each tile; K is a whole number here
+X.suh     F16 [inputs]                              scale of each input; older: X.su I16 [inputs / 16], a sign for each
+X.svh     F16 [outputs]                             scale of each output; older: X.sv
+X.mcg, X.mul1                                       which codebook; neither: the first one, 3inst
+
+`_kernels/trellis.py` has the decoding. Inputs and outputs are padded to multiples of 128 here; how many are part of the model
+follows from the sizes in config.json.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.files import show
-from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._models.formats.config import damaged, part_of, plain_dtype, quantisation_entry, unsupported
-from weightsmith._models.formats.decoded import F32, Weight, decoded, read_all, read_columns
-from weightsmith.abc.stored import Config, Wrapped
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.formats.config import ending, plain_dtype, recogniser
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, read_all, read_columns, reader
+from weightsmith.abc.stored import StoredFormat, labelled
 from weightsmith.abc.tensors import Tensors
 
 BLOCK = 128
@@ -28,20 +37,16 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True)
-class Exl3Weight:
+class Exl3Weight(Weight):
     """One weight.
 
     spec      the plain weight, without padding
     stored    trellis, scales or signs of inputs and of outputs, the codebook's marker
-    natural_dtype  config.json's dtype
     bits      K
     codebook  `3inst`, `mcg` or `mul1`
     padded    outputs and inputs as stored, multiples of 128
     """
 
-    spec: TensorSpec
-    stored: tuple[str, ...]
-    natural_dtype: DType
     bits: int
     codebook: str
     padded: tuple[int, int]
@@ -103,52 +108,45 @@ def _table(codebook: str) -> npt.NDArray[np.float32]:
     return (low + high).astype(np.float32)
 
 
-def read(stored: Tensors, config: Config, where: str) -> Wrapped:
-    _, entry = quantisation_entry(config, where)
-    sizes, dtype = _plain_sizes(config), plain_dtype(config, DTYPES["F16"])
-    weights: list[Weight] = [
-        _weight(stored.specs, name.removesuffix(".trellis"), sizes, dtype, entry.get("codebook"), where)
-        for name in stored.specs
-        if name.endswith(".trellis")
-    ]
-    return decoded(stored, weights, config, where, kind="EXL3", parts=_PARTS)
+def weights(model: QuantisedModel) -> list[Exl3Weight]:
+    sizes = _plain_sizes(model.config)
+    return [_weight(model, module, sizes) for module in model.modules(".trellis")]
 
 
-def _weight(
-    specs: Mapping[str, TensorSpec], module: str, sizes: set[int], dtype: DType, codebook: object, where: str
-) -> Exl3Weight:
-    """codebook: config.json's. Weights of several models may be in one file, so another one's marker is legal, but not none."""
-    trellis = part_of(specs, f"{module}.trellis", ("I16",), (None, None, None), where)
+def _weight(model: QuantisedModel, module: str, sizes: set[int]) -> Exl3Weight:
+    specs = model.specs
+    trellis = model.part(f"{module}.trellis", ("I16",), (None, None, None))
     width = trellis.shape[2]
     if width % 16 == 8:
         what = f"tensor {show(trellis.name)} has {width / 16} bits for each weight; only whole numbers of bits are read"
-        raise unsupported(what, where)
+        raise model.unsupported(what)
     padded = 16 * trellis.shape[1], 16 * trellis.shape[0]
     if width % 16 or not 1 <= width // 16 <= 8 or padded[0] % BLOCK or padded[1] % BLOCK:
         what = f"tensor {show(trellis.name)} is {list(trellis.shape)}, not [8 · n, 8 · m, 16 · K] for a K of 1 to 8"
-        raise damaged(what, where)
+        raise model.damaged(what)
     names = [trellis.name]
     for scale, sign, size in (("suh", "su", padded[1]), ("svh", "sv", padded[0])):
         if f"{module}.{sign}" in specs and f"{module}.{scale}" not in specs:
-            names.append(part_of(specs, f"{module}.{sign}", ("I16",), (size // 16,), where).name)
+            names.append(model.part(f"{module}.{sign}", ("I16",), (size // 16,)).name)
         else:
-            names.append(part_of(specs, f"{module}.{scale}", ("F16",), (size,), where).name)
+            names.append(model.part(f"{module}.{scale}", ("F16",), (size,)).name)
     codebooks = [name for name in _CODEBOOKS if f"{module}.{name}" in specs]
     if len(codebooks) > 1:
-        raise damaged(f"tensors {show(f'{module}.mcg')} and {show(f'{module}.mul1')} name two codebooks for one weight", where)
-    if codebook in _CODEBOOKS and not codebooks:
-        part_of(specs, f"{module}.{codebook}", (), (), where)
-    outputs, inputs = (_plain_size(n, sizes, trellis.name, where) for n in padded)
+        raise model.damaged(f"tensors {show(f'{module}.mcg')} and {show(f'{module}.mul1')} name two codebooks for one weight")
+    # Weights of several models may be in one file, so another marker than config.json's is legal, but not none.
+    if (codebook := model.entry.get("codebook")) in _CODEBOOKS and not codebooks:
+        model.part(f"{module}.{codebook}", (), ())
+    outputs, inputs = (_plain_size(model, n, sizes, trellis.name) for n in padded)
     bias = specs.get(f"{module}.bias")
     if bias is not None and bias.shape != (outputs,):
         what = (
             f"tensor {show(bias.name)} is {list(bias.shape)}, and its layer has {outputs} outputs: padded biases are not read"
         )
-        raise unsupported(what, where)
+        raise model.unsupported(what)
     return Exl3Weight(
         TensorSpec(f"{module}.weight", F32, (outputs, inputs)),
         (*names, *(f"{module}.{name}" for name in codebooks)),
-        dtype,
+        plain_dtype(model.config, DTYPES["F16"]),
         width // 16,
         codebooks[0] if codebooks else "3inst",
         padded,
@@ -168,10 +166,14 @@ def _plain_sizes(config: Mapping[str, Any]) -> set[int]:
     return {n for n in sizes if isinstance(n, int) and n > 0}
 
 
-def _plain_size(padded: int, sizes: set[int], name: str, where: str) -> int:
+def _plain_size(model: QuantisedModel, padded: int, sizes: set[int], name: str) -> int:
     """The size that was padded to this multiple of 128: the only known one that fits, or itself where none does."""
     fitting = sorted(n for n in sizes if -(-n // BLOCK) * BLOCK == padded)
     if len(fitting) > 1:
         what = f"tensor {show(name)} is padded to {padded:,}, and sizes in config.json leave open from what: {fitting}"
-        raise unsupported(what, where)
+        raise model.unsupported(what)
     return fitting[0] if fitting else padded
+
+
+_read = reader("EXL3", _PARTS, weights)
+FORMAT = StoredFormat("exl3", "EXL3", recogniser(ending(".trellis"), "exl3"), _read, {".trellis": labelled("EXL3")})

@@ -1,0 +1,248 @@
+"""Encodings from what config.json says of their weights: the same function that reads it decides what is stored.
+
+fp8-dynamic: 8-bit weights with a scale for each output channel, like compressed-tensors' FP8_DYNAMIC.
+
+    X.weight        F8_E4M3 [rows, cols]   codes, to be multiplied by their row's scale
+    X.weight_scale  BF16 [rows, 1]         largest magnitude of the row / 448
+
+Activations are quantised at run time: vLLM and SGLang scale and round them per token.
+
+**The scale is always bfloat16.** transformers casts scales to the dtype in which the model is loaded, so a float32 scale would
+be rounded after the codes were computed from it (an error of 0.3 % on every weight of a bfloat16 model). A bfloat16 scale is
+exact in all readers, and rows are divided by the scale as stored.
+
+**Error.** For every finite x of a row with scale s, |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s: half a unit in the last place of a
+4-bit significand, or half the spacing of e4m3's subnormals (relative to the row's largest magnitude, 2^-10 / 448 = 2.2e-6).
+
+**Special rows.** A row of zeros has the scale 2^-7, as in compressed-tensors. Scales are at least 2^-126, the smallest normal
+bfloat16: smaller ones could be flushed to zero.
+
+fp8-block: 8-bit weights with a scale for each block of 128 by 128, like compressed-tensors' FP8_BLOCK.
+
+    X.weight        F8_E4M3 [rows, cols]                 codes, to be multiplied by their block's scale
+    X.weight_scale  BF16 [ceil(rows / 128), cols / 128]  largest magnitude of the block / 448
+
+Activations are quantised at run time, in groups of 128, so no loader can run a matrix of another width. The last block of
+rows may be smaller: compressed-tensors and transformers read it. vLLM does not where it joins or splits such matrices.
+
+**Error.** As fp8-dynamic, with s the scale of the block: |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s. Scales are bfloat16 for
+the same reason, and special blocks are the same.
+
+int8: 8-bit integers with a scale for each output channel, like compressed-tensors' W8A8.
+
+    X.weight        I8 [rows, cols]   codes -128 … 127, to be multiplied by their row's scale
+    X.weight_scale  BF16 [rows, 1]    largest magnitude of the row / 127.5
+
+Activations are quantised at run time, per token. Scales are bfloat16, as for fp8-dynamic, and rows are divided by the scale
+as stored, in float32: division in bfloat16 changes one code in eleven.
+
+**Error.** For every finite x of a row with scale s, |code · s - x| ≤ s. Half a step, except for the largest positive elements:
+127.5 steps, or 128 if the scale was rounded down, become 127.
+
+w4a16 and w8a16: integers of 4 or 8 bits with a scale for each group of a row, like compressed-tensors' W4A16 and W8A16.
+
+    X.weight_packed  I32 [rows, cols · bits / 32]  codes + 2^(bits - 1), from the lowest bits of each word
+    X.weight_scale   BF16 [rows, cols / group]     largest magnitude of the group / (2^(bits - 1) - 1/2)
+    X.weight_shape   I64 [2]                       rows, cols
+
+Activations stay as they are. Weights are rounded to nearest, in float32, over the scale as stored in bfloat16 (see
+fp8-dynamic). The width of a weight must be a multiple of the group, as engines require.
+
+**Error.** For every finite x of a group with scale s, |code · s - x| ≤ 0.53 · s with 4 bits, and ≤ s with 8: half a step,
+except for the largest positive elements, which are up to a quarter of a step beyond the largest code.
+
+nvfp4a16: 4-bit floats with a scale for each 16 elements of a row, like compressed-tensors' NVFP4A16.
+
+    X.weight_packed        U8 [rows, cols / 2]        E2M1 codes, two in a byte, the first in the low half
+    X.weight_scale         F8_E4M3 [rows, cols / 16]  local scales: e4m3(global · largest magnitude of the group / 6)
+    X.weight_global_scale  F32 [1]                    448 · 6 / largest magnitude of the weight
+
+An element is code · local / global. The global scale needs the largest magnitude of the whole weight before its first row is
+encoded: the product `magnitudes` finds it. Weights that engines join into one (query, key and value; gate and up) have the
+largest magnitude of all.
+
+**Error.** With s = local / global, |value - x| ≤ max(s / 4, |x| / 3) for every finite x: the spacing of E2M1 is s / 2 up to 2
+s and a third of the value above, and a local scale that was rounded down leaves the largest elements beyond 6 s, most where it
+is subnormal.
+
+mxfp4: 4-bit floats with a power of two for each 32 elements of a row, like compressed-tensors' MXFP4A16.
+
+    X.weight_packed  U8 [rows, cols / 2]   E2M1 codes, two in a byte, the first in the low half
+    X.weight_scale   U8 [rows, cols / 32]  exponents e: the scale is 2^(e - 127)
+
+The scale is a quarter of the largest magnitude of the group, rounded down to a power of two, or up if the magnitude's
+significand is at least 1.75. So the largest element is 3.5 … 7 scales.
+
+**Error.** With scale s, |value - x| ≤ max(s / 4, |x| / 5) for every finite x: the spacing of E2M1 is s / 2 up to 2 s, and what
+lies between 6 s and 7 s becomes 6 s. (Groups below 2^-124 have the scale 2^-126.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.formats.compressed_tensors.config import quantization_config, scheme_of
+from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, MatrixEncoding, bf16_scales, maxima_of
+from weightsmith.abc.stored import Bytes, Rows, grouped_name
+
+Fill = Callable[[TensorSpec, Rows, Sequence[Bytes], Rows], None]
+
+
+def compressed(
+    name: str,
+    format: str,
+    weights: Mapping[str, Any],
+    fill: Fill,
+    *,
+    activations: Mapping[str, Any] | None = None,
+    scale: str = "BF16",
+    product: str = "",
+) -> MatrixEncoding:
+    """An encoding of one of compressed-tensors' formats.
+
+    weights, activations  arguments of their quantisation, as in config.json
+    fill                  see `MatrixEncoding`
+    scale                 dtype of the scales
+    product               see `Encoding`
+    """
+    scheme = scheme_of(format, weights, name, name)
+    high, wide = scheme.block
+    return MatrixEncoding(
+        name,
+        partial(scheme.tensors, scale=scale),
+        fill,
+        partial(quantization_config, format, weights, activations),
+        group=wide or 1,
+        align_rows=high or 1,
+        whole=scheme.shaped + scheme.divided,
+        product=product,
+    )
+
+
+# ---- 8-bit floats
+
+SIDE = 128
+_FORMAT = "float-quantized"
+_FLOAT8 = {"num_bits": 8, "type": "float"}
+
+
+def _fill_floats(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows, *, side: int = 0) -> None:
+    """Encode rows, or blocks of side by side elements. NaN stays NaN; a block with an infinity becomes zeros and NaN."""
+    from weightsmith._kernels import fp8
+
+    cols = rows.shape[1]
+    high, wide = (side, side) if side else (1, cols)
+    scales = bf16_scales(maxima_of(rows, high, wide), 448, outs[1])
+    fp8.quantise(rows.reshape(-1), cols, high, wide, scales, outs[0])
+
+
+DYNAMIC = compressed(
+    "fp8-dynamic", _FORMAT, {**_FLOAT8, "strategy": "channel"}, _fill_floats, activations={**_FLOAT8, "strategy": "token"}
+)
+BLOCK = compressed(
+    "fp8-block",
+    _FORMAT,
+    {**_FLOAT8, "strategy": "block", "block_structure": [SIDE, SIDE]},
+    partial(_fill_floats, side=SIDE),
+    activations={**_FLOAT8, "strategy": "group", "group_size": SIDE},
+)
+
+
+# ---- integers
+
+GROUPS = (128, 64, 32)
+"""Group sizes of packed codes, the default first."""
+
+
+def _integers(bits: int, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", **more}
+
+
+def _fill_integers(
+    spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows, *, bits: int = 8, group: int = 0
+) -> None:
+    """Codes with scales of rows; or of groups, packed, and the shape. NaN becomes 0."""
+    from weightsmith._kernels.codes import quantise_integers
+
+    wide, offset = group or rows.shape[1], 2 ** (bits - 1) if group else 0
+    scales = bf16_scales(maxima_of(rows, 1, wide), 2 ** (bits - 1) - 0.5, outs[1])
+    quantise_integers(rows.reshape(-1), wide, scales, bits, offset, outs[0])
+    if group:
+        outs[2][:] = np.array(spec.shape, "<i8").view(np.uint8)
+
+
+INT8 = compressed(
+    "int8", "int-quantized", _integers(8, strategy="channel"), _fill_integers, activations=_integers(8, strategy="token")
+)
+
+
+def packed(bits: int) -> dict[int, MatrixEncoding]:
+    """w4a16 or w8a16, by group size."""
+
+    def encoding(group: int) -> MatrixEncoding:
+        weights = _integers(bits, strategy="group", group_size=group)
+        fill = partial(_fill_integers, bits=bits, group=group)
+        return compressed(grouped_name(f"w{bits}a16", group, GROUPS), "pack-quantized", weights, fill)
+
+    return {group: encoding(group) for group in GROUPS}
+
+
+# ---- 4-bit floats (E2M1)
+
+_LARGEST = np.float32(448 * 6)
+_SCALE_OF_ZEROS = np.float32(0.125)
+"""compressed-tensors' scale where the quotient is rounded to zero: e4m3's epsilon."""
+
+
+def _fill_nvfp4(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
+    """NaN becomes 0.
+
+    numbers  float32 [1]: the largest magnitude of the weight, and of those it is joined with
+    """
+    from weightsmith._kernels import codecs
+    from weightsmith._kernels.codes import quantise_float4
+
+    with np.errstate(all="ignore"):
+        whole = np.float32(1) if numbers[0] == 0 else min(_LARGEST / numbers[0], np.finfo(np.float32).max)
+        local = np.minimum(whole * maxima_of(rows, 1, NVFP4_GROUP) / np.float32(6), np.float32(448))
+    e4m3 = DTYPES["F8_E4M3"].code
+    codecs.encode(local, local.size, e4m3, 0, outs[1])
+    codecs.decode(outs[1], e4m3, 0, local.size, local)
+    local[local == 0] = _SCALE_OF_ZEROS
+    codecs.encode(local, local.size, e4m3, 0, outs[1])
+    with np.errstate(all="ignore"):
+        quantise_float4(rows.reshape(-1), NVFP4_GROUP, local / whole, outs[0])
+    outs[2][:] = np.array([whole], "<f4").view(np.uint8)
+
+
+def _fill_mxfp4(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
+    """NaN becomes 0."""
+    from weightsmith._kernels.codes import quantise_float4
+
+    bits = maxima_of(rows, 1, MXFP4_GROUP).view(np.uint32)
+    exponents = (bits >> 23).astype(np.int64) + ((bits & 0x7FFFFF) >= 0x600000) - 2
+    exponents = np.clip(exponents, 1, 254)
+    outs[1][:] = exponents
+    scales = (exponents.astype(np.uint32) << 23).view(np.float32)
+    quantise_float4(rows.reshape(-1), MXFP4_GROUP, scales, outs[0])
+
+
+def _float4(strategy: str, group: int, scale: str) -> dict[str, Any]:
+    dtypes = {"scale_dtype": scale, "zp_dtype": scale}
+    return {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group, **dtypes}
+
+
+NVFP4 = compressed(
+    "nvfp4a16",
+    "nvfp4-pack-quantized",
+    _float4("tensor_group", NVFP4_GROUP, "torch.float8_e4m3fn"),
+    _fill_nvfp4,
+    scale="F8_E4M3",
+    product="magnitudes",
+)
+MXFP4 = compressed("mxfp4", "mxfp4-pack-quantized", _float4("group", MXFP4_GROUP, "torch.uint8"), _fill_mxfp4, scale="U8")

@@ -1,0 +1,187 @@
+"""Plain numbers, in safetensors files and PyTorch's: weights that are not quantised.
+
+They are written as one tensor, rounded to nearest even. `plain F16` stores float16, whatever the dtype without the encoding is.
+
+PyTorch's zip checkpoints (.bin, .pt, .pth and .ckpt, one file or shards) are read without executing code from them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.files import Extent, Opener, open_local, show
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._files.copied import TRAINING
+from weightsmith._files.hf_folder import Weights, choose_weights
+from weightsmith._files.pytorch import SUFFIXES, StoredView, read_pickle_header, read_view
+from weightsmith._files.safetensors import Header, read_header
+from weightsmith._models.sources.files import FileTensors, PlainFiles, SourceFile, unite
+from weightsmith.abc.files import FileKind, Index, Opened
+from weightsmith.abc.stored import Bytes, Rows, StoredFormat
+
+# ---- safetensors: one file, or shards with or without an index
+
+
+def open_safetensors(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
+    """The tensors of safetensors files; paths in natural order. Reads and checks only headers.
+
+    `metadata` is the files' `__metadata__` without keys on which files disagree. Raises as `read_header` and `unite`.
+    """
+    headers = {path: read_header(path, open_file) for path in paths}
+    stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)
+    files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
+    return Opened(PlainFiles(stored, files, where), _common_metadata(headers.values()))
+
+
+def _common_metadata(headers: Iterable[Header]) -> dict[str, str]:
+    common: dict[str, str] = {}
+    disputed = set()
+    for header in headers:
+        for key, value in header.metadata.items():
+            if common.setdefault(key, value) != value:
+                disputed.add(key)
+    return {key: value for key, value in common.items() if key not in disputed}
+
+
+# ---- PyTorch's files
+
+STRIDED_BYTES = 2 << 20
+"""Bytes to read at once from a tensor whose rows are scattered: each read may scan its whole storage."""
+
+_FIRST = ("pytorch_model.bin", "diffusion_pytorch_model.bin")  # what transformers and diffusers write
+_SLICED = re.compile(r"consolidated\.\d+\.pth")
+
+
+class StoredViews(FileTensors[StoredView]):
+    """A source whose tensors are views of storages in files: transposed, sliced, expanded or contiguous.
+
+    Names that share a storage are separate tensors.
+    """
+
+    def preferred_rows(self, name: str) -> int:
+        view = self._find(name)
+        if view.contiguous:
+            return 1
+        row_bytes = view.spec.shape[-1] * view.spec.dtype.itemsize
+        return max(1, min(view.spec.nbytes, STRIDED_BYTES) // row_bytes)
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        view = self._find(name)
+        return self._files.location(view.file, view.start) if view.contiguous else None
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        view = self._find(name)
+        if view.contiguous:
+            return self._files.extents(view.file, view.start + start_byte, nbytes)
+        return self._files.extents(view.file, view.start, view.span)
+
+    def _read(self, tensor: StoredView, start_byte: int, out: memoryview) -> None:
+        read_view(partial(self._files.read, tensor.file, tensor.spec.name), tensor, start_byte, out)
+
+
+def choose_pytorch(names: Sequence[str], where: str) -> Weights | None:
+    """The PyTorch files that hold the model, or None. Optimizer states and similar files are not weights.
+
+    Raises Unsupported for Meta's `consolidated.00.pth`, `.01.pth`, …, which hold slices of each tensor, else as
+    `choose_weights`.
+    """
+    chosen = choose_weights([n for n in names if not TRAINING.fullmatch(n.lower())], where, SUFFIXES, _FIRST)
+    if chosen is not None and sum(_SLICED.fullmatch(name) is not None for name in chosen.files) > 1:
+        raise Unsupported(
+            f"{chosen.files[0]} and similar files hold slices of each tensor, one per device",
+            where=where,
+            fix="Use the same model's checkpoint in transformers' format.",
+        )
+    return chosen
+
+
+def open_pytorch(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
+    """The tensors of PyTorch files; paths in natural order. Reads and checks only pickles and zip directories.
+
+    Raises as `read_pickle_header` and `unite`.
+    """
+    headers = {path: read_pickle_header(path, open_file) for path in paths}
+    stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)
+    files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
+    notes = tuple(note for header in headers.values() for note in header.notes)
+    return Opened(StoredViews(stored, files, where), notes=notes)
+
+
+# ---- writing
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Rows → a tensor of any shape.
+
+    dtype  of the tensor; None: `spec.dtype`
+    """
+
+    name: str = "plain"
+    dtype: DType | None = None
+    align_rows: int = 1
+    whole: int = 0
+    product: str = ""
+    vocabulary: bool = False
+
+    def refusal(self, spec: TensorSpec) -> str:
+        """Accepts every floating-point tensor."""
+        return "" if spec.dtype.floating else f"it is {spec.dtype}, not floating point"
+
+    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """The tensor itself.
+
+        >>> from weightsmith._base.tensors import DTYPES
+        >>> print(*Plain().outs(TensorSpec("w", DTYPES["BF16"], (3, 4))))
+        w [3, 4] BF16
+        """
+        if why := self.refusal(spec):
+            raise Unsupported(f"tensor {show(spec.name)} cannot be encoded: {why}")
+        return (spec if self.dtype is None else replace(spec, dtype=self.dtype),)
+
+    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
+        """As `Encoding.encode`; a value that overflows becomes an infinity (NaN in F8_E4M3).
+
+        Raises NonFinite if `dtype` is given and cannot hold a finite number.
+        """
+        from weightsmith._kernels.codecs import encode
+        from weightsmith._kernels.finite import first_nonfinite
+
+        flat, dtype = rows.reshape(-1), self.dtype or spec.dtype
+        encode(flat, flat.size, dtype.code, 0, outs[0])
+        if self.dtype is not None and (at := first_nonfinite(outs[0], dtype.code, flat.size)) >= 0 and np.isfinite(flat[at]):
+            raise NonFinite(
+                f"{float(flat[at])} is not a number that {dtype.torch} can hold", where=f"output tensor {show(spec.name)}"
+            )
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """No keys: every reader supports plain tensors."""
+        return {}
+
+
+ENCODING = Plain()
+
+
+def parse(name: str) -> Plain | None:
+    """The encoding of a name, `plain F16`; None for a name of others. Raises ValueError."""
+    family, _, dtype = name.partition(" ")
+    if family != "plain":
+        return None
+    if dtype not in DTYPES or not DTYPES[dtype].floating:
+        raise ValueError(name)
+    return Plain(name, DTYPES[dtype])
+
+
+FILES = (
+    FileKind("safetensors", (".safetensors",), ("*.safetensors.index.json",), choose_weights, open_safetensors),
+    FileKind("PyTorch", SUFFIXES, tuple(f"*{suffix}.index.json" for suffix in SUFFIXES), choose_pytorch, open_pytorch),
+)
+FORMAT = StoredFormat("plain", "plain numbers", files=FILES, unlisted=(ENCODING,), parse=parse)
