@@ -34,7 +34,7 @@ from weightsmith._features.adapters.factors import FactorWork
 from weightsmith._features.adapters.placing import Places, adapter_config
 from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
 from weightsmith._features.adapters.report import Extraction, Matrix
-from weightsmith._features.adapters.select import Chosen, Pair, Weight, pair_tensors, select, settings_problems
+from weightsmith._features.adapters.select import Chosen, Piece, Weight, pair_tensors, select, settings_problems
 from weightsmith._files.containers import PEFT
 from weightsmith._files.copied import is_read
 from weightsmith._methods.jobs.requires import needs_torch
@@ -58,7 +58,6 @@ FORMAT = "peft"
 COMMAND = "extract-lora"
 
 _BASE, _TUNED = 0, 1  # models of the plan
-_SHOWN = 8  # problems that a message lists
 _DIFFERENCE = Settings({"normalize": False}, ({"weight": 1.0}, {"weight": -1.0}))
 _SOURCE = """LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Randomised singular value decompositions:
 Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
@@ -152,7 +151,7 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
         warnings=list(_warnings(models, strange)),
         then={"format": FORMAT, "settings": asdict(following)},
     )
-    draft.products += [changes([_difference(pair) for pair in compared])] if compared else []
+    draft.products += [changes([_difference(Piece(pair)) for pair in compared])] if compared else []
     return draft
 
 
@@ -177,47 +176,34 @@ def _warnings(models: Sequence[Checkpoint], strange: Sequence[str]) -> Iterator[
         yield Finding(what, strange[0])
 
 
-def _difference(pair: Pair, name: str = "", block: Block | None = None) -> Step:
+def _difference(piece: Piece, name: str = "") -> Step:
     """The step of the difference; of vocabularies of different sizes, of the fine-tune's tensor, which differs in any case."""
-    name = name or pair.spec.name
+    pair, name = piece.pair, name or piece.pair.spec.name
     if pair.grown:
         return Step(replace(pair.tuned, name=name), COPY, (Read(_TUNED, pair.tuned.name),))
-    spec = TensorSpec(name, DTYPES["F32"], _shape(pair, block))
-    return Step(spec, "linear", (Read(_TUNED, pair.tuned.name, block), Read(_BASE, pair.base, block)))
+    base = Read(_BASE, pair.base, piece.block)
+    tuned = Read(_TUNED, pair.tuned.name, piece.block) if piece.wanted else base
+    return Step(TensorSpec(name, DTYPES["F32"], piece.shape), "linear", (tuned, base))
 
 
-def _shape(pair: Pair, block: Block | None) -> tuple[int, ...]:
-    return pair.spec.shape if block is None else (block.rows, block.cols)
+def _tuned(piece: Piece, name: str) -> Step:
+    """The step of the fine-tune's matrix."""
+    read = Read(_TUNED, piece.pair.tuned.name, piece.block) if piece.wanted else Read(_BASE, piece.pair.base, piece.block)
+    return Step(replace(piece.pair.tuned, name=name, shape=piece.shape), COPY, (read,))
 
 
 def _matrix_steps(weight: Weight) -> Iterator[Step]:
     """The steps for each matrix of a target: its difference, and the matrix of the fine-tune."""
-    pair = weight.pair
-    for name, own in zip(weight.target.matrices, weight.parts, strict=False):
-        yield _joined(name, [_part(pair, wanted=wanted) for pair, wanted in own])
-        yield _joined(weight.target.tuned(name), [_tuned_part(pair, wanted=wanted) for pair, wanted in own])
-    for name, block in zip(
-        weight.target.matrices if not weight.parts else (), weight.blocks or (None,), strict=not weight.parts
-    ):
-        yield _difference(pair, name, block)
-        spec = replace(pair.tuned, name=weight.target.tuned(name), shape=_shape(pair, block))
-        yield Step(spec, COPY, (Read(_TUNED, pair.tuned.name, block),))
-
-
-def _part(pair: Pair, *, wanted: bool) -> Step:
-    """The difference of a tensor that is part of a matrix: none, if it is not wanted."""
-    step = _difference(pair)
-    return step if wanted else replace(step, inputs=(step.inputs[1], step.inputs[1]))
-
-
-def _tuned_part(pair: Pair, *, wanted: bool) -> Step:
-    read = Read(_TUNED, pair.tuned.name) if wanted else Read(_BASE, pair.base)
-    return Step(replace(pair.tuned, name=f"{pair.spec.name}: fine-tuned"), COPY, (read,))
+    for name, own in zip(weight.target.matrices, weight.matrices, strict=True):
+        yield _joined(name, [_difference(piece) for piece in own])
+        yield _joined(weight.target.tuned(name), [_tuned(piece, f"{piece.pair.spec.name}: fine-tuned") for piece in own])
 
 
 def _joined(name: str, pieces: Sequence[Step]) -> Step:
     """A matrix of several, one above the other; of experts, one below the other too."""
     first = pieces[0].out
+    if len(pieces) == 1:
+        return replace(pieces[0], out=replace(first, name=name))
     shape = (sum(piece.out.shape[0] for piece in pieces), *first.shape[1:])
     return Step(replace(first, name=name, shape=shape), JOIN, (), pieces=tuple(pieces))
 
@@ -389,10 +375,9 @@ class _Adapter:
                 there = f"which is not {there}" if expected is None else f"{list(expected)} {there}"
                 problems.append(f"{key}: {list(shape)} in the fine-tune, {there}")
         if problems:
-            more = [f"and {len(problems) - _SHOWN:,} more"] if len(problems) > _SHOWN else []
             what = f"PEFT's adapters have no place for {len(problems):,} tensors that differ from {base.ref}"
             fix = "leave them out: --exclude (exclude=...) with their names"
-            raise PlanError([Unsupported(what, where=tuned.ref, details=[*problems[:_SHOWN], *more], fix=fix)])
+            raise PlanError([Unsupported(what, where=tuned.ref, details=problems, fix=fix)])
 
     def _bases(self, matrix: str) -> Iterator[Read]:
         for leaf in self._factors[matrix].leaves:

@@ -32,9 +32,8 @@ from weightsmith._features.adapters.built import WEIGHT
 from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
 from weightsmith._features.adapters.cores import Adapted, CoreWork, Space, basis_steps, core_step, scales_step
 from weightsmith._features.adapters.merged_factors import MergedWork
-from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened
+from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened, different_bases, parameters_of
 from weightsmith._features.adapters.placing import Places, adapter_config, norms_name
-from weightsmith._features.adapters.shared import different_bases, parameters_of
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
 from weightsmith._methods.jobs.requires import needs_torch
@@ -174,15 +173,8 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
             scaled = modules[0].scaled
             base = tuple(_base_step(opened, module) for module in modules) if scaled else ()
             cores = CoreWork(tuple(modules)).product(f"bases of {layer}", (*factors, *base))
-            work = MergedWork(
-                cores.name,
-                tuple(module.name for module in modules),
-                tuple(module.shape for module in modules),
-                limits,
-                tuple(module.experts for module in modules),
-                scaled,
-            )
-            merges = [_core_step(step, opened, matrix) for matrix, step in made.items()]
+            work = MergedWork(cores.name, tuple(modules), limits)
+            merges = [core_step(_unfused(step), opened.matrices[name], name, opened.owner_of) for name, step in made.items()]
             scales = [scales_step(_unfused(s), m, opened.owner_of) for s, m in zip(firsts, modules, strict=True) if scaled]
             bases = [step for module in modules for step in basis_steps(module)]
             products += [cores, work.product(f"merged factors of {layer}", (*merges, *bases, *scales, *base))]
@@ -296,11 +288,6 @@ def _unfused(step: Step) -> Step:
     return replace(step.pieces[0], out=step.out) if step.pieces else step
 
 
-def _core_step(step: Step, opened: Opened, matrix: str) -> Step:
-    """The step of a merge as one of core matrices."""
-    return core_step(_unfused(step), opened.matrices[matrix], matrix, opened.owner_of)
-
-
 def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step:
     """The step of a tensor that is saved whole, which reads the adapters, and the base."""
 
@@ -313,15 +300,9 @@ def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step
 
 def _stored(places: Places, module: Adapted, rank: int, dtype: DType) -> Iterator[Step]:
     """Steps of the factors, and of DoRA's norms, as PEFT names them."""
-    names = places.factors(places.name_of(module.name))
-    found: list[tuple[str, str, tuple[int, ...]]] = []
-    for name, (part, size) in zip(names, module.factor_shapes(rank).items(), strict=True):
-        found.append((part, name, size))
-    if module.scaled:
-        found.append(("norms", norms_name(module.name), module.shape[:1]))
-    for part, name, shape in found:
-        read = Read(PRODUCTS, f"{module.name}: {part}")
-        yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
+    names = [*places.factors(places.name_of(module.name)), norms_name(module.name)]
+    for name, made in zip(names, module.factor_specs(rank), strict=False):
+        yield Step(TensorSpec(name, dtype, made.shape), COPY if dtype.name == "F32" else CAST, (Read(PRODUCTS, made.name),))
 
 
 def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[str, Any]:

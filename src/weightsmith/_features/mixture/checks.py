@@ -10,8 +10,8 @@ from weightsmith._base.errors import Finding, ParameterError, ShapeError, Weight
 from weightsmith._features.mixture.dense import Dense
 from weightsmith._features.mixture.layouts.dense_config import semantics
 from weightsmith._features.mixture.routing.gates import MODES
+from weightsmith._features.mixture.routing.product import missing_packages
 from weightsmith._features.mixture.routing.prompts import Texts, read_texts
-from weightsmith._features.mixture.routing.route import missing_packages
 from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.recipe import Expert, Upcycling
 
@@ -28,12 +28,12 @@ class Checks:
     lenient  report different vocabularies and equal prompts as warnings
     """
 
-    def __init__(self, recipe: Upcycling, folder: Path, *, lenient: bool) -> None:
+    def __init__(self, recipe: Upcycling, folder: Path, problems: Sequence[WeightsmithError], *, lenient: bool) -> None:
         self.recipe = recipe
         self.folder = folder
         self.lenient = lenient
-        self.problems: list[WeightsmithError] = []
-        self.warnings: list[Finding] = []
+        self.problems = list(problems)
+        self.warnings: list[Finding] = list(recipe.findings)
 
     def check_recipe(self) -> None:
         """Check `experts_per_token` and `router_scale`."""

@@ -16,7 +16,7 @@ from weightsmith._base.strict_json import texts
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._features.mixture.assembly import Assembly
 from weightsmith._features.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
-from weightsmith._features.mixture.surgery.neurons import MatchedPair, matching, neuron_tensors, read_matched
+from weightsmith._features.mixture.surgery.neurons import matching, neuron_tensors, read_matched
 from weightsmith._features.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
 from weightsmith._files.copied import left_out_findings
 from weightsmith._files.hf_folder import natural_key
@@ -196,9 +196,9 @@ class _Surgeon:
         for group in groups if self.matched else ():
             first = neuron_tensors(block, group.experts[0], config)
             for e in group.experts[1:]:
-                pair = MatchedPair(f"{block.prefix}experts.{e}", first, neuron_tensors(block, e, config))
-                pairs.append(pair)
-                found |= {(e, key): read_matched(pair.owner, tensor) for key, tensor in pair.other.items()}
+                owner, other = f"{block.prefix}experts.{e}", neuron_tensors(block, e, config)
+                pairs.append((owner, first, other))
+                found |= {(e, key): read_matched(owner, tensor) for key, tensor in other.items()}
         if pairs:
             self.products.append(matching(block.layer, pairs, self.checkpoint.ref))
         return found
