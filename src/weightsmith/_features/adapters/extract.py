@@ -31,7 +31,7 @@ from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType,
 from weightsmith._features.adapters.built import TIED_HEAD, Built, built_of, guessed, needs_asking
 from weightsmith._features.adapters.changes import changes
 from weightsmith._features.adapters.factors import FactorWork
-from weightsmith._features.adapters.placing import Places, adapter_config
+from weightsmith._features.adapters.placing import Places
 from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
 from weightsmith._features.adapters.report import Extraction, Matrix
 from weightsmith._features.adapters.select import Chosen, Piece, Weight, pair_tensors, select, settings_problems
@@ -423,16 +423,14 @@ class _Adapter:
     def config(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
         """adapter_config.json."""
         base, places = self.inputs[_BASE], self.places
-        return adapter_config(
+        return places.config(
             base.ref.partition("@")[0],
             base.revision,
             {name: matrix.rank for name, matrix in self.ranked.items()},
-            list(places.whole),
             places.target_modules(),
             transposed=any(target.form == "transposed" for target in places.modules.values()),
-            parameters=list(places.parameters),
-            rank=next((matrix.rank for matrix in matrices if matrix.rank and matrix.target.group), None),
             causal=self._causal,
+            rank=next((matrix.rank for matrix in matrices if matrix.rank and matrix.target.group), None),
         )
 
 

@@ -33,7 +33,8 @@ from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FA
 from weightsmith._features.adapters.cores import Adapted, CoreWork, Space, basis_steps, core_step, scales_step
 from weightsmith._features.adapters.merged_factors import MergedWork
 from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened, different_bases, parameters_of
-from weightsmith._features.adapters.placing import Places, adapter_config, norms_name
+from weightsmith._features.adapters.placing import Places, norms_name
+from weightsmith._features.adapters.report import placed
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
 from weightsmith._methods.jobs.requires import needs_torch
@@ -254,11 +255,10 @@ def _notes(opened: Opened) -> Iterator[Finding]:
             yield Finding(what, other.ref, fix="check that both number their tokens alike: rows are merged by number")
 
 
-def _layer(name: str) -> str:
-    """The name of a matrix up to its first number, which is the layer's."""
-    parts = name.split(".")
-    last = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return "other modules" if last is None else ".".join(parts[: last + 1])
+def _layer(matrix: str) -> str:
+    """The layer of a matrix, as names of products have it."""
+    place = placed(matrix)
+    return f"{place.stack}{place.layer}" if place.stack else "other modules"
 
 
 def _factors(opened: Opened, module: Adapted) -> Iterator[Step]:
@@ -308,15 +308,13 @@ def _stored(places: Places, module: Adapted, rank: int, dtype: DType) -> Iterato
 def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[str, Any]:
     configs = [adapter.checkpoint.config or {} for adapter in opened.adapters]
     named = next((config for config in configs if config.get("base_model_name_or_path")), configs[0])
-    made = adapter_config(
+    made = places.config(
         str(named.get("base_model_name_or_path") or opened.base_name),
         str(named.get("revision") or ""),
         {places.name_of(name): rank for name, rank in ranks.items()},
-        list(places.whole),
         sorted(places.modules),  # in full: the base's other modules are not known
         transposed=opened.adapters[0].transposed,
         causal=any(config.get("task_type") == "CAUSAL_LM" for config in configs),
-        parameters=list(places.parameters),
         rank=next((ranks[name] for name in opened.experts), None),
         dora=any(module.scaled for module in opened.modules.values()),
     )

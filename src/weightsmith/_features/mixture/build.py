@@ -14,10 +14,8 @@ from weightsmith._activations.packages import package_version
 from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.options import RecipeOptions
-from weightsmith._features.mixture.assembly import Assembly, Donor
-from weightsmith._features.mixture.checks import Checks
-from weightsmith._features.mixture.choose import choose_layout
-from weightsmith._features.mixture.dense import Dense, dense_parts
+from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
+from weightsmith._features.mixture.checks import Checks, choose_layout
 from weightsmith._features.mixture.layouts.dense_config import config_of, semantics
 from weightsmith._features.mixture.routing.gates import MODES
 from weightsmith._features.mixture.routing.product import INSTEAD, GatedExpert, Gating, uses_states

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._features.mixture.assembly import Assembly, take
-from weightsmith._features.mixture.dense import Dense, MatrixPlace
+from weightsmith._features.mixture.assembly import Assembly, Dense, MatrixPlace, take
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._planning.planner.dtypes import main_dtype
 from weightsmith._planning.recipe import Expert, Recipe, Upcycling
