@@ -17,6 +17,7 @@ from tests.features.adapters.test_merge import merge, recipe, refusal
 from tests.mini import as_bytes, write_checkpoint
 from tests.models.lora.test_experts import CONFIG, MLP, TARGETS, E, R, apart, fused, stacked
 from tests.models.lora.test_lora import DOWN, INNER, TOKENS, H, P, Q, adapter, base, factors, normal
+from tests.sampling import sampled
 from weightsmith._engine.products import find_kind
 
 pytest.importorskip("torch")
@@ -398,7 +399,7 @@ def fresh_model(name: str, folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled(KINDS, ("DoRA and modules to save", "gpt-oss")))
 def test_peft_loads_merged_adapters_and_they_are_the_merge(kind: str, tmp_path: Path) -> None:
     """No missing or unexpected keys; the same logits as the merge of its own merged models; the same bytes when saved again."""
     torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
