@@ -96,13 +96,13 @@ def prepare_extraction(
     problems = settings_problems(settings)
     if missing := needs_torch():
         problems.append(ParameterError(missing.replace("this method", COMMAND)))
-    refs = [_reference(base, "BASE", problems), _reference(finetuned, "FINETUNED", problems)]
-    if refs[0] is not None and refs[0].lora is not None:
+    refs = [parse_reference(os.fspath(name), where) for name, where in ((base, "BASE"), (finetuned, "FINETUNED"))]
+    problems += [ref for ref in refs if not isinstance(ref, ModelRef)]
+    if isinstance(refs[0], ModelRef) and refs[0].lora is not None:
         what = "the base of an adapter is one model, not a model and an adapter"
         problems.append(Unsupported(what, where=str(base), fix="merge them first: weightsmith dequantize BASE+ADAPTER FOLDER"))
-    known = [ref for ref in refs if ref is not None]
     with ExitStack() as stack:
-        opened, found = open_models(known, stack)
+        opened, found = open_models([ref for ref in refs if isinstance(ref, ModelRef)], stack)
         models = [checkpoint for checkpoint in opened if checkpoint is not None]
         problems += found
         if problems or len(models) < 2:
@@ -116,18 +116,10 @@ def prepare_extraction(
         return Prepared(plan, tuple(models), structure)
 
 
-def _reference(name: str | os.PathLike[str], where: str, problems: list[WeightsmithError]) -> ModelRef | None:
-    found = parse_reference(os.fspath(name), where)
-    if isinstance(found, ModelRef):
-        return found
-    problems.append(found)
-    return None
-
-
 def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings) -> PlanDraft:
     pairs, strange = pair_tensors(base, tuned)
-    ask = settings.layout == "peft" and needs_asking(base)
-    selection = select(pairs, settings, base, _known(built_of(base)) if ask else None)
+    built = built_of(base) if settings.layout == "peft" and needs_asking(base) else None
+    selection = select(pairs, settings, base, None if built is None or built.unknown else built)
     if not selection.factors:
         what = "no weight of a linear layer is left to decompose"
         fix = "change include, exclude or save_modules" if settings.include or settings.exclude else "name a language model"
@@ -153,10 +145,6 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
     )
     draft.products += [changes([_difference(Piece(pair)) for pair in compared])] if compared else []
     return draft
-
-
-def _known(built: Built) -> Built | None:
-    return None if built.unknown else built
 
 
 def _dtype(tuned: Checkpoint, selection: Chosen) -> DType:
@@ -393,19 +381,13 @@ class _Adapter:
     def factor_steps(self, matrix: Matrix) -> Iterator[Step]:
         """A and B with the first `rank` of their rows and columns."""
         dtype = BY_TORCH_NAME[self.following.dtype]
-        target, rank, experts = matrix.target, matrix.rank, matrix.target.experts
+        target, rank, count = matrix.target, matrix.rank, max(1, matrix.target.experts)
         place = next(name for name, own in self.ranked.items() if own is matrix)
         a, b, *_ = target.outs((matrix.spectrum.rows, matrix.spectrum.cols))
-        outputs, known = b.shape
+        (outputs, known), inputs = b.shape, a.size // (count * target.rank)
         names = self.places.factors(place)
-        if experts:
-            inputs = a.shape[1] // target.rank
-            blocks = Block(0, experts, rank * inputs, a.shape[1]), Block(0, outputs, rank * experts, known)
-            shapes = (experts * rank, inputs), (outputs, rank * experts)
-        else:
-            inputs = a.shape[1]
-            blocks = Block(0, rank, inputs, inputs), Block(0, outputs, rank, known)
-            shapes = (rank, inputs), (outputs, rank)
+        blocks = Block(0, count, rank * inputs, a.size // count), Block(0, outputs, rank * count, known)
+        shapes = (count * rank, inputs), (outputs, rank * count)
         reads = Read(PRODUCTS, a.name, blocks[0]), Read(PRODUCTS, b.name, blocks[1])
         for name, shape, read in zip(names, shapes, reads, strict=True):
             yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))

@@ -139,10 +139,10 @@ class Extraction:
         return [*self._maps(), Table("What the adapter keeps", columns, tuple(rows))]
 
     def _maps(self) -> list[HeatMap]:
-        placed = [(placed(matrix.target.module), matrix) for matrix in self.matrices]
+        items = [(placed(matrix.target.module), matrix) for matrix in self.matrices]
         about = "Of the signal in the difference, without rounding noise, by the squared Frobenius norm."
         title, span = "Share of the signal that the adapter keeps", (0.0, 1.0)
-        return heat_maps(title, placed, _signal_kept, "share", about, span=span)
+        return heat_maps(title, items, _signal_kept, "share", about, span=span)
 
 
 def _signal_kept(matrices: Sequence[Matrix]) -> float | Mark:

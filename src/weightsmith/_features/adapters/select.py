@@ -12,20 +12,11 @@ from weightsmith._base.errors import ShapeError, UnknownName, WeightsmithError, 
 from weightsmith._base.files import show
 from weightsmith._base.options import ExtractSettings, assignment, named, option_error
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
-from weightsmith._features.adapters.built import (
-    GROUP,
-    TIED_HEAD,
-    WEIGHT,
-    Built,
-    Stack,
-    find_stacks,
-    group_of,
-    is_expert,
-    parts_of,
-)
+from weightsmith._features.adapters.built import GROUP, TIED_HEAD, WEIGHT, Built, Stack, find_stacks, group_of, is_expert
 from weightsmith._features.adapters.factors import Form, Target, prefers_exact
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
+from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import COMPONENTS, role_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, is_vocabulary, ties
 from weightsmith._planning.planner.inputs import analyse_all
@@ -191,8 +182,9 @@ def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, b
             own = target(stack.parameter, form, stack.shape[1:], stack.shape[0], group_of(stack.parameter))
             found.factors.append(Weight(own, tuple((Piece(pair, block),) for block in stack.blocks)))
         elif stack is not None and module not in saved and not stack.transposed and ".experts." in pair.spec.name:
-            for name, block, shape in parts_of(pair.spec, base.specs, structure, base.config):
-                found.factors.append(Weight(target(name, "linear", shape, group=GROUP), ((Piece(pair, block),),)))
+            for part in fused_parts(pair.spec, base.specs, structure, base.config):
+                own = target(part.name.removesuffix(WEIGHT), "linear", part.shape, group=GROUP)
+                found.factors.append(Weight(own, ((Piece(pair, part.block),),)))
         elif why := _refusal(module, settings, saved):
             found.left_out.append((pair, why))
         else:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
-from weightsmith._features.transplant.report import Transplant
+from weightsmith._features.transplant.report import Made, Transplant
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import COPY, Block, Product, Read, Step
 from weightsmith._plans.forms import ProductSettings
@@ -265,8 +265,18 @@ def _poorly_trained(bench: ProductContext, work: RowWork) -> tuple[frozenset[int
 
 def _report(product: Product, arrays: Arrays) -> Transplant:
     work = RowWork.of(product)
-    table, errors, made = work.tables[0], arrays[1], arrays[2]
-    return Transplant.of(work.approximation, table.missing, errors, [MADE[i] for i in made], work.tokens, work.counts)
+    counts = work.counts
+    rows = (
+        Made(
+            number,
+            work.tokens.get(str(number), ""),
+            None if np.isnan(error) else error,
+            MADE[way],
+            None if counts is None else counts.get(str(number), 0),
+        )
+        for number, error, way in zip(work.tables[0].missing, arrays[1].tolist(), arrays[2].tolist(), strict=True)
+    )
+    return Transplant(work.approximation, tuple(rows))
 
 
 def _installed(product: Product) -> str:

@@ -23,8 +23,7 @@ from weightsmith._base.errors import (
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.mixture.routing.gates import MODES, Rows, Sample
-from weightsmith._features.mixture.routing.prompts import Row, Texts, Tokens, too_long
-from weightsmith._features.mixture.routing.prompts import Rows as Prompts
+from weightsmith._features.mixture.routing.prompts import Row, Texts, Tokens
 from weightsmith._features.mixture.routing.report import Group, Routing, RoutingReport, runs
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import Product
@@ -158,7 +157,9 @@ class _Route:
         self.way = MODES[gating.mode]
         self.dtype = bench.product.outs[0].dtype.numpy
         self.device = bench.device
-        self.decoder, self.prompts = self._begin()
+        self.decoder, self.tokens = self._begin()
+        self.prompts = [self.tokens.rows(expert.texts, gating.prompt_tokens) for expert in gating.experts]
+        self._check_prompts()
         self.all: list[Row] = []
 
     def run(self) -> tuple[Rows, Routing | None]:
@@ -170,13 +171,13 @@ class _Route:
         if way.needs == "nothing":
             rows = _scaled(way.function(gating.shape, gating.seed), gating)
         elif way.needs == "embedding":
-            table = self.decoder.embeddings(self.bench, [row.ids for row in self.all])
+            table = self.decoder.embeddings(self.bench, self.all)
             rows[:] = _scaled(_numpy(way.function(self._samples(table, positive, negative), gating.routed)), gating)
         per_layer = way.needs in ("entering", "mlp_input")
         groups = []
         for e, is_held_out in gating.counted if gating.report else ():
             own = (held_out if is_held_out else positive)[e]
-            groups.append((Group(e, is_held_out, sum(len(self.all[k].ids) - self.all[k].start for k in own)), own))
+            groups.append((Group(e, is_held_out, sum(len(self.all[k]) - self.tokens.start for k in own)), own))
         names = [expert.name for expert in gating.experts[: gating.routed]]
         counted = Routing.zeros(names, max(1, gating.per_token // gating.groups), [group for group, _ in groups], len(rows))
         if uses_states(gating.mode, report=gating.report):
@@ -191,53 +192,54 @@ class _Route:
         self._check(rows)
         return rows, counted if gating.report else None
 
-    def _begin(self) -> tuple[Decoder, list[Prompts]]:
-        """The module and the prompts as tokens."""
+    def _begin(self) -> tuple[Decoder, Tokens]:
+        """The module and the tokenizer."""
         if lacking := missing_packages():
             raise PlanError(lacking)
+        from transformers import AutoTokenizer
+
         from weightsmith._activations.decoder.forward import build
 
-        gating = self.gating
-        problems: list[WeightsmithError] = []
+        base, problems = self.gating.base, list[WeightsmithError]()
         try:
             self.device = usable_device(self.device)
         except ParameterError as error:
             problems.append(error)
-        specs = {step.out.name: step.out for step in self.bench.product.steps}
-        decoder = build(gating.base, specs)
-        tokenizer = None if isinstance(decoder, WeightsmithError) else self._tokenizer()  # it reads config.json too
-        problems += [found for found in (decoder, tokenizer) if isinstance(found, WeightsmithError)]
-        if isinstance(decoder, WeightsmithError) or isinstance(tokenizer, WeightsmithError):
+        decoder = build(base, {step.out.name: step.out for step in self.bench.product.steps})
+        if isinstance(decoder, WeightsmithError):
+            raise PlanError([*problems, decoder])
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.bench.folder(base.model), trust_remote_code=False)
+        except WeightsmithError:
+            raise
+        except Exception as error:  # bad files can raise anything in transformers
+            what = f"the tokenizer of the base cannot be loaded: {first_line(error)}"
+            fix = "put the tokenizer files next to the weights, or write gate_mode: random"
+            raise PlanError([*problems, NotFound(what, where=base.label, fix=fix)]) from error
+        if problems:
             raise PlanError(problems)
-        tokens = Tokens(tokenizer, plain=self.way.plain)
-        prompts = [tokens.rows(expert.texts, gating.prompt_tokens) for expert in gating.experts]
-        problems += too_long(prompts, [(expert.name, expert.where) for expert in gating.experts], decoder.max_tokens)
-        vocabulary = decoder.vocabulary
-        for expert, own in zip(gating.experts, prompts, strict=True):
-            ids = [token for row in (*own.positive, *own.negative, *own.held_out) for token in row.ids]
-            if ids and max(ids) >= vocabulary:
-                what = f"the tokenizer produces token {max(ids)}, but the base's embedding has {vocabulary} rows"
-                problems.append(Unsupported(what, where=gating.base.label, fix="use the base's own tokenizer"))
+        return decoder, Tokens(tokenizer, plain=self.way.plain)
+
+    def _check_prompts(self) -> None:
+        """Raise PlanError for prompts that the model cannot take."""
+        problems: list[WeightsmithError] = []
+        limit, vocabulary = self.decoder.max_tokens, self.decoder.vocabulary
+        for expert, own in zip(self.gating.experts, self.prompts, strict=True):
+            rows = (*own.positive, *own.negative, *own.held_out)
+            longest, largest = max(map(len, rows), default=0), max((token for row in rows for token in row), default=0)
+            if longest > limit:
+                what = f"a prompt of {expert.name} has {longest:,} tokens, but the base supports at most {limit:,}"
+                fix = "shorten it, or split a text file into rows with prompt_tokens: 512"
+                problems.append(ParameterError(what, where=expert.where, fix=fix))
+            if largest >= vocabulary:
+                what = f"the tokenizer produces token {largest}, but the base's embedding has {vocabulary} rows"
+                problems.append(Unsupported(what, where=self.gating.base.label, fix="use the base's own tokenizer"))
                 break
             if expert.texts.has_prompts and not own.positive:
                 what = f"the prompts of {expert.name} contain no tokens"
                 problems.append(ParameterError(what, where=expert.where, fix="write some text"))
         if problems:
             raise PlanError(problems)
-        return decoder, prompts
-
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        base = self.gating.base
-        try:
-            return AutoTokenizer.from_pretrained(self.bench.folder(base.model), trust_remote_code=False)
-        except WeightsmithError:
-            raise
-        except Exception as error:  # bad files can raise anything in transformers
-            what = f"the tokenizer of the base cannot be loaded: {first_line(error)}"
-            fix = "put the tokenizer files next to the weights, or write gate_mode: random"
-            return NotFound(what, where=base.label, fix=fix)
 
     def _numbered(self, what: str) -> list[list[int]]:
         """Add each expert's prompts of this kind to the prompts to run. Returns their indices."""
@@ -252,7 +254,7 @@ class _Route:
         sizes = self.decoder.layer_bytes
         done, total = 0, sum(sizes)
         self.bench.progress(done, total)
-        for states in self.decoder.states(self.bench, [row.ids for row in self.all], device=self.device):
+        for states in self.decoder.states(self.bench, self.all, device=self.device):
             if not all(bool(seen.isfinite().all()) for seen in states.mlp_input):
                 raise self._not_finite(f"the base's hidden states are not finite in layer {states.index}")
             yield states
@@ -260,9 +262,9 @@ class _Route:
             self.bench.progress(done, total)
 
     def _samples(self, seen: Sequence[Tensor], positive: Sequence[list[int]], negative: Sequence[list[int]]) -> list[Sample]:
-        starts = [0 if self.way.plain else row.start for row in self.all]
+        start = 0 if self.way.plain else self.tokens.start
         return [
-            Sample([seen[k][starts[k] :] for k in own], [seen[k][starts[k] :] for k in other])
+            Sample([seen[k][start:] for k in own], [seen[k][start:] for k in other])
             for own, other in zip(positive, negative, strict=True)
         ]
 
@@ -271,7 +273,7 @@ class _Route:
         for g, own in enumerate(groups):
             if not own:
                 continue
-            seen = [states.mlp_input[k][self.all[k].start :] for k in own]
+            seen = [states.mlp_input[k][self.tokens.start :] for k in own]
             if not any(len(x) for x in seen):
                 continue  # empty prompts
             counted.count(states.index, g, np.concatenate([_numpy(x) @ stored for x in seen]).astype(np.float64))
