@@ -235,28 +235,27 @@ def find_modules(adapters: Sequence[Adapter]) -> dict[str, Adapted]:
 
     Raises MismatchError and ShapeError for adapters of bases of different shapes, Unsupported for experts in an unknown order.
     """
-    _check_transposed(adapters)
     _check_layouts(adapters)
-    owners: dict[str, list[tuple[int, Adapted]]] = {}
+    owners: dict[str, list[Adapted]] = {}
     for i, adapter in enumerate(adapters):
         for own in (*_of_linears(adapter, i), *_of_parameters(adapter, i)):
-            owners.setdefault(own.name, []).append((i, own))
+            owners.setdefault(own.name, []).append(own)
     found = {}
     for name, known in owners.items():
-        alone = [own for _, own in known]
-        if len({(own.shape, own.experts) for own in alone}) > 1:
-            shapes = [([own.experts] if own.experts else []) + list(own.shape) for own in alone]
-            details = [f"{adapters[i].checkpoint.ref}: {shape}" for (i, _), shape in zip(known, shapes, strict=True)]
-            if any(own.experts and own.shape == alone[0].shape[::-1] for own in alone):
+        if len({(own.shape, own.experts) for own in known}) > 1:
+            shapes = [([own.experts] if own.experts else []) + list(own.shape) for own in known]
+            refs = [adapters[own.owners[0]].checkpoint.ref for own in known]
+            details = [f"{ref}: {shape}" for ref, shape in zip(refs, shapes, strict=True)]
+            if any(own.experts and own.shape == known[0].shape[::-1] for own in known):
                 what = "adapters in PEFT's two layouts of experts, inputs and outputs exchanged"
                 raise ShapeError(what, where=name, details=details, fix=f"{MERGE_MODELS}; it reads both")
             raise ShapeError("adapters of different bases", where=name, details=details, fix=ONE_BASE)
         found[name] = replace(
-            alone[0],
-            owners=tuple(i for i, _ in known),
-            ranks=tuple(own.ranks[0] for own in alone),
-            scalings=tuple(own.scalings[0] for own in alone),
-            normed=tuple(i for own in alone for i in own.normed),
+            known[0],
+            owners=tuple(own.owners[0] for own in known),
+            ranks=tuple(own.ranks[0] for own in known),
+            scalings=tuple(own.scalings[0] for own in known),
+            normed=tuple(i for own in known for i in own.normed),
         )
     if not found:
         where = adapters[0].checkpoint.ref
@@ -299,24 +298,18 @@ def different_bases(adapters: Sequence[Adapter]) -> MismatchError | None:
     return None
 
 
-def _check_transposed(adapters: Sequence[Adapter]) -> None:
-    first = adapters[0]
-    for adapter in adapters:
-        if adapter.transposed != first.transposed:
-            what = "fan_in_fan_out differs: the adapters are of different bases"
-            raise MismatchError(what, where=adapter.checkpoint.ref, details=[first.checkpoint.ref], fix=ONE_BASE)
-
-
 def _check_layouts(adapters: Sequence[Adapter]) -> None:
     """Two adapters whose experts are square may be in different layouts, which nothing shows."""
+    first = adapters[0]
     for adapter in adapters:
-        specs = adapter.checkpoint.specs
+        specs, where = adapter.checkpoint.specs, adapter.checkpoint.ref
+        if adapter.transposed != first.transposed:
+            what = "fan_in_fan_out differs: the adapters are of different bases"
+            raise MismatchError(what, where=where, details=[first.checkpoint.ref], fix=ONE_BASE)
         levels = [level for own in adapter.stacked.values() for level in own]
         if levels and all(specs[level.a].shape[1] == specs[level.b].shape[0] for level in levels):
             what = "all matrices of experts are square, and both of PEFT's layouts of experts fit"
-            raise Unsupported(
-                what, where=adapter.checkpoint.ref, fix="merge them with the version of PEFT that has written them"
-            )
+            raise Unsupported(what, where=where, fix="merge them with the version of PEFT that has written them")
 
 
 def _last(name: str) -> str:

@@ -23,7 +23,7 @@ from weightsmith._features.transplant.report import Made, Transplant
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import COPY, Block, Product, Read, Step
 from weightsmith._plans.forms import ProductSettings
-from weightsmith.abc.approximation import Approximated, Choices, Floats, Numbers, Problem, Side, Tables
+from weightsmith.abc.approximation import Choices, Floats, Numbers, Problem, Side, Tables
 from weightsmith.abc.product import Arrays
 
 OP = "transplanted_rows"
@@ -162,17 +162,15 @@ class BenchTables:
 
     def chunks(self, side: Side) -> Iterator[tuple[int, Floats]]:
         """See `Tables`."""
-        for name, first, rows in self._table.chunks(side):
-            found = np.empty((rows, self._cols(side)), np.float32)
-            self._bench.fill({name: found})
-            yield first, found
+        for name, first, _ in self._table.chunks(side):
+            yield first, self._bench.load([name])[name]
 
     def rows(self, side: Side, numbers: Sequence[int] | Numbers) -> Floats:
         """See `Tables`."""
         wanted = np.asarray(numbers, np.int64)
         order = np.argsort(wanted, kind="stable")
         ascending = wanted[order]
-        out = np.empty((len(wanted), self._cols(side)), np.float32)
+        out = np.empty((len(wanted), self._table.cols[SIDES.index(side)]), np.float32)
         chunks = list(self._table.chunks(side))
         # One buffer for all: memory of this size, freed and asked for again, is scattered over the allocator's arenas.
         buffer = np.empty((max((rows for _, _, rows in chunks), default=0), out.shape[1]), np.float32)
@@ -182,9 +180,6 @@ class BenchTables:
                 self._bench.fill({name: buffer[:rows]})
                 out[order[begin:end]] = buffer[ascending[begin:end] - first]
         return out
-
-    def _cols(self, side: Side) -> int:
-        return self._table.cols[SIDES.index(side)]
 
 
 def _compute(bench: ProductContext) -> Arrays:
@@ -236,7 +231,9 @@ def _make(
         threads=bench.threads,
         check=lambda: bench.progress(work.tables.index(table), len(work.tables)),
     )
-    found = approximation.make(problem) if len(shared) or not approximation.donor else _mean(problem)
+    if approximation.donor and not len(shared):
+        approximation = find_approximation("mean")
+    found = approximation.make(problem)
     new = found.rows
     if work.match_norms and table.kind != "bias":
         new = matched(new, problem, use_donor=bool(table.cols[1]))
@@ -244,10 +241,6 @@ def _make(
         new = new + np.float32(work.noise) * problem.random().standard_normal(new.shape, np.float32)
     rows[todo], errors[todo] = new * np.float32(work.scale), found.errors
     made[todo] = MADE.index("approximated") if found.composed is None else np.where(found.composed, 1, 0)
-
-
-def _mean(problem: Problem) -> Approximated:
-    return find_approximation("mean").make(problem)
 
 
 def _poorly_trained(bench: ProductContext, work: RowWork) -> tuple[frozenset[int], frozenset[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,9 @@ class ExpertSelection:
         values = self.section.values
         if "saliency" not in values and "experts" in values:
             self._problem("'experts' has no effect without 'saliency'", "experts", "Remove it.")
-        kept = self._most_salient() if "saliency" in values else self._by_layer("keep", "keep_by_layer")
-        for layer, experts in self._once(kept, "keep").items():
-            self._check_numbers(experts, "keep", self._in_layer(layer, "keep"), "is listed twice")
+        kept = self._most_salient() if "saliency" in values else self._by_layer("keep")
+        for _, experts, where in self._entries(kept, "keep"):
+            self._check_numbers(experts, "keep", where, "is listed twice")
         return {layer: tuple(ExpertGroup((e,)) for e in experts) for layer, experts in kept.items()}
 
     def _most_salient(self) -> dict[str, tuple[int, ...]]:
@@ -108,11 +108,11 @@ class ExpertSelection:
     # --- merge_experts -----------------------------------------------------------------------------------------------
 
     def _merged(self) -> dict[str, Groups]:
-        groups = self._by_layer("groups", "groups_by_layer")
+        groups = self._by_layer("groups")
         weights = self._weights(groups)
         n = self.blocks[0].experts
-        for layer, listed in self._once(groups, "groups").items():
-            where, experts = self._in_layer(layer, "groups"), [e for group in listed for e in group]
+        for _, listed, where in self._entries(groups, "groups"):
+            experts = [e for group in listed for e in group]
             valid = self._check_numbers(experts, "groups", where, "is in two groups, or twice in one")
             if valid and len(experts) < n:
                 missing = next(e for e in range(n) if e not in experts)
@@ -132,9 +132,9 @@ class ExpertSelection:
             wrong = next(key for key in given if key != fits)
             self._problem(f"'{wrong}' cannot be combined with '{self._key('groups')}'", wrong, f"Write {fits}.")
             return {}
-        weights = self._by_layer("weights", "weights_by_layer")
-        for layer, listed in self._once(weights, "weights").items():
-            where, wanted = self._in_layer(layer, "weights"), [len(group) for group in groups.get(layer, ())]
+        weights = self._by_layer("weights")
+        for layer, listed, where in self._entries(weights, "weights"):
+            wanted = [len(group) for group in groups.get(layer, ())]
             if [len(own) for own in listed] != wanted and layer in groups:
                 found = f"groups of {wanted} experts have {[len(own) for own in listed]} weights"
                 self._problem(f"{found}{where}", fits, "Write one weight for each expert of each group.")
@@ -151,12 +151,12 @@ class ExpertSelection:
         values = self.section.values
         return next((key for key in (name, f"{name}_by_layer", "saliency") if key in values), name)
 
-    def _by_layer(self, name: str, layered: str) -> dict[str, Any]:
+    def _by_layer(self, name: str) -> dict[str, Any]:
         """The recipe's value for each layer."""
         values = self.section.values
         if name in values:
             return {block.layer: values[name] for block in self.blocks}
-        return self._known(values[layered], layered, "")
+        return self._known(values[f"{name}_by_layer"], f"{name}_by_layer", "")
 
     def _known(self, given: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
         """The entries of the layers with experts, in order. Unknown and missing layers are problems."""
@@ -175,12 +175,11 @@ class ExpertSelection:
             )
         return {layer: given[layer] for layer in layers if layer in given}
 
-    def _once(self, by_layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """The entries to check: a single one if all layers share it."""
-        return dict(list(by_layer.items())[:1]) if name in self.section.values else by_layer
-
-    def _in_layer(self, layer: str, name: str) -> str:
-        return "" if name in self.section.values else f" in layer {layer}"
+    def _entries(self, by_layer: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any, str]]:
+        """Layer, value and place, for messages, of the entries to check: a single one if all layers share it."""
+        shared = name in self.section.values
+        for layer, value in list(by_layer.items())[: 1 if shared else None]:
+            yield layer, value, "" if shared else f" in layer {layer}"
 
     def _check_numbers(self, experts: Sequence[int], name: str, where: str, repeated: str) -> bool:
         """Whether the experts exist, each once. repeated: what an expert that is named twice does"""
