@@ -206,13 +206,6 @@ class Dense:
         """I."""
         return self.layers[0].mlp["gate"].shape[0]
 
-    def used(self, *, mlp: bool, rest: bool) -> set[str]:
-        """Names of the tensors that hold the MLPs, the rest, or both."""
-        names = {p.tensor for layer in self.layers for p in layer.mlp.values()} if mlp else set()
-        if rest:
-            names |= {p.tensor for layer in self.layers for p in layer.rest.values()} | set(self.outside)
-        return names
-
 
 def dense_parts(donor: Donor) -> Dense | WeightsmithError:
     """The parts of a donor, or an error that says what is missing or which value of config.json is invalid."""
