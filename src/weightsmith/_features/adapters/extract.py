@@ -318,7 +318,8 @@ class _Adapter:
                 stored[name] = Read(_TUNED if new else _BASE, name)
         problems: list[str] = []
         wanted: dict[str, Read] = {}
-        lost = {step.tensor for target in self._lost for name in target.matrices for step in self._bases(name)}
+        parts = [leaf for target in self._lost for name in target.matrices for leaf in self._factors[name].leaves]
+        lost = {leaf.inputs[1].tensor for leaf in parts}
         for name in [*differing, *lost]:
             key = self.built.key(name)
             same = name == TIED_HEAD and any(read == stored[name] for each, read in stored.items() if each != name)
@@ -366,10 +367,6 @@ class _Adapter:
             what = f"PEFT's adapters have no place for {len(problems):,} tensors that differ from {base.ref}"
             fix = "leave them out: --exclude (exclude=...) with their names"
             raise PlanError([Unsupported(what, where=tuned.ref, details=problems, fix=fix)])
-
-    def _bases(self, matrix: str) -> Iterator[Read]:
-        for leaf in self._factors[matrix].leaves:
-            yield leaf.inputs[1]
 
     def _spec(self, key: str) -> TensorSpec:
         """A tensor of the fine-tune, under the model's name, in the dtype that it has on disk."""

@@ -165,7 +165,10 @@ class Opened:
             embedding = not module.experts and self.adapters[module.owners[0]].updates[name].embedding
             forms[name] = "embedding" if embedding else "linear"
         # PEFT wraps parameters in the model's order, in which `gate_up_proj` comes first.
-        tensors = {name if self.modules[name].experts else f"{name}{WEIGHT}": name for name in sorted(forms, key=_wrapped_last)}
+        tensors = {
+            name if self.modules[name].experts else f"{name}{WEIGHT}": name
+            for name in sorted(forms, key=lambda name: not name.endswith(f".{_FIRST}"))
+        }
         places = Places(Built.of_names(forms, {**dict.fromkeys(tensors, ()), **dict.fromkeys(self.whole, ())}))
         for key, name in tensors.items():
             target = Target(name, forms[name], ranks[name], exact=True, experts=self.modules[name].experts)
@@ -202,10 +205,6 @@ class Opened:
             what = f"it saves {read.tensor} whole, {missing}"
             raise Unsupported(what, where=owner.checkpoint.ref, fix=self.name_base)
         return replace(read, model=len(self.adapters), tensor=self.places[read.tensor])
-
-
-def _wrapped_last(name: str) -> bool:
-    return not name.endswith(".gate_up_proj")
 
 
 class _Specs(StateDict):

@@ -197,14 +197,12 @@ class _Transplant:
         donor = [] if self.donor.model is None else [self.donor.model]
         draft.models += map(model_input, donor)
         draft.lacking = joined([draft.lacking, lacking([(self.donor.label, copied_files(self.donor.files))], draft.held)])
-        draft.made = Made(COMMAND, self._title(), _SOURCE + self.approximation.source, relation="merge")
+        how = f"transplanted with weightsmith {__version__}, approximation `{self.approximation.name}`."
+        title = f"The tokenizer of `{self.donor.label}` {how}"
+        draft.made = Made(COMMAND, title, _SOURCE + self.approximation.source, relation="merge")
         draft.vocabulary = self._summary(matches["embedding"])
         draft.recipe, draft.follows_recipe = self._settings(), False
         self.assembled.inputs = [*self.assembled.inputs, *donor]
-
-    def _title(self) -> str:
-        how = f"transplanted with weightsmith {__version__}, approximation `{self.approximation.name}`."
-        return f"The tokenizer of `{self.donor.label}` {how}"
 
     # ---- tokens
 
