@@ -67,6 +67,17 @@ def save(name: str, folder: Path, seed: int, **changes: Any) -> Path:
     return write_checkpoint(path, tensors)
 
 
+class Saved(dict[str, Path]):
+    """Models of the zoo, each saved when a test first asks for it."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        super().__init__()
+        self.folder, self.seed = folder, seed
+
+    def __missing__(self, name: str) -> Path:
+        return self.setdefault(name, save(name, self.folder / f"{name}-{self.seed}", self.seed))
+
+
 def load(name: str, folder: Path) -> Any:
     """The model in float32; it must miss and ignore no key."""
     import transformers

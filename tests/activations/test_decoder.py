@@ -23,8 +23,7 @@ from weightsmith._activations.decoder.forward import Decoder, _Memory, build
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.mixture.assembly import Assembly, Donor
-from weightsmith._features.mixture.dense import Dense, dense_parts
+from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.planner import assemble
 from weightsmith._plans import Made

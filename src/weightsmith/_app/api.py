@@ -21,8 +21,7 @@ from weightsmith._execution.distributed import execute
 from weightsmith._execution.execute import execute_part
 from weightsmith._execution.progress import callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, Merged
-from weightsmith._features.adapters.recipes import assemble_merge
-from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.any_recipe import assemble_merge, prepare_any
 from weightsmith._features.quantisation import quantised
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import Plan

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import base64
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any, Self
 
 from weightsmith._base.redaction import has_secret
 from weightsmith._base.tensors import BLOCKS, DTYPES, TensorSpec
 from weightsmith._files.containers import CONTAINERS
-from weightsmith._plans.codec import FORMS, Form, decode, decode_fields, decode_record, encode, encode_record, invalid
+from weightsmith._plans.codec import FORMS, Form, decode, decode_fields, decode_record, encode, encode_record, has_type, invalid
 from weightsmith._plans.draft import PlanDraft
 from weightsmith._plans.values import Block, Dropped, FileRead, Gather, Plan, Product, Read, Step, Table, View
 from weightsmith._version import __version__
@@ -25,7 +27,7 @@ _ORDER = ("made", "models", "settings", "products", "tables", "steps")
 """The first keys of a plan; the others are in the order of its fields."""
 
 
-class ProductSettings:
+class ProductSettings(ABC):
     """Base of the records that are the settings of a product."""
 
     __slots__ = ()
@@ -39,6 +41,17 @@ class ProductSettings:
         """The settings of a product."""
         made: dict[str, Any] = encode(self)
         return made
+
+    @classmethod
+    def check(cls, product: Product) -> str:
+        """Why a product is invalid, or "": `ProductKind.check`."""
+        if not has_type(product.settings, cls):
+            return f"its settings are not those of a {product.op} product"
+        return cls.of(product).problem(product, {step.out.name: step.out.shape for step in product.steps})
+
+    @abstractmethod
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Why a product with these settings is invalid, or "". shapes: of its steps"""
 
 
 def plan_from_json(data: Any) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -101,6 +101,13 @@ class ProductContext:
         """
         specs = self._specs
         self.make({name: WholeTensor(specs[name], array) for name, array in arrays.items()})
+
+    def load(self, names: Iterable[str]) -> dict[str, Floats]:
+        """Whole tensors, as `fill` makes them, in new arrays."""
+        specs = self._specs
+        arrays = {name: np.empty(specs[name].shape, np.float32) for name in names}
+        self.fill(arrays)
+        return arrays
 
     def rows(self, name: str, numbers: Sequence[int]) -> Floats:
         """Some rows of a matrix [R, C]: float32 [len(numbers), C]. numbers: ascending, each once."""

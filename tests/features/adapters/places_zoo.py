@@ -27,7 +27,7 @@ SPEECH_ENCODER = {
 PICTURES = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": 3, "image_size": 32, "patch_size": 4}
 HYBRID = {**zoo.ZOO["granite-hybrid"][2], "num_local_experts": 4, "num_experts_per_tok": 2}
 
-FAST = ("llama-bias", "mixtral", "deepseek-v3", "gpt-oss", "whisper", "t5", "clip", "mamba")
+FAST = ("llama-bias", "mixtral", "deepseek-v3", "gpt-oss", "t5", "mamba")
 """Families that every run of the tests takes: one of each kind of difficulty."""
 
 FAMILIES: dict[str, Family] = {

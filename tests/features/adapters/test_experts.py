@@ -13,6 +13,7 @@ from tests.features.adapters.test_extract import applied, config_of, extract, te
 from tests.mini import as_bytes, write_checkpoint
 from tests.models.lora.test_experts import CONFIG, MLP, E, W, apart, fused
 from tests.models.lora.test_lora import H, P, Q, normal
+from tests.sampling import sampled
 from weightsmith._features.adapters.factors import scale_intruders
 
 pytest.importorskip("torch")
@@ -108,7 +109,7 @@ def test_bytes_of_experts_do_not_depend_on_threads(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "granitemoe", "gpt-oss", "llama4"])
+@pytest.mark.parametrize("name", sampled(["mixtral", "qwen3-moe", "granitemoe", "gpt-oss", "llama4"], ("mixtral", "gpt-oss")))
 def test_peft_loads_the_experts_and_makes_the_fine_tune(name: str, tmp_path: Path) -> None:
     torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
     transformers.utils.logging.disable_progress_bar()

@@ -350,7 +350,6 @@ def test_weights_stored_transposed_are_known_by_their_biases(tmp_path: Path) -> 
 # ---- PEFT
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "tied"])
 def test_peft_loads_every_tensor_and_makes_the_fine_tune(kind: str, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ torch = pytest.importorskip("torch")
 RANK = 8
 
 
+@cache
 def matrices() -> dict[str, np.ndarray]:
     u, v = (np.linalg.qr(normal(n, 400, seed=n))[0] for n in (600, 400))
     spectra = {

@@ -238,7 +238,6 @@ def test_random_combinations_keep_the_mean_and_are_the_same_again(adapters: tupl
     assert any(a.tobytes() != other[n].tobytes() for n, a in one.items())
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_peft_adds_the_same_and_loads_every_tensor(tmp_path: Path) -> None:
     peft, transformers = (pytest.importorskip(n) for n in ("peft", "transformers"))

@@ -15,6 +15,7 @@ from tests.features.adapters.places_zoo import FAMILIES, FAST, inputs_of, output
 from tests.features.adapters.test_extract import applied, config_of, extract, refusal, tensors_of, tuned
 from tests.models.lora.test_lora import P as PREFIX
 from tests.models.lora.test_lora import Q, base, base_tensors, normal
+from tests.sampling import sampled
 from weightsmith._features.adapters.built import Built, matched
 from weightsmith._features.adapters.factors import Target
 from weightsmith._features.adapters.placing import Places
@@ -54,7 +55,7 @@ def models(name: str, folder: Path) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.sweep) for n in FAMILIES if n not in FAST)])
+@pytest.mark.parametrize("name", sampled(FAMILIES, FAST))
 def test_base_and_adapter_are_the_fine_tune(name: str, tmp_path: Path, asked: None) -> None:
     import torch
 
@@ -85,7 +86,7 @@ def test_base_and_adapter_are_the_fine_tune(name: str, tmp_path: Path, asked: No
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.sweep) for n in FAMILIES if n not in FAST)])
+@pytest.mark.parametrize("name", sampled(FAMILIES, ("deepseek-v3", "gpt-oss")))
 def test_a_merge_of_adapters_is_an_adapter_that_peft_finds_as_it_finds_them(name: str, tmp_path: Path, asked: None) -> None:
     """The mean of two adapters of all that differs is the mean of the fine-tunes."""
     import torch
@@ -127,9 +128,8 @@ def headers(name: str) -> tuple[dict[str, Any], list[str]]:
     return json.loads(config.to_json_string(use_diff=False)), [*model.state_dict()]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "bert", "t5", "bert-bare"])
+@pytest.mark.parametrize("name", sampled(["llama", "llama-tied", "gpt2", "bert", "t5", "bert-bare"], ("t5", "bert-bare")))
 def test_a_config_without_architectures_is_that_of_the_class_that_fits(name: str) -> None:
     config, names = headers(name)
     stated = transformers_script.describe({**config, "architectures": [FAMILIES[name][0]]}, names)

@@ -22,11 +22,10 @@ from weightsmith._engine.products import find_kind
 from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.mixture.routing.gates import MODES, Sample
-from weightsmith._features.mixture.routing.gates.cheap_embed import summed
-from weightsmith._features.mixture.routing.gates.hidden import average, last
+from weightsmith._features.mixture.routing.gates.hidden import average, last, summed
 from weightsmith._features.mixture.routing.gates.router_input import discriminant
-from weightsmith._features.mixture.routing.product import RoutingReport
 from weightsmith._features.mixture.routing.prompts import MAX_BYTES, Texts, Tokens, paragraphs
+from weightsmith._features.mixture.routing.report import RoutingReport
 from weightsmith._planning.recipe import GATE_MODES
 
 WORDS = [f"w{i}" for i in range(60)]
@@ -168,17 +167,18 @@ def tokenizer() -> Any:
 
 def test_what_stands_before_every_text_is_known_and_not_counted() -> None:
     texts = Texts(positive=("w0 w1",), negative=("w2",), whole={"positive": "w3 w4 w5", "held_out": "w6"})
-    rows = Tokens(tokenizer(), plain=False).rows(texts, 2)
-    assert [(r.ids, r.start) for r in rows.positive] == [((1, 4, 5), 1), ((1, 7, 8), 1), ((1, 9), 1)]
-    assert [r.ids for r in (*rows.negative, *rows.held_out)] == [(1, 6), (1, 10)]
+    tokens = Tokens(tokenizer(), plain=False)
+    rows = tokens.rows(texts, 2)
+    assert (rows.positive, tokens.start) == (((1, 4, 5), (1, 7, 8), (1, 9)), 1)
+    assert (*rows.negative, *rows.held_out) == ((1, 6), (1, 10))
 
 
 def test_as_in_mergekit_an_empty_prompt_is_the_first_token_alone() -> None:
     texts = Texts(positive=("", "w0"), negative=("",))
     rows = Tokens(tokenizer(), plain=True).rows(texts, None)
-    assert [[r.ids for r in kind] for kind in (rows.positive, rows.negative)] == [[(1,), (1, 4)], [(1,)]]
+    assert (rows.positive, rows.negative) == (((1,), (1, 4)), ((1,),))
     rows = Tokens(tokenizer(), plain=False).rows(texts, None)
-    assert [[r.ids for r in kind] for kind in (rows.positive, rows.negative)] == [[(1, 4)], []]
+    assert (rows.positive, rows.negative) == (((1, 4),), ())
 
 
 def test_a_tokenizer_without_a_prefix_of_its_own_gets_none() -> None:
@@ -186,8 +186,8 @@ def test_a_tokenizer_without_a_prefix_of_its_own_gets_none() -> None:
         return {"input_ids": [*([] if add_special_tokens else [0]), *map(ord, text)]}
 
     other.bos_token_id, other.bos_token = 1, "<s>"  # type: ignore[attr-defined]
-    rows = Tokens(other, plain=False).rows(Texts(positive=("b",)), None)
-    assert [(r.ids, r.start) for r in rows.positive] == [((0, 98), 0)]
+    tokens = Tokens(other, plain=False)
+    assert (tokens.rows(Texts(positive=("b",)), None).positive, tokens.start) == (((0, 98),), 0)
 
 
 def test_paragraphs_are_between_blank_lines() -> None:
@@ -364,7 +364,7 @@ def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path:
 
 
 def test_packages_that_are_missing_are_those_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith._features.mixture.routing.route import missing_packages
+    from weightsmith._features.mixture.routing.product import missing_packages
 
     monkeypatch.setattr("weightsmith._activations.packages.find_spec", lambda name: None)
     [found] = missing_packages()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +13,13 @@ import numpy as np
 import pytest
 
 import weightsmith
-from tests.cli_help import check_killed_and_resumed
+from tests.cli_help import Cli, cli
 from tests.mini import as_bytes, write_checkpoint
 from weightsmith._base.errors import Finding, PlanError, StoreError
 from weightsmith._planning.planner import inputs
 from weightsmith._plans import plan_from_json
+
+__all__ = ["cli"]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, INTERMEDIATE, VOCAB, LAYERS = 16, 24, 32, 2
@@ -258,50 +257,16 @@ def test_the_bytes_do_not_depend_on_threads_or_memory(models: dict[str, Path], t
     assert one.read_bytes() == many.read_bytes()
 
 
-@pytest.mark.slow
-def test_interrupted_work_goes_on(tmp_path: Path) -> None:
-    """Killed in the middle; the next run keeps what is finished, and the bytes are those of an undisturbed one."""
-    big = {n: write_checkpoint(tmp_path / n, llama(s, intermediate=200_000), config()) for s, n in enumerate(("base", "a"))}
-    check_killed_and_resumed(recipe(big, ["a", "base", "a"]), tmp_path, after=8)
-
-
-@pytest.mark.slow
-def test_eight_copies_take_no_more_memory_than_one(tmp_path: Path) -> None:
-    """Peak memory of a process that writes one expert, and of one that writes eight of 40 MB."""
-    base = {"base": write_checkpoint(tmp_path / "base", llama(0, intermediate=200_000), config())}
-    code = "import re, sys, weightsmith\nweightsmith.moe(sys.argv[1], sys.argv[2], check_loading=False)\n"
-    # not ru_maxrss, which a child inherits from the process that forked it
-    code += "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
-    peaks = []
-    for n in (2, 8):
-        file = tmp_path / f"{n}.yml"
-        file.write_text(json.dumps(recipe(base, ["base"] * n)) + "\n")
-        ran = subprocess.run(
-            [sys.executable, "-c", code, file, tmp_path / f"out{n}"], capture_output=True, text=True, check=True
-        )
-        peaks.append(int(ran.stdout) * 1024)
-    assert (tmp_path / "out8" / "model.safetensors").stat().st_size > 200_000_000
-    assert peaks[1] - peaks[0] < 30_000_000
-
-
-@pytest.mark.slow
-def test_the_command_makes_what_the_function_makes(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_command_makes_what_the_function_makes(models: dict[str, Path], tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "moe.yml"
     file.write_text(json.dumps(recipe(models, ["a", "b"])) + "\n")
     began = time.monotonic()
-    ran = subprocess.run(
-        [Path(sys.executable).with_name("weightsmith"), "moe", file, tmp_path / "cli", "--json", "--no-check-loading"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "NO_COLOR": "1"},
-    )
-    said = json.loads(ran.stdout)
+    said = json.loads(cli("moe", file, tmp_path / "cli", "--json", "--no-check-loading").out)
     assert said["method"] == "moe"
     assert 0 < said["seconds"] < time.monotonic() - began
     weightsmith.moe(file, tmp_path / "api")
-    cli, api = (tmp_path / n / "model.safetensors" for n in ("cli", "api"))
-    assert cli.read_bytes() == api.read_bytes()
+    by_command, by_function = (tmp_path / n / "model.safetensors" for n in ("cli", "api"))
+    assert by_command.read_bytes() == by_function.read_bytes()
     assert (tmp_path / "cli" / "recipe.yml").read_bytes() == file.read_bytes()
     card = (tmp_path / "cli" / "README.md").read_text()
     assert "Mixture of experts (mixtral)" in card

@@ -16,15 +16,16 @@ from tests.cli_help import Cli, cli
 from tests.features.mixture.test_gates import models, recipe_of, told
 from weightsmith._app.api import moe
 from weightsmith._app.cli.mergekit_flags import MOE_FLAGS
-from weightsmith._features.mixture.routing.report import Counter, Group, Routing, heat_map, runs
+from weightsmith._base.pages.svg import heat_map, picture
+from weightsmith._features.mixture.routing.report import Group, Routing, runs
 
 __all__ = ["cli", "models"]
 
 
 def report_of(logits: list[list[float]], group: Group) -> Routing:
-    counter = Counter(("a", "b", "c"), 2, (group,), 1)
-    counter.add(0, 0, np.array(logits))
-    return counter.routing
+    found = Routing.zeros(("a", "b", "c"), 2, (group,), 1)
+    found.count(0, 0, np.array(logits))
+    return found
 
 
 def test_tokens_go_to_the_largest_logits_and_of_equal_ones_to_the_first() -> None:
@@ -48,12 +49,12 @@ def test_runs_of_layers() -> None:
 
 
 def test_the_picture_is_xml_with_a_cell_for_each_layer_and_expert_and_names_do_not_break_it() -> None:
-    counter = Counter(("<a&b>", "c"), 1, (Group(0, False, 1), Group(1, False, 1)), 3)
-    counter.add(1, 0, np.array([[2.0, 1.0]]))
-    root = ElementTree.fromstring(heat_map(counter.routing))
+    found = Routing.zeros(("<a&b>", "c"), 1, (Group(0, False, 1), Group(1, False, 1)), 3)
+    found.count(1, 0, np.array([[2.0, 1.0]]))
+    root = ElementTree.fromstring(picture(heat_map(found.by_expert())))
     cells = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if len(e)]
     assert len(cells) == 3 * 2 * 2
-    assert [c[0].text for c in cells].count("layer 1: 100.0%") == 1
+    assert [c[0].text for c in cells if "100" in str(c[0].text)] == ["prompts of 0 <a&b>: → 0, 1: 100 %"]
     assert len({c.get("fill") for c in cells}) == 2
 
 

@@ -16,6 +16,7 @@ from tests import moe_zoo
 from tests.cli_help import Cli
 from tests.mini import write_checkpoint
 from tests.moe_zoo import BF16, BLOCK, HIDDEN, MODELS, STORED, E
+from tests.sampling import sampled
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.reader import Reader
@@ -28,17 +29,19 @@ from weightsmith._features.mixture.surgery.neurons import NeuronTensor, places_o
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._plans import Made, Plan, Product
 
+KINDS = ("mixtral", "deepseek-v3", "granitemoe", "gpt-oss")
+"""Experts one by one, with groups and corrections, fused, transposed and interleaved."""
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of tiny models is not our concern
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every model of the zoo, saved once."""
+    """The models of the zoo."""
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    folder = tmp_path_factory.mktemp("moe")
-    return {name: moe_zoo.save(name, folder / name, 1) for name in MODELS}
+    return moe_zoo.Saved(tmp_path_factory.mktemp("moe"), 1)
 
 
 def surgery(model: Path, out: Path, key: str, value: dict[str, Any], **more: Any) -> weightsmith.Merged:
@@ -61,8 +64,7 @@ def of_experts(name: str) -> bool:
 # ---- whole models
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, KINDS))
 def test_a_pruned_model_holds_the_kept_experts_and_generates(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     keep = [2, 0, 3]
     done = surgery(models[name], tmp_path / "out", "prune_experts", {"keep": keep})
@@ -84,16 +86,14 @@ def test_a_pruned_model_holds_the_kept_experts_and_generates(name: str, models: 
     assert after.generate(torch.arange(3)[None], max_new_tokens=2, do_sample=False).shape == (1, 5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, KINDS))
 def test_experts_in_another_order_give_the_same_logits(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     surgery(models[name], tmp_path / "out", "prune_experts", {"keep": [3, 1, 0, 2]})
     before, after = logits(moe_zoo.load(name, models[name])), logits(moe_zoo.load(name, tmp_path / "out"))
     np.testing.assert_allclose(after, before, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, KINDS))
 def test_a_merged_model_loads_and_generates(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     groups = {"groups": [[0, 3], [1], [2]], "match": True}
     surgery(models[name], tmp_path / "out", "merge_experts", groups)

@@ -28,7 +28,7 @@ from weightsmith._base.options import RecipeOptions, RunOptions
 from weightsmith._execution.execute import execute
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import Callbacks
-from weightsmith._features.adapters.recipes import assemble_merge
+from weightsmith._features.any_recipe import assemble_merge
 from weightsmith._outputs.hub import repository
 from weightsmith._outputs.hub.address import parse_hub_address
 from weightsmith._outputs.hub.files import FILLED, UPLOADS, StreamedUploads

@@ -27,7 +27,7 @@ def merge(
     """
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
-        from weightsmith._features.adapters.recipes import assemble_merge
+        from weightsmith._features.any_recipe import assemble_merge
         from weightsmith._features.quantisation import quantised
 
         source = options.recipe_source(recipe)

@@ -15,7 +15,7 @@ from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOption
 from weightsmith._base.text import result, show_json, show_table, warn
 
 if TYPE_CHECKING:
-    from weightsmith._features.mixture.routing.product import RoutingReport
+    from weightsmith._features.mixture.routing.report import RoutingReport
     from weightsmith._planning.planner import Prepared
 
 ROUTER = "router"

@@ -11,8 +11,6 @@ extract.py  `weightsmith extract-lora`: the plans
 cores.py    the product with the core matrices of a layer's adapters
 merged_factors.py   the product that decomposes what a merge makes of them
 combinations.py     the product with what PEFT's add_weighted_adapter makes of them
-shared.py   what the adapters of a merge have factors of, and save whole
-opening.py  the adapters of a merge, as the planner sees them
+opening.py  the adapters of a merge, as the planner sees them: what they have factors of, and save whole
 merge.py    merges of adapters: the plan
-recipes.py  recipes of models or of adapters: which of the two
 """

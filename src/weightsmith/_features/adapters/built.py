@@ -17,7 +17,6 @@ from typing import Any
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.projections import GATED
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
@@ -268,11 +267,3 @@ def find_stacks(specs: Specs, structure: Structure, config: Mapping[str, Any] | 
         found[spec.name] = Stack(f"{module}.gate_up_proj", not direct, swapped, (experts, rows, cols))
         found[following.name] = Stack(f"{module}.down_proj", not direct, swapped, (others, out, inner))
     return found
-
-
-def parts_of(
-    spec: TensorSpec, specs: Specs, structure: Structure, config: Mapping[str, Any] | None
-) -> Iterator[tuple[str, Block, tuple[int, ...]]]:
-    """Module, block and shape of each expert's matrices, as a model that does not fuse them has them."""
-    for part in fused_parts(spec, specs, structure, config):
-        yield part.name.removesuffix(".weight"), part.block, part.shape

@@ -15,7 +15,7 @@ float64, factors and singular values need no full matrix where the result does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.cores import Adapted
 from weightsmith._features.adapters.factors import decompose, prefers_exact
 from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._plans import Product, Step
-from weightsmith._plans.codec import has_type
 from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays
 
@@ -86,14 +84,26 @@ class CombinationWork(ProductSettings):
 
     def product(self, name: str, steps: Sequence[Step]) -> Product:
         """The product. steps: of the factors."""
-        f32, outs = DTYPES["F32"], list[TensorSpec]()
-        for module, rank in zip(self.modules, self.ranks, strict=True):
-            outputs, inputs = module.shape
-            outs += [
-                TensorSpec(f"{module.name}: A", f32, (rank, inputs)),
-                TensorSpec(f"{module.name}: B", f32, (outputs, rank)),
-            ]
+        outs = [out for module, rank in zip(self.modules, self.ranks, strict=True) for out in module.factor_specs(rank)]
         return Product(name, "combination", tuple(outs), self.to_json(), tuple(steps))
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """See `ProductSettings`."""
+        kind = self.combination
+        if kind.name not in NAMES or not 0 <= kind.density <= 1:
+            return f"unknown combination {kind}"
+        if not len(self.modules) == len(self.weights) == len(self.ranks):
+            return "it has not one rank for each module"
+        for module, weights, rank in zip(self.modules, self.weights, self.ranks, strict=True):
+            if problem := module.invalid or module.lacks(shapes, module.read):
+                return problem
+            if module.experts or module.scaled:
+                return f"experts or norms of {module.name!r}"
+            if len(weights) != len(module.owners) or rank != kind.rank(module.ranks, rank):
+                return f"wrong weights or rank of {module.name!r}"
+            if kind.name in ON_FACTORS and len(set(module.ranks)) > 1:
+                return f"different ranks of {module.name!r}"
+        return "" if product.outs == self.product(product.name, ()).outs else "its arrays are not those of its modules"
 
 
 def combine(
@@ -169,8 +179,7 @@ def _mask(shape: tuple[int, ...], density: float, seed: int) -> npt.NDArray[np.b
 
 def _compute(bench: ProductContext) -> Arrays:
     work = CombinationWork.of(bench.product)
-    arrays = {step.out.name: np.empty(step.out.shape, np.float32) for step in bench.product.steps}
-    bench.fill(arrays)
+    arrays = bench.load(step.out.name for step in bench.product.steps)
 
     def make(module: Adapted, weights: Sequence[float], rank: int) -> list[npt.NDArray[Any]]:
         def seed(i: int, part: str) -> int:
@@ -187,26 +196,4 @@ def _compute(bench: ProductContext) -> Arrays:
         return [array for arrays in made for array in arrays]
 
 
-def _check(product: Product) -> str:
-    if not has_type(product.settings, CombinationWork):
-        return "its settings are not those of a combination"
-    work = CombinationWork.of(product)
-    shapes = {step.out.name: step.out.shape for step in product.steps}
-    if work.combination.name not in NAMES or not 0 <= work.combination.density <= 1:
-        return f"unknown combination {work.combination}"
-    if not len(work.modules) == len(work.weights) == len(work.ranks):
-        return "it has not one rank for each module"
-    for module, weights, rank in zip(work.modules, work.weights, work.ranks, strict=True):
-        if problem := module.problem(shapes):
-            return problem
-        if module.experts or module.scaled:
-            return f"experts or norms of {module.name!r}"
-        if len(weights) != len(module.owners) or rank != work.combination.rank(module.ranks, rank):
-            return f"wrong weights or rank of {module.name!r}"
-        if work.combination.name in ON_FACTORS and len(set(module.ranks)) > 1:
-            return f"different ranks of {module.name!r}"
-    outs = work.product(product.name, ()).outs
-    return "" if product.outs == outs else "its arrays are not those of its modules"
-
-
-KIND = ProductKind("combining adapters", compute=_compute, check=_check)
+KIND = ProductKind("combining adapters", compute=_compute, check=CombinationWork.check)

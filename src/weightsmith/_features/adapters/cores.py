@@ -41,7 +41,6 @@ from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._methods.jobs.decompose import column_basis, thin_svd
 from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._plans import COPY, PRODUCTS, Product, Read, Step
-from weightsmith._plans.codec import has_type
 from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays
 
@@ -86,8 +85,8 @@ class Adapted:
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """The names of its matrices: the module's, or one for each expert."""
-        return matrices_of(self.name, self.experts)
+        """The names of its matrices: the module's, or one for each expert: `….experts.down_proj[0]`."""
+        return tuple(f"{self.name}[{e}]" for e in range(self.experts)) or (self.name,)
 
     @property
     def core(self) -> tuple[int, int]:
@@ -109,6 +108,11 @@ class Adapted:
         """The name of the step of the base's matrix."""
         return f"{self.name}: base"
 
+    @property
+    def scales(self) -> str:
+        """The name of the step of the merged scales of the base's rows."""
+        return f"{self.name}: scales"
+
     def core_of(self, matrix: str, owner: int) -> str:
         """The name of the core matrix of an adapter; of one without factors of this module, and of `ZERO`, that of zeros."""
         return f"{matrix}: core of {owner if owner in self.owners else ZERO}"
@@ -116,6 +120,11 @@ class Adapted:
     def scales_of(self, owner: int) -> str:
         """The name of the c - 1 of an adapter; of one that is no DoRA, and of `ZERO`, that of zeros."""
         return f"{self.name}: scales of {owner if owner in self.normed else ZERO}"
+
+    def factor_specs(self, rank: int) -> list[TensorSpec]:
+        """The arrays of factors of one rank: A, B, and the norms of DoRA."""
+        shapes: dict[str, tuple[int, ...]] = {**self.factor_shapes(rank), **({"norms": self.shape[:1]} if self.scaled else {})}
+        return [TensorSpec(f"{self.name}: {part}", DTYPES["F32"], shape) for part, shape in shapes.items()]
 
     def outs(self) -> tuple[TensorSpec, ...]:
         """The arrays: of each matrix `bases`, the core matrices of its owners, and one of zeros; if scaled, the scales."""
@@ -134,35 +143,39 @@ class Adapted:
         v = TensorSpec(f"{matrix}: V", f32, (self.shape[1], cols))
         return (u,) if self.space == "knots" else (u, v)
 
-    def problem(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """What is wrong with it, given the shapes of the steps of a product; ""."""
-        if (
-            not self.owners
-            or not len(self.owners) == len(self.ranks) == len(self.scalings)
-            or min(*self.shape, *self.ranks) < 1
-        ):
+    @property
+    def invalid(self) -> str:
+        """What is wrong with it; ""."""
+        lists = (self.owners, self.ranks, self.scalings)
+        if not self.owners or len(set(map(len, lists))) > 1 or min(*self.shape, *self.ranks) < 1:
             return f"no adapter has factors of {self.name!r}"
         if not 0 <= self.experts <= MAX_STACKED or (self.experts and self.scaled):
             return f"{self.experts:,} experts of {self.name!r}"
-        for owner, rank in zip(self.owners, self.ranks, strict=True):
-            wanted = {self.factor(part, owner): shape for part, shape in self.factor_shapes(rank).items()}
-            if any(shapes.get(name) != shape for name, shape in wanted.items()):
-                return f"it has no steps for the factors of {self.name!r}"
-        wanted_norms = {self.factor("norms", owner): self.shape[:1] for owner in self.normed}
-        if self.scaled and any(shapes.get(n) != shape for n, shape in {self.base: self.shape, **wanted_norms}.items()):
-            return f"it has no steps for the norms of {self.name!r}"
         if not set(self.normed) <= set(self.owners) or (self.normed and not self.scaled):
             return f"norms of {self.name!r}"
         return "" if (self.space == "compressed") == (self.rank > 0) else f"rank {self.rank} of {self.name!r}"
 
+    def lacks(self, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
+        """What is wrong with the shapes of the steps of a product that needs those of `wanted`; ""."""
+        missing = any(shapes.get(name) != shape for name, shape in wanted.items())
+        return f"it has no steps for {self.name!r}" if missing else ""
 
-def matrices_of(name: str, experts: int) -> tuple[str, ...]:
-    """The names of the matrices of a module, or of a parameter of some experts.
+    @property
+    def read(self) -> dict[str, tuple[int, ...]]:
+        """The steps that its core matrices are made of: factors, the norms of DoRA and the base's matrix."""
+        found: dict[str, tuple[int, ...]] = {}
+        for owner, rank in zip(self.owners, self.ranks, strict=True):
+            found |= {self.factor(part, owner): shape for part, shape in self.factor_shapes(rank).items()}
+        if self.scaled:
+            found |= {self.base: self.shape, **{self.factor("norms", owner): self.shape[:1] for owner in self.normed}}
+        return found
 
-    >>> matrices_of("mlp.experts.down_proj", 2), matrices_of("mlp.down_proj", 0)
-    (('mlp.experts.down_proj[0]', 'mlp.experts.down_proj[1]'), ('mlp.down_proj',))
-    """
-    return tuple(f"{name}[{e}]" for e in range(experts)) or (name,)
+    @property
+    def merged(self) -> dict[str, tuple[int, ...]]:
+        """The steps that its merged factors are made of: core matrices, bases, and for DoRA scales and the base's matrix."""
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.matrices, self.core)
+        found |= {out.name: out.shape for matrix in self.matrices for out in self.bases(matrix)}
+        return found | ({self.scales: self.shape[:1], self.base: self.shape} if self.scaled else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +186,19 @@ class CoreWork(ProductSettings):
 
     def product(self, name: str, steps: Sequence[Step]) -> Product:
         """The product. steps: of the factors."""
-        outs = tuple(out for module in self.modules for out in module.outs())
-        return Product(name, "cores", outs, self.to_json(), tuple(steps))
+        return Product(name, "cores", self.outs, self.to_json(), tuple(steps))
+
+    @property
+    def outs(self) -> tuple[TensorSpec, ...]:
+        """The arrays."""
+        return tuple(out for module in self.modules for out in module.outs())
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """See `ProductSettings`."""
+        for module in self.modules:
+            if found := module.invalid or module.lacks(shapes, module.read):
+                return found
+        return "" if product.outs == self.outs else "its arrays are not those of its modules"
 
 
 def core_step(step: Step, module: Adapted, matrix: str, owner: Callable[[Read], int]) -> Step:
@@ -187,7 +211,7 @@ def core_step(step: Step, module: Adapted, matrix: str, owner: Callable[[Read], 
 def scales_step(step: Step, module: Adapted, owner: Callable[[Read], int]) -> Step:
     """The step of a merge of whole matrices, as one of the scales of the base's rows, which are merged as norms are."""
     inputs = tuple(Read(PRODUCTS, module.scales_of(owner(read))) for read in step.inputs)
-    spec = TensorSpec(f"{module.name}: scales", DTYPES["F32"], module.shape[:1])
+    spec = TensorSpec(module.scales, DTYPES["F32"], module.shape[:1])
     return Step(spec, step.op, inputs, step.base, step.settings, layer=step.layer)
 
 
@@ -223,9 +247,7 @@ def _compute(bench: ProductContext) -> Arrays:
 
     work = CoreWork.of(bench.product)
     bases = {module.base for module in work.modules}
-    shapes = {step.out.name: step.out.shape for step in bench.product.steps if step.out.name not in bases}
-    arrays = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
-    bench.fill(arrays)
+    arrays = bench.load(step.out.name for step in bench.product.steps if step.out.name not in bases)
     reading = threading.Lock()  # one matrix of the base is in memory at a time
 
     def factors(module: Adapted, owner: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -239,8 +261,7 @@ def _compute(bench: ProductContext) -> Arrays:
         if not module.normed:
             return {}
         with reading:
-            weight = np.empty(module.shape, np.float32)
-            bench.fill({module.base: weight})
+            weight = bench.load([module.base])[module.base]
             scalings = dict(zip(module.owners, module.scalings, strict=True))
             own = [(found[i][0][0], scalings[i] * found[i][1][0]) for i in module.normed]
             norms = dict(zip(module.normed, row_norms(weight, own), strict=True))
@@ -286,16 +307,4 @@ def stored(matrix: Any) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(matrix.float().numpy())
 
 
-def _check(product: Product) -> str:
-    if not has_type(product.settings, CoreWork):
-        return "its settings are not those of core matrices"
-    work = CoreWork.of(product)
-    shapes = {step.out.name: step.out.shape for step in product.steps}
-    for module in work.modules:
-        if problem := module.problem(shapes):
-            return problem
-    outs = tuple(out for module in work.modules for out in module.outs())
-    return "" if outs == product.outs else "its arrays are not those of its modules"
-
-
-KIND = ProductKind("finding shared bases", compute=_compute, check=_check)
+KIND = ProductKind("finding shared bases", compute=_compute, check=CoreWork.check)

@@ -31,10 +31,10 @@ from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType,
 from weightsmith._features.adapters.built import TIED_HEAD, Built, built_of, guessed, needs_asking
 from weightsmith._features.adapters.changes import changes
 from weightsmith._features.adapters.factors import FactorWork
-from weightsmith._features.adapters.placing import Places, adapter_config
+from weightsmith._features.adapters.placing import Places
 from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
 from weightsmith._features.adapters.report import Extraction, Matrix
-from weightsmith._features.adapters.select import Chosen, Pair, Weight, pair_tensors, select, settings_problems
+from weightsmith._features.adapters.select import Chosen, Piece, Weight, pair_tensors, select, settings_problems
 from weightsmith._files.containers import PEFT
 from weightsmith._files.copied import is_read
 from weightsmith._methods.jobs.requires import needs_torch
@@ -58,7 +58,6 @@ FORMAT = "peft"
 COMMAND = "extract-lora"
 
 _BASE, _TUNED = 0, 1  # models of the plan
-_SHOWN = 8  # problems that a message lists
 _DIFFERENCE = Settings({"normalize": False}, ({"weight": 1.0}, {"weight": -1.0}))
 _SOURCE = """LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Randomised singular value decompositions:
 Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
@@ -97,13 +96,13 @@ def prepare_extraction(
     problems = settings_problems(settings)
     if missing := needs_torch():
         problems.append(ParameterError(missing.replace("this method", COMMAND)))
-    refs = [_reference(base, "BASE", problems), _reference(finetuned, "FINETUNED", problems)]
-    if refs[0] is not None and refs[0].lora is not None:
+    refs = [parse_reference(os.fspath(name), where) for name, where in ((base, "BASE"), (finetuned, "FINETUNED"))]
+    problems += [ref for ref in refs if not isinstance(ref, ModelRef)]
+    if isinstance(refs[0], ModelRef) and refs[0].lora is not None:
         what = "the base of an adapter is one model, not a model and an adapter"
         problems.append(Unsupported(what, where=str(base), fix="merge them first: weightsmith dequantize BASE+ADAPTER FOLDER"))
-    known = [ref for ref in refs if ref is not None]
     with ExitStack() as stack:
-        opened, found = open_models(known, stack)
+        opened, found = open_models([ref for ref in refs if isinstance(ref, ModelRef)], stack)
         models = [checkpoint for checkpoint in opened if checkpoint is not None]
         problems += found
         if problems or len(models) < 2:
@@ -117,18 +116,10 @@ def prepare_extraction(
         return Prepared(plan, tuple(models), structure)
 
 
-def _reference(name: str | os.PathLike[str], where: str, problems: list[WeightsmithError]) -> ModelRef | None:
-    found = parse_reference(os.fspath(name), where)
-    if isinstance(found, ModelRef):
-        return found
-    problems.append(found)
-    return None
-
-
 def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings) -> PlanDraft:
     pairs, strange = pair_tensors(base, tuned)
-    ask = settings.layout == "peft" and needs_asking(base)
-    selection = select(pairs, settings, base, _known(built_of(base)) if ask else None)
+    built = built_of(base) if settings.layout == "peft" and needs_asking(base) else None
+    selection = select(pairs, settings, base, None if built is None or built.unknown else built)
     if not selection.factors:
         what = "no weight of a linear layer is left to decompose"
         fix = "change include, exclude or save_modules" if settings.include or settings.exclude else "name a language model"
@@ -152,12 +143,8 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
         warnings=list(_warnings(models, strange)),
         then={"format": FORMAT, "settings": asdict(following)},
     )
-    draft.products += [changes([_difference(pair) for pair in compared])] if compared else []
+    draft.products += [changes([_difference(Piece(pair)) for pair in compared])] if compared else []
     return draft
-
-
-def _known(built: Built) -> Built | None:
-    return None if built.unknown else built
 
 
 def _dtype(tuned: Checkpoint, selection: Chosen) -> DType:
@@ -177,47 +164,34 @@ def _warnings(models: Sequence[Checkpoint], strange: Sequence[str]) -> Iterator[
         yield Finding(what, strange[0])
 
 
-def _difference(pair: Pair, name: str = "", block: Block | None = None) -> Step:
+def _difference(piece: Piece, name: str = "") -> Step:
     """The step of the difference; of vocabularies of different sizes, of the fine-tune's tensor, which differs in any case."""
-    name = name or pair.spec.name
+    pair, name = piece.pair, name or piece.pair.spec.name
     if pair.grown:
         return Step(replace(pair.tuned, name=name), COPY, (Read(_TUNED, pair.tuned.name),))
-    spec = TensorSpec(name, DTYPES["F32"], _shape(pair, block))
-    return Step(spec, "linear", (Read(_TUNED, pair.tuned.name, block), Read(_BASE, pair.base, block)))
+    base = Read(_BASE, pair.base, piece.block)
+    tuned = Read(_TUNED, pair.tuned.name, piece.block) if piece.wanted else base
+    return Step(TensorSpec(name, DTYPES["F32"], piece.shape), "linear", (tuned, base))
 
 
-def _shape(pair: Pair, block: Block | None) -> tuple[int, ...]:
-    return pair.spec.shape if block is None else (block.rows, block.cols)
+def _tuned(piece: Piece, name: str) -> Step:
+    """The step of the fine-tune's matrix."""
+    read = Read(_TUNED, piece.pair.tuned.name, piece.block) if piece.wanted else Read(_BASE, piece.pair.base, piece.block)
+    return Step(replace(piece.pair.tuned, name=name, shape=piece.shape), COPY, (read,))
 
 
 def _matrix_steps(weight: Weight) -> Iterator[Step]:
     """The steps for each matrix of a target: its difference, and the matrix of the fine-tune."""
-    pair = weight.pair
-    for name, own in zip(weight.target.matrices, weight.parts, strict=False):
-        yield _joined(name, [_part(pair, wanted=wanted) for pair, wanted in own])
-        yield _joined(weight.target.tuned(name), [_tuned_part(pair, wanted=wanted) for pair, wanted in own])
-    for name, block in zip(
-        weight.target.matrices if not weight.parts else (), weight.blocks or (None,), strict=not weight.parts
-    ):
-        yield _difference(pair, name, block)
-        spec = replace(pair.tuned, name=weight.target.tuned(name), shape=_shape(pair, block))
-        yield Step(spec, COPY, (Read(_TUNED, pair.tuned.name, block),))
-
-
-def _part(pair: Pair, *, wanted: bool) -> Step:
-    """The difference of a tensor that is part of a matrix: none, if it is not wanted."""
-    step = _difference(pair)
-    return step if wanted else replace(step, inputs=(step.inputs[1], step.inputs[1]))
-
-
-def _tuned_part(pair: Pair, *, wanted: bool) -> Step:
-    read = Read(_TUNED, pair.tuned.name) if wanted else Read(_BASE, pair.base)
-    return Step(replace(pair.tuned, name=f"{pair.spec.name}: fine-tuned"), COPY, (read,))
+    for name, own in zip(weight.target.matrices, weight.matrices, strict=True):
+        yield _joined(name, [_difference(piece) for piece in own])
+        yield _joined(weight.target.tuned(name), [_tuned(piece, f"{piece.pair.spec.name}: fine-tuned") for piece in own])
 
 
 def _joined(name: str, pieces: Sequence[Step]) -> Step:
     """A matrix of several, one above the other; of experts, one below the other too."""
     first = pieces[0].out
+    if len(pieces) == 1:
+        return replace(pieces[0], out=replace(first, name=name))
     shape = (sum(piece.out.shape[0] for piece in pieces), *first.shape[1:])
     return Step(replace(first, name=name, shape=shape), JOIN, (), pieces=tuple(pieces))
 
@@ -344,7 +318,8 @@ class _Adapter:
                 stored[name] = Read(_TUNED if new else _BASE, name)
         problems: list[str] = []
         wanted: dict[str, Read] = {}
-        lost = {step.tensor for target in self._lost for name in target.matrices for step in self._bases(name)}
+        parts = [leaf for target in self._lost for name in target.matrices for leaf in self._factors[name].leaves]
+        lost = {leaf.inputs[1].tensor for leaf in parts}
         for name in [*differing, *lost]:
             key = self.built.key(name)
             same = name == TIED_HEAD and any(read == stored[name] for each, read in stored.items() if each != name)
@@ -389,14 +364,9 @@ class _Adapter:
                 there = f"which is not {there}" if expected is None else f"{list(expected)} {there}"
                 problems.append(f"{key}: {list(shape)} in the fine-tune, {there}")
         if problems:
-            more = [f"and {len(problems) - _SHOWN:,} more"] if len(problems) > _SHOWN else []
             what = f"PEFT's adapters have no place for {len(problems):,} tensors that differ from {base.ref}"
             fix = "leave them out: --exclude (exclude=...) with their names"
-            raise PlanError([Unsupported(what, where=tuned.ref, details=[*problems[:_SHOWN], *more], fix=fix)])
-
-    def _bases(self, matrix: str) -> Iterator[Read]:
-        for leaf in self._factors[matrix].leaves:
-            yield leaf.inputs[1]
+            raise PlanError([Unsupported(what, where=tuned.ref, details=problems, fix=fix)])
 
     def _spec(self, key: str) -> TensorSpec:
         """A tensor of the fine-tune, under the model's name, in the dtype that it has on disk."""
@@ -408,19 +378,13 @@ class _Adapter:
     def factor_steps(self, matrix: Matrix) -> Iterator[Step]:
         """A and B with the first `rank` of their rows and columns."""
         dtype = BY_TORCH_NAME[self.following.dtype]
-        target, rank, experts = matrix.target, matrix.rank, matrix.target.experts
+        target, rank, count = matrix.target, matrix.rank, max(1, matrix.target.experts)
         place = next(name for name, own in self.ranked.items() if own is matrix)
         a, b, *_ = target.outs((matrix.spectrum.rows, matrix.spectrum.cols))
-        outputs, known = b.shape
+        (outputs, known), inputs = b.shape, a.size // (count * target.rank)
         names = self.places.factors(place)
-        if experts:
-            inputs = a.shape[1] // target.rank
-            blocks = Block(0, experts, rank * inputs, a.shape[1]), Block(0, outputs, rank * experts, known)
-            shapes = (experts * rank, inputs), (outputs, rank * experts)
-        else:
-            inputs = a.shape[1]
-            blocks = Block(0, rank, inputs, inputs), Block(0, outputs, rank, known)
-            shapes = (rank, inputs), (outputs, rank)
+        blocks = Block(0, count, rank * inputs, a.size // count), Block(0, outputs, rank * count, known)
+        shapes = (count * rank, inputs), (outputs, rank * count)
         reads = Read(PRODUCTS, a.name, blocks[0]), Read(PRODUCTS, b.name, blocks[1])
         for name, shape, read in zip(names, shapes, reads, strict=True):
             yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
@@ -438,16 +402,14 @@ class _Adapter:
     def config(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
         """adapter_config.json."""
         base, places = self.inputs[_BASE], self.places
-        return adapter_config(
+        return places.config(
             base.ref.partition("@")[0],
             base.revision,
             {name: matrix.rank for name, matrix in self.ranked.items()},
-            list(places.whole),
             places.target_modules(),
             transposed=any(target.form == "transposed" for target in places.modules.values()),
-            parameters=list(places.parameters),
-            rank=next((matrix.rank for matrix in matrices if matrix.rank and matrix.target.group), None),
             causal=self._causal,
+            rank=next((matrix.rank for matrix in matrices if matrix.rank and matrix.target.group), None),
         )
 
 

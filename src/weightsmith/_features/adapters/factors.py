@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +33,6 @@ from weightsmith._methods.jobs.decompose import thin_svd
 from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import Product, Step
-from weightsmith._plans.codec import has_type
 from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays, Floats
 
@@ -140,6 +140,22 @@ class FactorWork(ProductSettings):
         shapes = {step.out.name: step.out.shape for step in steps}
         outs = tuple(out for target in self.targets for out in target.outs(shapes[target.matrices[0]]))
         return Product(name, "factors", outs, self.to_json(), steps)
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """See `ProductSettings`."""
+        if not 0 <= self.intruders <= 1:
+            return f"its intruder dimensions are scaled by {self.intruders:g}, not by 0 to 1"
+        for target in self.targets:
+            if not 0 <= target.experts <= MAX_STACKED:
+                return f"{target.experts:,} experts"
+            for name in target.matrices:
+                if len(shapes.get(name, ())) != 2 or shapes.get(target.tuned(name)) != shapes[name]:
+                    return f"it has no steps for the matrix {name!r}"
+            (shape, *others) = {shapes[name] for name in target.matrices}
+            if others or not 0 < target.rank <= min(shape):
+                return f"rank {target.rank:,} of matrices {sorted(map(list, [shape, *others]))}"
+        outs = self.product(product.name, product.steps).outs
+        return "" if self.targets and outs == product.outs else "its arrays are not those of its matrices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,13 +355,11 @@ def _compute(bench: ProductContext) -> Arrays:
         spec = specs[name]
         with reading:  # one matrix is read while others are decomposed
             bench.progress(done[0], work.total)
-            delta = np.empty(spec.shape, np.float32)
-            bench.fill({name: delta})
+            delta = bench.load([name])[name]
             sample = np.unique(np.linspace(0, spec.shape[0] - 1, SAMPLED_ROWS).astype(np.int64)).tolist()
             noise = rounding_noise(bench.rows(target.tuned(name), sample))
             if work.intruders != 1:
-                tuned = np.empty(spec.shape, np.float32)
-                bench.fill({target.tuned(name): tuned})
+                tuned = bench.load([target.tuned(name)])[target.tuned(name)]
         intruders = 0
         if work.intruders != 1:
             delta, intruders = scale_intruders(delta, tuned, work.intruders, left=target.form == "linear", device=device)
@@ -372,28 +386,4 @@ def _work_bytes(target: Target, rows: int, cols: int) -> int:
     return 4 * rows * cols + 24 * (rows + cols) * (target.rank + OVERSAMPLING) * _blocks(target.rank, rows, cols)[1]
 
 
-def _check(product: Product) -> str:
-    if not has_type(product.settings, FactorWork):
-        return "its settings are not those of factors"
-    work = FactorWork.of(product)
-    if not 0 <= work.intruders <= 1:
-        return f"its intruder dimensions are scaled by {work.intruders:g}, not by 0 to 1"
-    specs = {step.out.name: step.out for step in product.steps}
-    outs: list[TensorSpec] = []
-    for target in work.targets:
-        if not 0 <= target.experts <= MAX_STACKED:
-            return f"{target.experts:,} experts"
-        shapes = set()
-        for name in target.matrices:
-            delta, tuned = specs.get(name), specs.get(target.tuned(name))
-            if delta is None or tuned is None or len(delta.shape) != 2 or tuned.shape != delta.shape:
-                return f"it has no steps for the matrix {name!r}"
-            shapes.add(delta.shape)
-        (shape, *others) = shapes
-        if others or not 0 < target.rank <= min(shape):
-            return f"rank {target.rank:,} of matrices {sorted(map(list, shapes))}"
-        outs += target.outs(shape)
-    return "" if work.targets and tuple(outs) == product.outs else "its arrays are not those of its matrices"
-
-
-KIND = ProductKind("decomposing", compute=_compute, check=_check, device=True)
+KIND = ProductKind("decomposing", compute=_compute, check=FactorWork.check, device=True)

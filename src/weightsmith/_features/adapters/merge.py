@@ -32,9 +32,9 @@ from weightsmith._features.adapters.built import WEIGHT
 from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
 from weightsmith._features.adapters.cores import Adapted, CoreWork, Space, basis_steps, core_step, scales_step
 from weightsmith._features.adapters.merged_factors import MergedWork
-from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened
-from weightsmith._features.adapters.placing import Places, adapter_config, norms_name
-from weightsmith._features.adapters.shared import different_bases, parameters_of
+from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened, different_bases, parameters_of
+from weightsmith._features.adapters.placing import Places, norms_name
+from weightsmith._features.adapters.report import placed
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
 from weightsmith._methods.jobs.requires import needs_torch
@@ -174,15 +174,8 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
             scaled = modules[0].scaled
             base = tuple(_base_step(opened, module) for module in modules) if scaled else ()
             cores = CoreWork(tuple(modules)).product(f"bases of {layer}", (*factors, *base))
-            work = MergedWork(
-                cores.name,
-                tuple(module.name for module in modules),
-                tuple(module.shape for module in modules),
-                limits,
-                tuple(module.experts for module in modules),
-                scaled,
-            )
-            merges = [_core_step(step, opened, matrix) for matrix, step in made.items()]
+            work = MergedWork(cores.name, tuple(modules), limits)
+            merges = [core_step(_unfused(step), opened.matrices[name], name, opened.owner_of) for name, step in made.items()]
             scales = [scales_step(_unfused(s), m, opened.owner_of) for s, m in zip(firsts, modules, strict=True) if scaled]
             bases = [step for module in modules for step in basis_steps(module)]
             products += [cores, work.product(f"merged factors of {layer}", (*merges, *bases, *scales, *base))]
@@ -262,11 +255,10 @@ def _notes(opened: Opened) -> Iterator[Finding]:
             yield Finding(what, other.ref, fix="check that both number their tokens alike: rows are merged by number")
 
 
-def _layer(name: str) -> str:
-    """The name of a matrix up to its first number, which is the layer's."""
-    parts = name.split(".")
-    last = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return "other modules" if last is None else ".".join(parts[: last + 1])
+def _layer(matrix: str) -> str:
+    """The layer of a matrix, as names of products have it."""
+    place = placed(matrix)
+    return f"{place.stack}{place.layer}" if place.stack else "other modules"
 
 
 def _factors(opened: Opened, module: Adapted) -> Iterator[Step]:
@@ -296,11 +288,6 @@ def _unfused(step: Step) -> Step:
     return replace(step.pieces[0], out=step.out) if step.pieces else step
 
 
-def _core_step(step: Step, opened: Opened, matrix: str) -> Step:
-    """The step of a merge as one of core matrices."""
-    return core_step(_unfused(step), opened.matrices[matrix], matrix, opened.owner_of)
-
-
 def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step:
     """The step of a tensor that is saved whole, which reads the adapters, and the base."""
 
@@ -313,29 +300,21 @@ def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step
 
 def _stored(places: Places, module: Adapted, rank: int, dtype: DType) -> Iterator[Step]:
     """Steps of the factors, and of DoRA's norms, as PEFT names them."""
-    names = places.factors(places.name_of(module.name))
-    found: list[tuple[str, str, tuple[int, ...]]] = []
-    for name, (part, size) in zip(names, module.factor_shapes(rank).items(), strict=True):
-        found.append((part, name, size))
-    if module.scaled:
-        found.append(("norms", norms_name(module.name), module.shape[:1]))
-    for part, name, shape in found:
-        read = Read(PRODUCTS, f"{module.name}: {part}")
-        yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
+    names = [*places.factors(places.name_of(module.name)), norms_name(module.name)]
+    for name, made in zip(names, module.factor_specs(rank), strict=False):
+        yield Step(TensorSpec(name, dtype, made.shape), COPY if dtype.name == "F32" else CAST, (Read(PRODUCTS, made.name),))
 
 
 def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[str, Any]:
     configs = [adapter.checkpoint.config or {} for adapter in opened.adapters]
     named = next((config for config in configs if config.get("base_model_name_or_path")), configs[0])
-    made = adapter_config(
+    made = places.config(
         str(named.get("base_model_name_or_path") or opened.base_name),
         str(named.get("revision") or ""),
         {places.name_of(name): rank for name, rank in ranks.items()},
-        list(places.whole),
         sorted(places.modules),  # in full: the base's other modules are not known
         transposed=opened.adapters[0].transposed,
         causal=any(config.get("task_type") == "CAUSAL_LM" for config in configs),
-        parameters=list(places.parameters),
         rank=next((ranks[name] for name in opened.experts), None),
         dora=any(module.scaled for module in opened.modules.values()),
     )

@@ -38,58 +38,6 @@ def norms_name(module: str) -> str:
     return f"{PREFIX}{module}.lora_magnitude_vector"
 
 
-def adapter_config(
-    base: str,
-    revision: str,
-    ranks: Mapping[str, int],
-    whole: Sequence[str],
-    modules: Sequence[str],
-    *,
-    transposed: bool,
-    causal: bool,
-    parameters: Sequence[str] = (),
-    rank: int | None = None,
-    dora: bool = False,
-) -> dict[str, Any]:
-    """adapter_config.json. Every scaling is 1: alpha is the rank.
-
-    base        name of the base model, `revision` of it on the Hub
-    ranks       of each module with factors, and of each of `parameters`
-    whole       modules that are saved whole
-    modules     names for the modules with factors (`targets`)
-    transposed  weights are [inputs, outputs]
-    causal      the base is a causal language model
-    parameters  those of `ranks` that hold all experts: `target_parameters`
-    rank        `r`, if not the largest
-    dora        factors come with norms
-    """
-    largest = rank or max(ranks.values(), default=1)
-    others = {module: rank for module, rank in ranks.items() if rank != largest}
-    # PEFT looks for the rank of a parameter, readers of the factors of a matrix for that of its module.
-    others |= {name.removesuffix(".weight"): rank for name, rank in others.items() if name in parameters}
-    config: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if causal else None,
-        "base_model_name_or_path": base,
-        "revision": revision or None,
-        "inference_mode": True,
-        "r": largest,
-        "lora_alpha": largest,
-        "rank_pattern": others,
-        "alpha_pattern": others,
-        "target_modules": list(modules),
-        **({"target_parameters": list(parameters)} if parameters else {}),
-        "modules_to_save": list(whole) or None,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": transposed,
-        "use_rslora": False,
-        "use_dora": dora,
-        "init_lora_weights": True,
-    }
-    return config
-
-
 def targets(chosen: Collection[str], modules: Collection[str]) -> list[str]:
     """Names for `target_modules`, which match the ends of the names of modules: the last component where that is enough.
 
@@ -187,6 +135,53 @@ class Places:
     def _only(self, module: str) -> bool:
         """PEFT takes no other module for one to save: it compares the ends of names."""
         return sum(name.endswith(module) for name in self.built.modules) == 1
+
+    def config(
+        self,
+        base: str,
+        revision: str,
+        ranks: Mapping[str, int],
+        modules: Sequence[str],
+        *,
+        transposed: bool,
+        causal: bool,
+        rank: int | None = None,
+        dora: bool = False,
+    ) -> dict[str, Any]:
+        """adapter_config.json. Every scaling is 1: alpha is the rank.
+
+        base        name of the base model, `revision` of it on the Hub
+        ranks       of each module and parameter with factors
+        modules     names for the modules with factors (`targets`)
+        transposed  weights are [inputs, outputs]
+        causal      the base is a causal language model
+        rank        `r`, if not the largest
+        dora        factors come with norms
+        """
+        largest = rank or max(ranks.values(), default=1)
+        others = {module: rank for module, rank in ranks.items() if rank != largest}
+        # PEFT looks for the rank of a parameter, readers of the factors of a matrix for that of its module.
+        others |= {name.removesuffix(WEIGHT): rank for name, rank in others.items() if name in self.parameters}
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if causal else None,
+            "base_model_name_or_path": base,
+            "revision": revision or None,
+            "inference_mode": True,
+            "r": largest,
+            "lora_alpha": largest,
+            "rank_pattern": others,
+            "alpha_pattern": others,
+            "target_modules": list(modules),
+            **({"target_parameters": list(self.parameters)} if self.parameters else {}),
+            "modules_to_save": list(self.whole) or None,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": transposed,
+            "use_rslora": False,
+            "use_dora": dora,
+            "init_lora_weights": True,
+        }
 
     # ---- names in the file
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from weightsmith._models.structure.model import Place
 
 NAME = "extraction"
 """Key of the report in `Merged.reports`."""
+
+_NUMBERED = re.compile(r"(?P<stack>.*?\.)(?P<layer>\d{1,5})\.(?P<part>.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class Extraction:
                     "energy": matrix.spectrum.energy,
                     "singular_values": [float(f"{value:.6g}") for value in matrix.spectrum.values],
                 }
-                for matrix in sorted(self.matrices, key=lambda m: _place(m.name))
+                for matrix in sorted(self.matrices, key=lambda m: (placed(m.name).layer, m.name))
             ],
             "modules_to_save": list(self.whole),
             "in_place": list(self.in_place),
@@ -92,7 +95,7 @@ class Extraction:
         head = ("module", "matrices", "rank", "kept", "best possible", "signal kept", "noise", "least kept, in")
         kinds: dict[str, list[Matrix]] = {}
         for matrix in self.matrices:
-            kinds.setdefault(_kind(matrix.target.module), []).append(matrix)
+            kinds.setdefault(placed(matrix.target.module).part, []).append(matrix)
         return head, [*(_row(kind, own) for kind, own in kinds.items()), _row("all", self.matrices)]
 
     def files(self) -> Mapping[str, bytes]:
@@ -136,10 +139,10 @@ class Extraction:
         return [*self._maps(), Table("What the adapter keeps", columns, tuple(rows))]
 
     def _maps(self) -> list[HeatMap]:
-        placed = [(_placed(matrix.target.module), matrix) for matrix in self.matrices]
+        items = [(placed(matrix.target.module), matrix) for matrix in self.matrices]
         about = "Of the signal in the difference, without rounding noise, by the squared Frobenius norm."
         title, span = "Share of the signal that the adapter keeps", (0.0, 1.0)
-        return heat_maps(title, placed, _signal_kept, "share", about, span=span)
+        return heat_maps(title, items, _signal_kept, "share", about, span=span)
 
 
 def _signal_kept(matrices: Sequence[Matrix]) -> float | Mark:
@@ -186,32 +189,14 @@ def _ranks(matrices: Sequence[Matrix]) -> str:
     return str(*ranks) if len(ranks) == 1 else f"{min(ranks)} to {max(ranks)}"
 
 
-def _kind(module: str) -> str:
-    """The name of a module without the numbers in it.
+def placed(module: str) -> Place:
+    """By the first number in a name; a part is named without the others.
 
-    >>> _kind("model.layers.3.mlp.up_proj"), _kind("lm_head")
-    ('mlp.up_proj', 'lm_head')
+    >>> placed("model.layers.3.mlp.experts.2.up_proj"), placed("lm_head")
+    (Place(stack='model.layers.', layer=3, part='mlp.experts.up_proj'), Place(stack='', layer=0, part='lm_head'))
     """
-    parts = module.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(part for part in parts[numbers[0] + 1 :] if not part.isdigit()) if numbers else parts[-1]
-
-
-def _placed(module: str) -> Place:
-    """By the first number in a name.
-
-    >>> _placed("model.layers.3.mlp.up_proj")
-    Place(stack='model.layers.', layer=3, part='mlp.up_proj')
-    """
-    layer = _place(module)[0]
-    stack, number, _ = module.partition(f".{layer}.")
-    return Place(f"{stack}.", layer, _kind(module)) if number else Place("", -1, module)
-
-
-def _place(module: str) -> tuple[int, str]:
-    """The first number in a name, and the name.
-
-    >>> _place("model.layers.3.mlp.up_proj")
-    (3, 'model.layers.3.mlp.up_proj')
-    """
-    return next((int(part) for part in module.split(".") if part.isdigit() and len(part) < 6), 0), module
+    found = _NUMBERED.fullmatch(module)
+    if found is None:
+        return Place("", 0, module.rpartition(".")[2])
+    part = ".".join(part for part in found["part"].split(".") if not part.isdigit())
+    return Place(found["stack"], int(found["layer"]), part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,27 +12,16 @@ from weightsmith._base.errors import ShapeError, UnknownName, WeightsmithError, 
 from weightsmith._base.files import show
 from weightsmith._base.options import ExtractSettings, assignment, named, option_error
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
-from weightsmith._features.adapters.built import (
-    GROUP,
-    TIED_HEAD,
-    WEIGHT,
-    Built,
-    Stack,
-    find_stacks,
-    group_of,
-    is_expert,
-    parts_of,
-)
+from weightsmith._features.adapters.built import GROUP, TIED_HEAD, WEIGHT, Built, Stack, find_stacks, group_of, is_expert
 from weightsmith._features.adapters.factors import Form, Target, prefers_exact
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
+from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import COMPONENTS, role_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, is_vocabulary, ties
 from weightsmith._planning.planner.inputs import analyse_all
 from weightsmith._planning.planner.match import ModelNames, is_buffer
 from weightsmith._plans import Block
-
-_SHOWN = 8  # problems that a message lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +44,41 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
-    """A tensor, or part of one, that becomes factors.
+class Piece:
+    """A tensor, or a block of it.
 
-    blocks  of the target's matrices in it; () if it is the one
-    parts   of each matrix the tensors that it is made of, one above the other, and whether it is wanted; () if it is one tensor
+    wanted  False: its difference is taken for zero
+    """
+
+    pair: Pair
+    block: Block | None = None
+    wanted: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return self.pair.spec.shape if self.block is None else (self.block.rows, self.block.cols)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor, or several, that become factors.
+
+    matrices  of each matrix of the target the pieces that it is made of, one above the other
     """
 
     target: Target
-    pair: Pair
-    blocks: tuple[Block, ...] = ()
-    parts: tuple[tuple[tuple[Pair, bool], ...], ...] = ()
+    matrices: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def pair(self) -> Pair:
+        """The first of its tensors."""
+        return self.matrices[0][0].pair
 
     @property
     def size(self) -> int:
         """Elements of the matrices."""
-        joined = sum(pair.spec.size for own in self.parts for pair, _ in own)
-        return joined or sum(block.rows * block.cols for block in self.blocks) or self.pair.spec.size
+        return sum(math.prod(piece.shape) for own in self.matrices for piece in own)
 
 
 @dataclass
@@ -80,13 +88,11 @@ class Chosen:
     factors   in the order of the base's tensors
     whole     tensors to save whole if they differ
     left_out  tensors that have no place in the adapter, and why: a warning if they differ
-    strange   tensors of the fine-tune that the base does not have
     """
 
     factors: list[Weight] = field(default_factory=list)
     whole: list[Pair] = field(default_factory=list)
     left_out: list[tuple[Pair, str]] = field(default_factory=list)
-    strange: list[str] = field(default_factory=list)
 
 
 def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[str]]:
@@ -133,10 +139,9 @@ def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[
 def _unequal(base: Checkpoint, tuned: Checkpoint, problems: Sequence[str]) -> ShapeError:
     kinds = [show((model.config or {}).get("architectures")) for model in (base, tuned)]
     details = [f"the base is {kinds[0]}, the fine-tune {kinds[1]}"] if kinds[0] != kinds[1] else []
-    details += [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN:,} more"] if len(problems) > _SHOWN else [])]
     what = f"it is not a fine-tune of {base.ref}: {len(problems):,} tensors do not match"
     fix = "name the model that was fine-tuned as BASE; the fine-tune's card may say which"
-    return ShapeError(what, where=tuned.ref, details=details, fix=fix)
+    return ShapeError(what, where=tuned.ref, details=[*details, *problems], fix=fix)
 
 
 def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, built: Built | None = None) -> Chosen:
@@ -171,14 +176,15 @@ def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, b
         form = None if module in saved else _form(pair, settings, built, transposed=transposed)
         if form is not None:
             group = GROUP if is_expert(pair.spec.name) else ""
-            found.factors.append(Weight(target(module, form, pair.spec.shape, group=group), pair))
+            found.factors.append(Weight(target(module, form, pair.spec.shape, group=group), ((Piece(pair),),)))
         elif stack is not None and module not in saved and settings.layout == "peft":
             form = "transposed" if stack.swapped else "linear"
             own = target(stack.parameter, form, stack.shape[1:], stack.shape[0], group_of(stack.parameter))
-            found.factors.append(Weight(own, pair, stack.blocks))
+            found.factors.append(Weight(own, tuple((Piece(pair, block),) for block in stack.blocks)))
         elif stack is not None and module not in saved and not stack.transposed and ".experts." in pair.spec.name:
-            for name, block, shape in parts_of(pair.spec, base.specs, structure, base.config):
-                found.factors.append(Weight(target(name, "linear", shape, group=GROUP), pair, (block,)))
+            for part in fused_parts(pair.spec, base.specs, structure, base.config):
+                own = target(part.name.removesuffix(WEIGHT), "linear", part.shape, group=GROUP)
+                found.factors.append(Weight(own, ((Piece(pair, part.block),),)))
         elif why := _refusal(module, settings, saved):
             found.left_out.append((pair, why))
         else:
@@ -209,8 +215,9 @@ def _joined(pairs: Sequence[Pair], wanted: Iterable[str], built: Built, target: 
             continue
         experts, rows, cols = built.tensors[key]
         each = len(own) // experts
-        parts = [[(pair, module_of(pair) in listed) for pair in own[e * each : (e + 1) * each]] for e in range(experts)]
-        weight = Weight(target(key, "linear", (rows, cols), experts, group_of(key)), own[0], parts=tuple(map(tuple, parts)))
+        pieces = [Piece(pair, wanted=module_of(pair) in listed) for pair in own]
+        matrices = tuple(tuple(pieces[e * each : (e + 1) * each]) for e in range(experts))
+        weight = Weight(target(key, "linear", (rows, cols), experts, group_of(key)), matrices)
         found |= dict.fromkeys(sources, weight)
     return found
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,13 @@ from weightsmith._activations.packages import package_version
 from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.options import RecipeOptions
-from weightsmith._features.mixture.assembly import Assembly, Donor
-from weightsmith._features.mixture.checks import Checks
-from weightsmith._features.mixture.choose import choose_layout
-from weightsmith._features.mixture.dense import Dense, dense_parts
+from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
+from weightsmith._features.mixture.checks import Checks, choose_layout
 from weightsmith._features.mixture.layouts.dense_config import config_of, semantics
 from weightsmith._features.mixture.routing.gates import MODES
-from weightsmith._features.mixture.routing.gating import GatedExpert, Gating, outs_of, uses_states
+from weightsmith._features.mixture.routing.product import INSTEAD, GatedExpert, Gating, uses_states
 from weightsmith._features.mixture.routing.prompts import Texts
-from weightsmith._features.mixture.routing.route import INSTEAD
-from weightsmith._features.mixture.steps import Steps, Transforms, check_transforms, sharded, spread
+from weightsmith._features.mixture.steps import Steps, check_transforms, sharded
 from weightsmith._features.mixture.surgery.build import assemble_surgery
 from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith._models.checkpoint import Checkpoint
@@ -93,37 +89,32 @@ class _Builder:
         written: Written,
     ) -> None:
         self.recipe = recipe
-        self.problems = list(problems)
+        self.checks = Checks(recipe, folder, problems, lenient=options.lenient)
+        self.problems, self.warnings = self.checks.problems, self.checks.warnings
         self.options = options
         self.asked = options.out_dtype or recipe.dtype
         self.folder = folder
         self.written = written
         self.stages: list[Stage] = []
         self.assembly = Assembly(Made("moe"))
-        self.warnings: list[Finding] = list(recipe.findings)
         self.named: list[Path] = []
 
     def assemble(self, stack: ExitStack) -> Assembled:
-        merge = partial(
-            assemble_recipe, options=replace(self.options, out_dtype=self.asked), folder=self.folder, written=self.written
-        )
-        base = self._base(stack, merge)
-        experts = self._experts(base, stack, merge)
-        checks = Checks(self.recipe, self.folder, lenient=self.options.lenient)
+        base, *experts = self._models(stack)
+        checks = self.checks
         checks.check_recipe()
         mode = self.recipe.gate_mode or recipes.GATE_MODES[0]
         texts = checks.read_texts()
         checks.check_prompts(mode, texts)
-        if base is None or None in experts:
-            raise PlanError([*self.problems, *checks.problems])
         donors = [expert for expert in experts if expert is not None]
+        if base is None or len(donors) < len(experts):
+            raise PlanError(self.problems)
         listed = [*self.recipe.experts, *self.recipe.shared_experts]
         seen: set[int] = set()
         for donor, expert in zip(donors, listed, strict=True):
             if id(donor) not in seen:
                 checks.check_expert(base, donor, expert)
             seen.add(id(donor))
-        self.problems += checks.problems
         self.problems += check_transforms(self.recipe, donors[0].intermediate)
         try:
             layout, found = choose_layout(self.recipe, base)
@@ -135,7 +126,6 @@ class _Builder:
             raise PlanError(self.problems)
         if layout.shared_router and MODES[mode].needs != "nothing":
             checks.warn_of_silent(texts[len(self.recipe.experts) :])
-        self.warnings += checks.warnings
         n, groups = len(self.recipe.experts), self.recipe.virtual_groups
         donors = [*(shard for donor in donors[:n] for shard in sharded(donor, groups)), *donors[n:]]
         facts = Facts(
@@ -147,18 +137,16 @@ class _Builder:
             intermediate=donors[0].intermediate,
             hidden=base.hidden,
             scales=(
-                tuple(expert.residual_scale for expert in spread(self.recipe.experts, groups)),
+                tuple(expert.residual_scale for expert in self.recipe.experts for _ in range(groups)),
                 tuple(expert.residual_scale for expert in self.recipe.shared_experts),
             ),
         )
         self.warnings += [Finding(text, self.recipe.filename) for text in layout.warnings(facts)]
-        transforms = Transforms(self.assembly, groups)
-        makes = Steps(self.recipe, base, layout, facts, self.assembly, transforms, self.asked)
+        makes = Steps(self.recipe, base, layout, facts, self.assembly, self.asked)
         steps = makes.make(donors)
         gated = listed if layout.shared_router else listed[: len(self.recipe.experts)]
         tokenizer = companions.opened[companions.tokenizer]
-        gating = self._gating(mode, base, layout, gated, texts, tokenizer)
-        self.assembly.draft.products.append(self._router(gating, base, makes, tokenizer))
+        self._add_router(mode, makes, gated, texts, tokenizer)
         if self.problems:
             raise PlanError(self.problems)
         self.warnings += companions.findings
@@ -191,38 +179,29 @@ class _Builder:
             self.problems.append(error)
         return found
 
-    def _gating(
-        self,
-        mode: str,
-        base: Dense,
-        layout: ExpertLayout,
-        gated: Sequence[Expert],
-        texts: Sequence[Texts],
-        tokenizer: Checkpoint,
-    ) -> Gating:
-        """The settings of the router weights. tokenizer: the model whose tokenizer is used"""
-        recipe, routed = self.recipe, len(self.recipe.experts)
+    def _add_router(
+        self, mode: str, steps: Steps, gated: Sequence[Expert], texts: Sequence[Texts], tokenizer: Checkpoint
+    ) -> None:
+        """Add the router product. It reads the base's tensors if the gate mode needs hidden states or the embedding.
+
+        tokenizer  the model whose tokenizer is used
+        """
+        recipe, routed, base = self.recipe, len(self.recipe.experts), steps.base
         report = uses_states(mode, report=False) if self.options.routing_report is None else self.options.routing_report
         report = report and any(t.has_prompts or t.has_held_out for t in texts[:routed])
         seen = report or MODES[mode].needs != "nothing"
-        if not seen:
-            texts = [Texts()] * len(texts)
-        return Gating(
+        read = tuple(base.donor.steps.values()) if seen else ()
+        number, config = self.assembly.add(tokenizer), dict(base.donor.config) if seen else {}
+        gating = Gating(
             mode=mode,
-            experts=tuple(GatedExpert(str(e.model), e.section.where, t) for e, t in zip(gated, texts, strict=False)),
-            routed=routed,
-            base=Base(
-                base.donor.label,
-                self.assembly.add(tokenizer),
-                dict(base.donor.config) if seen else {},
-                base.prefix,
-                len(base.layers),
-                base.hidden,
-                INSTEAD,
+            experts=tuple(
+                GatedExpert(str(e.model), e.section.where, t if seen else Texts()) for e, t in zip(gated, texts, strict=False)
             ),
+            routed=routed,
+            base=Base(base.donor.label, number, config, base.prefix, len(base.layers), base.hidden, INSTEAD),
             seed=self.options.seed,
             scale=recipe.router_scale,
-            sigmoid=layout.sigmoid,
+            sigmoid=steps.layout.sigmoid,
             groups=recipe.virtual_groups,
             per_token=recipe.experts_per_token,
             prompt_tokens=recipe.prompt_tokens,
@@ -231,20 +210,16 @@ class _Builder:
             packages={name: package_version(name) for name in ("torch", "transformers", "tokenizers")} if seen else {},
             lenient=self.options.lenient,
         )
-
-    def _router(self, gating: Gating, base: Dense, steps: Steps, tokenizer: Checkpoint) -> Product:
-        """The router product. It reads the base's tensors if the gate mode needs hidden states or the embedding."""
-        seen = gating.report or MODES[gating.mode].needs != "nothing"
-        shown = tuple(base.donor.steps.values()) if seen else ()
-        return Product(
+        product = Product(
             name="router",
             op="router",
-            outs=outs_of(gating, [steps.routers(i) for i in range(len(base.layers))]),
+            outs=gating.outs([steps.routers(i) for i in range(len(base.layers))]),
             settings=gating.to_json(),
-            steps=shown,
-            needs=tuple(dict.fromkeys(name for step in shown for leaf in step.leaves for name in leaf.needs)),
+            steps=read,
+            needs=tuple(dict.fromkeys(name for step in read for leaf in step.leaves for name in leaf.needs)),
             files=self._tokenizer_files(tokenizer) if seen else (),
         )
+        self.assembly.draft.products.append(product)
 
     def _tokenizer_files(self, checkpoint: Checkpoint) -> tuple[FileRead, ...]:
         """The files a tokenizer may read, with their checksums."""
@@ -261,16 +236,32 @@ class _Builder:
 
     # --- models ------------------------------------------------------------------------------------------------------
 
-    def _base(self, stack: ExitStack, merge: Callable[[Recipe], Assembled]) -> Dense | None:
-        base = self.recipe.base
-        if isinstance(base, ModelRef):
-            return self._dense(self._open([base], stack)[0], str(base), base.where)
-        return self._merged(base, self.recipe.section.at("base_model"), stack, merge)
+    def _models(self, stack: ExitStack) -> list[Dense | None]:
+        """The base, and the model of every expert, shared ones last. Each distinct model is opened once."""
+        base, own = self.recipe.base, self.recipe.section.at("base_model")
+        experts = [*self.recipe.experts, *self.recipe.shared_experts]
+        listed = [(base, own), *((e.model, own if e.model == base else e.section.at("source_model")) for e in experts)]
+        refs = list(dict.fromkeys(model for model, _ in listed if isinstance(model, ModelRef)))
+        opened, problems = open_models(refs, stack)
+        self.problems += problems
+        self.warnings += [note for checkpoint in opened if checkpoint is not None for note in checkpoint.notes]
+        checkpoints = dict(zip(refs, opened, strict=True))
+        found: dict[ModelRef | str, Dense | None] = {}
+        for model, where in (listed[0], *sorted(listed[1:], key=lambda each: not isinstance(each[0], ModelRef))):
+            if isinstance(model, ModelRef):
+                if model not in found:
+                    checkpoint = checkpoints[model]
+                    donor = None if checkpoint is None else self.assembly.checkpoint(checkpoint, str(model))
+                    found[model] = None if donor is None else self._parts(donor, model.where)
+            elif where not in found:
+                found[where] = self._merged(model, where, stack)
+        return [found[model if isinstance(model, ModelRef) else where] for model, where in listed]
 
-    def _merged(self, recipe: Recipe, where: str, stack: ExitStack, merge: Callable[[Recipe], Assembled]) -> Dense | None:
+    def _merged(self, recipe: Recipe, where: str, stack: ExitStack) -> Dense | None:
         """The parts of an inline merge."""
+        options = replace(self.options, out_dtype=self.asked)
         try:
-            assembled = merge(recipe)
+            assembled = assemble_recipe(recipe, options, folder=self.folder, written=self.written)
             stack.callback(assembled.close)
             assembled.check()
         except PlanError as error:
@@ -285,35 +276,6 @@ class _Builder:
             self.problems.append(Unsupported(what, where=where, fix=fix))
             return None
         return self._parts(self.assembly.merge(assembled), where)
-
-    def _experts(self, base: Dense | None, stack: ExitStack, merge: Callable[[Recipe], Assembled]) -> list[Dense | None]:
-        """The model of every expert, shared ones last. Each distinct model is opened once."""
-        listed = [*self.recipe.experts, *self.recipe.shared_experts]
-        refs = dict.fromkeys(e.model for e in listed if isinstance(e.model, ModelRef) and e.model != self.recipe.base)
-        opened = dict(zip(refs, self._open(list(refs), stack), strict=True))
-        parts = {ref: self._dense(opened[ref], str(ref), ref.where) for ref in refs}
-        merged: dict[str, Dense | None] = {}
-        found = []
-        for expert in listed:
-            if isinstance(expert.model, ModelRef):
-                found.append(parts.get(expert.model, base))
-            elif expert.model == self.recipe.base:
-                found.append(base)
-            else:
-                where = expert.section.at("source_model")
-                if where not in merged:
-                    merged[where] = self._merged(expert.model, where, stack, merge)
-                found.append(merged[where])
-        return found
-
-    def _open(self, refs: Sequence[ModelRef], stack: ExitStack) -> list[Checkpoint | None]:
-        opened, problems = open_models(refs, stack)
-        self.problems += problems
-        self.warnings += [note for checkpoint in opened if checkpoint is not None for note in checkpoint.notes]
-        return opened
-
-    def _dense(self, checkpoint: Checkpoint | None, label: str, where: str) -> Dense | None:
-        return None if checkpoint is None else self._parts(self.assembly.checkpoint(checkpoint, label), where)
 
     def _parts(self, donor: Donor, where: str) -> Dense | None:
         parts = dense_parts(donor)

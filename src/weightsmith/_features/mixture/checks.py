@@ -1,19 +1,24 @@
-"""Validates a recipe and its dense models, as far as that does not depend on the output layout."""
+"""Validates a recipe and its dense models, and chooses the output layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from weightsmith._base.errors import Finding, ParameterError, ShapeError, WeightsmithError
-from weightsmith._features.mixture.dense import Dense
-from weightsmith._features.mixture.layouts.dense_config import semantics
+from weightsmith._base.errors import Finding, ParameterError, ShapeError, Unsupported, WeightsmithError
+from weightsmith._features.mixture.assembly import Dense
+from weightsmith._features.mixture.layouts import LAYOUTS
+from weightsmith._features.mixture.layouts.dense_config import rope_scaling, rotary_share, semantics
 from weightsmith._features.mixture.routing.gates import MODES
+from weightsmith._features.mixture.routing.product import missing_packages
 from weightsmith._features.mixture.routing.prompts import Texts, read_texts
-from weightsmith._features.mixture.routing.route import missing_packages
 from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.recipe import Expert, Upcycling
+from weightsmith.abc.layout import ExpertLayout
 
 _AS_WARNING = "; --mergekit-lenient makes this a warning"
 
@@ -28,12 +33,12 @@ class Checks:
     lenient  report different vocabularies and equal prompts as warnings
     """
 
-    def __init__(self, recipe: Upcycling, folder: Path, *, lenient: bool) -> None:
+    def __init__(self, recipe: Upcycling, folder: Path, problems: Sequence[WeightsmithError], *, lenient: bool) -> None:
         self.recipe = recipe
         self.folder = folder
         self.lenient = lenient
-        self.problems: list[WeightsmithError] = []
-        self.warnings: list[Finding] = []
+        self.problems = list(problems)
+        self.warnings: list[Finding] = list(recipe.findings)
 
     def check_recipe(self) -> None:
         """Check `experts_per_token` and `router_scale`."""
@@ -123,3 +128,147 @@ def _vocabulary(dense: Dense) -> int:
     """Rows of the embedding; 0 if there is none."""
     specs = [dense.donor.steps[name].out for name in dense.outside]
     return next((spec.shape[0] for spec in specs if is_embedding(spec)), 0)
+
+
+# ---- The output layout: the one that the recipe names, else the first that can hold the models.
+
+
+def choose_layout(recipe: Upcycling, base: Dense) -> tuple[ExpertLayout, list[Finding]]:
+    """The layout and warnings about it. Raises Unsupported, which says why none fits, and as `Plugins.get` does."""
+    where = recipe.section.at("architecture")
+    named = recipe.architecture
+    model_type = str(base.donor.config.get("model_type", ""))
+    counts = len(recipe.experts) * recipe.virtual_groups, len(recipe.shared_experts)
+    tried: dict[str, str] = {}
+    for layout in _called(named, where) if named else LAYOUTS:  # those of packages are imported if none of ours fits
+        reason = why_not(layout, base, *counts)
+        tried[layout.name] = reason or f"not known to be equivalent to {model_type} models"
+        if reason or not (named or model_type in layout.dense):
+            continue
+        if model_type in layout.dense:
+            return layout, []
+        known = f"is equivalent to {', '.join(layout.dense)} models" if layout.dense else "has no dense equivalent"
+        what = f"{layout.title} {known}; it is not known to be equivalent to {model_type} models"
+        return layout, [Finding(what, where, fix="compare the output with the base before you use it")]
+    fits = [o.name for o in _ours() if o.name not in tried and model_type in o.dense and not why_not(o, base, *counts)]
+    whose = f"experts of {base.donor.label} ({model_type or 'no model type'})"
+    raise Unsupported(
+        f"{named} cannot hold {whose}" if named else f"no architecture can hold {whose}",
+        where=where,
+        details=[f"{name}: {reason}" for name, reason in tried.items()],
+        fix=f"write architecture: {' or '.join(fits)}" if fits else "",
+    )
+
+
+def _called(name: str, where: str) -> tuple[ExpertLayout, ...]:
+    """Layouts with this name. If there are none, those of weightsmith whose names start with it, as in mergekit.
+
+    Raises UnknownName, and PluginError for one of a package that does not work.
+    """
+    wanted = _plain(name)
+    if name not in LAYOUTS.own and name in LAYOUTS:
+        return (LAYOUTS.get(name),)
+    names = {o.name: {_plain(n) for n in (o.name, o.title, o.architecture, *o.aliases)} for o in _ours()}
+    exact = tuple(o for o in _ours() if wanted in names[o.name])
+    return exact or tuple(o for o in _ours() if any(n.startswith(wanted) for n in names[o.name])) or (LAYOUTS.get(name, where),)
+
+
+def _ours() -> tuple[ExpertLayout, ...]:
+    return tuple(map(LAYOUTS.get, LAYOUTS.own))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+# ---- Why a layout cannot hold a dense model, judged by names, shapes and config.json.
+
+_PREFIX = "model.layers."
+_OUTSIDE = frozenset({"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"})
+
+
+def why_not(layout: ExpertLayout, base: Dense, experts: int, shared: int) -> str:
+    """Why a layout cannot hold a base with these numbers of routed and shared experts; "" if it can."""
+    config = semantics(base.donor.config, base.donor.label)
+    problems = (*layout.check(config), *_config(layout, config), *_names(layout, base), *_shapes(layout, base, config))
+    return next(iter((*problems, *_counts(layout, experts, shared))), "")
+
+
+def _config(layout: ExpertLayout, config: Mapping[str, Any]) -> Iterator[str]:
+    kinds = set(config["layer_types"])
+    if layout.windows == "none" and "sliding_attention" in kinds:
+        yield f"it has no sliding window, but the base has one of {config['sliding_window']} tokens"
+    if layout.windows == "all" and len(kinds) > 1:
+        yield "either all of its layers have a sliding window or none do, but only some layers of the base have one"
+    if not layout.partial and (share := rotary_share(config)) != 1:
+        yield f"its rotary embeddings rotate the whole head, but the base's rotate {share:g} of it"
+    if any(isinstance(value, Mapping) for value in rope_scaling(config).values()):
+        yield "all its layers share rope_parameters, but the base's layers have their own"
+    if not all(_rotated(config)):
+        yield "all its layers have rotary embeddings, but not all of the base's do"
+    if not layout.multipliers:
+        for key, neutral in _neutral(config).items():
+            if not math.isclose(value := config.get(key) or neutral, neutral, rel_tol=1e-6):
+                yield f"it has no {key}, but the base's is {value:g}"
+
+
+def _rotated(config: Mapping[str, Any]) -> list[bool]:
+    """Whether each layer has rotary embeddings: some of SmolLM3's have none."""
+    if (given := config.get("no_rope_layers")) is not None:
+        return [bool(one) for one in given]
+    every = config.get("no_rope_layer_interval") or 0
+    return [(i + 1) % every != 0 for i in range(config["num_hidden_layers"])] if every else []
+
+
+def _neutral(config: Mapping[str, Any]) -> dict[str, float]:
+    """The values of Granite's factors that have no effect."""
+    size = config.get("head_dim")
+    factors = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
+    return factors | ({"attention_multiplier": size**-0.5} if size else {})
+
+
+def _names(layout: ExpertLayout, base: Dense) -> Iterator[str]:
+    if base.prefix != _PREFIX:
+        yield f"its layers are at {_PREFIX}, but the base's are at {base.prefix}"
+    if other := sorted(set(base.outside) - _OUTSIDE):
+        yield f"it has no place for {other[0]}"
+    for names in map(set, (layer.rest for layer in base.layers)):
+        if missing := sorted(layout.layer - names - layout.fillable):
+            yield f"it requires {missing[0]}, which the base lacks"
+        for group in (*layout.optional, layout.fillable):
+            if names & group and not group <= names:
+                yield f"it requires {sorted(group - names)[0]} with {sorted(group & names)[0]}"
+        if more := sorted(names - layout.layer.union(*layout.optional)):
+            yield f"it has no place for {more[0]}"
+
+
+def _shapes(layout: ExpertLayout, base: Dense, config: Mapping[str, Any]) -> Iterator[str]:
+    """Attention whose shapes contradict config.json, and norms of another width."""
+    heads, size, groups = (config.get(key) or 0 for key in ("num_attention_heads", "head_dim", "num_key_value_heads"))
+    if "self_attn.k_proj.weight" not in layout.layer or not heads * size * groups:
+        return
+    wide, narrow, together = heads * size, groups * size, layout.norms == "all heads"
+    shapes = {
+        "self_attn.q_proj.weight": (wide, base.hidden),
+        "self_attn.k_proj.weight": (narrow, base.hidden),
+        "self_attn.v_proj.weight": (narrow, base.hidden),
+        "self_attn.o_proj.weight": (base.hidden, wide),
+        "self_attn.q_norm.weight": (wide if together else size,),
+        "self_attn.k_norm.weight": (narrow if together else size,),
+    }
+    for layer in base.layers:
+        for name, shape in shapes.items():
+            if name in layer.rest and layer.rest[name].shape != shape:
+                what = f" ({layout.norms} normed)" if name.endswith("_norm.weight") else ""
+                yield f"its {name} is {list(shape)}{what}, but the base's is {list(layer.rest[name].shape)}"
+
+
+def _counts(layout: ExpertLayout, experts: int, shared: int) -> Iterator[str]:
+    low, high = layout.shared_experts
+    if not low <= shared <= high:
+        wanted = (
+            "no shared expert" if high == 0 else f"{low} to {high} shared experts" if low < high else f"{low} shared expert"
+        )
+        yield f"it requires {wanted}, not {shared}"
+    if experts < layout.min_experts:
+        yield f"it requires at least {layout.min_experts} experts, not {experts}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._features.mixture.assembly import Assembly, take
-from weightsmith._features.mixture.dense import Dense, MatrixPlace
+from weightsmith._features.mixture.assembly import Assembly, Dense, MatrixPlace, take
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._planning.planner.dtypes import main_dtype
 from weightsmith._planning.recipe import Expert, Recipe, Upcycling
@@ -47,37 +46,6 @@ def _shard(part: str, place: MatrixPlace, g: int, groups: int) -> MatrixPlace:
     return MatrixPlace(place.tensor, (rows, cols), Block(whole.offset + g * rows * whole.stride, rows, cols, whole.stride))
 
 
-class Transforms:
-    """Adds the transforms that an expert's recipe keys ask for to its steps."""
-
-    def __init__(self, assembly: Assembly, groups: int) -> None:
-        self._assembly = assembly
-        self._groups = groups
-        self._known: dict[tuple[float | str, ...], int] = {}
-
-    def step(self, plain: Step, expert: Expert, label: str, part: str, layer: str) -> Step:
-        """The step of one part of one expert. plain: the step that copies it from the donor.
-
-        label  the expert's number, prefixed with "shared " for a shared one
-        part   gate, up or down
-        layer  prefix of its layer
-
-        Virtual groups (He et al. 2024, arXiv 2410.07524) are scaled so that the mixture starts as the dense model. In every
-        layout here the weights of a token's experts sum to 1, and shards of one group have equal router rows. So each of
-        the G shards has 1/G of the group's weight, and scaling down by G restores it, exactly if G is a power of two.
-        (The paper's factor is for weights that do not sum to 1.)
-        """
-        noise = expert.noise_scale if expert.noise_fraction else 0.0
-        factor = expert.residual_scale * self._groups if part == "down" else 1.0
-        if noise == 0 and expert.drop_fraction == 0 and factor == 1:
-            return plain
-        key = (label, part, noise, expert.noise_fraction, expert.drop_fraction, factor)
-        if key not in self._known:
-            names = ("expert", "part", "noise_scale", "noise_fraction", "drop_fraction", "factor")
-            self._known[key] = self._assembly.setting(dict(zip(names, key, strict=True)))
-        return replace(plain, op=PERTURB, settings=self._known[key], layer=layer)
-
-
 def check_transforms(recipe: Upcycling, intermediate: int | None) -> list[WeightsmithError]:
     """Problems with these keys. intermediate: I of the experts, if known."""
     problems: list[WeightsmithError] = []
@@ -108,11 +76,6 @@ def check_transforms(recipe: Upcycling, intermediate: int | None) -> list[Weight
     return problems
 
 
-def spread(experts: Sequence[Expert], groups: int) -> list[Expert]:
-    """The recipe's entry of each expert of the output."""
-    return [expert for expert in experts for _ in range(groups)]
-
-
 @dataclass(frozen=True, slots=True)
 class Steps:
     """Builds the steps. asked: the dtype of the output; None: the base's."""
@@ -122,8 +85,8 @@ class Steps:
     layout: ExpertLayout
     facts: Facts
     assembly: Assembly
-    transforms: Transforms
     asked: DType | None
+    _transforms: dict[tuple[float | str, ...], int] = field(default_factory=dict)  # → index of the settings
 
     def _dtype(self, stored: DType) -> DType:
         return self.asked if self.asked is not None and stored.floating else stored
@@ -155,7 +118,7 @@ class Steps:
                 step = base.donor.steps[place.tensor]
                 steps.append(take(step, TensorSpec(prefix + suffix, self._dtype(step.out.dtype), place.shape), place.block))
             routed, shared = donors[: facts.experts], donors[facts.experts :]
-            experts = spread(self.recipe.experts, self.recipe.virtual_groups)
+            experts = [expert for expert in self.recipe.experts for _ in range(self.recipe.virtual_groups)]
             steps += self._expert_steps(layout.tensors, i, routed, experts)
             steps += self._expert_steps(layout.shared, i, shared, self.recipe.shared_experts, alone=True)
             steps += [Step(spec, COPY, (Read(PRODUCTS, spec.name),)) for spec in self.routers(i)]
@@ -192,19 +155,38 @@ class Steps:
         place = donor.layers[i].mlp[part]
         stored = self.base.donor.steps[self.base.layers[i].mlp[part].tensor].out.dtype
         plain = take(donor.donor.steps[place.tensor], TensorSpec(name, self._dtype(stored), place.shape), place.block)
-        return self.transforms.step(plain, expert, label, part, f"{self.base.prefix}{i}.")
+        return self._transformed(plain, expert, label, part, f"{self.base.prefix}{i}.")
+
+    def _transformed(self, plain: Step, expert: Expert, label: str, part: str, layer: str) -> Step:
+        """The step of one part of one expert, with the transforms that its recipe keys ask for.
+
+        plain  copies the part from the donor
+        label  the expert's number, prefixed with "shared " for a shared one
+        part   gate, up or down
+        layer  prefix of its layer
+
+        Virtual groups (He et al. 2024, arXiv 2410.07524) are scaled so that the mixture starts as the dense model. In every
+        layout here the weights of a token's experts sum to 1, and shards of one group have equal router rows. So each of
+        the G shards has 1/G of the group's weight, and scaling down by G restores it, exactly if G is a power of two.
+        (The paper's factor is for weights that do not sum to 1.)
+        """
+        noise = expert.noise_scale if expert.noise_fraction else 0.0
+        factor = expert.residual_scale * self.recipe.virtual_groups if part == "down" else 1.0
+        if noise == 0 and expert.drop_fraction == 0 and factor == 1:
+            return plain
+        key = (label, part, noise, expert.noise_fraction, expert.drop_fraction, factor)
+        if key not in self._transforms:
+            names = ("expert", "part", "noise_scale", "noise_fraction", "drop_fraction", "factor")
+            self._transforms[key] = self.assembly.setting(dict(zip(names, key, strict=True)))
+        return replace(plain, op=PERTURB, settings=self._transforms[key], layer=layer)
 
 
 def _joined(name: str, pieces: Sequence[Step], experts: int = 0) -> Step:
     """Parts stacked along the rows into one matrix; with several experts, [experts, rows, cols]."""
     first = pieces[0].out
     if len(pieces) == 1 and not experts:
-        return _named(pieces[0], name)
+        return replace(pieces[0], out=TensorSpec(name, first.dtype, first.shape))
     rows = sum(piece.out.shape[0] for piece in pieces)
     leaves = tuple(leaf for piece in pieces for leaf in piece.leaves)
     shape = (experts, rows // experts, first.shape[1]) if experts else (rows, first.shape[1])
     return Step(TensorSpec(name, first.dtype, shape), JOIN, (), pieces=leaves)
-
-
-def _named(step: Step, name: str) -> Step:
-    return replace(step, out=TensorSpec(name, step.out.dtype, step.out.shape))

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,43 @@ _MAX_TEXT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Donor:
-    """Whose tokenizer the output has. model: None for a folder with a tokenizer alone."""
+class _Side:
+    """The model, or the one whose tokenizer the output has. model: None for a folder with a tokenizer alone."""
 
     label: str
     folder: Path
     files: tuple[str, ...]
     config: Mapping[str, Any] | None
-    model: Checkpoint | None
+    model: Checkpoint | None = None
+
+    @classmethod
+    def of(cls, model: Checkpoint) -> _Side:
+        """A model, with the files of its tokenizer on this disk."""
+        model.fetch([name for name in model.files if is_tokenizer(name)])
+        return cls(model.ref, model.folder, model.files, model.config, model)
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """Its tensors."""
+        return () if self.model is None else tuple(self.model.specs.values())
+
+    @property
+    def rows(self) -> int:
+        """Rows of its tables; 0 without any."""
+        return vocabulary.count_rows(self.specs, self.config)
+
+    @property
+    def ties(self) -> bool:
+        """Its embedding is its head."""
+        return vocabulary.ties(self.config, stores_head=any(map(vocabulary.is_head, self.specs)))
+
+    def read(self, seen: dict[str, Vocabulary]) -> Vocabulary:
+        """Its vocabulary. Raises NotFound."""
+        found = read_vocabulary(self.label, self.folder, self.files, seen)
+        if found is None:
+            fix = "put its tokenizer.json next to its weights"
+            raise NotFound("it has no tokenizer that can be read", where=self.label, fix=fix)
+        return found
 
 
 def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[str], settings: TransplantSettings) -> Prepared:
@@ -78,8 +107,7 @@ def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[s
     with ExitStack() as stack:
         found = _open_donor(donor, stack)
         _check_donor(found, approximation, settings)
-        rows = 0 if found.model is None else vocabulary.count_rows(found.model.specs.values(), found.config)
-        assembled = _copy(model, donor, rows, settings)
+        assembled = _copy(model, donor, found.rows, settings)
         stack.callback(assembled.close)
         try:
             _Transplant(assembled, found, settings, approximation).fill()
@@ -90,7 +118,7 @@ def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[s
         return prepared
 
 
-def _open_donor(donor: str | os.PathLike[str], stack: ExitStack) -> _Donor:
+def _open_donor(donor: str | os.PathLike[str], stack: ExitStack) -> _Side:
     name = os.fspath(donor)
     folder = expand_user(name)
     if is_folder(folder):
@@ -98,18 +126,17 @@ def _open_donor(donor: str | os.PathLike[str], stack: ExitStack) -> _Donor:
         if any(map(is_tokenizer, names)) and not any(
             name.endswith((".safetensors", ".bin", ".gguf", ".pt", ".pth")) for name in names
         ):
-            return _Donor(name, folder, names, settings_of(folder, names, "config.json") or None, None)
+            return _Side(name, folder, names, settings_of(folder, names, "config.json") or None)
     ref = parse_reference(name, "DONOR")
     if not isinstance(ref, ModelRef):
         raise PlanError([ref])
     (model,), problems = open_models([ref], stack)
     if model is None:
         raise PlanError(problems)
-    model.fetch([name for name in model.files if is_tokenizer(name)])
-    return _Donor(model.ref, model.folder, model.files, model.config, model)
+    return _Side.of(model)
 
 
-def _check_donor(donor: _Donor, approximation: Approximation, settings: TransplantSettings) -> None:
+def _check_donor(donor: _Side, approximation: Approximation, settings: TransplantSettings) -> None:
     """Raise PlanError if the donor has no embeddings and these are needed."""
     if donor.model is not None:
         return
@@ -141,38 +168,27 @@ def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: in
 class _Transplant:
     """One call of `prepare_transplant`."""
 
-    def __init__(self, assembled: Assembled, donor: _Donor, settings: TransplantSettings, approximation: Approximation) -> None:
+    def __init__(self, assembled: Assembled, donor: _Side, settings: TransplantSettings, approximation: Approximation) -> None:
         self.assembled, self.donor, self.settings, self.approximation = assembled, donor, settings, approximation
-        self.model = assembled.inputs[_MODEL]
-        self.size = vocabulary.count_rows(self.model.specs.values(), self.model.config)
-        seen: dict[str, Vocabulary] = {}
-        self.model.fetch([name for name in self.model.files if is_tokenizer(name)])
-        self.own = self._read(self.model.ref, self.model.folder, self.model.files, seen)
-        self.out = self._read(donor.label, donor.folder, donor.files, seen)
+        self.model, seen = _Side.of(assembled.inputs[_MODEL]), dict[str, Vocabulary]()
+        self.own, self.out = self.model.read(seen), donor.read(seen)
+        self.size, self.rows = self.model.rows, donor.rows or max(self.out.tokens) + 1
         self.reads_donor = donor.model is not None and (approximation.donor or settings.magikarp)
-
-    def _read(self, label: str, folder: Path, files: Sequence[str], seen: dict[str, Vocabulary]) -> Vocabulary:
-        found = read_vocabulary(label, folder, files, seen)
-        if found is None:
-            raise NotFound(
-                "it has no tokenizer that can be read", where=label, fix="put its tokenizer.json next to its weights"
-            )
-        return found
+        self.specs = assembled.inputs[_MODEL].specs
 
     def fill(self) -> None:
         """Change the draft: rows in the donor's order, and a product for those that are missing."""
         draft = self.assembled.draft
         places = [i for i, step in enumerate(draft.steps) if self._is_table(step)]
         if not places:
-            raise Unsupported(
-                "no tensor of the model has a row for each token", where=self.model.ref, fix="name a language model"
-            )
+            what = "no tensor of the model has a row for each token"
+            raise Unsupported(what, where=self.model.label, fix="name a language model")
         matches = {kind: self._match(kind) for kind in ("embedding", "head")}
         made = [self._table(draft.steps[i], matches) for i in places]
         missing = [(i, table) for i, table in zip(places, made, strict=True) if table.missing]
         draft.tables = []
         for i, table in zip(places, made, strict=True):
-            draft.steps[i] = _gathered(draft.steps[i], table, self.model.specs[table.name], draft)
+            draft.steps[i] = _gathered(draft.steps[i], table, draft)
         draft.products = []
         if missing:
             work = self._work([table for _, table in missing], matches["embedding"])
@@ -181,14 +197,12 @@ class _Transplant:
         donor = [] if self.donor.model is None else [self.donor.model]
         draft.models += map(model_input, donor)
         draft.lacking = joined([draft.lacking, lacking([(self.donor.label, copied_files(self.donor.files))], draft.held)])
-        draft.made = Made(COMMAND, self._title(), _SOURCE + self.approximation.source, relation="merge")
+        how = f"transplanted with weightsmith {__version__}, approximation `{self.approximation.name}`."
+        title = f"The tokenizer of `{self.donor.label}` {how}"
+        draft.made = Made(COMMAND, title, _SOURCE + self.approximation.source, relation="merge")
         draft.vocabulary = self._summary(matches["embedding"])
         draft.recipe, draft.follows_recipe = self._settings(), False
         self.assembled.inputs = [*self.assembled.inputs, *donor]
-
-    def _title(self) -> str:
-        how = f"transplanted with weightsmith {__version__}, approximation `{self.approximation.name}`."
-        return f"The tokenizer of `{self.donor.label}` {how}"
 
     # ---- tokens
 
@@ -197,32 +211,18 @@ class _Transplant:
         allowed = ("yes", "lm_head" if kind == "head" else "embed")
         donors = roles_of(self.out, self.donor.folder, self.donor.files, self.donor.config)
         own = roles_of(self.own, self.model.folder, self.model.files, self.model.config)
-        return match(
-            self.out,
-            self.own,
-            self._rows,
-            self.size,
-            same_roles(donors, own),
-            byte=self.settings.byte_match in allowed,
-            prefix=self.settings.prefix_match in allowed,
-        )
-
-    @property
-    def _rows(self) -> int:
-        """Rows of the output."""
-        if self.donor.model is not None:
-            return vocabulary.count_rows(self.donor.model.specs.values(), self.donor.config) or max(self.out.tokens) + 1
-        return max(self.out.tokens) + 1
+        byte, prefix = self.settings.byte_match in allowed, self.settings.prefix_match in allowed
+        return match(self.out, self.own, self.rows, self.size, same_roles(donors, own), byte=byte, prefix=prefix)
 
     # ---- tables
 
     def _is_table(self, step: Step) -> bool:
-        spec = self.model.specs.get(step.out.name)
+        spec = self.specs.get(step.out.name)
         return spec is not None and len(step.inputs) == 1 and vocabulary.has_tokens(spec, self.size)
 
     def _table(self, step: Step, matches: Mapping[str, Match]) -> Table:
-        spec = self.model.specs[step.out.name]
-        head = vocabulary.is_head(spec) and not self._ties(self.model)
+        spec = self.specs[step.out.name]
+        head = vocabulary.is_head(spec) and not self.model.ties
         kind = "bias" if 1 in spec.shape or len(spec.shape) == 1 else "head" if head else "embedding"
         found = matches["head" if head else "embedding"]
         height = spec.size if kind == "bias" else spec.shape[0]
@@ -238,33 +238,24 @@ class _Transplant:
             missing=tuple(missing),
         )
 
-    def _ties(self, model: Checkpoint) -> bool:
-        stored = any(vocabulary.is_head(spec) for spec in model.specs.values())
-        return vocabulary.ties(model.config, stores_head=stored)
-
     def _counterpart(self, kind: str) -> TensorSpec | None:
         """The donor's table for one of the model's: its head for a head, if it has one, else its embedding."""
-        model = self.donor.model
-        if model is None or not self.reads_donor or kind == "bias":
+        if not self.reads_donor or kind == "bias":
             return None
-        rows = vocabulary.count_rows(model.specs.values(), model.config)
-        tables = [spec for spec in model.specs.values() if vocabulary.is_vocabulary(spec) and spec.shape[0] == rows]
-        heads = [spec for spec in tables if vocabulary.is_head(spec) and not self._ties(model)]
-        found = next(iter(heads if kind == "head" else ()), None) or next(
-            (s for s in tables if not vocabulary.is_head(s)), None
-        )
-        found = found or next(iter(tables), None)
-        if found is None:
-            raise Unsupported(
-                "no tensor of the donor has a row for each token", where=self.donor.label, fix="name a language model"
-            )
-        return found
+        rows, ties = self.donor.rows, self.donor.ties
+        tables = [spec for spec in self.donor.specs if vocabulary.is_vocabulary(spec) and spec.shape[0] == rows]
+        heads = [spec for spec in tables if vocabulary.is_head(spec) and kind == "head" and not ties]
+        found = [*heads, *(spec for spec in tables if not vocabulary.is_head(spec)), *tables]
+        if not found:
+            what = "no tensor of the donor has a row for each token"
+            raise Unsupported(what, where=self.donor.label, fix="name a language model")
+        return found[0]
 
     def _reading(self, table: Table) -> Iterator[Step]:
         """The steps that the product reads a table with."""
         theirs = self._counterpart(table.kind)
         donor = None if theirs is None else (_DONOR, theirs)
-        return table.steps([(_MODEL, self.model.specs[table.name]), donor])
+        return table.steps([(_MODEL, self.specs[table.name]), donor])
 
     # ---- the product
 
@@ -278,7 +269,6 @@ class _Transplant:
         same = {WAYS.index("same token"), WAYS.index("same byte")}
         special = {self.out.ids[token] for token in self.out.added if self.out.is_special(token)}
         ways, rows = found.ways.tolist(), found.rows.tolist()
-        donor = self.donor.model
         return RowWork(
             approximation=self.approximation.name,
             choices=self._choices(),
@@ -289,26 +279,23 @@ class _Transplant:
             tables=tuple(tables),
             shared=tuple(i for i, way in enumerate(ways) if way in same and rows[i] >= 0 and i not in special),
             pieces=pieces,
-            unused=(_unused(self.own, self.size), _unused(self.out, self._rows)) if settings.magikarp else ((), ()),
-            untied=(not self._ties(self.model), donor is not None and not self._ties(donor)),
+            unused=(_unused(self.own, self.size), _unused(self.out, self.rows)) if settings.magikarp else ((), ()),
+            untied=(not self.model.ties, self.donor.model is not None and not self.donor.ties),
             tokens={str(number): text.decode("utf-8", "backslashreplace") for number, text in texts.items()},
             counts=self._counts(set(missing)),
         )
 
     def _choices(self) -> Choices:
         settings = self.settings
-        heads, bases = (1, 1), (1e4, 1e4)
-        if "heads" in self.approximation.reads:
-            assert self.donor.model is not None
-            geometry = [_geometry(self.model), _geometry(self.donor.model)]
-            heads, bases = (geometry[0][0], geometry[1][0]), (geometry[0][1], geometry[1][1])
+        reads = "heads" in self.approximation.reads
+        own, theirs = (_geometry(side) if reads else (1, 1e4) for side in (self.model, self.donor))
         return Choices(
             k=settings.k,
             weight_scheme=settings.weight_scheme,
             cosine_similarity=settings.cosine_similarity,
             subword_method=settings.subword_method,
-            heads=heads,
-            rope_bases=bases,
+            heads=(own[0], theirs[0]),
+            rope_bases=(own[1], theirs[1]),
             seed=settings.seed,
         )
 
@@ -348,7 +335,7 @@ class _Transplant:
         sources = {_DESCRIBED.get(way, way): counts[i] for i, way in enumerate(WAYS) if counts[i]}
         return {
             "tokenizer": self.donor.label,
-            "rows": self._rows,
+            "rows": self.rows,
             "rows_before": self.size,
             "tokens": len(self.out.tokens),
             "sources": sources,
@@ -358,12 +345,8 @@ class _Transplant:
         """The settings, for the card."""
         import yaml
 
-        defaults = TransplantSettings()
-        chosen = {
-            name: getattr(self.settings, name)
-            for name in TransplantSettings.__dataclass_fields__
-            if getattr(self.settings, name) != getattr(defaults, name)
-        }
+        defaults = asdict(TransplantSettings())
+        chosen = {name: value for name, value in asdict(self.settings).items() if value != defaults[name]}
         made = {"model": self.assembled.draft.models[_MODEL].ref, "donor": self.donor.label}
         text: str = yaml.safe_dump(
             {COMMAND: {**made, "approximation": self.approximation.name, **chosen}}, sort_keys=False, allow_unicode=True
@@ -375,7 +358,7 @@ _SOURCE = "Tokens that both have keep the rows of the model; missing tokens: "
 _DESCRIBED = {"missing": "approximated", "no token": "rows without a token"}
 
 
-def _gathered(step: Step, table: Table, spec: TensorSpec, draft: PlanDraft) -> Step:
+def _gathered(step: Step, table: Table, draft: PlanDraft) -> Step:
     """The step with its rows in the order of the output. draft: gets the tables."""
     height, cols, n = table.sizes[0], table.cols[0], len(table.missing)
     made = dict.fromkeys(table.missing)
@@ -389,7 +372,7 @@ def _gathered(step: Step, table: Table, spec: TensorSpec, draft: PlanDraft) -> S
         view = Gather(draft.add_table(Numbers.of(numbers)), Block(0, n, cols, cols))
         fallback = (Read(PRODUCTS, f"{table.name}: rows", view),)
     view = Gather(draft.add_table(Numbers.of(own)), Block(0, height, cols, cols), 0, fallback)
-    return replace(step, inputs=(Read(_MODEL, spec.name, view),))
+    return replace(step, inputs=(Read(_MODEL, table.name, view),))
 
 
 def _unused(tokens: Vocabulary, size: int) -> tuple[int, ...]:
@@ -401,15 +384,15 @@ def _unused(tokens: Vocabulary, size: int) -> tuple[int, ...]:
     )
 
 
-def _geometry(model: Checkpoint) -> tuple[int, float]:
+def _geometry(model: _Side) -> tuple[int, float]:
     """Attention heads and RoPE base."""
     sections = text_sections(model.config or {})
     section = next((s for s in sections if "num_attention_heads" in s), {})
-    heads = count_of(section, "num_attention_heads", where=model.ref)
+    heads = count_of(section, "num_attention_heads", where=model.label)
     rope = section.get("rope_parameters")
-    base = number_of({**(rope if isinstance(rope, dict) else {}), **section}, "rope_theta", 1e4, where=model.ref)
-    width = next((s.shape[1] for s in model.specs.values() if vocabulary.is_embedding(s)), 0)
+    base = number_of({**(rope if isinstance(rope, dict) else {}), **section}, "rope_theta", 1e4, where=model.label)
+    width = next((s.shape[1] for s in model.specs if vocabulary.is_embedding(s)), 0)
     if not heads or width % (2 * heads) or base <= 1:
         what = f"mp_rope needs an embedding whose width ({width}) is a multiple of twice the attention heads ({heads})"
-        raise Unsupported(what, where=model.ref, fix="use omp")
+        raise Unsupported(what, where=model.label, fix="use omp")
     return heads, base

@@ -13,7 +13,7 @@ threads, as long as processor, device and torch are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +63,11 @@ class Sparse:
     coefficients: Floats
     errors: Floats
 
+    @classmethod
+    def zeros(cls, n: int, k: int) -> Sparse:
+        """Arrays to be filled: sums of `k` atoms for each of n targets."""
+        return cls(np.zeros((n, k), np.int64), np.zeros((n, k), np.float32), np.zeros(n, np.float32))
+
     def of(self, values: Floats) -> Floats:
         """The same sums of other rows: float32 [n, M]. values: float32 [N, M]."""
         out = np.empty((len(self.indices), values.shape[1]), np.float32)
@@ -93,26 +98,21 @@ def pursue(targets: Floats, atoms: Floats, k: int, problem: Problem) -> Sparse:
     points, wanted = torch.from_numpy(atoms).to(device), torch.from_numpy(targets)
     limit = BATCH_BYTES.get(device.type, OTHER_BATCH_BYTES)
     batch = TOGETHER if m == len(atoms) else max(1, min(SCREENED, limit // (4 * m * atoms.shape[1])))
-    indices = np.zeros((len(targets), k), np.int64)
-    coefficients, errors = np.zeros((len(targets), k), np.float32), np.zeros(len(targets), np.float32)
+    found = Sparse.zeros(len(targets), k)
 
-    def work(start: int) -> None:
-        own = slice(start, start + SCREENED)
+    def work(own: slice) -> None:
         few = wanted[own].to(device)
         best = screened(few, points, m)
         for first in range(0, len(few), batch):
             some = slice(first, first + batch)
-            problem.check()
-            if best is None:
-                found = _omp(few[some], points, k, problem.check)
-            else:
-                found = _omp(few[some], points[best[some]], k)
-            place = slice(start + first, start + first + len(few[some]))
-            indices[place] = (found[0] if best is None else best[some].gather(1, found[0])).cpu().numpy()
-            coefficients[place], errors[place] = found[1].cpu().numpy(), found[2].cpu().numpy()
+            candidates = points if best is None else points[best[some]]
+            chosen, coefficients, errors = _omp(few[some], candidates, k, problem.check)
+            place = slice(own.start + first, own.start + first + len(few[some]))
+            found.indices[place] = (chosen if best is None else best[some].gather(1, chosen)).cpu().numpy()
+            found.coefficients[place], found.errors[place] = coefficients.cpu().numpy(), errors.cpu().numpy()
 
-    in_parallel(work, range(0, len(targets), SCREENED), problem)
-    return Sparse(indices, coefficients, errors)
+    in_parallel(work, len(targets), problem)
+    return found
 
 
 def candidates_of(n: int, atoms: int, width: int, k: int) -> int:
@@ -151,22 +151,29 @@ def largest(candidates: Tensor, rest: Tensor, used: Tensor) -> tuple[Tensor, Ten
     return best, candidates[best] if shared else candidates[each, best]
 
 
-def in_parallel(work: Callable[[int], None], starts: range, problem: Problem) -> None:
-    """Call `work` for each of `starts`, with as many threads as there are; each computes with one. On a GPU, one."""
+def in_parallel(work: Callable[[slice], None], n: int, problem: Problem, size: int = SCREENED) -> None:
+    """Call `work` for n targets, up to `size` at once, in as many threads as there are; on a GPU, in one."""
     threads = problem.threads if problem.device == "cpu" else 1
 
     def alone(start: int) -> None:
+        problem.check()
         with one_thread():
-            work(start)
+            work(slice(start, min(n, start + size)))
 
     with one_thread(), ThreadPoolExecutor(max(1, threads)) as pool:
-        for _ in pool.map(alone, starts):
+        for _ in pool.map(alone, range(0, n, size)):
             pass
 
 
-def _omp(
-    targets: Tensor, candidates: Tensor, k: int, check: Callable[[], None] = lambda: None
-) -> tuple[Tensor, Tensor, Tensor]:
+def relative(rest: Tensor, targets: Tensor) -> Tensor:
+    """The lengths of what is left of some targets, as shares of theirs; 0 for a target of zeros."""
+    import torch
+
+    sizes = targets.norm(dim=1)
+    return torch.where(sizes > 0, rest.norm(dim=1) / sizes.clamp_min(1e-30), torch.zeros_like(sizes))
+
+
+def _omp(targets: Tensor, candidates: Tensor, k: int, check: Callable[[], None]) -> tuple[Tensor, Tensor, Tensor]:
     """Which candidates, their coefficients and the errors. targets [b, D], candidates [b, m, D] or [m, D].
 
     The chosen atoms are kept as an orthonormal basis and its triangular factor, which the coefficients follow from at the end.
@@ -193,12 +200,4 @@ def _omp(
         basis[:, step], products[:, step] = new, (new * rest).sum(1)
         rest = rest - products[:, step, None] * new
     coefficients = torch.linalg.solve_triangular(factor, products[:, :, None], upper=True)[:, :, 0]
-    sizes = targets.norm(dim=1)
-    errors = torch.where(sizes > 0, rest.norm(dim=1) / sizes.clamp_min(1e-30), torch.zeros_like(sizes))
-    return chosen, coefficients, errors
-
-
-def batches(n: int, size: int) -> Iterator[slice]:
-    """Runs of `size`."""
-    for start in range(0, n, size):
-        yield slice(start, min(n, start + size))
+    return chosen, coefficients, relative(rest, targets)

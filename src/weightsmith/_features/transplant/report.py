@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,29 +47,6 @@ class Transplant:
 
     approximation: str
     made: tuple[Made, ...]
-
-    @classmethod
-    def of(
-        cls,
-        approximation: str,
-        missing: Sequence[int],
-        errors: Any,
-        how: Sequence[str],
-        tokens: Mapping[str, str],
-        counts: Mapping[str, int] | None,
-    ) -> Transplant:
-        """From the settings and arrays of a product. errors: NaN for none."""
-        made = (
-            Made(
-                number,
-                tokens.get(str(number), ""),
-                None if math.isnan(error) else float(error),
-                way,
-                None if counts is None else counts.get(str(number), 0),
-            )
-            for number, error, way in zip(missing, errors.tolist(), how, strict=True)
-        )
-        return cls(approximation, tuple(made))
 
     @property
     def error(self) -> float | None:

@@ -19,12 +19,11 @@ import numpy.typing as npt
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
-from weightsmith._features.transplant.report import Transplant
+from weightsmith._features.transplant.report import Made, Transplant
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import COPY, Block, Product, Read, Step
-from weightsmith._plans.codec import has_type
 from weightsmith._plans.forms import ProductSettings
-from weightsmith.abc.approximation import Approximated, Choices, Floats, Numbers, Problem, Side, Tables
+from weightsmith.abc.approximation import Choices, Floats, Numbers, Problem, Side, Tables
 from weightsmith.abc.product import Arrays
 
 OP = "transplanted_rows"
@@ -85,6 +84,27 @@ class Table:
                 block = Block(first * cols, rows, cols, cols)
                 yield Step(TensorSpec(name, spec.dtype, (rows, cols)), COPY, (Read(model, spec.name, block),))
 
+    def problem(self, work: RowWork, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Why the numbers cannot be right; "". shapes: of the steps of the product"""
+        if self.kind not in ("embedding", "head", "bias"):
+            return "it is no table"
+        if self.cols[0] < 1 or min(self.cols[1], *self.sizes) < 0:
+            return "it has no rows of that size"
+        if self.kind != "bias" and not self.cols[1] and find_approximation(work.approximation).donor:
+            return f"{work.approximation} needs the donor's rows"
+        for side, cols in zip(SIDES, self.cols, strict=True):
+            for name, _, rows in self.chunks(side):
+                if shapes.get(name) != (rows, cols):
+                    return f"it has no step {name!r}"
+        ids = range(len(self.own))
+        limits = (
+            (self.own, range(-1, self.sizes[0]), "a row that the model lacks"),
+            (self.missing, range(min(len(ids), self.sizes[1])) if self.cols[1] else ids, "an id that the donor lacks"),
+            (work.shared, ids, "a shared token that the output lacks"),
+            ((row for own in work.pieces.values() for row in own), range(self.sizes[0]), "a piece that the model lacks"),
+        )
+        return next((what for numbers, allowed, what in limits if any(n not in allowed for n in numbers)), "")
+
 
 @dataclass(frozen=True, slots=True)
 class RowWork(ProductSettings):
@@ -121,6 +141,18 @@ class RowWork(ProductSettings):
         outs = tuple(out for table, dtype in zip(self.tables, dtypes, strict=True) for out in table.outs(dtype))
         return Product(NAME, OP, outs, self.to_json(), tuple(steps))
 
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """See `ProductSettings`."""
+        if self.approximation not in APPROXIMATIONS or not self.tables or self.choices.k < 1:
+            return f"there is no approximation {self.approximation!r} of {len(self.tables)} tables with k = {self.choices.k}"
+        for table in self.tables:
+            if problem := table.problem(self, shapes):
+                return f"{table.name}: {problem}"
+        if 3 * len(self.tables) != len(product.outs):
+            return "its arrays are not those of its tables"
+        dtypes = [out.dtype for out in product.outs[::3]]
+        return "" if product.outs == self.product(dtypes, ()).outs else "its arrays are not those of its tables"
+
 
 class BenchTables:
     """`Tables` of one table of a product."""
@@ -130,17 +162,15 @@ class BenchTables:
 
     def chunks(self, side: Side) -> Iterator[tuple[int, Floats]]:
         """See `Tables`."""
-        for name, first, rows in self._table.chunks(side):
-            found = np.empty((rows, self._cols(side)), np.float32)
-            self._bench.fill({name: found})
-            yield first, found
+        for name, first, _ in self._table.chunks(side):
+            yield first, self._bench.load([name])[name]
 
     def rows(self, side: Side, numbers: Sequence[int] | Numbers) -> Floats:
         """See `Tables`."""
         wanted = np.asarray(numbers, np.int64)
         order = np.argsort(wanted, kind="stable")
         ascending = wanted[order]
-        out = np.empty((len(wanted), self._cols(side)), np.float32)
+        out = np.empty((len(wanted), self._table.cols[SIDES.index(side)]), np.float32)
         chunks = list(self._table.chunks(side))
         # One buffer for all: memory of this size, freed and asked for again, is scattered over the allocator's arenas.
         buffer = np.empty((max((rows for _, _, rows in chunks), default=0), out.shape[1]), np.float32)
@@ -150,9 +180,6 @@ class BenchTables:
                 self._bench.fill({name: buffer[:rows]})
                 out[order[begin:end]] = buffer[ascending[begin:end] - first]
         return out
-
-    def _cols(self, side: Side) -> int:
-        return self._table.cols[SIDES.index(side)]
 
 
 def _compute(bench: ProductContext) -> Arrays:
@@ -204,7 +231,9 @@ def _make(
         threads=bench.threads,
         check=lambda: bench.progress(work.tables.index(table), len(work.tables)),
     )
-    found = approximation.make(problem) if len(shared) or not approximation.donor else _mean(problem)
+    if approximation.donor and not len(shared):
+        approximation = find_approximation("mean")
+    found = approximation.make(problem)
     new = found.rows
     if work.match_norms and table.kind != "bias":
         new = matched(new, problem, use_donor=bool(table.cols[1]))
@@ -212,10 +241,6 @@ def _make(
         new = new + np.float32(work.noise) * problem.random().standard_normal(new.shape, np.float32)
     rows[todo], errors[todo] = new * np.float32(work.scale), found.errors
     made[todo] = MADE.index("approximated") if found.composed is None else np.where(found.composed, 1, 0)
-
-
-def _mean(problem: Problem) -> Approximated:
-    return find_approximation("mean").make(problem)
 
 
 def _poorly_trained(bench: ProductContext, work: RowWork) -> tuple[frozenset[int], frozenset[int]]:
@@ -233,49 +258,18 @@ def _poorly_trained(bench: ProductContext, work: RowWork) -> tuple[frozenset[int
 
 def _report(product: Product, arrays: Arrays) -> Transplant:
     work = RowWork.of(product)
-    table, errors, made = work.tables[0], arrays[1], arrays[2]
-    return Transplant.of(work.approximation, table.missing, errors, [MADE[i] for i in made], work.tokens, work.counts)
-
-
-def _check(product: Product) -> str:
-    if not has_type(product.settings, RowWork):
-        return "its settings are not those of a transplant"
-    work = RowWork.of(product)
-    if work.approximation not in APPROXIMATIONS or not work.tables:
-        return f"there is no approximation {work.approximation!r}"
-    steps = {step.out.name: step.out.shape for step in product.steps}
-    outs: list[TensorSpec] = []
-    for i, table in enumerate(work.tables):
-        if problem := _table_problem(table, work, steps):
-            return problem
-        if 3 * i >= len(product.outs):
-            return "its arrays are not those of its tables"
-        outs += table.outs(product.outs[3 * i].dtype)
-    return "" if tuple(outs) == product.outs else "its arrays are not those of its tables"
-
-
-def _table_problem(table: Table, work: RowWork, steps: Mapping[str, tuple[int, ...]]) -> str:
-    """Why the numbers of a table cannot be right; ""."""
-    if table.cols[0] < 1 or min(table.cols[1], *table.sizes) < 0:
-        return f"{table.name}: it has no rows of that size"
-    if table.kind != "bias" and not table.cols[1] and find_approximation(work.approximation).donor:
-        return f"{table.name}: {work.approximation} needs the donor's rows"
-    for side in SIDES:
-        for name, _, rows in table.chunks(side):
-            if steps.get(name) != (rows, table.cols[SIDES.index(side)]):
-                return f"it has no step {name!r}"
-    ids, limit = len(table.own), table.sizes[1] if table.cols[1] else len(table.own)
-    if any(not -1 <= row < table.sizes[0] for row in table.own):
-        return f"{table.name}: a row that the model lacks"
-    if any(not 0 <= number < min(ids, limit) for number in table.missing):
-        return f"{table.name}: an id that the donor lacks"
-    if any(not 0 <= number < ids for number in work.shared):
-        return "a shared token that the output lacks"
-    if any(not 0 <= row < table.sizes[0] for own in work.pieces.values() for row in own):
-        return f"{table.name}: a piece that the model lacks"
-    if table.kind not in ("embedding", "head", "bias") or work.choices.k < 1:
-        return f"{table.name} is no table, or k is less than 1"
-    return ""
+    counts = work.counts
+    rows = (
+        Made(
+            number,
+            work.tokens.get(str(number), ""),
+            None if np.isnan(error) else error,
+            MADE[way],
+            None if counts is None else counts.get(str(number), 0),
+        )
+        for number, error, way in zip(work.tables[0].missing, arrays[1].tolist(), arrays[2].tolist(), strict=True)
+    )
+    return Transplant(work.approximation, tuple(rows))
 
 
 def _installed(product: Product) -> str:
@@ -283,7 +277,7 @@ def _installed(product: Product) -> str:
 
 
 KIND = ProductKind(
-    "approximating missing tokens", compute=_compute, check=_check, report=_report, installed=_installed, device=True
+    "approximating missing tokens", compute=_compute, check=RowWork.check, report=_report, installed=_installed, device=True
 )
 
 

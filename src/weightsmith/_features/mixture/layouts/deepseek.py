@@ -7,15 +7,7 @@ from typing import Any
 
 from weightsmith._features.mixture.layouts.deepseek_family import SHARED, keys, warn_shared
 from weightsmith._features.mixture.layouts.dense_config import rope_scaling, rope_type
-from weightsmith.abc.layout import (
-    ATTENTION,
-    NORMS,
-    UNDIVIDED,
-    ExpertLayout,
-    Facts,
-    check_heads,
-    warn_undivided,
-)
+from weightsmith.abc.layout import ATTENTION, NORMS, UNDIVIDED, ExpertLayout, Facts, check_heads, warn_undivided
 
 _CODE = "deepseek-ai/deepseek-moe-16b-base"
 

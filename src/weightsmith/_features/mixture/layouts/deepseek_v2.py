@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from weightsmith._features.mixture.layouts.deepseek_family import (
-    LATENT,
-    LATENT_KEYS,
-    LATENT_OPTIONAL,
-    SHARED,
-    check_latent,
-    keys,
-    no_shared,
-    warn_none_shared,
-    warn_shared,
-)
-from weightsmith.abc.layout import ExpertLayout, Facts
+from weightsmith._features.mixture.layouts import deepseek_v3
+from weightsmith._features.mixture.layouts.deepseek_family import LATENT_KEYS, keys, no_shared, warn_none_shared, warn_shared
+from weightsmith.abc.layout import Facts
 
 
 def _warnings(facts: Facts) -> Iterable[str]:
@@ -28,16 +20,15 @@ def _warnings(facts: Facts) -> Iterable[str]:
     yield from warn_none_shared(facts)
 
 
-LAYOUT = ExpertLayout(
+LAYOUT = replace(
+    deepseek_v3.LAYOUT,
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     title="DeepSeek-V2",
     dense=("deepseek_v2",),
-    layer=LATENT,
-    optional=LATENT_OPTIONAL,
     routing="softmax; the chosen experts' weights are divided by their sum (`norm_topk_prob: true`), but not by transformers",
-    shared=SHARED,
-    shared_experts=(0, 1),
+    sigmoid=False,
+    min_experts=1,
     take=(*LATENT_KEYS, "mlp_bias"),
     keys=lambda facts: {
         **keys(facts),
@@ -48,7 +39,6 @@ LAYOUT = ExpertLayout(
         "output_router_logits": False,
     },
     fixed=no_shared,
-    check=check_latent,
     warnings=_warnings,
     llama_cpp="the same as the base, unlike transformers; requires a shared expert",
     note="only from dense models with latent attention",

@@ -16,154 +16,56 @@ from weightsmith.abc.layout import ExpertLayout, Facts
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"})
 """Keys of rotary embeddings: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
 
-_TAKEN = ROPE | {
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "attention_dropout",
-}
+_KEYS = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
+    max_position_embeddings initializer_range rms_norm_eps use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings
+    attention_dropout rope_theta
+""".split()
+"""Keys that all of these classes read, in the order of config.json."""
 
-_BASIC: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "use_cache": True,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
-    "rope_theta": 10_000.0,
+_COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0}
+_TAKEN = ROPE | frozenset(_KEYS) - {"head_dim", "intermediate_size"}
+_COLUMNS = [key for key in _KEYS if key not in _COMMON]
+_ROWS: Mapping[str, tuple[Any, ...]] = {
+    "llama": (32000, 4096, 11008, 32, 32, None, None, 2048, 1e-6, None, 1, 2, False, 1e4),
+    "mistral": (32000, 4096, 14336, 32, 32, 8, None, 131072, 1e-6, None, 1, 2, False, 1e4),
+    "ministral": (32000, 4096, 14336, 32, 32, 8, None, 131072, 1e-6, None, 1, 2, False, 1e4),
+    "qwen2": (151936, 4096, 22016, 32, 32, 32, None, 32768, 1e-6, None, None, None, False, 1e4),
+    "qwen3": (151936, 4096, 22016, 32, 32, 32, 128, 32768, 1e-6, None, None, None, False, 1e4),
+    "phi3": (32064, 3072, 8192, 32, 32, None, None, 4096, 1e-5, 32000, 1, 32000, False, 1e4),
+    "granite": (32000, 4096, 11008, 32, 32, None, None, 2048, 1e-6, None, 1, 2, False, 1e4),
+    "olmo2": (50304, 4096, 11008, 32, 32, None, None, 2048, 1e-5, 1, None, 50279, False, 1e4),
+    "seed_oss": (155136, 4096, 27648, 64, 80, 8, 128, 524288, 1e-6, 1, 0, 2, False, 1e4),
+    "smollm3": (128256, 2048, 11008, 36, 16, 4, None, 32768, 1e-6, 128004, 128000, 128001, True, 2e6),
+    "deepseek_v2": (102400, 4096, 11008, 32, 32, None, None, 2048, 1e-6, None, 1, 2, False, 1e4),
+    "deepseek_v3": (129280, 7168, 18432, 61, 128, 128, None, 4096, 1e-6, None, 0, 1, False, 1e4),
+    "youtu": (128256, 2048, 6144, 32, 16, 16, None, 131072, 1e-6, None, 128000, 128001, True, 1e4),
 }
-_MISTRAL = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
-_QWEN = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
+_BIASES = {"attention_bias": False, "mlp_bias": False}
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+_ROPELESS = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _INTERLEAVED = {**_MLA, "attention_bias": False, "rope_interleave": True}
 _MULTIPLIERS = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0)
+_MORE: Mapping[str, Mapping[str, Any]] = {
+    "llama": _BIASES,
+    "mistral": {"sliding_window": 4096},
+    "ministral": {"sliding_window": 4096, "layer_types": None},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "attention_bias": False},
+    "phi3": {"original_max_position_embeddings": 4096, "sliding_window": None},
+    "granite": {**_BIASES, **_MULTIPLIERS},
+    "olmo2": {"attention_bias": False},
+    "seed_oss": {"attention_dropout": 0.1, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    "smollm3": {"use_sliding_window": False, "sliding_window": None, "layer_types": None, **_ROPELESS, **_BIASES},
+    "deepseek_v2": {**_MLA, **_BIASES},
+    "deepseek_v3": _INTERLEAVED,
+    "youtu": {**_INTERLEAVED, "initializer_range": None},
+}
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {**_BASIC, "attention_bias": False, "mlp_bias": False},
-    "mistral": {**_BASIC, **_MISTRAL},
-    "ministral": {**_BASIC, **_MISTRAL, "layer_types": None},
-    "qwen2": {**_BASIC, **_QWEN},
-    "qwen3": {**_BASIC, **_QWEN, "head_dim": 128, "attention_bias": False},
-    "phi3": {
-        **_BASIC,
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "pad_token_id": 32000,
-        "eos_token_id": 32000,
-        "sliding_window": None,
-    },
-    "granite": {**_BASIC, "attention_bias": False, "mlp_bias": False, **_MULTIPLIERS},
-    "olmo2": {
-        **_BASIC,
-        "vocab_size": 50304,
-        "rms_norm_eps": 1e-5,
-        "pad_token_id": 1,
-        "bos_token_id": None,
-        "eos_token_id": 50279,
-        "attention_bias": False,
-    },
-    "seed_oss": {
-        **_BASIC,
-        "vocab_size": 155136,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 80,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 524288,
-        "pad_token_id": 1,
-        "bos_token_id": 0,
-        "attention_dropout": 0.1,
-        "attention_bias": True,
-        "attention_out_bias": False,
-        "mlp_bias": False,
-    },
-    "smollm3": {
-        **_BASIC,
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "pad_token_id": 128004,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "tie_word_embeddings": True,
-        "rope_theta": 2_000_000.0,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "layer_types": None,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-    "deepseek_v2": {**_BASIC, **_MLA, "vocab_size": 102400, "attention_bias": False, "mlp_bias": False},
-    "deepseek_v3": {
-        **_BASIC,
-        **_INTERLEAVED,
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    },
-    "youtu": {
-        **_BASIC,
-        **_INTERLEAVED,
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 131072,
-        "initializer_range": None,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "tie_word_embeddings": True,
-    },
+    name: {**dict.fromkeys(_KEYS), **_COMMON, **dict(zip(_COLUMNS, row, strict=True)), **_MORE[name]}
+    for name, row in _ROWS.items()
 }
 """Model type → every key that its transformers class reads to compute, with its default."""
 

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weightsmith.abc.layout import (
-    ATTENTION,
-    DIVIDED,
-    NORMS,
-    QKV_BIASES,
-    UNDIVIDED,
-    ExpertLayout,
-    Facts,
-    Fixed,
-    warn_undivided,
-)
+from weightsmith.abc.layout import ATTENTION, DIVIDED, NORMS, QKV_BIASES, UNDIVIDED, ExpertLayout, Facts, Fixed, warn_undivided
 
 
 def _fixed(facts: Facts) -> list[Fixed]:

@@ -2,25 +2,342 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith._base.errors import Finding
-from weightsmith._base.pages import HeatMap
-from weightsmith._base.pages.values import Block
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.packages import missing
+from weightsmith._base.errors import (
+    Finding,
+    NonFinite,
+    NotFound,
+    ParameterError,
+    PlanError,
+    Unsupported,
+    WeightsmithError,
+    first_line,
+)
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.mixture.routing.gates import MODES
-from weightsmith._features.mixture.routing.gating import Gating, outs_of, router_dtype
-from weightsmith._features.mixture.routing.report import Group, Routing, heat_map
-from weightsmith._features.mixture.routing.route import route, useless_rows
+from weightsmith._features.mixture.routing.gates import MODES, Rows, Sample
+from weightsmith._features.mixture.routing.prompts import Row, Texts, Tokens
+from weightsmith._features.mixture.routing.report import Group, Routing, RoutingReport, runs
+from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import Product
-from weightsmith._plans.codec import has_type
+from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays
 
-JSON_NAME = "routing.json"
-PICTURE_NAME = "routing.svg"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightsmith._activations.decoder.forward import Decoder, LayerStates
+
+INSTEAD = "; or use gate_mode: random, which needs no hidden states"
+
+SAME = 1e-6
+"""Two rows that differ by less than this share of their norm count as equal."""
+
+
+def missing_packages() -> list[WeightsmithError]:
+    """An error if torch or transformers is not installed."""
+    return missing(("torch", "transformers"), "hidden states", "moe", INSTEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedExpert:
+    """An expert with a router row.
+
+    name   of its model, as in the recipe
+    where  position of its entry in the recipe; copies of an entry share it
+    texts  its prompts and held-out texts
+    """
+
+    name: str
+    where: str
+    texts: Texts
+
+
+@dataclass(frozen=True, slots=True)
+class Gating(ProductSettings):
+    """What router weights depend on, besides tensors and the tokenizer's files.
+
+    mode           a key of `gates.MODES`
+    experts        experts with a row, shared ones last
+    routed         number of routed experts; the rest are shared
+    seed           random seed
+    scale          factor on all rows
+    sigmoid        whether the router's scores are sigmoids
+    groups         number of experts that share a row
+    per_token      experts per token, before virtual groups
+    prompt_tokens  tokens per row of a text file; None: one prompt per paragraph
+    report         whether to report where the rows route the prompts
+    where          position of the gate mode in the recipe
+    packages       versions of the packages that hidden states depend on
+    lenient        warn about rows that cannot distinguish the experts, instead of raising
+    """
+
+    mode: str
+    experts: tuple[GatedExpert, ...]
+    routed: int
+    base: Base
+    seed: int
+    scale: float
+    sigmoid: bool
+    groups: int
+    per_token: int
+    prompt_tokens: int | None
+    report: bool
+    where: str
+    packages: Mapping[str, str]
+    lenient: bool = False
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """See `ProductSettings`."""
+        layers, experts, hidden = self.shape
+        if self.mode not in MODES or not 1 <= self.routed <= experts or min(layers, hidden, self.groups, self.per_token) < 1:
+            return "its settings are inconsistent"
+        if self.seed < 0 or (self.prompt_tokens or 1) < 1:
+            return "its seed or its prompt_tokens is negative"
+        rows = _stored(product)
+        n = max(len(rows) // layers, 1)
+        routers = [rows[i : i + n] for i in range(0, len(rows), n)]
+        wanted = [(self.routed * self.groups, hidden), (experts - self.routed, hidden)][:n]
+        if len(routers) != layers or any([out.shape for out in layer] != wanted for layer in routers):
+            return "its arrays are not the rows of its experts"
+        return "" if self.outs(routers) == product.outs else "its arrays are not those of its report"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, experts, hidden."""
+        return self.base.layers, len(self.experts), self.base.hidden
+
+    @property
+    def counted(self) -> list[tuple[int, bool]]:
+        """The report's groups of texts: expert, and whether these are its held-out texts."""
+        routed = list(enumerate(self.experts[: self.routed]))
+        prompts = [(e, False) for e, expert in routed if expert.texts.has_prompts]
+        return prompts + [(e, True) for e, expert in routed if expert.texts.has_held_out]
+
+    def outs(self, routers: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
+        """The arrays: the stored tensors of each layer (routers), then the report's shares and counts."""
+        outs = [spec for layer in routers for spec in layer]
+        if self.report:
+            shape = self.base.layers, len(self.counted), self.routed
+            outs += [TensorSpec(f"routing: {what}", DTYPES["F64"], shape) for what in ("first", "sent")]
+            outs.append(TensorSpec("routing: tokens", DTYPES["I64"], (len(self.counted),)))
+        return tuple(outs)
+
+
+def uses_states(mode: str, *, report: bool) -> bool:
+    """Whether the base must run on the prompts, for the rows or for the report."""
+    return MODES[mode].needs in ("entering", "mlp_input") or report
+
+
+# ---- Router weights and routing, in one pass over the hidden states.
+
+
+def route(gating: Gating, bench: ProductContext) -> tuple[Rows, Routing | None]:
+    """The rows of a gate mode, and where they route the prompts; None if no report was requested.
+
+    Raises PlanError if prompts and model do not match, and for rows that cannot route.
+    """
+    mode = MODES[gating.mode]
+    if mode.needs == "nothing" and not gating.report:
+        return _scaled(mode.function(gating.shape, gating.seed), gating), None
+    return _Route(gating, bench).run()
+
+
+class _Route:
+    def __init__(self, gating: Gating, bench: ProductContext) -> None:
+        self.gating = gating
+        self.bench = bench
+        self.way = MODES[gating.mode]
+        self.dtype = bench.product.outs[0].dtype.numpy
+        self.device = bench.device
+        self.decoder, self.tokens = self._begin()
+        self.prompts = [self.tokens.rows(expert.texts, gating.prompt_tokens) for expert in gating.experts]
+        self._check_prompts()
+        self.all: list[Row] = []
+
+    def run(self) -> tuple[Rows, Routing | None]:
+        """The rows, and the report."""
+        gating, way = self.gating, self.way
+        rows = np.zeros(gating.shape, np.float32)
+        positive, negative = self._numbered("positive"), self._numbered("negative")
+        held_out = self._numbered("held_out") if gating.report else [[]] * len(self.prompts)
+        if way.needs == "nothing":
+            rows = _scaled(way.function(gating.shape, gating.seed), gating)
+        elif way.needs == "embedding":
+            table = self.decoder.embeddings(self.bench, self.all)
+            rows[:] = _scaled(_numpy(way.function(self._samples(table, positive, negative), gating.routed)), gating)
+        per_layer = way.needs in ("entering", "mlp_input")
+        groups = []
+        for e, is_held_out in gating.counted if gating.report else ():
+            own = (held_out if is_held_out else positive)[e]
+            groups.append((Group(e, is_held_out, sum(len(self.all[k]) - self.tokens.start for k in own)), own))
+        names = [expert.name for expert in gating.experts[: gating.routed]]
+        counted = Routing.zeros(names, max(1, gating.per_token // gating.groups), [group for group, _ in groups], len(rows))
+        if uses_states(gating.mode, report=gating.report):
+            for states in self._states():
+                i = states.index
+                if per_layer:
+                    seen = states.mlp_input if way.needs == "mlp_input" else states.entering
+                    made = way.function(self._samples(seen, positive, negative), gating.routed)
+                    rows[i] = _scaled(_numpy(made), gating)
+                if gating.report:
+                    self._count(counted, rows[i, : gating.routed], states, [own for _, own in groups])
+        self._check(rows)
+        return rows, counted if gating.report else None
+
+    def _begin(self) -> tuple[Decoder, Tokens]:
+        """The module and the tokenizer."""
+        if lacking := missing_packages():
+            raise PlanError(lacking)
+        from transformers import AutoTokenizer
+
+        from weightsmith._activations.decoder.forward import build
+
+        base, problems = self.gating.base, list[WeightsmithError]()
+        try:
+            self.device = usable_device(self.device)
+        except ParameterError as error:
+            problems.append(error)
+        decoder = build(base, {step.out.name: step.out for step in self.bench.product.steps})
+        if isinstance(decoder, WeightsmithError):
+            raise PlanError([*problems, decoder])
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.bench.folder(base.model), trust_remote_code=False)
+        except WeightsmithError:
+            raise
+        except Exception as error:  # bad files can raise anything in transformers
+            what = f"the tokenizer of the base cannot be loaded: {first_line(error)}"
+            fix = "put the tokenizer files next to the weights, or write gate_mode: random"
+            raise PlanError([*problems, NotFound(what, where=base.label, fix=fix)]) from error
+        if problems:
+            raise PlanError(problems)
+        return decoder, Tokens(tokenizer, plain=self.way.plain)
+
+    def _check_prompts(self) -> None:
+        """Raise PlanError for prompts that the model cannot take."""
+        problems: list[WeightsmithError] = []
+        limit, vocabulary = self.decoder.max_tokens, self.decoder.vocabulary
+        for expert, own in zip(self.gating.experts, self.prompts, strict=True):
+            rows = (*own.positive, *own.negative, *own.held_out)
+            longest, largest = max(map(len, rows), default=0), max((token for row in rows for token in row), default=0)
+            if longest > limit:
+                what = f"a prompt of {expert.name} has {longest:,} tokens, but the base supports at most {limit:,}"
+                fix = "shorten it, or split a text file into rows with prompt_tokens: 512"
+                problems.append(ParameterError(what, where=expert.where, fix=fix))
+            if largest >= vocabulary:
+                what = f"the tokenizer produces token {largest}, but the base's embedding has {vocabulary} rows"
+                problems.append(Unsupported(what, where=self.gating.base.label, fix="use the base's own tokenizer"))
+                break
+            if expert.texts.has_prompts and not own.positive:
+                what = f"the prompts of {expert.name} contain no tokens"
+                problems.append(ParameterError(what, where=expert.where, fix="write some text"))
+        if problems:
+            raise PlanError(problems)
+
+    def _numbered(self, what: str) -> list[list[int]]:
+        """Add each expert's prompts of this kind to the prompts to run. Returns their indices."""
+        numbers = []
+        for own in self.prompts:
+            rows = getattr(own, what)
+            numbers.append(list(range(len(self.all), len(self.all) + len(rows))))
+            self.all += rows
+        return numbers
+
+    def _states(self) -> Iterator[LayerStates]:
+        sizes = self.decoder.layer_bytes
+        done, total = 0, sum(sizes)
+        self.bench.progress(done, total)
+        for states in self.decoder.states(self.bench, self.all, device=self.device):
+            if not all(bool(seen.isfinite().all()) for seen in states.mlp_input):
+                raise self._not_finite(f"the base's hidden states are not finite in layer {states.index}")
+            yield states
+            done += sizes[states.index]
+            self.bench.progress(done, total)
+
+    def _samples(self, seen: Sequence[Tensor], positive: Sequence[list[int]], negative: Sequence[list[int]]) -> list[Sample]:
+        start = 0 if self.way.plain else self.tokens.start
+        return [
+            Sample([seen[k][start:] for k in own], [seen[k][start:] for k in other])
+            for own, other in zip(positive, negative, strict=True)
+        ]
+
+    def _count(self, counted: Routing, rows: Any, states: LayerStates, groups: Sequence[list[int]]) -> None:
+        stored = rows.astype(self.dtype).astype(np.float32).T
+        for g, own in enumerate(groups):
+            if not own:
+                continue
+            seen = [states.mlp_input[k][self.tokens.start :] for k in own]
+            if not any(len(x) for x in seen):
+                continue  # empty prompts
+            counted.count(states.index, g, np.concatenate([_numpy(x) @ stored for x in seen]).astype(np.float64))
+
+    def _not_finite(self, what: str) -> PlanError:
+        return PlanError([NonFinite(what, where=self.gating.where, fix="check the base model")])
+
+    def _check(self, rows: Rows) -> None:
+        """Raise for rows that cannot route."""
+        gating = self.gating
+        if not np.isfinite(rows).all():
+            i, e = np.argwhere(~np.isfinite(rows))[0, :2]
+            raise self._not_finite(
+                f"the router weights of expert {e} in layer {i} are not finite: the base's hidden states are not"
+            )
+        problems = useless_rows(rows, gating)
+        if problems and not gating.lenient:
+            raise PlanError(problems)
+
+
+def useless_rows(rows: Any, gating: Gating) -> list[WeightsmithError]:
+    """Errors for rows [layers, experts, hidden] that cannot distinguish experts: zero and equal rows."""
+    problems: list[WeightsmithError] = []
+    routed = np.asarray(rows)[:, : gating.routed].astype(np.float64)
+    norms = np.linalg.norm(routed, axis=2)
+    for e in range(gating.routed if gating.routed > 1 else 0):
+        where = gating.experts[e].where
+        if (layers := np.flatnonzero(norms[:, e] == 0)).size:
+            what = f"the router weights of expert {e}, {gating.experts[e].name}, are zero in {runs(layers)}"
+            problems.append(_useless(what, layers, where, gating.mode))
+        for other in range(e):
+            if gating.experts[other].where == where:
+                continue  # copies of one entry
+            distance = np.linalg.norm(routed[:, e] - routed[:, other], axis=1)
+            if (layers := np.flatnonzero((distance <= SAME * norms[:, e]) & (norms[:, e] > 0))).size:
+                what = f"experts {other} and {e} have the same router weights in {runs(layers)}"
+                problems.append(_useless(what, layers, where, gating.mode))
+    return problems
+
+
+def _useless(what: str, layers: Any, where: str, mode: str) -> ParameterError:
+    if MODES[mode].make == "hidden:last" and list(layers) == [0]:
+        what += ": their prompts end in the same token, and in layer 0 gate_mode hidden only uses the last token"
+        fix = "write gate_mode: router_input or hidden_avg, which use all tokens"
+    else:
+        fix = "give each expert different prompts, or write gate_mode: random"
+    return ParameterError(what, where=where, fix=f"{fix}; --mergekit-lenient makes this a warning")
+
+
+def _scaled(rows: Any, gating: Gating) -> Rows:
+    scaled: Rows = (rows * np.float32(gating.scale)).astype(np.float32)
+    return scaled
+
+
+def _numpy(values: Tensor) -> Any:
+    return values.float().cpu().numpy()
+
+
+# ---- The product.
+
+
+def _stored(product: Product) -> list[TensorSpec]:
+    """The arrays that the output stores: those before the report."""
+    return [out for out in product.outs if not out.name.startswith("routing: ")]
 
 
 def _compute(bench: ProductContext) -> Arrays:
@@ -30,9 +347,7 @@ def _compute(bench: ProductContext) -> Arrays:
         # The hidden state's norm is near √hidden. If rows are that long too, as random ones are, the logits are so far
         # below 0 that all of a token's sigmoids may be 0.
         rows[:, : gating.routed] /= max(1.0, float(np.linalg.norm(rows[:, : gating.routed], axis=-1).max()))
-    dtype = router_dtype(bench.product).numpy
-    per_layer = sum(not out.name.startswith("routing: ") for out in bench.product.outs) // gating.base.layers
-    arrays = []
+    dtype, per_layer, arrays = bench.product.outs[0].dtype.numpy, len(_stored(bench.product)) // gating.base.layers, []
     for layer in rows:
         parts = [np.repeat(layer[: gating.routed], gating.groups, axis=0), layer[gating.routed :]]
         arrays += [part.astype(dtype) for part in parts[:per_layer]]
@@ -41,62 +356,11 @@ def _compute(bench: ProductContext) -> Arrays:
     return arrays
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingReport:
-    """Where the router routes the tokens of the experts' texts, and problems with its rows.
-
-    routing  None if not requested
-    useless  warnings about rows that cannot distinguish experts
-    """
-
-    routing: Routing | None
-    useless: tuple[Finding, ...] = ()
-
-    def files(self) -> dict[str, bytes]:
-        """routing.json and a heat map."""
-        if self.routing is None:
-            return {}
-        data = json.dumps(self.routing.to_json(), indent=1, ensure_ascii=False) + "\n"
-        return {JSON_NAME: data.encode(), PICTURE_NAME: heat_map(self.routing).encode()}
-
-    def blocks(self) -> list[Block]:
-        """A heat map for the texts of each expert: by layer, where their tokens go."""
-        if self.routing is None:
-            return []
-        routing, about = self.routing, "Share of the tokens for which the expert comes first, on the hidden states of the base."
-        layers = tuple(f"layer {i}" for i in range(routing.first.shape[0]))
-        experts = tuple(map(routing.label, range(len(routing.experts))))
-        return [
-            HeatMap(f"Routing: {routing.title(group)}", layers, experts, values, "share", about, span=(0.0, 1.0))
-            for g, group in enumerate(routing.groups)
-            for values in [tuple(map(tuple, routing.first[:, g].tolist()))]
-        ]
-
-    def section(self) -> str:
-        """The model card's section on routing."""
-        if self.routing is None:
-            return ""
-        return f"""
-## Routing
-
-Share of the tokens of the experts' texts for which each expert comes first, averaged over layers. Measured on the hidden
-states of the base; in this model they differ after the first layer. Per-layer values: [{JSON_NAME}]({JSON_NAME}).
-
-{self.routing.markdown()}
-
-![Share of tokens for which an expert comes first, by layer]({PICTURE_NAME})
-"""
-
-    def warnings(self, where: str) -> list[Finding]:
-        """Warnings about a router that cannot work."""
-        return [*self.useless, *([] if self.routing is None else self.routing.warnings(where))]
-
-
 def _report(product: Product, arrays: Arrays) -> RoutingReport | None:
     gating = Gating.of(product)
     useless: tuple[Finding, ...] = ()
     if gating.lenient and MODES[gating.mode].needs != "nothing":
-        per_layer = sum(not out.name.startswith("routing: ") for out in product.outs) // gating.base.layers
+        per_layer = len(_stored(product)) // gating.base.layers
         rows = np.stack([layer[:: gating.groups] for layer in arrays[: per_layer * gating.base.layers : per_layer]])
         useless = tuple(replace(p.finding, fix="") for p in useless_rows(rows, gating))
     if not gating.report:
@@ -109,26 +373,6 @@ def _report(product: Product, arrays: Arrays) -> RoutingReport | None:
     return RoutingReport(Routing(names, per_token, groups, first[:, present], sent[:, present]), useless)
 
 
-def _check(product: Product) -> str:
-    if not has_type(product.settings, Gating):
-        return "its settings are not those of a router product"
-    gating = Gating.of(product)
-    layers, experts, hidden = gating.shape
-    if (
-        gating.mode not in MODES
-        or not 1 <= gating.routed <= experts
-        or min(layers, hidden, gating.groups, gating.per_token) < 1
-    ):
-        return "its settings are inconsistent"
-    if gating.seed < 0 or (gating.prompt_tokens or 1) < 1:
-        return "its seed or its prompt_tokens is negative"
-    rows = [out for out in product.outs if not out.name.startswith("routing: ")]
-    n = max(len(rows) // layers, 1)
-    routers = [rows[i : i + n] for i in range(0, len(rows), n)]
-    shapes = [(gating.routed * gating.groups, hidden), (experts - gating.routed, hidden)][:n]
-    if len(routers) != layers or any([out.shape for out in layer] != shapes for layer in routers):
-        return "its arrays are not the rows of its experts"
-    return "" if outs_of(gating, routers) == product.outs else "its arrays are not those of its report"
-
-
-KIND = ProductKind("computing hidden states and router weights", compute=_compute, report=_report, check=_check, device=True)
+KIND = ProductKind(
+    "computing hidden states and router weights", compute=_compute, report=_report, check=Gating.check, device=True
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,8 @@ def _read(path: Path, where: str) -> str | WeightsmithError:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One prompt as tokens. start: the length of the prefix that the tokenizer adds, which no statistic includes."""
-
-    ids: tuple[int, ...]
-    start: int
+Row = tuple[int, ...]
+"""One prompt as tokens, with the prefix that the tokenizer adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +112,7 @@ class Tokens:
 
     plain  as mergekit does: the text of the bos token and the prompt, without the tokenizer's own prefix. Otherwise each
            row starts with the tokenizer's prefix
+    start  the length of the prefix of each row, which no statistic includes
     """
 
     def __init__(self, tokenizer: Any, *, plain: bool) -> None:
@@ -127,6 +124,7 @@ class Tokens:
         if not plain:
             ids, bare = list(tokenizer("a")["input_ids"]), self._ids("a")
             self._prefix = ids[: next((k for k in range(len(ids)) if ids[k : k + len(bare)] == bare), 0)]
+        self.start = 1 if self._bos_text else len(self._prefix)
 
     def rows(self, texts: Texts, prompt_tokens: int | None) -> Rows:
         """The rows of all texts of an expert. Texts without tokens have none."""
@@ -137,33 +135,15 @@ class Tokens:
 
     def _full(self, rows: Iterable[Row]) -> tuple[Row, ...]:
         """The rows with tokens. With `plain`, the bos token alone counts as one, for empty prompts, as in mergekit."""
-        return tuple(row for row in rows if len(row.ids) > (0 if self._plain else row.start))
+        return tuple(row for row in rows if len(row) > (0 if self._plain else self.start))
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _row(self, text: str) -> Row:
-        if self._bos_text:
-            return Row(tuple(self._ids(self._bos_text + text)), 1)
-        return Row((*self._prefix, *self._ids(text)), len(self._prefix))
+        return tuple(self._ids(self._bos_text + text)) if self._bos_text else (*self._prefix, *self._ids(text))
 
     def _cut(self, text: str, size: int | None) -> list[Row]:
         ids = self._ids(text) if text and size else []
         step = size or 1
-        return [Row((*self._prefix, *ids[k : k + step]), len(self._prefix)) for k in range(0, len(ids), step)]
-
-
-def too_long(rows: Sequence[Rows], names: Sequence[tuple[str, str]], limit: int) -> list[WeightsmithError]:
-    """An error for each expert with a prompt that exceeds the model's positions.
-
-    names  each expert's model name, and the position of its entry in the recipe
-    limit  tokens
-    """
-    problems: list[WeightsmithError] = []
-    for own, (name, where) in zip(rows, names, strict=True):
-        longest = max((len(r.ids) for r in (*own.positive, *own.negative, *own.held_out)), default=0)
-        if longest > limit:
-            what = f"a prompt of {name} has {longest:,} tokens, but the base supports at most {limit:,}"
-            fix = "shorten it, or split a text file into rows with prompt_tokens: 512"
-            problems.append(ParameterError(what, where=where, fix=fix))
-    return problems
+        return [(*self._prefix, *ids[k : k + step]) for k in range(0, len(ids), step)]

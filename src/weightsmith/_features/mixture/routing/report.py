@@ -6,7 +6,8 @@ to an expert that differs from the base's MLP. So from the second layer on, the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.pages.values import safe
+from weightsmith._base.pages import HeatMap
+from weightsmith._base.pages.svg import heat_map, picture
+from weightsmith._base.pages.values import Block
 from weightsmith._base.text import markdown_table
 
 ALONE = 0.9
@@ -22,6 +25,12 @@ ALONE = 0.9
 
 NOTHING = 0.01
 """An expert that gets less than this share of its own tokens gets "nothing"."""
+
+SPAN = 0.0, 1.0
+"""Shares that have the first and the last colour of a heat map."""
+
+JSON_NAME = "routing.json"
+PICTURE_NAME = "routing.svg"
 
 Shares = npt.NDArray[np.float64]
 
@@ -55,6 +64,18 @@ class Routing:
     groups: tuple[Group, ...]
     first: Shares
     sent: Shares
+
+    @classmethod
+    def zeros(cls, experts: Sequence[str], per_token: int, groups: Sequence[Group], layers: int) -> Routing:
+        """Shares to be counted."""
+        shape = layers, len(groups), len(experts)
+        return cls(tuple(experts), per_token, tuple(groups), np.zeros(shape), np.zeros(shape))
+
+    def count(self, layer: int, group: int, logits: npt.NDArray[np.float64]) -> None:
+        """Count the tokens of a group. logits: [tokens, experts]; ties go to the lower expert number."""
+        order, n = np.argsort(-logits, axis=1, kind="stable"), logits.shape[1]
+        self.first[layer, group] = np.bincount(order[:, 0], minlength=n) / len(logits)
+        self.sent[layer, group] = np.bincount(order[:, : self.per_token].reshape(-1), minlength=n) / len(logits)
 
     def own(self, shares: Shares) -> Shares:
         """The shares of each group's own expert: [layers, groups]."""
@@ -112,9 +133,19 @@ class Routing:
         head = ("layer", *(self.title(group) for group in self.groups))
         return head, [(str(i), *(f"{share:.0%}" for share in row)) for i, row in enumerate(own)]
 
-    def markdown(self) -> str:
-        """The table for the model card."""
-        return markdown_table(*self.table())
+    def by_expert(self) -> HeatMap:
+        """For the texts of each expert, by layer, the share of their tokens that each expert comes first for.
+
+        With a good router, only the rows marked with an arrow are light.
+        """
+        groups, experts = list(enumerate(self.groups)), range(len(self.experts))
+        titles = [text if len(text) <= 48 else f"{text[:24]}…{text[-23:]}" for text in map(self.title, self.groups)]
+        rows = [f"{titles[g]}: {'→ ' * (e == group.expert)}{e}" for g, group in groups for e in experts]
+        values = [tuple(self.first[:, g, e].tolist()) for g, _ in groups for e in experts]
+        layers = tuple(map(str, range(len(self.first))))
+        return HeatMap(
+            "Share of tokens for which an expert comes first", tuple(rows), layers, tuple(values), "share", span=SPAN
+        )
 
     def warnings(self, where: str) -> list[Finding]:
         """Warnings if one expert gets nearly all tokens, or one gets nothing of its own texts."""
@@ -134,28 +165,6 @@ class Routing:
         return found
 
 
-class Counter:
-    """Counts where tokens are routed, layer by layer."""
-
-    def __init__(self, experts: Sequence[str], per_token: int, groups: Sequence[Group], layers: int) -> None:
-        shape = layers, len(groups), len(experts)
-        self._routing = Routing(tuple(experts), per_token, tuple(groups), np.zeros(shape), np.zeros(shape))
-
-    def add(self, layer: int, group: int, logits: npt.NDArray[np.float64]) -> None:
-        """Count the tokens of a group. logits: [tokens, experts]; ties go to the lower expert number."""
-        order = np.argsort(-logits, axis=1, kind="stable")
-        n = logits.shape[1]
-        first = np.bincount(order[:, 0], minlength=n)
-        sent = np.bincount(order[:, : self._routing.per_token].reshape(-1), minlength=n)
-        self._routing.first[layer, group] = first / len(logits)
-        self._routing.sent[layer, group] = sent / len(logits)
-
-    @property
-    def routing(self) -> Routing:
-        """The shares counted so far."""
-        return self._routing
-
-
 def runs(layers: Sequence[int] | npt.NDArray[np.intp]) -> str:
     """Layer numbers as a short text.
 
@@ -173,53 +182,52 @@ def runs(layers: Sequence[int] | npt.NDArray[np.intp]) -> str:
     return f"layer{'s' if len(numbers) > 1 else ''} {text}"
 
 
-# ---- Plots where a router sends tokens, as SVG, without a plotting package.
+@dataclass(frozen=True, slots=True)
+class RoutingReport:
+    """Where the router routes the tokens of the experts' texts, and problems with its rows.
 
-CELL = 18  # pixels per layer and expert
-LEFT, TOP, GAP = 230, 46, 34
-LOW, HIGH = (247, 250, 253), (8, 64, 129)  # colours of the shares 0 and 1
-
-
-def heat_map(routing: Routing) -> str:
-    """An SVG with a panel for the texts of each expert, a row for each expert and a column for each layer.
-
-    A cell's shade is the share of the texts' tokens for which the expert comes first in that layer; the tooltip has the
-    number. With a good router, only the row marked with an arrow is dark.
+    routing  None if not requested
+    useless  warnings about rows that cannot distinguish experts
     """
-    layers, experts = routing.first.shape[0], len(routing.experts)
-    panel = experts * CELL + GAP
-    width, height = LEFT + layers * CELL + 20, TOP + len(routing.groups) * panel + 24
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<text x="10" y="20" font-size="13">Share of tokens for which an expert comes first (hidden states of the base)</text>',
-    ]
-    for g in range(len(routing.groups)):
-        parts += _panel(routing, g, TOP + g * panel)
-    bottom = TOP + len(routing.groups) * panel
-    parts += [
-        f'<text x="{LEFT + i * CELL + CELL // 2}" y="{bottom}" text-anchor="middle">{i}</text>'
-        for i in range(0, layers, 1 if layers <= 10 else 5)
-    ]
-    return "\n".join([*parts, f'<text x="10" y="{bottom}">layer</text>', "</svg>"]) + "\n"
 
+    routing: Routing | None
+    useless: tuple[Finding, ...] = ()
 
-def _panel(routing: Routing, g: int, top: int) -> Iterator[str]:
-    group = routing.groups[g]
-    yield f'<text x="10" y="{top + 4}" font-weight="bold">{safe(routing.title(group))}, {group.tokens:,} tokens</text>'
-    for e in range(len(routing.experts)):
-        y = top + 10 + e * CELL
-        mark = "→ " if e == group.expert else ""
-        label = routing.label(e)
-        label = label if len(label) <= 32 else f"{label[:8]}…{label[-23:]}"
-        yield f'<text x="{LEFT - 6}" y="{y + 13}" text-anchor="end">{mark}{safe(label)}</text>'
-        for i, share in enumerate(routing.first[:, g, e]):
-            yield (
-                f'<rect x="{LEFT + i * CELL}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{_colour(share)}">'
-                f"<title>layer {i}: {share:.1%}</title></rect>"
-            )
+    def files(self) -> dict[str, bytes]:
+        """routing.json and a heat map."""
+        if self.routing is None:
+            return {}
+        data = json.dumps(self.routing.to_json(), indent=1, ensure_ascii=False) + "\n"
+        return {JSON_NAME: data.encode(), PICTURE_NAME: picture(heat_map(self.routing.by_expert()))}
 
+    def blocks(self) -> list[Block]:
+        """A heat map for the texts of each expert: by layer, where their tokens go."""
+        if self.routing is None:
+            return []
+        routing, about = self.routing, "Share of the tokens for which the expert comes first, on the hidden states of the base."
+        layers = tuple(f"layer {i}" for i in range(routing.first.shape[0]))
+        experts = tuple(map(routing.label, range(len(routing.experts))))
+        return [
+            HeatMap(f"Routing: {routing.title(group)}", layers, experts, values, "share", about, span=SPAN)
+            for g, group in enumerate(routing.groups)
+            for values in [tuple(map(tuple, routing.first[:, g].tolist()))]
+        ]
 
-def _colour(share: float) -> str:
-    return "#" + "".join(f"{round(low + (high - low) * share):02x}" for low, high in zip(LOW, HIGH, strict=True))
+    def section(self) -> str:
+        """The model card's section on routing."""
+        if self.routing is None:
+            return ""
+        return f"""
+## Routing
+
+Share of the tokens of the experts' texts for which each expert comes first, averaged over layers. Measured on the hidden
+states of the base; in this model they differ after the first layer. Per-layer values: [{JSON_NAME}]({JSON_NAME}).
+
+{markdown_table(*self.routing.table())}
+
+![Share of tokens for which an expert comes first, by layer]({PICTURE_NAME})
+"""
+
+    def warnings(self, where: str) -> list[Finding]:
+        """Warnings about a router that cannot work."""
+        return [*self.useless, *([] if self.routing is None else self.routing.warnings(where))]

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._activations.packages import missing
-from weightsmith._base.errors import Finding, LayerError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import LayerError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.strict_json import texts
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._features.mixture.assembly import Assembly
 from weightsmith._features.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
-from weightsmith._features.mixture.surgery.neurons import MatchedPair, matching, neuron_tensors, read_matched
+from weightsmith._features.mixture.surgery.neurons import matching, neuron_tensors, read_matched
 from weightsmith._features.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
 from weightsmith._files.copied import left_out_findings
 from weightsmith._files.hf_folder import natural_key
@@ -27,9 +26,9 @@ from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.dtypes import DTypes, kept_specs
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
-from weightsmith._planning.planner.prepared import Assembled
+from weightsmith._planning.planner.prepared import Assembled, model_input
 from weightsmith._planning.recipe import Surgery
-from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, Made, Product, Read, Settings, Step
+from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, Made, PlanDraft, Read, Settings, Step
 from weightsmith._version import __version__
 
 _PRUNED = Made(
@@ -68,10 +67,10 @@ def assemble_surgery(
         if found:
             raise PlanError([*problems, *(at(problem, recipe.model.where) for problem in found)])
         selection = ExpertSelection(recipe, blocks, folder)
-        surgeon = _Surgeon(recipe, checkpoint, blocks, selection, asked)
+        surgeon = _Surgeon(recipe, checkpoint, selection, asked)
         config = surgeon.config()
-        if problems or selection.problems or surgeon.problems:
-            raise PlanError([*problems, *selection.problems, *surgeon.problems])
+        if problems or selection.problems:
+            raise PlanError([*problems, *selection.problems])
         made = surgeon.assemble(config, options.shard_bytes)
         # What the tensors of a quantised model are is up to its own loader.
         if options.check_loading and checkpoint.quantised is None:
@@ -98,25 +97,19 @@ def _open(
 
 
 class _Surgeon:
-    def __init__(
-        self,
-        recipe: Surgery,
-        checkpoint: Checkpoint,
-        blocks: Sequence[ExpertLayer],
-        selection: ExpertSelection,
-        asked: DType | None,
-    ) -> None:
+    def __init__(self, recipe: Surgery, checkpoint: Checkpoint, selection: ExpertSelection, asked: DType | None) -> None:
         self.recipe = recipe
         self.checkpoint = checkpoint
-        self.blocks = blocks
-        self.selection = selection
+        self.blocks, self.selection, self.problems = selection.blocks, selection, selection.problems
         self.asked = asked
-        self.problems: list[WeightsmithError] = []
-        self.warnings: list[Finding] = [*recipe.findings, *checkpoint.notes]
         self.specs = dict(checkpoint.specs)
         self.dtypes = DTypes(asked, [kept_specs(checkpoint)])
-        self.settings: dict[tuple[float, ...], int] = {}
-        self.products: list[Product] = []
+        self.draft = PlanDraft(
+            _PRUNED if recipe.prune is not None else _MERGED,
+            models=[model_input(checkpoint)],
+            settings=[Settings({}, ({},))],
+            warnings=[*recipe.findings, *checkpoint.notes],
+        )
         merge = recipe.merge.values if recipe.merge is not None else {}
         self.matched: bool = merge.get("match", False)
         self.mean_router = merge.get("router") == "mean"
@@ -166,7 +159,7 @@ class _Surgeon:
             if any(i // (new // n) != group.experts[0] // (old // n) for i, group in enumerate(groups)):
                 what = f"the router of layer {layer} first chooses among {n} groups of experts, and some experts change groups"
                 fix = f"keep equally many of every {old // n} experts, in order (see n_group)"
-                self.warnings.append(Finding(what, self.selection.where, fix=fix))
+                self.draft.warn(what, self.selection.where, fix=fix)
                 return
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -187,7 +180,18 @@ class _Surgeon:
             if name not in moved:
                 steps.append(self._step(name, spec.shape, spec, [Read(0, name)]))
         steps.sort(key=lambda step: natural_key(step.out.name))
-        return self._assembled(steps, config, max_shard_bytes)
+        draft, checkpoint, structure = self.draft, self.checkpoint, analyse(self.specs.values(), self.checkpoint.config)
+        if checkpoint.quantised is None:
+            written = [step.out for step in steps]
+            config, _ = output_config(config, structure, {}, written, stored=self.specs, asked=self.asked, untie=False)
+        used = {read.tensor for step in steps for read in step.reads}
+        draft.steps, draft.config = steps, config
+        draft.dropped = [Dropped(0, name, "its expert is removed") for name in self.specs if name not in used]
+        draft.carried = [file for file in checkpoint.files if file != "config.json"]
+        draft.max_shard_bytes, draft.recipe = max_shard_bytes, self.recipe.text
+        draft.warnings += [*self.dtypes.findings(), *left_out_findings(checkpoint.left_out, checkpoint.ref)]
+        named = [self.selection.saliency_path] if self.selection.saliency_path is not None else []
+        return Assembled(draft, [checkpoint], structure, named=named)
 
     def _sources(self, block: ExpertLayer, groups: Groups) -> dict[tuple[int, str], Read]:
         """Reads that replace the model's tensors for experts with matched neurons, by expert and key."""
@@ -196,11 +200,11 @@ class _Surgeon:
         for group in groups if self.matched else ():
             first = neuron_tensors(block, group.experts[0], config)
             for e in group.experts[1:]:
-                pair = MatchedPair(f"{block.prefix}experts.{e}", first, neuron_tensors(block, e, config))
-                pairs.append(pair)
-                found |= {(e, key): read_matched(pair.owner, tensor) for key, tensor in pair.other.items()}
+                owner, other = f"{block.prefix}experts.{e}", neuron_tensors(block, e, config)
+                pairs.append((owner, first, other))
+                found |= {(e, key): read_matched(owner, tensor) for key, tensor in other.items()}
         if pairs:
-            self.products.append(matching(block.layer, pairs, self.checkpoint.ref))
+            self.draft.products.append(matching(block.layer, pairs, self.checkpoint.ref))
         return found
 
     def _own(self, block: ExpertLayer, new: int, group: ExpertGroup, sources: Mapping[tuple[int, str], Read]) -> list[Step]:
@@ -237,36 +241,11 @@ class _Surgeon:
         out = TensorSpec(name, dtype or self._dtype(stored), shape)
         if len(inputs) == 1:
             return Step(out, COPY if out.dtype is stored.dtype else CAST, tuple(inputs))
-        return Step(out, "linear", tuple(inputs), settings=self.settings.setdefault(shares, len(self.settings) + 1))
+        weighted = Settings({"normalize": True}, tuple({"weight": share} for share in shares))
+        return Step(out, "linear", tuple(inputs), settings=self.draft.add_settings(weighted))
 
     def _dtype(self, spec: TensorSpec) -> DType:
         return self.dtypes.of([Read(0, spec.name)]) if spec.dtype.floating else spec.dtype
-
-    # --- the rest of the plan ----------------------------------------------------------------------------------------
-
-    def _assembled(self, steps: list[Step], config: dict[str, Any], max_shard_bytes: int) -> Assembled:
-        assembly = Assembly(_PRUNED if self.recipe.prune is not None else _MERGED)
-        draft, checkpoint = assembly.draft, self.checkpoint
-        assembly.add(checkpoint)
-        structure = analyse(self.specs.values(), checkpoint.config)
-        if checkpoint.quantised is None:
-            written = [step.out for step in steps]
-            config, _ = output_config(config, structure, {}, written, stored=self.specs, asked=self.asked, untie=False)
-        draft.steps, draft.config, draft.products = steps, config, self.products
-        draft.settings += [
-            Settings({"normalize": True}, tuple({"weight": share} for share in shares)) for shares in self.settings
-        ]
-        draft.dropped = list(self._dropped(steps))
-        draft.carried = [file for file in checkpoint.files if file != "config.json"]
-        draft.max_shard_bytes, draft.recipe = max_shard_bytes, self.recipe.text
-        draft.warnings = [*self.warnings, *self.dtypes.findings(), *left_out_findings(checkpoint.left_out, checkpoint.ref)]
-        named = [self.selection.saliency_path] if self.selection.saliency_path is not None else []
-        return Assembled(draft, assembly.inputs, structure, named=named)
-
-    def _dropped(self, steps: Sequence[Step]) -> tuple[Dropped, ...]:
-        """Tensors of removed experts."""
-        used = {read.tensor for step in steps for read in step.reads}
-        return tuple(Dropped(0, name, "its expert is removed") for name in self.specs if name not in used)
 
 
 def _runs(groups: Groups) -> list[tuple[int, ExpertGroup, int]]:

@@ -20,7 +20,7 @@ from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.mixture.surgery.experts import ExpertLayer
 from weightsmith._models.structure.configs import text_sections
 from weightsmith._plans import COPY, Block, Gather, Product, Read, Step
-from weightsmith._plans.codec import has_type
+from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays, Floats
 
 Pattern = Literal["plain", "halves", "pairs"]
@@ -29,11 +29,9 @@ _ROWS = re.compile(r"(w1|w3|gate_proj|up_proj)\.(weight|bias)")
 _COLUMNS = re.compile(r"(w2|down_proj)\.weight")
 _FIXED = re.compile(r"(w2|down_proj)\.bias|down_proj_bias")  # added to the output, not per neuron
 
-PAIRED = ("gpt_oss",)
-"""Model types whose `gate_up_proj` [E, H, 2I] interleaves gate and up columns."""
-
 HALVED = ("aria", "aria_text", "llama4", "llama4_text", "openai_privacy_filter", "qwen3_vl_moe", "qwen3_vl_moe_text")
-"""Model types whose `gate_up_proj` [E, H, 2I] has all gate columns, then all up columns."""
+ARRANGED: dict[str, Pattern] = {"gpt_oss": "pairs", **dict.fromkeys(HALVED, "halves")}
+"""Model types whose `gate_up_proj` is [E, H, 2I] → whether gate and up columns alternate, or all gate columns come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,10 @@ class NeuronTensor:
         return Block(self.offset, rows, cols, cols)
 
 
+Neurons = Mapping[str, NeuronTensor]
+"""Neuron tensors of an expert, by a key that is the same for every expert: a part or a tensor's name."""
+
+
 def places_of(pattern: Pattern, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The source position for each position along the axis, when neuron order[i] moves to i."""
     if pattern == "halves":
@@ -77,7 +79,7 @@ def neurons_of(pattern: Pattern, neurons: int) -> tuple[slice, ...]:
 
 
 def neuron_tensors(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[str, NeuronTensor]:
-    """The neuron tensors of one expert, by a key that is the same for every expert: a part or a tensor's name.
+    """The neuron tensors of one expert.
 
     config  config.json. Raises Unsupported if the arrangement of neurons is unknown.
     """
@@ -131,19 +133,12 @@ def _fused(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[s
 
 def _transposed_pattern(spec: TensorSpec, config: Mapping[str, Any]) -> Pattern:
     types = [section.get("model_type") for section in text_sections(config)]
-    if any(t in PAIRED for t in types):
-        return "pairs"
-    if any(t in HALVED for t in types):
-        return "halves"
-    raise Unsupported(
-        f"whether this tensor interleaves gate and up is not known for {_first(types)} models",
-        where=spec.name,
-        fix="write match: false",
-    )
-
-
-def _first(types: Sequence[object]) -> str:
-    return str(next((t for t in types if t), "these"))
+    known: list[Pattern] = [ARRANGED[t] for t in types if isinstance(t, str) and t in ARRANGED]
+    if not known:
+        model = next(filter(None, types), "these")
+        what = f"whether this tensor interleaves gate and up is not known for {model} models"
+        raise Unsupported(what, where=spec.name, fix="write match: false")
+    return "pairs" if "pairs" in known else "halves"
 
 
 def _unknown(spec: TensorSpec) -> Unsupported:
@@ -160,11 +155,48 @@ def _unknown(spec: TensorSpec) -> Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class MatchedPair:
-    """An expert whose neurons are matched to another's: its name, and the neuron tensors of both."""
+    """An expert whose neurons are matched to another's.
+
+    owner     its name
+    neurons   I
+    matrices  names of the steps of the other's tensor and of its own, axis and pattern
+    patterns  of its tensors
+    """
 
     owner: str
-    first: Mapping[str, NeuronTensor]
-    other: Mapping[str, NeuronTensor]
+    neurons: int
+    matrices: tuple[tuple[str, str, int, Pattern], ...]
+    patterns: tuple[Pattern, ...]
+
+    @property
+    def orders(self) -> tuple[TensorSpec, ...]:
+        """The arrays: its neurons in the other's order, for each pattern."""
+        sizes = {"plain": self.neurons, "halves": 2 * self.neurons, "pairs": 2 * self.neurons}
+        return tuple(TensorSpec(_table(self.owner, each), DTYPES["I32"], (sizes[each],)) for each in self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronOrders(ProductSettings):
+    """The settings of a `neuron_order` product. label: of the model, for messages."""
+
+    label: str
+    pairs: tuple[MatchedPair, ...]
+
+    @property
+    def outs(self) -> tuple[TensorSpec, ...]:
+        """The arrays."""
+        return tuple(order for pair in self.pairs for order in pair.orders)
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """See `ProductSettings`."""
+        for pair in self.pairs:
+            for first, second, axis, pattern in pair.matrices:
+                shape, places = shapes.get(first, ()), pair.neurons * (1 if pattern == "plain" else 2)
+                if len(shape) != 2 or shapes.get(second) != shape or axis not in (0, 1) or shape[axis] != places:
+                    return f"{first!r} and {second!r} are not matrices of {pair.neurons:,} neurons"
+            if not pair.matrices:
+                return "a pair has no matrices"
+        return "" if product.outs == self.outs else "its arrays are not the orders of its pairs"
 
 
 def read_matched(owner: str, tensor: NeuronTensor) -> Read:
@@ -172,24 +204,24 @@ def read_matched(owner: str, tensor: NeuronTensor) -> Read:
     return Read(0, tensor.spec.name, Gather(_table(owner, tensor.pattern), tensor.block, tensor.axis))
 
 
-def matching(layer: str, pairs: Sequence[MatchedPair], label: str) -> Product:
-    """The product that orders the neurons of the experts of one layer. label: of the model, for messages."""
+def matching(layer: str, pairs: Sequence[tuple[str, Neurons, Neurons]], label: str) -> Product:
+    """The product that orders the neurons of the experts of one layer.
+
+    pairs  name of each matched expert, tensors of the expert that it is matched to, and its own
+    label  of the model, for messages
+    """
     steps: dict[str, Step] = {}
-    outs, described = [], []
-    for pair in pairs:
-        keys = []
-        for key, tensor in pair.first.items():
-            both = [_step(tensor), _step(pair.other[key])]
-            steps |= {step.out.name: step for step in both}
-            keys.append([*(step.out.name for step in both), tensor.axis, tensor.pattern])
-        neurons = next(iter(pair.other.values())).neurons
-        patterns: dict[Pattern, None] = dict.fromkeys(tensor.pattern for tensor in pair.other.values())
-        for pattern in patterns:
-            size = neurons if pattern == "plain" else 2 * neurons
-            outs.append(TensorSpec(_table(pair.owner, pattern), DTYPES["I32"], (size,)))
-        described.append({"owner": pair.owner, "neurons": neurons, "matrices": keys, "patterns": list(patterns)})
-    settings = {"label": label, "pairs": described}
-    return Product(f"neuron order of layer {layer}", "neuron_order", tuple(outs), settings, tuple(steps.values()))
+    found = []
+    for owner, first, other in pairs:
+        matrices: list[tuple[str, str, int, Pattern]] = []
+        for key, tensor in first.items():
+            ours, theirs = _step(tensor), _step(other[key])
+            steps |= {step.out.name: step for step in (ours, theirs)}
+            matrices.append((ours.out.name, theirs.out.name, tensor.axis, tensor.pattern))
+        patterns = tuple(dict.fromkeys(tensor.pattern for tensor in other.values()))
+        found.append(MatchedPair(owner, next(iter(other.values())).neurons, tuple(matrices), patterns))
+    work = NeuronOrders(label, tuple(found))
+    return Product(f"neuron order of layer {layer}", "neuron_order", work.outs, work.to_json(), tuple(steps.values()))
 
 
 def _table(owner: str, pattern: Pattern) -> str:
@@ -204,19 +236,19 @@ def _step(tensor: NeuronTensor) -> Step:
 
 def _compute(bench: ProductContext) -> Arrays:
     """The order of each pair's neurons, as one table for each pattern."""
-    shapes = {step.out.name: step.out for step in bench.product.steps}
-    total = sum(shapes[second].nbytes for pair in bench.product.settings["pairs"] for _, second, *_ in pair["matrices"])
+    work, sizes = NeuronOrders.of(bench.product), {step.out.name: step.out.nbytes for step in bench.product.steps}
+    total = sum(sizes[second] for pair in work.pairs for _, second, *_ in pair.matrices)
     arrays, done = [], 0
-    for pair in bench.product.settings["pairs"]:
+    for pair in work.pairs:
         bench.progress(done, total)
-        gain = np.zeros((pair["neurons"], pair["neurons"]), np.float32)
-        for first, second, axis, pattern in pair["matrices"]:
-            ours, theirs = (_matrix(bench, shapes[name], axis) for name in (first, second))
-            for places in neurons_of(pattern, pair["neurons"]):
+        gain = np.zeros((pair.neurons, pair.neurons), np.float32)
+        for first, second, axis, pattern in pair.matrices:
+            ours, theirs = (np.ascontiguousarray(np.moveaxis(bench.load([name])[name], axis, 0)) for name in (first, second))
+            for places in neurons_of(pattern, pair.neurons):
                 gain += ours[places] @ theirs[places].T
-            done += shapes[second].nbytes
-        order = best_order(gain, f"{bench.product.settings['label']}, {pair['owner']}")
-        arrays += [places_of(pattern, order).astype(np.int32) for pattern in pair["patterns"]]
+            done += sizes[second]
+        order = best_order(gain, f"{work.label}, {pair.owner}")
+        arrays += [places_of(pattern, order).astype(np.int32) for pattern in pair.patterns]
     return arrays
 
 
@@ -237,45 +269,4 @@ def best_order(gain: Floats, where: str) -> npt.NDArray[np.int64]:
     return np.asarray(order, np.int64)
 
 
-def _matrix(bench: ProductContext, spec: TensorSpec, axis: int) -> Floats:
-    """float32 [places along the axis, elements of each]."""
-    values = np.empty(spec.shape, np.float32)
-    bench.fill({spec.name: values})
-    return values if axis == 0 else np.ascontiguousarray(values.T)
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """`Product.settings`; a matrix is [name of the first, name of the other, axis, pattern]."""
-
-    label: str
-    pairs: tuple[_Pair, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    owner: str
-    neurons: int
-    matrices: tuple[tuple[str, str, int, Pattern], ...]
-    patterns: tuple[Pattern, ...]
-
-
-def _check(product: Product) -> str:
-    if not has_type(product.settings, _Settings):
-        return "its settings are not those of a neuron_order product"
-    shapes = {step.out.name: step.out.shape for step in product.steps}
-    sizes = []
-    for pair in product.settings["pairs"]:
-        neurons = pair["neurons"]
-        for first, second, axis, pattern in pair["matrices"]:
-            shape = shapes.get(first, ())
-            places = neurons if pattern == "plain" else 2 * neurons
-            if len(shape) != 2 or shapes.get(second) != shape or axis not in (0, 1) or shape[axis] != places:
-                return f"{first!r} and {second!r} are not matrices of {neurons:,} neurons"
-        if not pair["matrices"]:
-            return "a pair has no matrices"
-        sizes += [(neurons if pattern == "plain" else 2 * neurons,) for pattern in pair["patterns"]]
-    return "" if [out.shape for out in product.outs] == sizes else "its arrays are not the orders of its pairs"
-
-
-KIND = ProductKind("matching neurons", compute=_compute, check=_check)
+KIND = ProductKind("matching neurons", compute=_compute, check=NeuronOrders.check)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,9 @@ class ExpertSelection:
         values = self.section.values
         if "saliency" not in values and "experts" in values:
             self._problem("'experts' has no effect without 'saliency'", "experts", "Remove it.")
-        kept = self._most_salient() if "saliency" in values else self._by_layer("keep", "keep_by_layer")
-        for layer, experts in self._once(kept, "keep").items():
-            where = self._in_layer(layer, "keep")
-            self._check_numbers(experts, self._key("keep"), where)
-            twice = [e for k, e in enumerate(experts) if e in experts[:k]]
-            if twice:
-                fix = "Write each expert once."
-                self._problem(f"expert {twice[0]} is listed twice{where}", self._key("keep"), fix)
+        kept = self._most_salient() if "saliency" in values else self._by_layer("keep")
+        for _, experts, where in self._entries(kept, "keep"):
+            self._check_numbers(experts, "keep", where, "is listed twice")
         return {layer: tuple(ExpertGroup((e,)) for e in experts) for layer, experts in kept.items()}
 
     def _most_salient(self) -> dict[str, tuple[int, ...]]:
@@ -100,11 +95,11 @@ class ExpertSelection:
             return {}
         n, before = self.blocks[0].experts, len(self.problems)
         for layer, numbers in given.items():
-            if not isinstance(numbers, list) or len(numbers) != n or not all(_is_number(x) for x in numbers):
+            bad = [k for k, x in enumerate(numbers) if not _is_number(x)] if isinstance(numbers, list) else [0]
+            if bad or len(numbers) != n:
                 found = f"{len(numbers)} values" if isinstance(numbers, list) else type(numbers).__name__
-                bad = next((k for k, x in enumerate(numbers) if not _is_number(x)), 0) if isinstance(numbers, list) else 0
                 if isinstance(numbers, list) and len(numbers) == n:
-                    found = f"{show(numbers[bad])} for expert {bad}"
+                    found = f"{show(numbers[bad[0]])} for expert {bad[0]}"
                 what = f"layer {layer} needs one finite number for each of its {n} experts, not {found}"
                 self.problems.append(ParameterError(what, where=str(path), fix=fix))
         known = self._known(given, "saliency", str(path))
@@ -113,26 +108,18 @@ class ExpertSelection:
     # --- merge_experts -----------------------------------------------------------------------------------------------
 
     def _merged(self) -> dict[str, Groups]:
-        groups = self._by_layer("groups", "groups_by_layer")
+        groups = self._by_layer("groups")
         weights = self._weights(groups)
         n = self.blocks[0].experts
-        for layer, listed in self._once(groups, "groups").items():
-            where, key = self._in_layer(layer, "groups"), self._key("groups")
+        for _, listed, where in self._entries(groups, "groups"):
             experts = [e for group in listed for e in group]
-            if not self._check_numbers(experts, key, where):
-                continue
-            twice = [e for k, e in enumerate(experts) if e in experts[:k]]
-            if twice:
-                self._problem(f"expert {twice[0]} is in two groups, or twice in one{where}", key, "Write each expert once.")
-            elif len(experts) < n:
+            valid = self._check_numbers(experts, "groups", where, "is in two groups, or twice in one")
+            if valid and len(experts) < n:
                 missing = next(e for e in range(n) if e not in experts)
                 fix = f"Write [{missing}] to keep it unchanged; to remove experts, use prune_experts."
-                self._problem(f"expert {missing} is in no group{where}", key, fix)
-        found: dict[str, Groups] = {}
-        for layer, listed in groups.items():
-            shares = weights.get(layer) or tuple((1.0,) * len(group) for group in listed)
-            found[layer] = tuple(ExpertGroup(group, own) for group, own in zip(listed, shares, strict=False))
-        return found
+                self._problem(f"expert {missing} is in no group{where}", self._key("groups"), fix)
+        shares = {layer: tuple((1.0,) * len(group) for group in listed) for layer, listed in groups.items()} | dict(weights)
+        return {layer: tuple(map(ExpertGroup, listed, shares[layer])) for layer, listed in groups.items()}
 
     def _weights(self, groups: Mapping[str, Any]) -> Mapping[str, Any]:
         """The weights of each layer that has them, checked against its groups."""
@@ -145,9 +132,9 @@ class ExpertSelection:
             wrong = next(key for key in given if key != fits)
             self._problem(f"'{wrong}' cannot be combined with '{self._key('groups')}'", wrong, f"Write {fits}.")
             return {}
-        weights = self._by_layer("weights", "weights_by_layer")
-        for layer, listed in self._once(weights, "weights").items():
-            where, wanted = self._in_layer(layer, "weights"), [len(group) for group in groups.get(layer, ())]
+        weights = self._by_layer("weights")
+        for layer, listed, where in self._entries(weights, "weights"):
+            wanted = [len(group) for group in groups.get(layer, ())]
             if [len(own) for own in listed] != wanted and layer in groups:
                 found = f"groups of {wanted} experts have {[len(own) for own in listed]} weights"
                 self._problem(f"{found}{where}", fits, "Write one weight for each expert of each group.")
@@ -164,12 +151,12 @@ class ExpertSelection:
         values = self.section.values
         return next((key for key in (name, f"{name}_by_layer", "saliency") if key in values), name)
 
-    def _by_layer(self, name: str, layered: str) -> dict[str, Any]:
+    def _by_layer(self, name: str) -> dict[str, Any]:
         """The recipe's value for each layer."""
         values = self.section.values
         if name in values:
             return {block.layer: values[name] for block in self.blocks}
-        return self._known(values[layered], layered, "")
+        return self._known(values[f"{name}_by_layer"], f"{name}_by_layer", "")
 
     def _known(self, given: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
         """The entries of the layers with experts, in order. Unknown and missing layers are problems."""
@@ -188,20 +175,22 @@ class ExpertSelection:
             )
         return {layer: given[layer] for layer in layers if layer in given}
 
-    def _once(self, by_layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """The entries to check: a single one if all layers share it."""
-        return dict(list(by_layer.items())[:1]) if name in self.section.values else by_layer
+    def _entries(self, by_layer: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any, str]]:
+        """Layer, value and place, for messages, of the entries to check: a single one if all layers share it."""
+        shared = name in self.section.values
+        for layer, value in list(by_layer.items())[: 1 if shared else None]:
+            yield layer, value, "" if shared else f" in layer {layer}"
 
-    def _in_layer(self, layer: str, name: str) -> str:
-        return "" if name in self.section.values else f" in layer {layer}"
-
-    def _check_numbers(self, experts: Sequence[int], key: str, where: str) -> bool:
-        n = self.blocks[0].experts
-        beyond = [e for e in experts if e >= n]
-        if beyond:
+    def _check_numbers(self, experts: Sequence[int], name: str, where: str, repeated: str) -> bool:
+        """Whether the experts exist, each once. repeated: what an expert that is named twice does"""
+        n, key = self.blocks[0].experts, self._key(name)
+        if beyond := [e for e in experts if e >= n]:
             there = "there is 1 expert" if n == 1 else f"there are {n} experts, 0 to {n - 1}"
             self._problem(f"there is no expert {beyond[0]}{where}: {there}", key)
-        return not beyond
+        twice = [e for k, e in enumerate(experts) if e in experts[:k]]
+        if twice and (not beyond or name == "keep"):
+            self._problem(f"expert {twice[0]} {repeated}{where}", key, "Write each expert once.")
+        return not beyond and not twice
 
     def _check_counts(self) -> None:
         """config.json has one number of experts for all layers."""

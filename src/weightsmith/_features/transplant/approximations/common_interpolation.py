@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from weightsmith._features.transplant.pursuit import SCREENED, Sparse, in_parallel
+from weightsmith._features.transplant.pursuit import Sparse, in_parallel, relative
 from weightsmith.abc.approximation import Approximated, Approximation, Problem
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 
 
 def _make(problem: Problem) -> Approximated:
-    found = _nearest(problem)
-    return Approximated(found.of(problem.values()), found.errors)
-
-
-def _nearest(problem: Problem) -> Sparse:
     """The sums of the `k` nearest atoms, with the weights of a scheme."""
     import torch
 
@@ -25,27 +18,22 @@ def _nearest(problem: Problem) -> Sparse:
     k, cosine = min(problem.choices.k, len(atoms)), problem.choices.cosine_similarity
     points, wanted = torch.from_numpy(atoms).to(problem.device), torch.from_numpy(targets)
     lengths = points.norm(dim=1).clamp_min(1e-30)
-    indices = np.zeros((len(targets), k), np.int64)
-    weights, errors = np.zeros((len(targets), k), np.float32), np.zeros(len(targets), np.float32)
+    found = Sparse.zeros(len(targets), k)
 
-    def work(start: int) -> None:
-        problem.check()
-        own = slice(start, start + SCREENED)
+    def work(own: slice) -> None:
         few = wanted[own].to(problem.device)
         products = few @ points.T
         closeness = products / lengths if cosine else products - lengths.square() / 2  # of one target: in the order of nearness
         nearest = closeness.topk(k, 1).indices
         del products, closeness
-        near = points[nearest].double()
-        wide = few.double()
-        own_weights = _SCHEMES[problem.choices.weight_scheme](wide, near, cosine)
-        made = (own_weights[:, None] @ near)[:, 0]
-        indices[own], weights[own] = nearest.cpu().numpy(), own_weights.float().cpu().numpy()
-        sizes = wide.norm(dim=1)
-        errors[own] = ((wide - made).norm(dim=1) / sizes.clamp_min(1e-30) * (sizes > 0)).float().cpu().numpy()
+        near, wide = points[nearest].double(), few.double()
+        weights = _SCHEMES[problem.choices.weight_scheme](wide, near, cosine)
+        rest = wide - (weights[:, None] @ near)[:, 0]
+        found.indices[own], found.coefficients[own] = nearest.cpu().numpy(), weights.float().cpu().numpy()
+        found.errors[own] = relative(rest, wide).float().cpu().numpy()
 
-    in_parallel(work, range(0, len(targets), SCREENED), problem)
-    return Sparse(indices, weights, errors)
+    in_parallel(work, len(targets), problem)
+    return Approximated(found.of(problem.values()), found.errors)
 
 
 def _by_distance(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._features.transplant.approximations.subword import compose, piece_weights
-from weightsmith._features.transplant.pursuit import SCREENED, Sparse, in_parallel
+from weightsmith._features.transplant.pursuit import Sparse, in_parallel
 from weightsmith.abc.approximation import Approximated, Approximation, Floats, Problem
 
 Matrix = npt.NDArray[np.float64]
@@ -121,22 +121,19 @@ def _nearest(problem: Problem, targets: Floats, units: Floats, *, exclude: Numbe
 
     points, wanted = torch.from_numpy(units).to(problem.device), torch.from_numpy(targets / _lengths(targets)[:, None])
     k = min(NEIGHBOURS, len(units) - (exclude is not None))
-    indices = np.zeros((len(targets), k), np.int64)
-    weights, errors = np.zeros((len(targets), k), np.float32), np.zeros(len(targets), np.float32)
+    found = Sparse.zeros(len(targets), k)
 
-    def work(start: int) -> None:
-        problem.check()
-        own = slice(start, start + SCREENED)
+    def work(own: slice) -> None:
         cosines = wanted[own].to(problem.device) @ points.T
         if exclude is not None:
             cosines[torch.arange(len(cosines)), torch.from_numpy(exclude[own]).to(problem.device)] = -2
         best = cosines.topk(k, 1)
-        indices[own] = best.indices.cpu().numpy()
-        weights[own] = (SHARPNESS * best.values).softmax(1).cpu().numpy()
-        errors[own] = (1 - best.values[:, 0].clamp(0, 1).square()).sqrt().cpu().numpy()
+        found.indices[own] = best.indices.cpu().numpy()
+        found.coefficients[own] = (SHARPNESS * best.values).softmax(1).cpu().numpy()
+        found.errors[own] = (1 - best.values[:, 0].clamp(0, 1).square()).sqrt().cpu().numpy()
 
-    in_parallel(work, range(0, len(targets), SCREENED), problem)
-    return Sparse(indices, weights, errors)
+    in_parallel(work, len(targets), problem)
+    return found
 
 
 def _left_by_pieces(problem: Problem, targets: Floats, shared: _Shared) -> Floats:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._features.transplant.pursuit import SCREENED, in_parallel
+from weightsmith._features.transplant.pursuit import in_parallel, relative
 from weightsmith.abc.approximation import Approximated, Approximation, Floats, Problem
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
@@ -28,15 +28,12 @@ def _make(problem: Problem) -> Approximated:
     rows = np.empty((len(targets), values.shape[1]), np.float32)
     errors = np.empty(len(targets), np.float32)
 
-    def work(start: int) -> None:
-        problem.check()
-        own = slice(start, start + SCREENED)
+    def work(own: slice) -> None:
         few = targets[own] - centre
         rows[own] = (few @ turn + middle).float().cpu().numpy()
-        lost = (few - few @ axes @ axes.T).norm(dim=1)
-        errors[own] = (lost / targets[own].norm(dim=1).clamp_min(1e-30)).float().cpu().numpy()
+        errors[own] = relative(few - few @ axes @ axes.T, targets[own]).float().cpu().numpy()
 
-    in_parallel(work, range(0, len(targets), SCREENED), problem)
+    in_parallel(work, len(targets), problem)
     return Approximated(rows, errors)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._features.transplant.pursuit import candidates_of, in_parallel, largest, screened
+from weightsmith._features.transplant.pursuit import candidates_of, in_parallel, largest, relative, screened
 from weightsmith.abc.approximation import Approximated, Approximation, Problem
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
@@ -20,7 +20,8 @@ def _make(problem: Problem) -> Approximated:
     least-squares solution, and the model's rows are rotated to the same positions."""
     import torch
 
-    targets, atoms, values = (torch.from_numpy(r).to(problem.device) for r in _rows(problem))
+    tables = problem.targets(), problem.atoms(), problem.values()
+    targets, atoms, values = (torch.from_numpy(rows).to(problem.device) for rows in tables)
     k = min(problem.choices.k, len(atoms))
     m = candidates_of(len(targets), len(atoms), atoms.shape[1], k)
     (own_heads, heads), (own_base, base) = problem.choices.heads, problem.choices.rope_bases
@@ -29,9 +30,7 @@ def _make(problem: Problem) -> Approximated:
     rows = np.empty((len(targets), values.shape[1]), np.float32)
     errors = np.empty(len(targets), np.float32)
 
-    def work(start: int) -> None:
-        problem.check()
-        own = slice(start, start + BATCH)
+    def work(own: slice) -> None:
         few = targets[own]
         best = screened(few, atoms, m)
         chosen, places = _pursue(few, atoms if best is None else atoms[best], k, heads, turning[0])
@@ -40,17 +39,12 @@ def _make(problem: Problem) -> Approximated:
         inverse = torch.linalg.pinv(turned @ turned.transpose(1, 2), hermitian=True)
         wanted = few.double()
         coefficients = (inverse @ (turned @ wanted[:, :, None]))[:, :, 0]
-        lost = (wanted - (coefficients[:, None] @ turned)[:, 0]).norm(dim=1)
-        errors[own] = (lost / wanted.norm(dim=1).clamp_min(1e-30)).float().cpu().numpy()
+        errors[own] = relative(wanted - (coefficients[:, None] @ turned)[:, 0], wanted).float().cpu().numpy()
         ours = _turned(values[numbers], places, own_heads, turning[1])
         rows[own] = (coefficients.float()[:, None] @ ours)[:, 0].cpu().numpy()
 
-    in_parallel(work, range(0, len(targets), BATCH), problem)
+    in_parallel(work, len(targets), problem, BATCH)
     return Approximated(rows, errors)
-
-
-def _rows(problem: Problem) -> Any:
-    return problem.targets(), problem.atoms(), problem.values()
 
 
 def _pursue(targets: Tensor, candidates: Tensor, k: int, heads: int, turning: Tensor) -> tuple[Tensor, Tensor]:

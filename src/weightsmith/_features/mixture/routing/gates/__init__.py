@@ -55,7 +55,7 @@ MODES: Mapping[str, Mode] = {
     "hidden": Mode("hidden:last", "entering", plain=True),
     "hidden_last": Mode("hidden:last", "entering", plain=True),
     "hidden_avg": Mode("hidden:average", "entering", plain=True),
-    "cheap_embed": Mode("cheap_embed:summed", "embedding", plain=True),
+    "cheap_embed": Mode("hidden:summed", "embedding", plain=True),
     "random": Mode("random:normal"),
     "uniform_random": Mode("random:uniform"),
 }
