@@ -22,7 +22,7 @@ ALLOWED = {
     "_methods/task_vectors.py:task_vectors",
     # To become records.
     "_features/adapters/placing.py:adapter_config",
-    "_kernels/blocks.py:dequantise",
+    "_kernels/codes.py:dequantise",
     "_kernels/packed.py:dequantise_rows",
     "_kernels/trellis.py:dequantise_trellis",
 }

@@ -53,7 +53,7 @@ CHUNK_ELEMENTS = 1 << 18
 class Scheme:
     """One way to store weights.
 
-    kind      of the codes, as `kernels.blocks.TABLES` names them: float8, int8, offset8, offset4, float4
+    kind      of the codes, as `kernels.codes.TABLES` names them: float8, int8, offset8, offset4, float4
     codes     dtype of their tensor; it is packed if it is not the dtype of a single code
     packed    the tensor of codes is X.weight_packed, not X.weight
     block     what a scale is for
@@ -114,7 +114,7 @@ class ScaledWeight:
 
     spec     of the plain tensor: X.weight
     codes    name of the tensor of codes
-    kind     of the codes, as `kernels.blocks.TABLES` names them
+    kind     of the codes, as `kernels.codes.TABLES` names them
     scale    name of the scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major order
     block    (rows, cols) of a block; the last of a row or column may be smaller
     natural_dtype  config.json's dtype
@@ -155,7 +155,7 @@ class ScaledWeight:
         return self.block[0] if self.block[0] < self.spec.shape[0] else 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        from weightsmith._kernels.blocks import TABLES, dequantise
+        from weightsmith._kernels.codes import TABLES, dequantise
 
         self._check_extent(stored)
         cols, (block_rows, block_cols), across = self.spec.shape[1], self.block, self.grid[1]
@@ -178,7 +178,7 @@ class ScaledWeight:
 
     def _zeros(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
         """The values of the codes of zero in rows first … end: float32 [blocks], in row-major order."""
-        from weightsmith._kernels.blocks import TABLES
+        from weightsmith._kernels.codes import TABLES
 
         bits, across = self.bits, self.grid[1]
         per_word = 32 // bits

@@ -53,10 +53,10 @@ def _fill_blocks(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: R
 
 def _fill(rows: Rows, outs: Sequence[Bytes], high: int, wide: int) -> None:
     """Encode blocks of high by wide elements. NaN stays NaN; a block with an infinity becomes zeros and NaN."""
-    from weightsmith._kernels import fp8
+    from weightsmith._kernels.codes import quantise_float8
 
     scales = bf16_scales(maxima_of(rows, high, wide), 448, outs[1])
-    fp8.quantise(rows.reshape(-1), rows.shape[1], high, wide, scales, outs[0])
+    quantise_float8(rows.reshape(-1), rows.shape[1], high, wide, scales, outs[0])
 
 
 DYNAMIC = compressed(

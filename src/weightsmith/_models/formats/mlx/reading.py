@@ -67,7 +67,7 @@ class MlxWeight:
 
     def _table(self) -> npt.NDArray[np.float32]:
         """float32 [2 ** bits]: the number that each code is."""
-        from weightsmith._kernels.blocks import TABLES
+        from weightsmith._kernels.codes import TABLES
 
         return np.arange(1 << self.bits, dtype=np.float32) if self.mode == "affine" else TABLES[f"float{self.bits}"]
 

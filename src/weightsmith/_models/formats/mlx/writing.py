@@ -52,8 +52,7 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
     def fill(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
         """NaN becomes some code."""
         from weightsmith._kernels import codecs
-        from weightsmith._kernels.blocks import group_extremes
-        from weightsmith._kernels.codes import quantise_affine
+        from weightsmith._kernels.codes import group_extremes, quantise_affine
 
         flat = rows.reshape(-1)
         lows, highs = np.empty((2, flat.size // group), np.float32)

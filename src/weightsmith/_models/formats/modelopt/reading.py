@@ -37,7 +37,7 @@ class ModelOptWeight:
     preferred_rows: int = 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        from weightsmith._kernels.blocks import TABLES
+        from weightsmith._kernels.codes import TABLES
         from weightsmith._kernels.packed import dequantise_rows
 
         inputs, packed = self.spec.shape[1], len(self.stored) == 3
