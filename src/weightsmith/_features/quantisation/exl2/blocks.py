@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.exl2.options import ATTENTION, MLP, BlockParams
-from weightsmith._models.formats.exl2.layout import ROWS, Params, bits_of, groups_of, why_illegal
+from weightsmith._models.formats.exl2.layout import ROWS, bits_of, groups_of, why_illegal
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.projections import MIXTRAL, UNMIXTRAL
@@ -47,11 +47,19 @@ class Sublayer:
         return _NAMES[self.key.rpartition(".")[2]]
 
     @property
+    def encodings(self) -> tuple[Mapping[str, str], ...]:
+        """The encoding of each weight, for each option."""
+        return tuple(
+            {spec.name: f"exl2 {option[role]}" for role, specs in self.linears.items() for spec in specs}
+            for option in self.options
+        )
+
+    @property
     def weights(self) -> int:
         """Number of weights."""
         return sum(spec.size for specs in self.linears.values() for spec in specs)
 
-    def bits(self, params: Mapping[str, Params]) -> int:
+    def bits(self, params: BlockParams) -> int:
         """Bits on disk with a setting for each role."""
         return sum(
             bits_of(groups_of(params[role], spec.shape[1]), spec.shape[1], spec.shape[0], bias=spec.name in self.biased)
@@ -87,14 +95,14 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
     blocks = []
     for key, linears in found.items():
         options = ATTENTION if key.endswith("self_attn") else MLP
-        for role in options[0].params:
+        for role in options[0]:
             if role not in linears:
                 raise Unsupported(f"{key} has no {role} projection, which ExLlamaV2 expects", where=key, fix=OTHER_FORMATS)
         biased = frozenset(
             spec.name for each in linears.values() for spec in each if f"{spec.name.removesuffix('.weight')}.bias" in names
         )
         of_experts = f"{key.rpartition('.')[0]}.block_sparse_moe" if key in mixtures else key
-        blocks.append(Sublayer(of_experts, options, {role: tuple(linears[role]) for role in options[0].params}, biased))
+        blocks.append(Sublayer(of_experts, options, {role: tuple(linears[role]) for role in options[0]}, biased))
     return tuple(blocks)
 
 
@@ -104,7 +112,7 @@ def shape_problems(specs: Iterable[TensorSpec]) -> list[WeightsmithError]:
     for spec in specs:
         n, k = spec.shape
         why = f"it has {n:,} output features, which must be a multiple of {ROWS}" if n % ROWS else ""
-        if why := why or why_illegal(groups_of(MLP[-1].params["gate"], k), k):
+        if why := why or why_illegal(groups_of(MLP[-1]["gate"], k), k):
             problems.append(
                 Unsupported(f"{list(spec.shape)} cannot be stored as EXL2: {why}", where=spec.name, fix=OTHER_FORMATS)
             )

@@ -6,18 +6,12 @@ reads the texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from weightsmith._models.formats.exl2.layout import Params, params
 
-
-@dataclass(frozen=True, slots=True)
-class BlockParams:
-    """A setting for each linear layer of a block, by the module's role: q, k, v, o, or gate, up, down."""
-
-    params: Mapping[str, Params]
-
+BlockParams = Mapping[str, Params]
+"""A setting for each linear layer of a block, by the module's role: q, k, v, o, or gate, up, down."""
 
 _LOW, _LOW_V = "3@.1+2@.9/g64", "4@.1+3@.9/g128"
 
@@ -75,15 +69,14 @@ _HEAD = {
 }
 
 
-def _options(roles: tuple[str, ...], table: tuple[tuple[str, ...], ...]) -> Iterator[BlockParams]:
-    for row in table:
-        yield BlockParams({role: params(text) for role, text in zip(roles, row, strict=True)})
+def _options(roles: tuple[str, ...], table: tuple[tuple[str, ...], ...]) -> tuple[BlockParams, ...]:
+    return tuple({role: params(text) for role, text in zip(roles, row, strict=True)} for row in table)
 
 
-ATTENTION = tuple(_options(("q", "k", "v", "o"), tuple((q, q, v, o) for q, v, o in _ATTENTION)))
+ATTENTION = _options(("q", "k", "v", "o"), tuple((q, q, v, o) for q, v, o in _ATTENTION))
 """The 19 candidates of an attention block, from the fewest bits to the most."""
 
-MLP = tuple(_options(("gate", "up", "down"), _MLP))
+MLP = _options(("gate", "up", "down"), _MLP)
 """The 17 candidates of an MLP. All experts of a block have the same."""
 
 HEAD = {bits: params(text) for bits, text in _HEAD.items()}

@@ -26,26 +26,34 @@ except for the largest positive elements, which are up to a quarter of a step be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.compressed_tensors.encoding import compressed
 from weightsmith._models.formats.matrices import MatrixEncoding
 from weightsmith._models.formats.numbers import bf16_scales, maxima_of
+from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Bytes, Rows, grouped_name
 
 GROUPS = (128, 64, 32)
 """Group sizes of packed codes, the default first."""
+PACKED = {grouped_name(f"w{bits}a16", group, GROUPS): (bits, group) for bits in (4, 8) for group in GROUPS}
+"""Bits and group size of each encoding with packed codes."""
+
+
+def _scales(rows: Rows, bits: int, group: int, stored: Bytes) -> Rows:
+    """Write the scales of the groups, and return them: float32 [groups]."""
+    return bf16_scales(maxima_of(rows, 1, group), 2 ** (bits - 1) - 0.5, stored)
 
 
 def _fill(rows: Rows, outs: Sequence[Bytes], bits: int, group: int, offset: int) -> None:
     """Codes and scales. NaN becomes 0. offset: added to codes."""
     from weightsmith._kernels.codes import quantise_integers
 
-    scales = bf16_scales(maxima_of(rows, 1, group), 2 ** (bits - 1) - 0.5, outs[1])
+    scales = _scales(rows, bits, group, outs[1])
     quantise_integers(rows.reshape(-1), group, scales, bits, offset, outs[0])
 
 
@@ -74,3 +82,31 @@ def packed(bits: int) -> dict[int, MatrixEncoding]:
         return compressed(name, "pack-quantized", _integers(bits, strategy="group", group_size=group), fill)
 
     return {group: encoding(group) for group in GROUPS}
+
+
+def encode_packed(weight: Rows, encoding: str, codes_of: Callable[[Rows], Rows]) -> Arrays:
+    """The stored tensors of a weight whose codes are chosen elsewhere.
+
+    encoding  one of `PACKED`
+    codes_of  scales, float32 [rows, groups] → the codes as numbers, float32 [rows, cols]
+    """
+    from weightsmith._kernels.codes import quantise_integers
+
+    (bits, group), (rows, cols) = PACKED[encoding], weight.shape
+    words, stored = np.empty((rows, cols * bits // 32), "<i4"), np.empty((rows, cols // group), DTYPES["BF16"].numpy)
+    scales = _scales(weight, bits, group, stored.reshape(-1).view(np.uint8))
+    codes = codes_of(scales.reshape(stored.shape))
+    quantise_integers(codes.reshape(-1), group, np.ones_like(scales), bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8))
+    return words, stored, np.array(weight.shape, np.int64)
+
+
+def decode_packed(arrays: Arrays, encoding: str) -> Rows:
+    """The weight of the stored tensors, as readers compute it: float32 [rows, cols]. encoding: one of `PACKED`."""
+    from weightsmith._kernels.codes import TABLES, dequantise
+
+    (bits, group), (words, scales, shape) = PACKED[encoding], arrays
+    values = np.empty(tuple(shape), np.float32)
+    codes, factors = np.array(words).reshape(-1).view(np.uint8), scales.astype(np.float32).reshape(-1)
+    cols = values.shape[1]
+    dequantise(codes, TABLES[f"offset{bits}"], 0, cols, factors, cols // group, 1, group, values.reshape(-1))
+    return values
