@@ -23,7 +23,7 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.run import Merged
 from weightsmith._features.quantisation import quantised
 from weightsmith._features.quantisation.exl2 import blocks
-from weightsmith._features.quantisation.exl2.options import ATTENTION, MLP
+from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
 from weightsmith._planning.planner import Prepared, assemble
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays

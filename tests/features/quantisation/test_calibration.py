@@ -30,8 +30,8 @@ from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._features.quantisation.calibration import layer
+from weightsmith._features.quantisation.calibration.common import dequantise, split
 from weightsmith._features.quantisation.calibration.plan import without_measuring
-from weightsmith._features.quantisation.calibration.schemes import dequantise, split
 from weightsmith._features.quantisation.exl2 import matrix
 from weightsmith._features.quantisation.formats import followed
 from weightsmith._models.checkpoint import open_checkpoint

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightsmith._base.errors import FormatError, NonFinite, ParameterError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.quantisation.calibration import schemes
+from weightsmith._features.quantisation.calibration import common
 from weightsmith._features.quantisation.exl2.matrix import (
     COPIED,
     FactoredHessian,
@@ -403,7 +403,7 @@ def test_integers_rounded_to_nearest_are_those_of_the_stored_format(encoding: st
     kind, spec = find_encoding(encoding), TensorSpec("x.weight", DTYPES["F32"], weight.shape)
     outs = [np.empty(out.nbytes, np.uint8) for out in kind.outs(spec)]
     kind.encode(spec, weight, 0, outs, np.empty(0, np.float32))
-    found = schemes.quantise(weight, encoding, None)
+    found = common.quantise(weight, encoding, None)
     for out, stored, array in zip(kind.outs(spec), outs, found, strict=True):
         assert (array.dtype, array.shape) == (out.dtype.numpy, out.shape)
         assert array.tobytes() == stored.tobytes(), out.name
@@ -411,7 +411,7 @@ def test_integers_rounded_to_nearest_are_those_of_the_stored_format(encoding: st
     words, scales = found[0].view(np.uint32), found[1].astype(np.float32)
     codes = np.stack([words >> np.uint32(bits * i) & np.uint32(2**bits - 1) for i in range(32 // bits)], -1).reshape(24, 256)
     expected = (codes.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, 256 // scales.shape[1], 1)
-    np.testing.assert_array_equal(schemes.dequantise(found, encoding, weight.shape), expected)
+    np.testing.assert_array_equal(common.dequantise(found, encoding, weight.shape), expected)
 
 
 def test_integers_with_a_hessian_change_the_output_less() -> None:
@@ -419,7 +419,7 @@ def test_integers_with_a_hessian_change_the_output_less() -> None:
     y = x @ weight.T
 
     def error(hessian: FactoredHessian | None) -> float:
-        found = schemes.dequantise(schemes.quantise(weight, "w4a16", hessian), "w4a16", weight.shape)
+        found = common.dequantise(common.quantise(weight, "w4a16", hessian), "w4a16", weight.shape)
         return float(np.linalg.norm(x @ found.T - y) / np.linalg.norm(y))
 
     assert error(None) > 1.35 * error(prepare(x.T @ x))
@@ -429,4 +429,4 @@ def test_a_weight_that_is_no_number_is_refused() -> None:
     weight = random_weight(8, 128)
     weight[1, 2] = np.inf
     with pytest.raises(NonFinite, match="NaN or infinite"):
-        schemes.quantise(weight, "w4a16", None)
+        common.quantise(weight, "w4a16", None)

@@ -18,8 +18,8 @@ from weightsmith._activations.rows import rows_of, text_source
 from weightsmith._base.errors import FormatError, ParameterError, PlanError
 from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._execution.execute import execute
-from weightsmith._features.quantisation.calibration.schemes import dequantise
-from weightsmith._features.quantisation.calibration.schemes import quantise as quantised_arrays
+from weightsmith._features.quantisation.calibration.common import dequantise
+from weightsmith._features.quantisation.calibration.common import quantise as quantised_arrays
 from weightsmith._features.quantisation.exl2 import blocks
 from weightsmith._features.quantisation.exl2.matrix import prepare
 from weightsmith._features.quantisation.formats import followed

@@ -19,7 +19,7 @@ from weightsmith._base.options import RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._features.quantisation.calibration import measured
-from weightsmith._features.quantisation.exl2.options import ATTENTION, MLP
+from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
 from weightsmith._plans import plan_from_json
 
 __all__ = ["few_options"]
@@ -53,8 +53,8 @@ def test_losses_are_about_the_divergences_of_models_with_one_quantised_block(tmp
 
 
 def _quantise_in_place(model: Any, module: str, setting: str, ids: torch.Tensor) -> None:
-    from weightsmith._features.quantisation.calibration.schemes import dequantise
-    from weightsmith._features.quantisation.calibration.schemes import quantise as arrays_of
+    from weightsmith._features.quantisation.calibration.common import dequantise
+    from weightsmith._features.quantisation.calibration.common import quantise as arrays_of
     from weightsmith._features.quantisation.exl2.matrix import prepare
 
     seen: list[torch.Tensor] = []

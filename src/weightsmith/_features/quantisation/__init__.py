@@ -1,5 +1,6 @@
 """Formats of quantised checkpoints: each makes a draft of plain tensors one of stored codes.
 
+base.py      `Format`: the interface
 formats.py   `FORMATS`: the list of all; those that need no data; `weightsmith quantize` and `dequantize`
 gguf.py      GGUF files
 exl2/        EXL2: settings for each block, measurement, whole models
@@ -8,35 +9,10 @@ calibration/ products that quantise layer by layer, for what a text makes of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from weightsmith._base.options import QuantizeSettings
 from weightsmith._planning.planner import Assembled
-from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """One way to store a whole checkpoint.
-
-    name      as users write it: `fp8-dynamic`
-    summary   one line: what is stored, and how many bits a weight takes
-    readers   the programs that load it
-    apply     (the draft of plain tensors, settings): makes it the draft of the format. Reads headers and small files of
-              `assembled.inputs[assembled.draft.donor]` only, never tensor data. Raises PlanError with all problems
-    settings  fields of `QuantizeSettings` that it reads; any other that is given is an error before `apply` is called
-    follow    if `apply` sets `then`: (as for `apply`, the measured products, their arrays by name): makes the draft of plain
-              tensors the draft of the format; returns files to add to the output
-    """
-
-    name: str
-    summary: str
-    readers: str
-    apply: Callable[[Assembled, QuantizeSettings], None]
-    settings: frozenset[str] = frozenset()
-    follow: Callable[[Assembled, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
 
 
 def quantised(assemble: Callable[[], Assembled], name: str | None, settings: QuantizeSettings) -> Assembled:

@@ -15,7 +15,9 @@ from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, assignment, named, option_error, read_options
-from weightsmith._features.quantisation import Format, gguf
+from weightsmith._features.quantisation import gguf
+from weightsmith._features.quantisation.base import Format
+from weightsmith._features.quantisation.calibration.common import takes_hessian
 from weightsmith._features.quantisation.calibration.plan import (
     CALIBRATION_SETTINGS,
     NONE,
@@ -24,7 +26,6 @@ from weightsmith._features.quantisation.calibration.plan import (
     unused,
     without_measuring,
 )
-from weightsmith._features.quantisation.calibration.schemes import takes_hessian
 from weightsmith._features.quantisation.exl2 import format as exl2
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats

@@ -19,7 +19,7 @@ from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupporte
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.options import QuantizeSettings, named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.quantisation import Format
+from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, MEASURING, NONE, Chain, unused
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
 from weightsmith._files.containers import GGUF

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weightsmith._activations.sites import is_attention, site_of
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration import common, schemes
+from weightsmith._features.quantisation.calibration import common
 from weightsmith._features.quantisation.exl2 import matrix
 from weightsmith._models.formats import find_encoding
 from weightsmith.abc.product import Arrays
@@ -95,11 +95,11 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         with common.located(f"{site}, {rows.base.label}"):
-            sort = not any(schemes.keeps_order(stage[name]) for name in inputs.sites[site])
+            sort = not any(common.keeps_order(stage[name]) for name in inputs.sites[site])
             prepared = factors.prepare(inputs, site, finish, sort=sort)
             for name in inputs.sites[site]:
                 weight = rows.layer.linear(name).weight.detach().cpu().numpy()
-                found[name] = schemes.quantise(weight, stage[name], prepared)
+                found[name] = common.quantise(weight, stage[name], prepared)
 
     use_sums(rows, list(stage), quantise, span=span, last=last[0] if last else "")
 
@@ -110,7 +110,7 @@ def _give(rows: LayerRows, stage: Mapping[str, str], made: Mapping[str, Arrays])
 
     def give(name: str) -> None:
         shape = tuple(rows.layer.linear(name).weight.shape)
-        common.set_weight(rows.layer, name, schemes.dequantise(made[name], stage[name], shape))
+        common.set_weight(rows.layer, name, common.dequantise(made[name], stage[name], shape))
 
     with workers(rows.bench.threads, rows.device) as pool:
         list(pool.map(give, stage))
@@ -141,7 +141,7 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
             sums.add(list(pool.map(run, some)), pool)
     weight = matrix.Unread((n, k), lambda array: bench.fill({name: array}))
     with common.located(f"{name}, {work.base.label}"):
-        return schemes.quantise(weight, encoding, matrix.prepare(sums.finish(name)))
+        return common.quantise(weight, encoding, matrix.prepare(sums.finish(name)))
 
 
 KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from weightsmith._activations.gradients import LAST_FIRST
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration import common, schemes
+from weightsmith._features.quantisation.calibration import common
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _losses(
     part = np.ascontiguousarray(weight[some])
     found = []
     for encoding in encodings:
-        delta = part - schemes.dequantise(schemes.quantise(part, encoding, prepared), encoding, part.shape)
+        delta = part - common.dequantise(common.quantise(part, encoding, prepared), encoding, part.shape)
         found.append(0.5 * float(shares @ _energies(delta, weighted)))
     return found
 

@@ -19,7 +19,7 @@ from weightsmith._activations.states import FORWARD
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration import common, schemes
+from weightsmith._features.quantisation.calibration import common
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def _errors(
 
     def give(item: tuple[str, str]) -> None:
         name, encoding = item
-        arrays = schemes.quantise(weights[name], encoding, prepared[name])
-        common.set_weight(rows.layer, name, schemes.dequantise(arrays, encoding, weights[name].shape))
+        arrays = common.quantise(weights[name], encoding, prepared[name])
+        common.set_weight(rows.layer, name, common.dequantise(arrays, encoding, weights[name].shape))
 
     share = (span[1] - span[0]) / (len(options) + 1)
     plain = [out for some in rows.batches((span[0], span[0] + share)) for out in pool.map(run, some)]

@@ -11,12 +11,11 @@ from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.options import QuantizeSettings, assignment, named
 from weightsmith._engine.products import find_kind
-from weightsmith._features.quantisation.calibration.common import CalibratedWork
+from weightsmith._features.quantisation.calibration.common import CalibratedWork, takes_hessian
 from weightsmith._features.quantisation.calibration.layer import QuantisedWork
 from weightsmith._features.quantisation.calibration.measured import MeasureWork
 from weightsmith._features.quantisation.calibration.measured_blocks import BlocksWork
 from weightsmith._features.quantisation.calibration.quantised_states import QuantisedStatesWork
-from weightsmith._features.quantisation.calibration.schemes import takes_hessian
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step
 

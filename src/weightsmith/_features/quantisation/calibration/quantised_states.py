@@ -9,8 +9,8 @@ from functools import partial
 from weightsmith._activations.states import check, run
 from weightsmith._activations.work import LayerWork
 from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._features.quantisation.calibration.common import dequantise, split
 from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER
-from weightsmith._features.quantisation.calibration.schemes import dequantise, split
 from weightsmith.abc.product import Arrays
 
 

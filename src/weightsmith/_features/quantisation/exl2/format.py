@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import QuantizeSettings, assignment, named, option_error
-from weightsmith._features.quantisation import Format
+from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import (
     CALIBRATION_SETTINGS,
     MEASURED_ROWS,
@@ -22,7 +22,7 @@ from weightsmith._features.quantisation.calibration.plan import (
     calibrates,
     unused,
 )
-from weightsmith._features.quantisation.exl2.blocks import Sublayer
+from weightsmith._features.quantisation.exl2.blocks import BlockParams, Sublayer
 from weightsmith._features.quantisation.exl2.measurement import (
     Measured,
     errors_of,
@@ -32,7 +32,6 @@ from weightsmith._features.quantisation.exl2.measurement import (
 )
 from weightsmith._features.quantisation.exl2.model import Model, prepare_model, store
 from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
-from weightsmith._features.quantisation.exl2.options import BlockParams
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import Product

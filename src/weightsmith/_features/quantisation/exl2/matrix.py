@@ -17,13 +17,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from weightsmith._base.errors import NonFinite, ParameterError
 from weightsmith._methods.jobs.matrix import Tensor, one_thread
-from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.formats.exl2.layout import Group, Groups, padded
 from weightsmith._models.formats.exl2.reading import decode_columns, read_parameters
 from weightsmith._models.formats.exl2.scales import Floats, Halves
@@ -86,7 +84,8 @@ def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
 
     Cost: K³ / 2 multiplications in float64, and 16 K² bytes in all.
     """
-    torch = _torch()
+    import torch
+
     if not np.isfinite(hessian).all():
         raise NonFinite("the Hessian of a layer contains NaN or infinity", fix="check the model's activations")
     diagonal = hessian.diagonal().astype(np.float64)
@@ -114,7 +113,7 @@ def quantise_matrix(weight: Floats | Unread, hessian: FactoredHessian | None, gr
 
     weight   float32 [N, K], or what reads it; rounded to float16 first; not modified
     hessian  of its inputs; None: plain rounding, features in their own order
-    groups   bits and rows, in stored order (`options.groups_of`)
+    groups   bits and rows, in stored order (`formats.exl2.layout.groups_of`)
 
     N is padded to a multiple of 32 with rows that decode to zeros.
 
@@ -184,9 +183,11 @@ def _rounded(
     if prepared is None:
         yield from round_plainly(plain, np.arange(plain.shape[1]), groups, scales_of, half=half)
         return
+    import torch
+
     from weightsmith._kernels.exl2 import quantise_rows
 
-    torch, order, factor = _torch(), prepared.order, prepared.factor
+    order, factor = prepared.order, prepared.factor
     cols = padded(len(plain)) if half else len(plain)
     w, errors = torch.empty(len(order), cols), torch.empty(max(TILE, *(group.rows for group in groups)), cols)
     for top in range(0, len(plain), COPIED):
@@ -216,15 +217,6 @@ def _pass_on(errors: Tensor, factor: Tensor, rows: Tensor) -> None:
     if len(rows):
         with one_thread():
             rows.addmm_(factor.T, errors, alpha=-1)
-
-
-def _torch() -> Any:
-    """Raises ParameterError where torch is not installed."""
-    if missing := needs_torch():
-        raise ParameterError(missing)
-    import torch
-
-    return torch
 
 
 def _runs(groups: Groups) -> Iterator[list[Group]]:
