@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,8 @@ from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._execution.execute import execute
 from weightsmith._execution.run import Merged
 from weightsmith._features.quantisation import quantised
+from weightsmith._features.quantisation.exl2 import blocks
+from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
 from weightsmith._planning.planner import Prepared, assemble
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
@@ -75,6 +78,13 @@ def settings(folder: Path, **more: Any) -> QuantizeSettings:
         "uniform": True,
     }
     return QuantizeSettings(**default | more)
+
+
+@pytest.fixture
+def few_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option of a block that is measured takes time: three for the attention, three for the MLP."""
+    monkeypatch.setattr(blocks, "ATTENTION", ATTENTION[::9])
+    monkeypatch.setattr(blocks, "MLP", MLP[::8])
 
 
 def prepared_for(source: Any, given: QuantizeSettings, name: str = "exl2", seed: int = 0) -> Prepared:

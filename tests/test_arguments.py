@@ -21,7 +21,7 @@ ALLOWED = {
     "_methods/signature.py:merge_method",
     "_methods/task_vectors.py:task_vectors",
     # To become records.
-    "_kernels/blocks.py:dequantise",
+    "_kernels/codes.py:dequantise",
     "_kernels/packed.py:dequantise_rows",
     "_kernels/trellis.py:dequantise_trellis",
 }

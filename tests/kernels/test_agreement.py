@@ -8,8 +8,8 @@ import pytest
 
 from weightsmith._base.tensors import DTYPES
 from weightsmith._kernels import reference
-from weightsmith._kernels.agreement import SURVIVAL, agreement, sketch_deltas, survival
 from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.differences import SURVIVAL, agreement, sketch_deltas, survival
 from weightsmith._reports.look.differences import WIDTH, sparse_signs
 
 

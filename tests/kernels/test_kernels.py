@@ -13,10 +13,9 @@ from hypothesis.extra import numpy as hnp
 
 from weightsmith._base.tensors import DTYPES
 from weightsmith._kernels import reference
-from weightsmith._kernels.codecs import BLOCK
-from weightsmith._kernels.combine import LANES, combine, gram
+from weightsmith._kernels.codecs import BLOCK, first_nonfinite
+from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, gram, gram_columns, gram_rows
 from weightsmith._kernels.divergence import NEAR, exponentials, logarithms, row_divergence
-from weightsmith._kernels.finite import first_nonfinite
 from weightsmith._kernels.philox import random_words
 from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._kernels.rows import SHORT, descending, keep_band, keep_by_rank, keep_in_groups, keep_ranks, ranks
@@ -49,7 +48,6 @@ from weightsmith._kernels.task_vector import (
     l1_norms,
     merge_task_vectors,
 )
-from weightsmith._kernels.vectors import combine_columns, combine_rows, gram_columns, gram_rows
 
 F32 = DTYPES["F32"].code
 SIZES = st.integers(1, 3 * LANES) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 17])

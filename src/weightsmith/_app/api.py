@@ -150,7 +150,7 @@ def _copy(
     progress: Callable[[Progress], None] | bool,
     rechecking: Callable[[int, int], None] | None,
 ) -> Merged:
-    from weightsmith._features.quantisation.copies import prepare_copy
+    from weightsmith._features.quantisation.formats import prepare_copy
 
     began = time.monotonic()
     planning, settings, running = read_options(function, options, *_ALL)

@@ -14,7 +14,7 @@ from weightsmith._base.errors import Finding, NonFinite
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.tiles import Cut
-from weightsmith._kernels.finite import first_nonfinite
+from weightsmith._kernels.codecs import first_nonfinite
 from weightsmith._plans import CAST, PRODUCTS, Step
 from weightsmith.abc.job import Bytes
 from weightsmith.abc.output import Finished

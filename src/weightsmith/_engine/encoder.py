@@ -11,8 +11,7 @@ from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import UNPUBLISHED
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.tiles import Cut
-from weightsmith._kernels.codecs import decode
-from weightsmith._kernels.finite import first_nonfinite
+from weightsmith._kernels.codecs import decode, first_nonfinite
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._plans import Step
 from weightsmith.abc.job import Bytes

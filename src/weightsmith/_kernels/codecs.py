@@ -157,3 +157,36 @@ def encode(row: np.ndarray, n: int, code: int, start: int, raw: np.ndarray) -> N
             finite = min(_round_bits(min(magnitude, np.uint32(0x47800000)), 15, 2), np.uint32(0x7C))
             small = np.uint32(0x7E) if magnitude > np.uint32(0x7F800000) else finite
             raw[start + j] = np.uint8(small | ((u >> np.uint32(24)) & np.uint32(0x80)))
+
+
+@kernel
+def _first_from(bits: np.ndarray, n: int, mask: Any, limit: Any) -> int:
+    """Index of the first of bits[:n] that is at least `limit` under the mask; -1 when there is none.
+
+    The largest first: that vectorises, and almost always is the whole answer.
+    """
+    x, kind = bits[:n], bits.dtype.type
+    top = kind(0)
+    for j in range(n):
+        magnitude = kind(x[j] & mask)
+        top = magnitude if magnitude > top else top
+    if top >= limit:
+        for j in range(n):
+            if kind(x[j] & mask) >= limit:
+                return j
+    return -1
+
+
+@kernel(code="in")
+def first_nonfinite(raw: np.ndarray, code: int, n: int) -> int:
+    """Index of the first NaN or infinity among n elements of a byte buffer; -1 when there is none."""
+    if (BF16_IN or F16_IN) and (code == BF16 or code == F16):
+        limit = np.uint16(0x7F80) if code == BF16 else np.uint16(0x7C00)
+        return _first_from(raw.view(np.uint16), n, np.uint16(0x7FFF), limit)
+    if F32_IN and code == F32:
+        return _first_from(raw.view(np.uint32), n, np.uint32(0x7FFFFFFF), np.uint32(0x7F800000))
+    if F64_IN and code == F64:
+        return _first_from(raw.view(np.uint64), n, np.uint64(0x7FFFFFFFFFFFFFFF), np.uint64(0x7FF0000000000000))
+    if E4M3_IN or E5M2_IN:
+        return _first_from(raw, n, np.uint8(0x7F), np.uint8(0x7F) if code == E4M3 else np.uint8(0x7C))
+    return -1

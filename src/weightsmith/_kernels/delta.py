@@ -5,22 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from weightsmith._kernels.codecs import BLOCK, decode, encode
-from weightsmith._kernels.combine import LANES, add_scaled, fill, narrow, subtract, sum_lanes
+from weightsmith._kernels.combine import LANES, add_products, add_scaled, fill, narrow, subtract, sum_lanes
 from weightsmith._kernels.jit import kernel
 from weightsmith._kernels.records import Encoded, Inputs
-
-
-@kernel
-def add_squares(row: np.ndarray, n: int, lanes: np.ndarray) -> None:
-    """lanes[j % LANES] += row[j]² for j < n, in float64."""
-    sums = lanes[:LANES]
-    whole = n - n % LANES
-    for start in range(0, whole, LANES):
-        x = row[start : start + LANES]
-        for j in range(LANES):
-            sums[j] += np.float64(x[j]) * np.float64(x[j])
-    for j in range(n - whole):
-        sums[j] += np.float64(row[whole + j]) * np.float64(row[whole + j])
 
 
 @kernel(inputs_codes="in", merged_code="in")
@@ -52,14 +39,14 @@ def delta_squares(
             decode(raw[0], codes[0], start, m, base)
             decode(merged.data, merged.code, start, m, x)
             subtract(x, base, m)
-            add_squares(x, m, sums[0])
+            add_products(x, x, m, sums[0])
             fill(total, m, 0.0)
             for i in range(models):
                 decode(raw[i + 1], codes[i + 1], start, m, x)
                 subtract(x, base, m)
-                add_squares(x, m, sums[2 + i])
+                add_products(x, x, m, sums[2 + i])
                 add_scaled(weights[i], x, m, total)
-            add_squares(total, m, sums[1])
+            add_products(total, total, m, sums[1])
         for s in range(2 + models):
             out[g, s] = sum_lanes(sums[s])
 
@@ -102,8 +89,8 @@ def distance(base: Encoded, out: Encoded, n: int, grain: int, totals: np.ndarray
             m = min(BLOCK, end - start)
             decode(base.data, base.code, start, m, rows[0])
             decode(out.data, out.code, start, m, rows[1])
-            add_squares(rows[0], m, sums[1])
+            add_products(rows[0], rows[0], m, sums[1])
             subtract(rows[1], rows[0], m)
-            add_squares(rows[1], m, sums[0])
+            add_products(rows[1], rows[1], m, sums[0])
         totals[g, 0] = sum_lanes(sums[0])
         totals[g, 1] = sum_lanes(sums[1])

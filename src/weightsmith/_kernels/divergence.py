@@ -7,10 +7,12 @@ terms is negative. exp and log are series in loops that vectorise; np.exp and np
 
 from __future__ import annotations
 
+from math import factorial
+
 import numpy as np
 
 from weightsmith._kernels.codecs import BLOCK, decode
-from weightsmith._kernels.combine import LANES, fill, sum_lanes
+from weightsmith._kernels.combine import LANES, add_products, fill, sum_lanes
 from weightsmith._kernels.jit import kernel
 from weightsmith._kernels.records import Inputs
 
@@ -19,6 +21,21 @@ NEAR = 0.015625
 
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094173e-06
 _ROUND = 1.5 * 2.0**52  # added to a small number it leaves its nearest integer in the last bits
+
+_EXP = tuple(1 / factorial(k) for k in range(14))
+_GROWTH = _EXP[2:9]
+_ARTANH = tuple(1 / k for k in range(3, 22, 2))
+_PHI = tuple(1 / ((k + 1) * (k + 2)) for k in range(9))
+"""Coefficients of e^r, of (e^d - 1 - d) / d², of (artanh s - s) / s³ by s², and of φ(-z) / z²."""
+
+
+@kernel
+def _polynomial(x: float, coefficients: tuple[float, ...]) -> float:
+    """Σ coefficients[k] · x^k, by Horner's rule. The loop is unrolled."""
+    total = coefficients[-1]
+    for k in range(len(coefficients) - 2, -1, -1):
+        total = coefficients[k] + x * total
+    return total
 
 
 @kernel
@@ -68,19 +85,7 @@ def exponentials(row: np.ndarray, n: int, shift: float, out: np.ndarray) -> None
         t = v * _LOG2_E + _ROUND
         k = t - _ROUND
         r = (v - k * _LN2_HIGH) - k * _LN2_LOW
-        e = 1.0 / 479001600 + r * (1.0 / 6227020800)
-        e = 1.0 / 39916800 + r * e
-        e = 1.0 / 3628800 + r * e
-        e = 1.0 / 362880 + r * e
-        e = 1.0 / 40320 + r * e
-        e = 1.0 / 5040 + r * e
-        e = 1.0 / 720 + r * e
-        e = 1.0 / 120 + r * e
-        e = 1.0 / 24 + r * e
-        e = 1.0 / 6 + r * e
-        e = 0.5 + r * e
-        e = 1.0 + r * e
-        e = 1.0 + r * e
+        e = _polynomial(r, _EXP)
         scale = np.uint64((np.float64(t).view(np.uint64) + np.uint64(1023)) << np.uint64(52)).view(np.float64)
         y[j] = e * scale
 
@@ -100,15 +105,7 @@ def logarithms(row: np.ndarray, n: int) -> None:
         k = np.uint64(exponent | np.uint64(0x4330000000000000)).view(np.float64) - (4503599627370496.0 + 1023.0)
         s = (m - 1.0) / (m + 1.0)
         z = s * s
-        series = 1.0 / 19 + z * (1.0 / 21)
-        series = 1.0 / 17 + z * series
-        series = 1.0 / 15 + z * series
-        series = 1.0 / 13 + z * series
-        series = 1.0 / 11 + z * series
-        series = 1.0 / 9 + z * series
-        series = 1.0 / 7 + z * series
-        series = 0.2 + z * series
-        series = 1.0 / 3 + z * series
+        series = _polynomial(z, _ARTANH)
         x[j] = k * _LN2_HIGH + (2.0 * s + (2.0 * s * z * series + k * _LN2_LOW))
 
 
@@ -138,37 +135,19 @@ def near_divergence(
         exponentials(x, m, top, power[start:])
         for j in range(m):
             d = np.float64(y[j]) - np.float64(x[j])
-            series = 1.0 / 5040 + d * (1.0 / 40320)
-            series = 1.0 / 720 + d * series
-            series = 1.0 / 120 + d * series
-            series = 1.0 / 24 + d * series
-            series = 1.0 / 6 + d * series
-            series = 0.5 + d * series
+            series = _polynomial(d, _GROWTH)
             g[j] = d + d * d * series
     e, g = power[:n], growth[:n]
     whole = total_of(e, n, lanes)
     fill(lanes, LANES, 0.0)
-    last = n - n % LANES
-    for start in range(0, last, LANES):
-        a, b = e[start : start + LANES], g[start : start + LANES]
-        for j in range(LANES):
-            lanes[j] += a[j] * b[j]
-    for j in range(n - last):
-        lanes[j] += e[last + j] * g[last + j]
+    add_products(e, g, n, lanes)
     mean = sum_lanes(lanes) / whole
     share, shrink = 1.0 / whole, 1.0 / (1.0 + mean)
     for j in range(n):
         soft = e[j] * share
         q = soft + epsilon
         z = soft * ((g[j] - mean) * shrink) / q
-        series = 1.0 / 72 - z * (1.0 / 90)
-        series = 1.0 / 56 - z * series
-        series = 1.0 / 42 - z * series
-        series = 1.0 / 30 - z * series
-        series = 0.05 - z * series
-        series = 1.0 / 12 - z * series
-        series = 1.0 / 6 - z * series
-        series = 0.5 - z * series
+        series = _polynomial(-z, _PHI)
         e[j] = q * (z * z * series)
     return total_of(e, n, lanes)
 

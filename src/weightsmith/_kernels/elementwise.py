@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weightsmith._kernels.codecs import BLOCK, decode, encode, or_zero
-from weightsmith._kernels.combine import LANES, add_scaled, fill, set_scaled, subtract, sum_lanes
-from weightsmith._kernels.delta import add_squares
+from weightsmith._kernels.combine import LANES, add_delta, add_products, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith._kernels.jit import kernel
 from weightsmith._kernels.records import Encoded, Inputs
 
@@ -20,14 +19,6 @@ def read_deltas(raw: np.ndarray, codes: np.ndarray, start: int, n: int, rows: np
     for i in range(1, raw.shape[0]):
         decode(raw[i], codes[i], start, n, rows[i])
         subtract(rows[i], rows[0], n)
-
-
-@kernel
-def add_delta(delta: np.ndarray, factor: float, n: int, base: np.ndarray) -> None:
-    """base[:n] += factor · delta[:n] (float64), rounded to the row's dtype."""
-    b, d = base[:n], delta[:n]
-    for j in range(n):
-        b[j] = np.float64(b[j]) + factor * d[j]
 
 
 @kernel(inputs_codes="in", out_code="out")
@@ -235,7 +226,7 @@ def energies(
                     chosen = selected[start : start + m]
                     for j in range(m):
                         d[j] = or_zero(d[j], chosen[j] != np.uint8(0))
-                add_squares(d, m, sums[i])
+                add_products(d, d, m, sums[i])
         for i in range(models):
             out[g, i] = sum_lanes(sums[i])
 

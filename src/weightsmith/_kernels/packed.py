@@ -57,25 +57,6 @@ def unpack_down(words: np.ndarray, cols: int, bits: int, codes: np.ndarray) -> N
 
 
 @kernel
-def unpack_across(words: np.ndarray, rows: int, bits: int, codes: np.ndarray) -> None:
-    """Codes packed along the columns of a matrix: each row is a stream of bits, the lowest bit of a word first.
-
-    words  uint32 [rows · words of a row]
-    codes  uint8 [rows · cols]
-    """
-    mask = np.uint32((1 << bits) - 1)
-    width, cols = words.size // rows, codes.size // rows
-    for j in range(rows):
-        row, out = words[j * width : (j + 1) * width], codes[j * cols : (j + 1) * cols]
-        for o in range(cols):
-            word, shift = o * bits // 32, np.uint32(o * bits % 32)
-            found = row[word] >> shift
-            if shift + bits > 32:
-                found = found | row[word + 1] << (np.uint32(32) - shift)
-            out[o] = np.uint8(found & mask)
-
-
-@kernel
 def unpack_nibbles(words: np.ndarray, order: np.ndarray, codes: np.ndarray) -> None:
     """Eight codes of 4 bits in each word: code i of them is nibble order[i], of which nibble 0 is the lowest.
 

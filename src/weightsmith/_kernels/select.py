@@ -17,6 +17,7 @@ import numpy as np
 from weightsmith._kernels.codecs import BF16, BF16_IN, BLOCK, OTHER_IN, as_bits, as_float, decode
 from weightsmith._kernels.combine import fill, subtract
 from weightsmith._kernels.jit import Switch, kernel
+from weightsmith._kernels.rows import magnitudes
 
 HIGH_BINS = 1 << 15  # the sign bit of a magnitude is 0
 TABLE = 1 << 17
@@ -29,14 +30,6 @@ VARIANCE, IMPORTANCE = -1, -2
 
 _BY_DELTA, _BY_VARIANCE = Switch("score", range(1, 1 << 31)), Switch("score", [VARIANCE])
 _BY_IMPORTANCE = Switch("score", [IMPORTANCE])
-
-
-@kernel
-def magnitude_bits(row: np.ndarray, n: int, bits: np.ndarray) -> None:
-    """bits[:n] (uint32) = bits of float32(|row[:n]|)."""
-    x, b = row[:n], bits[:n]
-    for j in range(n):
-        b[j] = as_bits(x[j]) & np.uint32(0x7FFFFFFF)
 
 
 class Scores(NamedTuple):
@@ -77,7 +70,7 @@ def score_bits(scores: Scores, start: int, n: int) -> None:
         delta_bits(raw, codes, what, start, n, rows, bits)
     elif _BY_VARIANCE and what == VARIANCE:
         variance(raw, codes, start, n, rows)
-        magnitude_bits(rows[1], n, bits)
+        magnitudes(rows[1], n, bits)
     elif _BY_IMPORTANCE:
         decode(raw[0], codes[0], start, n, rows[0])
         decode(raw[1], codes[1], start, n, rows[1])
@@ -143,7 +136,7 @@ def delta_bits(raw: np.ndarray, codes: np.ndarray, i: int, start: int, n: int, r
         decode(raw[0], codes[0], start, n, rows[0])
         decode(raw[i], codes[i], start, n, rows[1])
         subtract(rows[1], rows[0], n)
-        magnitude_bits(rows[1], n, bits)
+        magnitudes(rows[1], n, bits)
 
 
 @kernel(scores_codes="in", scores_what="score")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weightsmith._kernels.codecs import BF16, BF16_IN, OTHER_IN, as_bits, as_float, decode, encode, or_zero
-from weightsmith._kernels.combine import LANES, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
+from weightsmith._kernels.combine import LANES, add_delta, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith._kernels.jit import Switch, kernel
 from weightsmith._kernels.philox import random_words
 from weightsmith._kernels.records import Encoded, Inputs
@@ -271,14 +271,6 @@ def add_mean(base: np.ndarray, factor: float, mixed: np.ndarray, divisor: np.nda
             b[j] += factor * s[j]
 
 
-@kernel
-def add_total(base: np.ndarray, factor: float, total: np.ndarray, n: int) -> None:
-    """base[:n] += factor · total[:n], in float64, rounded to the row's dtype."""
-    b, t = base[:n], total[:n]
-    for j in range(n):
-        b[j] = np.float64(b[j]) + factor * t[j]
-
-
 @kernel(inputs_codes="in", out_code="out", masks_modes="keep", masks_unbiased="unbiased", how_elect="elect", how_mean="mean")
 def merge_task_vectors(inputs: Inputs, place: Place, masks: Masks, how: Combination, out: Encoded, scratch: Scratch) -> None:
     """One tile of a task-vector merge. inputs: the base, then the models."""
@@ -327,7 +319,7 @@ def merge_task_vectors(inputs: Inputs, place: Place, masks: Masks, how: Combinat
                     add_nonzero(scaled, vote, rows[i + 1], m, mixed, divisor)
             add_mean(base, of_row(factor), mixed, divisor, m, mean == BY_WEIGHT or mean == BY_COUNT)
         else:
-            add_total(base, factor, total, m)
+            add_delta(total, factor, m, base)
         encode(base, m, out.code, start, out.data)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._kernels.blocks import block_maxima
 from weightsmith._kernels.codecs import BLOCK, decode
+from weightsmith._kernels.codes import block_maxima
 from weightsmith.abc.job import Bytes
 
 Floats = npt.NDArray[np.float32]

@@ -12,16 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsmith._base.errors import FormatError, NonFinite, ParameterError, Unsupported
-from weightsmith._base.tensors import DTYPES
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.quantisation.calibration import common
 from weightsmith._features.quantisation.exl2.matrix import (
     COPIED,
+    FactoredHessian,
     Unread,
     dequantise_matrix,
     prepare,
-    quantise_fixed_groups,
     quantise_matrix,
 )
 from weightsmith._kernels.exl2 import pack
+from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.exl2.layout import BITS, Group, Groups, padded, stored_specs, why_illegal
 from weightsmith._models.formats.exl2.writing import GRID, Exl2Matrix, find_scales, scale_values
 
@@ -103,6 +105,10 @@ def random_inputs(k: int, seed: int = 1) -> np.ndarray:
     return (rng.normal(size=(2048, k)) @ (rng.normal(size=(k, k)) * np.exp(rng.normal(size=k)))).astype(np.float32)
 
 
+def quantised(weight: np.ndarray | Unread, hessian: np.ndarray | None, groups: Groups) -> Exl2Matrix:
+    return quantise_matrix(weight, None if hessian is None else prepare(hessian), groups)
+
+
 # ---- the format
 
 
@@ -145,7 +151,7 @@ def test_what_is_stored_decodes_as_the_description_says(
     weight = random_weight(n, k, seed, scale)
     weight[:, : k // 4] = 0
     x = rng.normal(size=(2 * k, k)).astype(np.float32)
-    m = quantise_matrix(weight, x.T @ x if with_hessian else None, groups)
+    m = quantised(weight, x.T @ x if with_hessian else None, groups)
     for spec, array in zip(stored_specs("m", groups, k, n), m.arrays, strict=True):
         assert (array.shape, array.dtype) == (spec.shape, spec.dtype.numpy)
     found = dequantise_matrix(m)
@@ -160,7 +166,7 @@ def test_what_is_stored_decodes_as_the_description_says(
 @pytest.mark.parametrize("bits", BITS)
 def test_plain_rounding_takes_the_nearest_value_that_the_scales_allow(bits: int) -> None:
     weight = random_weight(40, 96)
-    m = quantise_matrix(weight, None, (Group(bits, 64), Group(bits, 32)))
+    m = quantised(weight, None, (Group(bits, 64), Group(bits, 32)))
     found, half = dequantise_matrix(m).astype(np.float64), weight.astype(np.float16).astype(np.float64)
     for g, features in enumerate((slice(0, 64), slice(64, 96))):
         nibbles = m.q_scale.view(np.uint32)[g, np.arange(40) // 8] >> (4 * (np.arange(40) % 8)).astype(np.uint32) & np.uint32(
@@ -193,7 +199,7 @@ def test_with_a_hessian_the_output_of_the_layer_changes_less(bits: int, least: f
     y, groups = x @ weight.T, (Group(bits, 128), Group(bits, 128))
 
     def error(hessian: np.ndarray | None) -> float:
-        found = dequantise_matrix(quantise_matrix(weight, hessian, groups)).astype(np.float32)
+        found = dequantise_matrix(quantised(weight, hessian, groups)).astype(np.float32)
         return float(np.linalg.norm(x @ found.T - y) / np.linalg.norm(y))
 
     assert error(None) > least * error(x.T @ x)
@@ -232,15 +238,8 @@ def test_errors_are_passed_on_to_all_later_rows() -> None:
     groups = (Group(6, 32), Group(5, 64), Group(3, 64), Group(3, 32), Group(2, 128))
     weight, x = random_weight(32, 320), random_inputs(320)
     expected = by_rows(weight, x.T @ x, groups)
-    found = dequantise_matrix(quantise_matrix(weight, x.T @ x, groups)).astype(np.float64)
+    found = dequantise_matrix(quantised(weight, x.T @ x, groups)).astype(np.float64)
     assert (np.abs(found - expected) > 1e-3 * np.abs(expected).max()).mean() < 0.01  # float32 rounds some the other way
-
-
-def test_a_prepared_hessian_gives_the_same_bytes() -> None:
-    weight, x = random_weight(32, 64), random_inputs(64)
-    hessian = x.T @ x
-    once, twice = quantise_matrix(weight, hessian, FOUR), quantise_matrix(weight, prepare(hessian), FOUR)
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(once.arrays, twice.arrays, strict=True))
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 3 << 15])
@@ -262,8 +261,8 @@ def test_a_weight_that_is_read_is_given_back_as_it_is_put_in_order(page_bytes: i
 
     monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
     monkeypatch.setattr(Unread, "read", read)
-    found = quantise_matrix(Unread((n, k), lambda out: np.copyto(out, weight)), x.T @ x, FOUR)
-    expected = quantise_matrix(weight, x.T @ x, FOUR)
+    found = quantised(Unread((n, k), lambda out: np.copyto(out, weight)), x.T @ x, FOUR)
+    expected = quantised(weight, x.T @ x, FOUR)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found.arrays, expected.arrays, strict=True))
     assert given_back[-1] > array.nbytes - page_bytes
 
@@ -272,8 +271,8 @@ def test_a_weight_that_is_read_is_given_back_as_it_is_put_in_order(page_bytes: i
 def test_a_weight_that_is_read_gives_the_same_bytes(hessian: bool) -> None:
     weight, x = random_weight(COPIED + 40, 64), random_inputs(64)
     given = x.T @ x if hessian else None
-    found = quantise_matrix(Unread((COPIED + 40, 64), lambda out: np.copyto(out, weight)), given, FOUR)
-    expected = quantise_matrix(weight, given, FOUR)
+    found = quantised(Unread((COPIED + 40, 64), lambda out: np.copyto(out, weight)), given, FOUR)
+    expected = quantised(weight, given, FOUR)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found.arrays, expected.arrays, strict=True))
 
 
@@ -284,7 +283,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads() -> None:
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        m = quantise_matrix(weight, x.T @ x, tuple(Group(3, 128) for _ in range(4)))
+        m = quantised(weight, x.T @ x, tuple(Group(3, 128) for _ in range(4)))
         found.append([array.tobytes() for array in m.arrays])
         assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
@@ -297,19 +296,19 @@ def test_inputs_that_are_always_zero_and_features_without_weights() -> None:
     weight = random_weight(32, 64)
     weight[:, 40:] = 0
     weight[5] = 0
-    found = dequantise_matrix(quantise_matrix(weight, x.T @ x, FOUR))
+    found = dequantise_matrix(quantised(weight, x.T @ x, FOUR))
     assert np.isfinite(found).all()
     assert not found[5].any()
-    assert not dequantise_matrix(quantise_matrix(np.zeros((32, 64), np.float32), np.zeros((64, 64), np.float32), FOUR)).any()
+    assert not dequantise_matrix(quantised(np.zeros((32, 64), np.float32), np.zeros((64, 64), np.float32), FOUR)).any()
 
 
 def test_a_weight_too_small_for_scales_becomes_zero() -> None:
-    found = dequantise_matrix(quantise_matrix(random_weight(32, 64, scale=1e-8), None, FOUR))
+    found = dequantise_matrix(quantised(random_weight(32, 64, scale=1e-8), None, FOUR))
     assert not found.any()
 
 
 def test_columns_are_padded_with_zeros() -> None:
-    m = quantise_matrix(random_weight(33, 64), None, FOUR)
+    m = quantised(random_weight(33, 64), None, FOUR)
     assert m.q_weight.shape == (8, padded(33)) == (8, 64)
     assert set(hexes(m.q_weight[:, 33:]).split()) == {"88888888"}
     assert not (m.q_scale.view(np.uint32)[0, 4:] >> np.uint32(4)).any()
@@ -322,7 +321,7 @@ def test_a_weight_that_float16_cannot_hold_is_rejected(value: float, hessian: np
     weight = random_weight(32, 64)
     weight[3, 5] = value
     with pytest.raises(NonFinite, match="float16"):
-        quantise_matrix(weight, hessian, FOUR)
+        quantised(weight, hessian, FOUR)
 
 
 def test_a_hessian_that_cannot_be_used_is_rejected() -> None:
@@ -354,7 +353,7 @@ ILLEGAL = [
 def test_illegal_groups_are_rejected(groups: Groups, k: int, why: str) -> None:
     assert why in why_illegal(groups, k)
     with pytest.raises(Unsupported, match="cannot be stored as EXL2"):
-        quantise_matrix(np.zeros((32, k), np.float32), None, groups)
+        quantised(np.zeros((32, k), np.float32), None, groups)
 
 
 def _repeated(q_invperm: np.ndarray) -> np.ndarray:
@@ -397,27 +396,37 @@ def test_tensors_that_contradict_each_other_are_rejected(case: str) -> None:
 # ---- fixed groups
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", ["BF16", "F16"])
-def test_fixed_groups_round_with_the_stored_scale(bits: int, dtype: str) -> None:
-    weight = random_weight(24, 160)
+@pytest.mark.parametrize("encoding", ["w4a16", "w4a16-g32", "w8a16-g64"])
+def test_integers_rounded_to_nearest_are_those_of_the_stored_format(encoding: str) -> None:
+    weight = random_weight(24, 256)
     weight[3, :128] = 0
-    codes, scales = quantise_fixed_groups(weight, None, bits, 128, DTYPES[dtype])
-    assert (codes.dtype, codes.shape, scales.dtype, scales.shape) == (np.int8, (24, 160), DTYPES[dtype].numpy, (24, 2))
-    spread = np.repeat(scales.astype(np.float32), [128, 32], axis=1)
-    low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
-    np.testing.assert_array_equal(codes, np.clip(np.rint(weight / spread), low, high))
-    assert scales[3, 0] == 1
-    assert np.abs(weight).max(1)[0] / spread[0].max() == pytest.approx(high + 0.5, rel=0.01)
+    kind, spec = find_encoding(encoding), TensorSpec("x.weight", DTYPES["F32"], weight.shape)
+    outs = [np.empty(out.nbytes, np.uint8) for out in kind.outs(spec)]
+    kind.encode(spec, weight, 0, outs, np.empty(0, np.float32))
+    found = common.quantise(weight, encoding, None)
+    for out, stored, array in zip(kind.outs(spec), outs, found, strict=True):
+        assert (array.dtype, array.shape) == (out.dtype.numpy, out.shape)
+        assert array.tobytes() == stored.tobytes(), out.name
+    bits = int(encoding[1])
+    words, scales = found[0].view(np.uint32), found[1].astype(np.float32)
+    codes = np.stack([words >> np.uint32(bits * i) & np.uint32(2**bits - 1) for i in range(32 // bits)], -1).reshape(24, 256)
+    expected = (codes.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, 256 // scales.shape[1], 1)
+    np.testing.assert_array_equal(common.dequantise(found, encoding, weight.shape), expected)
 
 
-def test_fixed_groups_with_a_hessian_change_the_output_less() -> None:
+def test_integers_with_a_hessian_change_the_output_less() -> None:
     weight, x = random_weight(64, 256), random_inputs(256)
     y = x @ weight.T
 
-    def error(hessian: np.ndarray | None) -> float:
-        codes, scales = quantise_fixed_groups(weight, hessian, 4, 128, DTYPES["BF16"])
-        found = codes * np.repeat(scales.astype(np.float32), 128, axis=1)
+    def error(hessian: FactoredHessian | None) -> float:
+        found = common.dequantise(common.quantise(weight, "w4a16", hessian), "w4a16", weight.shape)
         return float(np.linalg.norm(x @ found.T - y) / np.linalg.norm(y))
 
-    assert error(None) > 1.35 * error(x.T @ x)
+    assert error(None) > 1.35 * error(prepare(x.T @ x))
+
+
+def test_a_weight_that_is_no_number_is_refused() -> None:
+    weight = random_weight(8, 128)
+    weight[1, 2] = np.inf
+    with pytest.raises(NonFinite, match="NaN or infinite"):
+        common.quantise(weight, "w4a16", None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weightsmith._base.errors import FormatError
-from weightsmith._features.quantisation.exl2.options import ATTENTION, HEAD, MLP, BlockParams
+from weightsmith._features.quantisation.exl2.blocks import ATTENTION, HEAD, MLP, BlockParams
 from weightsmith._models.formats.exl2.layout import bits_of, groups_of, params, params_from_json, why_illegal
 
 LLAMA = {
@@ -30,11 +30,11 @@ MLP_BPW = (
 
 
 def total(option: BlockParams) -> int:
-    return sum(bits_of(groups_of(p, LLAMA[role][1]), LLAMA[role][1], LLAMA[role][0]) for role, p in option.params.items())
+    return sum(bits_of(groups_of(p, LLAMA[role][1]), LLAMA[role][1], LLAMA[role][0]) for role, p in option.items())
 
 
 def bits_per_weight(options: Sequence[BlockParams]) -> list[float]:
-    weights = sum(LLAMA[role][0] * LLAMA[role][1] for role in options[0].params)
+    weights = sum(LLAMA[role][0] * LLAMA[role][1] for role in options[0])
     return [round(total(option) / weights, 4) for option in options]
 
 
@@ -48,8 +48,8 @@ def test_sizes_of_all_options() -> None:
 
 
 def test_numbers_of_distinct_settings() -> None:
-    attention = {role: len({option.params[role] for option in ATTENTION}) for role in "qkvo"}
-    mlp = {role: len({option.params[role] for option in MLP}) for role in ("gate", "up", "down")}
+    attention = {role: len({option[role] for option in ATTENTION}) for role in "qkvo"}
+    mlp = {role: len({option[role] for option in MLP}) for role in ("gate", "up", "down")}
     assert (attention, mlp) == ({"q": 14, "k": 14, "v": 15, "o": 14}, {"gate": 13, "up": 13, "down": 14})
 
 
@@ -72,13 +72,13 @@ def test_groups_from_settings(text: str, k: int, counts: list[int], last: int) -
 
 @pytest.mark.parametrize("k", [*range(32, 1600, 32), 11008, 65504])
 def test_all_settings_give_legal_groups(k: int) -> None:
-    for option in (*ATTENTION, *MLP, BlockParams({str(bits): setting for bits, setting in HEAD.items()})):
-        for setting in option.params.values():
+    for option in (*ATTENTION, *MLP, {str(bits): setting for bits, setting in HEAD.items()}):
+        for setting in option.values():
             assert why_illegal(groups_of(setting, k), k) == ""
 
 
 def test_settings_survive_json() -> None:
-    for setting in (*HEAD.values(), *(p for option in (*ATTENTION, *MLP) for p in option.params.values())):
+    for setting in (*HEAD.values(), *(p for option in (*ATTENTION, *MLP) for p in option.values())):
         assert params_from_json(setting.to_json(), "") == setting
         assert params(str(setting)) == setting
 

@@ -12,28 +12,22 @@ import torch
 import transformers
 
 import weightsmith
-from tests.calibration_help import prepared_for, quantise, save_model, settings
+from tests.calibration_help import few_options, prepared_for, quantise, save_model, settings
 from weightsmith._activations import running
 from weightsmith._activations.rows import rows_of, text_source
 from weightsmith._base.errors import FormatError, ParameterError, PlanError
 from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._execution.execute import execute
-from weightsmith._features.quantisation.calibration.schemes import dequantise
-from weightsmith._features.quantisation.calibration.schemes import quantise as quantised_arrays
+from weightsmith._features.quantisation.calibration.common import dequantise
+from weightsmith._features.quantisation.calibration.common import quantise as quantised_arrays
 from weightsmith._features.quantisation.exl2 import blocks
 from weightsmith._features.quantisation.exl2.matrix import prepare
-from weightsmith._features.quantisation.exl2.options import ATTENTION, MLP
 from weightsmith._features.quantisation.formats import followed
 from weightsmith._plans import plan_from_json
 
-pytestmark = pytest.mark.slow
+__all__ = ["few_options"]
 
-
-@pytest.fixture(autouse=True)
-def few_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option takes time: measure some."""
-    monkeypatch.setattr(blocks, "ATTENTION", ATTENTION[::6])
-    monkeypatch.setattr(blocks, "MLP", MLP[::8])
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_options")]
 
 
 def full(folder: Path, **more: Any) -> QuantizeSettings:
@@ -74,7 +68,7 @@ def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_p
         left = states(model, rows, after)
         for number in range(len(options)):
             for role, m in modules.items():
-                encoding = f"exl2 {options[number].params[role]}"
+                encoding = f"exl2 {options[number][role]}"
                 arrays = quantised_arrays(plain[m].numpy(), encoding, prepare((inputs[m].T @ inputs[m]).numpy()))
                 layer.get_submodule(m).weight.data = torch.from_numpy(dequantise(arrays, encoding, tuple(plain[m].shape)))
             changed = states(model, rows, after)
@@ -119,7 +113,7 @@ def test_what_it_cannot_do_is_one_error(tmp_path: Path, monkeypatch: pytest.Monk
     folder = save_model(tmp_path / "m")
     with prepared_for(folder, full(tmp_path)) as prepared:
         with pytest.raises(FormatError, match="it does not measure every weight"):
-            followed(prepared, {p.name: [np.zeros((2, 3))] for p in prepared.plan.products if p.op == "measured_blocks"})
+            followed(prepared, {p.name: [np.zeros((2, 2))] for p in prepared.plan.products if p.op == "measured_blocks"})
         monkeypatch.setattr(running, "budget", lambda bench: 30_000)
         with pytest.raises(ParameterError, match=r"the Hessians of layer 0 take .* and the limit is") as caught:
             execute(prepared, tmp_path / "out", RunOptions())

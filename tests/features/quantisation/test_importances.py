@@ -92,7 +92,7 @@ def test_an_interrupted_measurement_is_resumed_for_any_mixture(tmp_path: Path, m
     keep = Staging.keep
 
     def stop(staging: Staging, product: Any, arrays: Any) -> Any:
-        if product.name == "moments 1":
+        if product.name == "measurement: moments 1":
             raise KeyboardInterrupt
         return keep(staging, product, arrays)
 

@@ -13,14 +13,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import weightsmith
-from tests.calibration_help import changed, prepared_for, quantise, rows_for, save_model, settings
+from tests.calibration_help import changed, few_options, prepared_for, quantise, rows_for, save_model, settings
 from weightsmith._base.errors import PlanError
 from weightsmith._base.options import RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._features.quantisation.calibration import measured
-from weightsmith._features.quantisation.exl2.options import ATTENTION, MLP
+from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
 from weightsmith._plans import plan_from_json
+
+__all__ = ["few_options"]
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +40,7 @@ def test_losses_are_about_the_divergences_of_models_with_one_quantised_block(tmp
     for key, options in data.items():
         for number in (4, 9) if options else ():
             again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            chosen = (MLP if key.endswith("mlp") else ATTENTION)[number].params
+            chosen = (MLP if key.endswith("mlp") else ATTENTION)[number]
             for role, params in chosen.items():
                 _quantise_in_place(again, f"{key}.{role}_proj", str(params), ids)
             with torch.inference_mode():
@@ -51,8 +53,8 @@ def test_losses_are_about_the_divergences_of_models_with_one_quantised_block(tmp
 
 
 def _quantise_in_place(model: Any, module: str, setting: str, ids: torch.Tensor) -> None:
-    from weightsmith._features.quantisation.calibration.schemes import dequantise
-    from weightsmith._features.quantisation.calibration.schemes import quantise as arrays_of
+    from weightsmith._features.quantisation.calibration.common import dequantise
+    from weightsmith._features.quantisation.calibration.common import quantise as arrays_of
     from weightsmith._features.quantisation.exl2.matrix import prepare
 
     seen: list[torch.Tensor] = []
@@ -82,10 +84,11 @@ def test_a_block_that_predictions_do_not_depend_on_gets_the_fewest_bits(tmp_path
     assert loss["model.layers.1.mlp"] < 0.01 * loss["model.layers.1.self_attn"]
     layers = [product.settings["weights"] for product in merged.plan.products if product.op == "quantised_layer"]
     chosen = {name: encoding for weights in layers for name, encoding in weights.items()}
-    assert chosen["model.layers.1.mlp.up_proj.weight"] == f"exl2 {MLP[0].params['up']}"
-    assert chosen["model.layers.1.self_attn.q_proj.weight"] in {f"exl2 {option.params['q']}" for option in ATTENTION[6:]}
+    assert chosen["model.layers.1.mlp.up_proj.weight"] == f"exl2 {MLP[0]['up']}"
+    assert chosen["model.layers.1.self_attn.q_proj.weight"] in {f"exl2 {option['q']}" for option in ATTENTION[6:]}
 
 
+@pytest.mark.usefixtures("few_options")
 def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
     folder, given = save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=False)
     one, two = (quantise(folder, tmp_path / f"{threads}", given, threads=threads).out for threads in (1, 3))
@@ -96,11 +99,12 @@ def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
         assert errors[0] > 10 * errors[-1], key
 
 
+@pytest.mark.usefixtures("few_options")
 def test_rows_of_a_measurement_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their states are stored for all layers at once. The calibration that follows uses all rows."""
     monkeypatch.setattr("weightsmith._features.quantisation.exl2.format.MEASURED_ROWS", 2)
     with prepared_for(save_model(tmp_path / "m"), settings(tmp_path, uniform=False)) as prepared:
-        assert {out.shape for p in prepared.plan.products for out in p.outs if out.name.startswith("states")} == {(2, 16, 64)}
+        assert {out.shape for p in prepared.plan.products for out in p.outs if "states" in out.name} == {(2, 16, 64)}
         merged = execute(prepared, tmp_path / "out", RunOptions(card=False))
     assert merged.plan.products[0].outs[0].shape == (6, 16, 64)
 
@@ -123,7 +127,7 @@ def test_features_are_drawn_by_their_shares(monkeypatch: pytest.MonkeyPatch) -> 
         (lambda work: work.update(seed=-1), "its seed is negative"),
         (lambda work: work.update(weights=["model.norm.weight"]), "it has no step for a weight"),
         (lambda work: work["weights"].pop(), "its arrays are not those of its weights"),
-        (lambda work: work.update(gradients="states 1"), "it does not need what its settings name"),
+        (lambda work: work.update(gradients="measurement: states 1"), "it does not need what its settings name"),
         (lambda work: work.update(layer=2), "it has no step for the head, or other arrays"),
     ],
 )
@@ -132,6 +136,6 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, tmp_path: Pat
         plan = json.loads(json.dumps(prepared.plan.to_json()))
         for product in prepared.plan.products:
             assert find_kind(product.op).check(product) == ""
-    change(next(product["settings"] for product in plan["products"] if product["name"] == "gradients 0"))
+    change(next(product["settings"] for product in plan["products"] if product["name"] == "measurement: gradients 0"))
     with pytest.raises(PlanError, match=words):
         weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._kernels import blocks, codes, reference
+from weightsmith._kernels import codes, reference
 from weightsmith._models.formats import encodings
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -76,14 +76,14 @@ def test_block_maxima_are_those_of_numpy(n: int, cols: int, high: int, wide: int
     rows = np.random.default_rng(seed).standard_normal((n, cols)).astype(np.float32)
     rows[rows > 2.5] = np.nan
     found = np.empty(-(-n // high) * -(-cols // wide), np.float32)
-    blocks.block_maxima(rows.reshape(-1), cols, high, wide, found)
+    codes.block_maxima(rows.reshape(-1), cols, high, wide, found)
     np.testing.assert_array_equal(found, reference.block_maxima(rows, (high, wide)).reshape(-1))
 
 
 @settings(max_examples=30)
-@given(st.sampled_from(sorted(blocks.TABLES)), st.integers(1, 9), st.integers(1, 40), st.data())
+@given(st.sampled_from(sorted(codes.TABLES)), st.integers(1, 9), st.integers(1, 40), st.data())
 def test_dequantise_is_its_twin_in_any_range(kind: str, rows: int, half: int, data: st.DataObject) -> None:
-    table, cols = blocks.TABLES[kind], 2 * half
+    table, cols = codes.TABLES[kind], 2 * half
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     whole = rng.integers(0, len(table), (rows, cols)).astype(np.uint8)
     high, wide = data.draw(st.integers(1, rows)), data.draw(st.integers(1, cols))
@@ -93,7 +93,7 @@ def test_dequantise_is_its_twin_in_any_range(kind: str, rows: int, half: int, da
     bits = 8 if len(table) == 256 else 4
     stored = reference.packed(whole.reshape(-1), bits)[first * bits // 8 : -(-end * bits // 8)]
     found = np.zeros(end - first, np.float32)
-    blocks.dequantise(
+    codes.dequantise(
         stored, table, first, cols, scales[first // cols // high :].reshape(-1), scales.shape[1], high, wide, found
     )
     np.testing.assert_array_equal(found, reference.dequantise(whole, table, scales, (high, wide)).reshape(-1)[first:end])

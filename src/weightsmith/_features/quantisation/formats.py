@@ -1,7 +1,12 @@
-"""The list of formats, and the one place where a draft becomes one of them."""
+"""The list of formats, and the one place where a draft becomes one of them.
+
+Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16 and w8a16 may have a
+calibration text; their weights are then products.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +14,96 @@ from pathlib import Path
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
-from weightsmith._base.options import QuantizeSettings, assignment, named, read_options
-from weightsmith._features.quantisation import gguf, streamed
+from weightsmith._base.options import QuantizeSettings, RecipeOptions, assignment, named, option_error, read_options
+from weightsmith._features.quantisation import gguf
 from weightsmith._features.quantisation.base import Format
-from weightsmith._features.quantisation.calibration.plan import NONE, without_measuring
+from weightsmith._features.quantisation.calibration.common import takes_hessian
+from weightsmith._features.quantisation.calibration.plan import (
+    CALIBRATION_SETTINGS,
+    NONE,
+    Chain,
+    calibrate,
+    unused,
+    without_measuring,
+)
 from weightsmith._features.quantisation.exl2 import format as exl2
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._planning.planner import Assembled, Prepared
+from weightsmith._models.formats import formats
+from weightsmith._planning.planner import Assembled, Prepared, build
+from weightsmith._planning.planner.encode import encodable, quantise
+from weightsmith._plans import Made, PlanDraft
 from weightsmith._plans.codec import has_type
+from weightsmith._version import __version__
 from weightsmith.abc.product import Arrays
+from weightsmith.abc.stored import Writing
 
-FORMATS: dict[str, Format] = {each.name: each for each in (*streamed.FORMATS, *gguf.FORMATS, *exl2.FORMATS)}
+
+def _single(writing: Writing) -> Format:
+    (encoding,) = writing.encodings.values()
+
+    def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+        draft = assembled.draft
+        quantise(draft, encoding.name)
+        stored = [
+            step.out.name for step in draft.steps if step.encoding == encoding.name and "experts" in step.out.name.split(".")
+        ]
+        if writing.experts and stored:
+            fix = "choose fp8-dynamic, w8a16, w4a16 or mxfp4 for transformers"
+            draft.warn(f"{writing.experts} {writing.name}", stored[0], fix=fix)
+
+    return Format(writing.name, writing.summary, writing.readers, apply)
+
+
+def _grouped(writing: Writing) -> Format:
+    """A format with a choice of group sizes. If none is asked for, it is the first that stores the most weights: the width of a
+    weight must be a multiple of it.
+
+    With a calibration text, codes are GPTQ's where the encoding takes them; without one, weights are rounded to nearest.
+    """
+    groups, calibrates = tuple(writing.encodings), takes_hessian(writing.name)
+
+    def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+        asked = settings.group_size
+        if asked is not None and asked not in groups:
+            what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
+            raise PlanError([option_error("group_size", what)])
+        has_text = calibrates and settings.calibration not in (None, NONE)
+        if problems := unused(settings, calibrates=has_text):
+            raise PlanError(problems)
+        names = {group: encoding.name for group, encoding in writing.encodings.items()}
+        draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
+        group = asked or max(groups, key=lambda group: encodable(draft, names[group]))
+        quantise(draft, names[group])
+        if has_text:
+            calibrate(Chain(plain, settings), draft)
+        if asked is None and group != groups[0]:
+            what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
+            draft.warn(what, "quantize")
+
+    more = CALIBRATION_SETTINGS if calibrates else frozenset()
+    return Format(writing.name, writing.summary, writing.readers, apply, frozenset({"group_size"}) | more)
+
+
+_STREAMED = [(_grouped if len(each.encodings) > 1 else _single)(each) for stored in formats() for each in stored.writes]
+FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS)}
 """Every format, by name."""
+
+
+def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings: QuantizeSettings) -> Prepared:
+    """Plan a copy of a model in the format `options.quantize`; None: with plain weights.
+
+    model  as in a recipe: a folder, a hub id, `base+adapter`
+
+    Raises PlanError with all problems.
+    """
+    recipe = {"merge_method": "passthrough", "models": [{"model": os.fspath(model)}]}
+    assembled = in_format(lambda: build.assemble(recipe, options), options.quantize, settings)
+    made = Made("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
+    if options.quantize is not None:
+        title = f"Quantised with weightsmith {__version__} as `{options.quantize}`."
+        made = Made("quantize", title, relation="quantized", format=options.quantize)
+    assembled.draft.made = made
+    return assembled.finish()
 
 
 def in_format(assemble: Callable[[], Assembled], name: str | None, settings: QuantizeSettings) -> Assembled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ from weightsmith._base.files import read_bounded, show
 from weightsmith._base.options import QuantizeSettings, named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.base import Format
-from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, NONE, Chain, unused
+from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, MEASURING, NONE, Chain, unused
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
@@ -55,18 +55,16 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
             _fill(mixture, assembled, {} if settings.imatrix is None else read_imatrix(settings.imatrix))
             return
         family = family_of_config(draft.config)
-        chain = Chain(assembled, settings)
+        chain = Chain(assembled, settings, prefix=MEASURING)
         weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
         trial = replace(assembled, draft=PlanDraft.of(draft))
         _fill(mixture, trial, _importances_of(family, ones))  # its errors, before anything is measured
-    chain.add_to(
-        draft,
-        chain.forward(
-            lambda layer, states: [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
-        ),
-    )
-    draft.then = {"format": _format_name(mixture), "settings": asdict(settings)}
+
+    def moments(layer: int, states: Product) -> list[Product]:
+        return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
+
+    chain.measure(draft, chain.forward(moments), _format_name(mixture), settings)
 
 
 def follow(

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._kernels.combine import LANES
+from weightsmith._kernels.combine import LANES, combine_columns, combine_rows, gram_columns, gram_rows
 from weightsmith._kernels.records import Encoded, Inputs
-from weightsmith._kernels.vectors import combine_columns, combine_rows, gram_columns, gram_rows
 from weightsmith._methods.jobs.combination import symmetric
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 

@@ -56,7 +56,7 @@ class GptqWeight(TransposedWeight):
         return TransposedWeight.groups_of_inputs(self, stored)
 
     def band(self, stored: Tensors, outputs: slice) -> Band:
-        from weightsmith._kernels.packed import unpack_across, unpack_down
+        from weightsmith._kernels.packed import unpack_down
 
         qweight, qzeros, scales = self.stored[:3]
         width, inputs = self.spec.shape
@@ -67,10 +67,11 @@ class GptqWeight(TransposedWeight):
 
         packed = slice(outputs.start * bits // 32, -(-outputs.stop * bits // 32))  # 32 codes are whole words
         words = read_columns(stored, qzeros, -(-width * bits // 32), slice(0, self.groups), packed).view(np.uint32)
-        zeros = np.empty((self.groups, count), np.uint8)
+        zeros = np.empty((count, self.groups), np.uint8)
         if self.zero_minus and bits in _ONES:
             words = words + np.uint32(_ONES[bits])
-        unpack_across(words.reshape(-1), self.groups, bits, zeros.reshape(-1))
+        unpack_down(np.ascontiguousarray(words.T).reshape(-1), self.groups, bits, zeros.reshape(-1))
+        zeros = np.ascontiguousarray(zeros.T)
         if self.zero_minus and bits not in _ONES:
             zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
         return codes, zeros, read_columns(stored, scales, width, slice(0, self.groups), outputs).astype(np.float32)

@@ -109,7 +109,7 @@ def bf16_scales(maxima: npt.NDArray[np.float32], levels: float, stored: Bytes) -
 
 def maxima_of(rows: npt.NDArray[np.float32], high: int, wide: int) -> npt.NDArray[np.float32]:
     """The largest magnitude of each block of rows [n, cols]: float32 [blocks], in row-major order."""
-    from weightsmith._kernels.blocks import block_maxima
+    from weightsmith._kernels.codes import block_maxima
 
     n, cols = rows.shape
     maxima = np.empty(-(-n // high) * -(-cols // wide), np.float32)

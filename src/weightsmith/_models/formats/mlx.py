@@ -82,7 +82,7 @@ class MlxWeight(Weight):
 
     def _table(self) -> npt.NDArray[np.float32]:
         """float32 [2 ** bits]: the number that each code is."""
-        from weightsmith._kernels.blocks import TABLES
+        from weightsmith._kernels.codes import TABLES
 
         return np.arange(1 << self.bits, dtype=np.float32) if self.mode == "affine" else TABLES[f"float{self.bits}"]
 
@@ -163,8 +163,7 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
     def fill(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
         """NaN becomes some code."""
         from weightsmith._kernels import codecs
-        from weightsmith._kernels.blocks import group_extremes
-        from weightsmith._kernels.codes import quantise_affine
+        from weightsmith._kernels.codes import group_extremes, quantise_affine
 
         flat = rows.reshape(-1)
         lows, highs = np.empty((2, flat.size // group), np.float32)

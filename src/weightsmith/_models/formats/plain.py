@@ -152,8 +152,7 @@ class Plain:
 
         Raises NonFinite if `dtype` is given and cannot hold a finite number.
         """
-        from weightsmith._kernels.codecs import encode
-        from weightsmith._kernels.finite import first_nonfinite
+        from weightsmith._kernels.codecs import encode, first_nonfinite
 
         flat, dtype = rows.reshape(-1), self.dtype or spec.dtype
         encode(flat, flat.size, dtype.code, 0, outs[0])

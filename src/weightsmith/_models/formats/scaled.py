@@ -51,7 +51,7 @@ _FLOATS = ("F32", "BF16", "F16")
 class Scheme:
     """One way to store weights.
 
-    kind      of the codes, as `kernels.blocks.TABLES` names them: float8, int8, offset8, offset4, float4
+    kind      of the codes, as `kernels.codes.TABLES` names them: float8, int8, offset8, offset4, float4
     codes     dtype of their tensor; it is packed if it is not the dtype of a single code
     packed    the tensor of codes is X.weight_packed, not X.weight
     block     what a scale is for
@@ -114,7 +114,7 @@ class ScaledWeight(Weight):
 
     stored   the tensors of codes, and of scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major
              order; then those of the next four that there are
-    kind     of the codes, as `kernels.blocks.TABLES` names them
+    kind     of the codes, as `kernels.codes.TABLES` names them
     block    (rows, cols) of a block; the last of a row or column may be smaller
     extent   name of the tensor that holds the shape once more, I64 [2]; "" for none
     divisor  name of the tensor, F32 of one element, by which scales are divided; "" for none
@@ -147,7 +147,7 @@ class ScaledWeight(Weight):
         return self.block[0] if self.block[0] < self.spec.shape[0] else 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        from weightsmith._kernels.blocks import TABLES, dequantise
+        from weightsmith._kernels.codes import TABLES, dequantise
 
         self._check_extent(stored)
         cols, (block_rows, block_cols), across = self.spec.shape[1], self.block, self.grid[1]
@@ -169,7 +169,7 @@ class ScaledWeight(Weight):
 
     def _zeros(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
         """The values of the codes of zero in rows first … end: float32 [blocks], in row-major order."""
-        from weightsmith._kernels.blocks import TABLES
+        from weightsmith._kernels.codes import TABLES
 
         bits, across = self.bits, self.grid[1]
         per_word = 32 // bits

@@ -139,7 +139,7 @@ class Adapted:
     def _add(self, origin: AdaptedTensor, raw: Array, before: DType, first: int, cols: int, values: Array) -> None:
         """values = the elements `raw` from number `first` of a tensor, stored as `before`, with its updates."""
         from weightsmith._kernels.codecs import BLOCK
-        from weightsmith._kernels.lora import LowRank, add_low_rank
+        from weightsmith._kernels.matrix import LowRank, add_low_rank
         from weightsmith._kernels.records import Encoded
 
         row, total = np.empty(BLOCK, values.dtype), np.empty(BLOCK)

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import count
-from weightsmith._kernels.agreement import agreement, sketch_deltas
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES, gram
+from weightsmith._kernels.differences import agreement, sketch_deltas
 from weightsmith._kernels.select import HIGH_BINS, Scores, count_high, find_bin
 from weightsmith._methods.jobs.combination import symmetric
 from weightsmith._plans import Product, Step
@@ -50,7 +50,7 @@ def alignments(name: str, steps: Sequence[Step]) -> Product:
     """The product. steps: each with the base and k models, of floating numbers; subspaces are of the weights of linear layers.
 
     Its arrays have a row for each step: `products` float64 [steps, pairs] (inner products of the deltas, pairs (i, j) with
-    i <= j in row order), `counts` int64 [steps, 2 + pairs] (see `kernels.agreement`), `cosines` float64 [steps, pairs,
+    i <= j in row order), `counts` int64 [steps, 2 + pairs] (see `kernels.differences`), `cosines` float64 [steps, pairs,
     DIRECTIONS] (of the principal angles, descending; nan where there are fewer), `nonfinite` int64 [steps, 1 + k, 2] (of each
     input, how many elements are NaN, and infinite).
     """

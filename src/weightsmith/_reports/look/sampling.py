@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._kernels.agreement import SURVIVAL, survival
+from weightsmith._kernels.differences import SURVIVAL, survival
 from weightsmith._methods import get
 from weightsmith._planning.planner.decide import decide
 from weightsmith._plans import PLAIN, Block, Gather, Plan, PlanDraft, Product, Read, Step, Table
@@ -141,7 +141,7 @@ Sums = npt.NDArray[np.float64]
 def survivals(name: str, steps: Sequence[Step]) -> Product:
     """The product. steps: each with base, merge and models of floating numbers; up to k models.
 
-    Its arrays have a row for each step: `sums` float64 [steps, 1 + k, SURVIVAL] (see `kernels.agreement`), `squares` float64
+    Its arrays have a row for each step: `sums` float64 [steps, 1 + k, SURVIVAL] (see `kernels.differences`), `squares` float64
     [steps, k, 3] (Σ kept², Σ kept · energy, Σ energy² over the groups), `groups` float64 [steps] (how many there are),
     `nonfinite` float64 [steps, 2 + k, 2] (of each input, how many elements are NaN, and infinite), `constants` float64 [steps]
     (how many are the same in the base and all models). The sums of a step with such elements are not numbers.

@@ -4,5 +4,5 @@
         └────────────────────────▲                               layer i:  its quantised weights
 
 `layer.py` quantises a layer for the Gram matrices of what enters its weights; `measured.py` and `measured_blocks.py` measure
-what settings cost; `plan.py` puts the products into a plan.
+what settings cost; `plan.py` puts the products into a plan. `common.py` has the encodings that can be calibrated.
 """

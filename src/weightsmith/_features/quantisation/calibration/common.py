@@ -1,13 +1,116 @@
-"""What the products of a calibration have in common: places of errors, memory that threads share."""
+"""What the products of a calibration have in common: encodings, checks of settings, places of errors, memory of Hessians.
+
+Weights are quantised with a Hessian in the encodings EXL2, and integers with scales for groups of inputs (w4a16, w8a16). Each
+stores what the encoding of the same name in `_models/formats` stores without a Hessian, with other codes.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._features.quantisation.exl2 import matrix
+from weightsmith._models.formats import find_encoding
+from weightsmith._models.formats.compressed_tensors.writing import PACKED, decode_packed, encode_packed
+from weightsmith._models.formats.exl2.layout import SUFFIXES, groups_of
+from weightsmith._models.formats.exl2.writing import Exl2Matrix, parse
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays, Floats
+
+if TYPE_CHECKING:
+    from weightsmith._activations.decoder.forward import Layer
+    from weightsmith._activations.sums import Inputs
+
+_EXL2 = "exl2 "
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+"""dtype and shape of each."""
+
+
+def takes_hessian(encoding: str) -> bool:
+    """Whether weights in this encoding can be calibrated.
+
+    >>> [name for name in ("exl2 4/g128", "w4a16", "w8a16-g64", "fp8-dynamic") if takes_hessian(name)]
+    ['exl2 4/g128', 'w4a16', 'w8a16-g64']
+    """
+    return encoding.startswith(_EXL2) or encoding in PACKED
+
+
+def keeps_order(encoding: str) -> bool:
+    """Whether input features must stay in their own order."""
+    return encoding.startswith(_EXL2) and not parse(encoding).sort
+
+
+def quantise(weight: Floats | matrix.Unread, encoding: str, hessian: matrix.FactoredHessian | None) -> Arrays:
+    """The stored arrays of a weight, float32 [N, K], or of what reads it. hessian: of its inputs; None rounds to nearest."""
+    if encoding.startswith(_EXL2):
+        return matrix.quantise_matrix(weight, hessian, groups_of(parse(encoding).params, weight.shape[1])).arrays
+    plain, (bits, _) = weight if isinstance(weight, np.ndarray) else weight.read()[0], PACKED[encoding]
+    return encode_packed(plain, encoding, lambda scales: matrix.quantise_fixed_groups(plain, hessian, bits, scales))
+
+
+def dequantise(arrays: Arrays, encoding: str, shape: tuple[int, ...]) -> Floats:
+    """The weight as loaders compute it: float32 [N, K]."""
+    if not encoding.startswith(_EXL2):
+        return decode_packed(arrays, encoding)
+    stored: dict[str, Any] = dict(zip(SUFFIXES, arrays, strict=True))
+    return matrix.dequantise_matrix(Exl2Matrix(**stored, out_features=shape[0])).astype(np.float32)
+
+
+def split(weights: Mapping[str, str], specs: Mapping[str, TensorSpec], arrays: Arrays) -> Iterator[tuple[str, Arrays]]:
+    """The stored arrays of each weight. weights: encodings by name; arrays: of all of them, in order."""
+    rest = iter(arrays)
+    for name, encoding in weights.items():
+        yield name, [next(rest) for _ in find_encoding(encoding).outs(specs[name])]
+
+
+class CalibratedWork(LayerWork):
+    """A layer, some weights of which are quantised."""
+
+    def encodings(self) -> Iterable[tuple[str, str]]:
+        """The names of the weights, and their encodings."""
+        raise NotImplementedError
+
+    def shapes(self, specs: Mapping[str, TensorSpec]) -> Shapes:
+        """The arrays of the product. specs: of the layer's tensors, by name."""
+        raise NotImplementedError
+
+    def problem(self) -> str:
+        """Why the settings contradict each other, or ""."""
+        return ""
+
+    @classmethod
+    def check(cls, product: Product) -> str:
+        """Why the settings of a product are invalid, or ""."""
+        if problem := super().check(product) or cls.of(product).problem():
+            return problem
+        work, specs = cls.of(product), {step.out.name: step.out for step in product.steps}
+        for name, encoding in work.encodings():
+            if name not in specs or not takes_hessian(encoding):
+                return "it has no step for a weight, or cannot calibrate its encoding"
+            try:
+                if why := find_encoding(encoding).refusal(specs[name]):
+                    return why
+            except WeightsmithError as error:
+                return error.finding.what
+        made = [(out.dtype.name, out.shape) for out in product.outs]
+        return "" if made == work.shapes(specs) else "its arrays are not those of its settings"
+
+
+def set_weight(layer: Layer, name: str, weight: Floats) -> None:
+    """Give a linear layer another weight."""
+    import torch
+
+    with torch.no_grad():
+        layer.linear(name).weight.copy_(torch.from_numpy(weight))
 
 
 @contextmanager
@@ -20,22 +123,28 @@ def located(where: str) -> Iterator[None]:
         raise
 
 
-class Room:
-    """Memory that threads share: `with room(nbytes):` waits until so many bytes are free. One alone may take more than all."""
+class Factors:
+    """Factorises Hessians on any thread, as many at once as `limit_bytes` allow. One alone may take more."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._taken = 0
         self._condition = threading.Condition()
 
-    @contextmanager
-    def __call__(self, nbytes: int) -> Iterator[None]:
-        """Take some bytes, and give them back."""
+    def prepare(
+        self, inputs: Inputs, site: str, finish: Callable[[str], Any], *, sort: bool = True
+    ) -> matrix.FactoredHessian | None:
+        """The Hessian of a site, in the order of its diagonal (sort) or its own; None if no token reached it.
+
+        finish  gives the array of a key: see `activations.sums.use_sums`
+        """
+        nbytes = matrix.PREPARE_BYTES * inputs.width(site) ** 2
         with self._condition:
             self._condition.wait_for(lambda: not self._taken or self._taken + nbytes <= self._limit)
             self._taken += nbytes
         try:
-            yield
+            hessian = finish(site)
+            return None if hessian is None else matrix.prepare(hessian, sort=sort)
         finally:
             with self._condition:
                 self._taken -= nbytes

@@ -6,15 +6,16 @@ unquantised weights in the module itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations.sites import is_attention, site_of
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration import schemes
-from weightsmith._features.quantisation.calibration.work import QuantisedWork
+from weightsmith._features.quantisation.calibration import common
+from weightsmith._features.quantisation.exl2 import matrix
 from weightsmith._models.formats import find_encoding
-from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 
 if TYPE_CHECKING:
@@ -28,6 +29,32 @@ LAYER_BY_LAYER = "quantising layer by layer"
 
 _LAST = ("o_proj", "down_proj")
 """Inputs of these come last in their block."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWork(common.CalibratedWork):
+    """Settings of the product: a layer, or the head.
+
+    weights  the encoding of each weight to quantise, by name
+    """
+
+    HEAD = True
+
+    weights: Mapping[str, str]
+
+    def encodings(self) -> Iterable[tuple[str, str]]:
+        """The names of the weights, and their encodings."""
+        return self.weights.items()
+
+    def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
+        """The stored tensors of each weight."""
+        outs = [out for name, encoding in self.weights.items() for out in find_encoding(encoding).outs(specs[name])]
+        return [(out.dtype.name, out.shape) for out in outs]
+
+    def problem(self) -> str:
+        """A head has one weight."""
+        alone = self.layer < self.base.layers or len(self.weights) == 1
+        return "" if alone else f"there is no layer {self.layer}, or it has other weights"
 
 
 def stages(weights: Mapping[str, str]) -> list[dict[str, str]]:
@@ -61,38 +88,29 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
     """Quantise some weights of a layer, which itself remains as it is. span: of the progress."""
     from weightsmith._activations.running import budget
     from weightsmith._activations.sums import use_sums
-    from weightsmith._features.quantisation.calibration.common import Room, located
-    from weightsmith._features.quantisation.exl2.matrix import PREPARE_BYTES, prepare
 
     routed = any("experts" in name.split(".") for name in stage)
     last = [site_of(name) for name in stage if not routed and name.split(".")[-2] in _LAST]
-    room = Room(budget(rows.bench))
+    factors = common.Factors(budget(rows.bench))
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
-        with located(f"{site}, {rows.base.label}"):
-            sort = not any(schemes.keeps_order(stage[name]) for name in inputs.sites[site])
-            with room(PREPARE_BYTES * inputs.width(site) ** 2):
-                hessian = finish(site)
-                prepared = None if hessian is None else prepare(hessian, sort=sort)
-                del hessian
+        with common.located(f"{site}, {rows.base.label}"):
+            sort = not any(common.keeps_order(stage[name]) for name in inputs.sites[site])
+            prepared = factors.prepare(inputs, site, finish, sort=sort)
             for name in inputs.sites[site]:
                 weight = rows.layer.linear(name).weight.detach().cpu().numpy()
-                found[name] = schemes.quantise(weight, stage[name], prepared)
+                found[name] = common.quantise(weight, stage[name], prepared)
 
     use_sums(rows, list(stage), quantise, span=span, last=last[0] if last else "")
 
 
 def _give(rows: LayerRows, stage: Mapping[str, str], made: Mapping[str, Arrays]) -> None:
     """Give a layer its quantised weights."""
-    import torch
-
     from weightsmith._activations.running import workers
 
     def give(name: str) -> None:
-        weight = rows.layer.linear(name).weight
-        decoded = schemes.dequantise(made[name], stage[name], tuple(weight.shape))
-        with torch.no_grad():
-            weight.copy_(torch.from_numpy(decoded))
+        shape = tuple(rows.layer.linear(name).weight.shape)
+        common.set_weight(rows.layer, name, common.dequantise(made[name], stage[name], shape))
 
     with workers(rows.bench.threads, rows.device) as pool:
         list(pool.map(give, stage))
@@ -105,8 +123,6 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
     from weightsmith._activations.running import decoder_of, rows_of_states, workers
     from weightsmith._activations.statistics.gram import STATISTIC as GRAM
     from weightsmith._activations.sums import Sums
-    from weightsmith._features.quantisation.calibration.common import located
-    from weightsmith._features.quantisation.exl2.matrix import Unread, prepare
 
     rows = rows_of_states(bench, work, 0, 0)
     [(name, encoding)] = work.weights.items()
@@ -123,23 +139,9 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
 
         for some in rows.batches():
             sums.add(list(pool.map(run, some)), pool)
-    weight = Unread((n, k), lambda array: bench.fill({name: array}))
-    with located(f"{name}, {work.base.label}"):
-        return schemes.quantise(weight, encoding, prepare(sums.finish(name)))
+    weight = matrix.Unread((n, k), lambda array: bench.fill({name: array}))
+    with common.located(f"{name}, {work.base.label}"):
+        return common.quantise(weight, encoding, matrix.prepare(sums.finish(name)))
 
 
-def _check(product: Product) -> str:
-    if problem := QuantisedWork.check(product):
-        return problem
-    work = QuantisedWork.of(product)
-    specs = {step.out.name: step.out for step in product.steps}
-    if work.layer == work.base.layers and len(work.weights) != 1:
-        return f"there is no layer {work.layer}, or it has other weights"
-    if problem := schemes.problem(work.weights.items(), specs):
-        return problem
-    outs = [out for name, encoding in work.weights.items() for out in find_encoding(encoding).outs(specs[name])]
-    same = [(out.dtype, out.shape) for out in outs] == [(out.dtype, out.shape) for out in product.outs]
-    return "" if same else "its arrays are not those of its encodings"
-
-
-KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=_check, device=True)
+KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)

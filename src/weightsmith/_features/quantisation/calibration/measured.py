@@ -12,17 +12,17 @@ with probabilities s_i at equal steps; only these are quantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.gradients import LAST_FIRST
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration import schemes
-from weightsmith._features.quantisation.calibration.work import MeasureWork
-from weightsmith._plans import Product
+from weightsmith._features.quantisation.calibration import common
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -32,30 +32,51 @@ if TYPE_CHECKING:
 FEATURES = 128
 
 
+@dataclass(frozen=True, slots=True)
+class MeasureWork(common.CalibratedWork):
+    """Settings of the product.
+
+    gradients   the product of the layer's gradients, for the same weights in the same order
+    candidates  the encodings to try for each weight, by name
+    """
+
+    gradients: str
+    candidates: Mapping[str, tuple[str, ...]]
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, self.gradients}
+
+    def encodings(self) -> Iterable[tuple[str, str]]:
+        """The names of the weights, and the encodings to try."""
+        return ((name, each) for name, tried in self.candidates.items() for each in tried)
+
+    def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
+        """The losses: nats for each token, [weights, candidates]."""
+        return [("F64", (len(self.candidates), max(map(len, self.candidates.values()), default=0)))]
+
+
 def _compute(bench: ProductContext) -> Arrays:
     from weightsmith._activations.running import budget, layer_rows
     from weightsmith._activations.sums import use_sums
-    from weightsmith._features.quantisation.calibration.common import Room, located
-    from weightsmith._features.quantisation.exl2.matrix import PREPARE_BYTES, prepare
 
     work = MeasureWork.of(bench.product)
     _, norms, squares = bench.arrays(work.gradients)
     losses = np.zeros(bench.product.outs[0].shape)
-    room = Room(budget(bench))
+    factors = common.Factors(budget(bench))
     places = {name: i for i, name in enumerate(work.candidates)}
     scales = {name: norms[i] for name, i in places.items()}
     with layer_rows(bench, work, 0.3, 1, back=True) as rows:
         tokens = rows.states.shape[0] * rows.states.shape[1]
 
         def measure(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
-            with room(PREPARE_BYTES * inputs.width(site) ** 2):
-                hessian = finish(site)
-                prepared = None if hessian is None else prepare(hessian)
+            prepared = factors.prepare(inputs, site, finish)
             for name in inputs.sites[site]:
                 weighted = finish(name)
                 if weighted is not None:  # else no token reached it, and nothing depends on it
                     weight, own = rows.layer.linear(name).weight.detach().cpu().numpy(), squares[places[name]]
-                    with located(f"{name}, {work.base.label}"):
+                    with common.located(f"{name}, {work.base.label}"):
                         found = _losses(weight, prepared, weighted, own[: len(weight)], work.candidates[name])
                     losses[places[name], : len(found)] = np.divide(found, tokens)
 
@@ -80,7 +101,7 @@ def _losses(
     part = np.ascontiguousarray(weight[some])
     found = []
     for encoding in encodings:
-        delta = part - schemes.dequantise(schemes.quantise(part, encoding, prepared), encoding, part.shape)
+        delta = part - common.dequantise(common.quantise(part, encoding, prepared), encoding, part.shape)
         found.append(0.5 * float(shares @ _energies(delta, weighted)))
     return found
 
@@ -109,20 +130,4 @@ def _energies(weight: Floats, hessian: Floats) -> npt.NDArray[np.float64]:
     return found
 
 
-def _check(product: Product) -> str:
-    if problem := MeasureWork.check(product):
-        return problem
-    work = MeasureWork.of(product)
-    specs = {step.out.name: step.out for step in product.steps}
-    if problem := schemes.problem(((name, each) for name, tried in work.candidates.items() for each in tried), specs):
-        return problem
-    shape = shape_of(work.candidates)
-    return "" if [out.shape for out in product.outs] == [shape] else "its arrays are not those of its candidates"
-
-
-def shape_of(candidates: Mapping[str, tuple[str, ...]]) -> tuple[int, int]:
-    """The losses: nats for each token, [weights, candidates]."""
-    return len(candidates), max(map(len, candidates.values()), default=0)
-
-
-KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True)
+KIND = ProductKind(LAST_FIRST, compute=_compute, check=MeasureWork.check, device=True)

@@ -7,8 +7,9 @@ the plain block is held in memory: as much as the states of all rows.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +17,9 @@ import numpy as np
 from weightsmith._activations.sites import is_attention, site_of
 from weightsmith._activations.states import FORWARD
 from weightsmith._base.errors import ParameterError
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration import schemes
-from weightsmith._features.quantisation.calibration.work import BlocksWork
-from weightsmith._plans import Product
+from weightsmith._features.quantisation.calibration import common
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -36,6 +36,30 @@ _QUANTISING = 0.3
 """The share of a block's progress that its Hessians take."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksWork(common.CalibratedWork):
+    """Settings of the product.
+
+    blocks  the options of each block, by its key: the encoding of each of its weights, by name
+    """
+
+    blocks: Mapping[str, tuple[Mapping[str, str], ...]]
+
+    def encodings(self) -> Iterable[tuple[str, str]]:
+        """The names of the weights, and the encodings to try."""
+        return (each for options in self.blocks.values() for option in options for each in option.items())
+
+    def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
+        """The errors: [blocks, options]."""
+        return [("F64", (len(self.blocks), max(map(len, self.blocks.values()), default=0)))]
+
+    def problem(self) -> str:
+        """All options of a block have the same weights."""
+        every = self.blocks.values()
+        same = all(options and all(one and set(one) == set(options[0]) for one in options) for options in every)
+        return "" if same else "the options of a block are for other weights"
+
+
 def _compute(bench: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows, workers
 
@@ -46,8 +70,8 @@ def _compute(bench: ProductContext) -> Arrays:
             first, share = number / len(work.blocks), 1 / len(work.blocks)
             measuring = first + share * _QUANTISING
             prepared = _prepared(rows, work.layer, list(options[0]), (first, measuring))
-            with workers(bench.threads, rows.device) as pool, _Block(rows.layer, options[0]) as block:
-                errors[number, : len(options)] = _errors(block, options, prepared, rows, pool, (measuring, first + share))
+            with workers(bench.threads, rows.device) as pool, _block(rows.layer, options[0]) as plain:
+                errors[number, : len(options)] = _errors(plain, options, prepared, rows, pool, (measuring, first + share))
     return [errors]
 
 
@@ -55,86 +79,72 @@ def _prepared(rows: LayerRows, layer: int, weights: list[str], span: tuple[float
     """The Hessian of each weight, ready for all its settings. Raises ParameterError if they take too much memory together."""
     from weightsmith._activations.running import budget
     from weightsmith._activations.sums import use_sums
-    from weightsmith._features.quantisation.calibration.common import Room
-    from weightsmith._features.quantisation.exl2.matrix import PREPARE_BYTES, prepare
 
     limit = budget(rows.bench)
-    widths = {site_of(name): int(rows.layer.linears[name].in_features) for name in weights}
+    widths = {site_of(name): int(rows.layer.linear(name).in_features) for name in weights}
     nbytes = sum(4 * width**2 for width in widths.values())
     if nbytes > limit:
         what = f"the Hessians of layer {layer} take {nbytes:,} bytes, and the limit is {limit:,}"
         fix = "use --measure proxy, which needs one at a time, or a larger --max-memory"
         raise ParameterError(what, where=rows.base.label, fix=fix)
     found: dict[str, FactoredHessian | None] = {}
-    room = Room(limit)
+    factors = common.Factors(limit)
 
     def use(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
-        with room(PREPARE_BYTES * inputs.width(site) ** 2):
-            hessian = finish(site)
-            ready = None if hessian is None else prepare(hessian)
-        found.update(dict.fromkeys(inputs.sites[site], ready))
+        found.update(dict.fromkeys(inputs.sites[site], factors.prepare(inputs, site, finish)))
 
     use_sums(rows, weights, use, span=span)
     return found
 
 
 class _Left(Exception):
-    """What leaves the block is known; the rest of the layer need not run."""
+    """What leaves the attention is known; the rest of the layer need not run."""
+
+    def __init__(self, state: Tensor) -> None:
+        self.state = state
 
 
-class _Block:
-    """Attention or MLP of a layer, whose weights change for a while. A context manager; `run` is thread-safe."""
+def _leave(_module: object, args: tuple[Tensor, ...]) -> None:
+    raise _Left(args[0][0])
 
-    def __init__(self, layer: Layer, weights: Mapping[str, str]) -> None:
-        self._layer = layer
-        self._left = threading.local()
-        self._hooks = [layer.before_mlp.register_forward_pre_hook(self._note)] if is_attention(next(iter(weights))) else []
-        self.plain = {name: layer.linears[name].weight.detach().cpu().numpy().copy() for name in weights}
 
-    def __enter__(self) -> _Block:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
+@contextmanager
+def _block(layer: Layer, weights: Collection[str]) -> Iterator[dict[str, Floats]]:
+    """The plain weights of attention or MLP, which the layer has again at the end. It ends with the block meanwhile."""
+    hooks = [layer.before_mlp.register_forward_pre_hook(_leave)] if is_attention(next(iter(weights))) else []
+    plain = {name: layer.linear(name).weight.detach().cpu().numpy().copy() for name in weights}
+    try:
+        yield plain
+    finally:
+        for hook in hooks:
             hook.remove()
-        for name, weight in self.plain.items():
-            self.set(name, weight)
+        for name, weight in plain.items():
+            common.set_weight(layer, name, weight)
 
-    def _note(self, _module: object, args: tuple[Tensor, ...]) -> None:
-        self._left.state = args[0][0]
-        raise _Left
 
-    def set(self, name: str, weight: Floats) -> None:
-        """Give it another weight."""
-        import torch
+def _run(layer: Layer, hidden: Tensor) -> Tensor:
+    """What leaves the block, for a row of what enters the layer."""
+    import torch
 
-        with torch.no_grad():
-            self._layer.linears[name].weight.copy_(torch.from_numpy(weight))
-
-    def run(self, hidden: Tensor) -> Tensor:
-        """What leaves it, for a row of what enters the layer."""
-        import torch
-
-        with torch.no_grad():
-            try:
-                return self._layer(hidden)
-            except _Left:
-                left: Tensor = self._left.state
-                return left
+    with torch.no_grad():
+        try:
+            return layer(hidden)
+        except _Left as left:
+            return left.state
 
 
 def _errors(
-    block: _Block,
+    weights: Mapping[str, Floats],
     options: tuple[Mapping[str, str], ...],
     prepared: Mapping[str, FactoredHessian | None],
     rows: LayerRows,
     pool: ThreadPoolExecutor,
     span: tuple[float, float],
 ) -> list[float]:
-    """The error of each option. Settings that follow each other are quantised once."""
+    """The error of each option. weights: the plain ones. Settings that follow each other are quantised once."""
 
     def run(numbered: NumberedRow) -> Tensor:
-        return block.run(numbered[1])
+        return _run(rows.layer, numbered[1])
 
     def error(pair: tuple[NumberedRow, Tensor]) -> float:
         numbered, plain = pair
@@ -142,9 +152,8 @@ def _errors(
 
     def give(item: tuple[str, str]) -> None:
         name, encoding = item
-        weight = block.plain[name]
-        arrays = schemes.quantise(weight, encoding, prepared[name])
-        block.set(name, schemes.dequantise(arrays, encoding, weight.shape))
+        arrays = common.quantise(weights[name], encoding, prepared[name])
+        common.set_weight(rows.layer, name, common.dequantise(arrays, encoding, weights[name].shape))
 
     share = (span[1] - span[0]) / (len(options) + 1)
     plain = [out for some in rows.batches((span[0], span[0] + share)) for out in pool.map(run, some)]
@@ -157,19 +166,4 @@ def _errors(
     return [float(np.mean(each)) for each in found]
 
 
-def _check(product: Product) -> str:
-    if problem := BlocksWork.check(product):
-        return problem
-    work = BlocksWork.of(product)
-    if not all(
-        options and all(option and set(option) == set(options[0]) for option in options) for options in work.blocks.values()
-    ):
-        return "the options of a block are for other weights"
-    specs = {step.out.name: step.out for step in product.steps}
-    if problem := schemes.problem((each for options in work.blocks.values() for one in options for each in one.items()), specs):
-        return problem
-    shape = len(work.blocks), max(map(len, work.blocks.values()), default=0)
-    return "" if [out.shape for out in product.outs] == [shape] else "its arrays are not those of its options"
-
-
-KIND = ProductKind(FORWARD, compute=_compute, check=_check, device=True)
+KIND = ProductKind(FORWARD, compute=_compute, check=BlocksWork.check, device=True)

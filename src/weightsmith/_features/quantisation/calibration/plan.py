@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import PurePath
 
 from weightsmith._activations.model import TextRun, result_of, text_for
@@ -11,9 +11,11 @@ from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.options import QuantizeSettings, assignment, named
 from weightsmith._engine.products import find_kind
-from weightsmith._features.quantisation.calibration.measured import shape_of
-from weightsmith._features.quantisation.calibration.schemes import takes_hessian
-from weightsmith._features.quantisation.calibration.work import BlocksWork, MeasureWork, QuantisedStatesWork, QuantisedWork
+from weightsmith._features.quantisation.calibration.common import CalibratedWork, takes_hessian
+from weightsmith._features.quantisation.calibration.layer import QuantisedWork
+from weightsmith._features.quantisation.calibration.measured import MeasureWork
+from weightsmith._features.quantisation.calibration.measured_blocks import BlocksWork
+from weightsmith._features.quantisation.calibration.quantised_states import QuantisedStatesWork
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step
 
@@ -69,8 +71,8 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "") -> None:
     chain.add_to(draft, products)
 
 
-MEASURING = ("embedding", "states", "gradients", "statistic", "measured_layer", "measured_blocks")
-"""Kinds of the products of a measurement."""
+MEASURING = "measurement: "
+"""What the names of the products of a measurement begin with."""
 
 MEASURED_ROWS = 32
 """The most rows of a calibration text that losses are measured with: their states are stored for all layers at once."""
@@ -78,7 +80,7 @@ MEASURED_ROWS = 32
 
 def without_measuring(draft: PlanDraft) -> list[Product]:
     """Remove the measurement from the draft to which it was added; its products."""
-    own = [product for product in draft.products if product.op in MEASURING]
+    own = [product for product in draft.products if product.name.startswith(MEASURING)]
     draft.then, draft.products = None, [product for product in draft.products if product not in own]
     return own
 
@@ -92,11 +94,13 @@ class Chain(TextRun):
         settings: QuantizeSettings,
         steps: Sequence[Step] | None = None,
         most_rows: int | None = None,
+        prefix: str = "",
     ) -> None:
         """
         assembled  the draft of plain tensors
         steps      of the same tensors, with the names of the model that transformers builds; None: the draft's
         most_rows  of the text that are used, if the settings or the text allow more
+        prefix     of the names of the products: `MEASURING`, if a plan with others follows from them
 
         Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
         """
@@ -104,7 +108,12 @@ class Chain(TextRun):
         steps = draft.steps if steps is None else steps
         model = result_of(draft, assembled.inputs, steps, INSTEAD)
         rows, tokens = settings.calibration_rows, settings.calibration_tokens
-        super().__init__(model, text_for(model, settings.calibration, rows, tokens, draft.seed, most_rows))
+        super().__init__(model, text_for(model, settings.calibration, rows, tokens, draft.seed, most_rows), prefix)
+
+    def measure(self, draft: PlanDraft, products: Iterable[Product], format: str, settings: QuantizeSettings) -> None:
+        """Add a measurement to a draft, from which `Format.follow` makes another plan."""
+        self.add_to(draft, products)
+        draft.then = {"format": format, "settings": asdict(settings)}
 
     def add_to(self, draft: PlanDraft, products: Iterable[Product]) -> None:
         """Add products to a draft, after those of the merge, whose own steps are then theirs alone."""
@@ -137,15 +146,16 @@ class Chain(TextRun):
         name, steps, needs = f"states {layer + 1}", self.steps(layer), (states, quantised)
         return self.product(name, "quantised_states", (self.rows(name),), work, steps, needs, transient=True)
 
-    def measured(self, layer: int, states: Product, gradients: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:
+    def losses(self, layer: int, states: Product, gradients: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:
         """The losses that the candidates for each weight of a layer cause. gradients: of its weights, in the same order."""
         work = MeasureWork(self.base, self.packages, layer, states.name, gradients.name, dict(candidates))
-        outs = (self.array(f"losses of layer {layer}", "F64", shape_of(candidates)),)
-        return self.product(f"measured {layer}", "measured_layer", outs, work, self.steps(layer), (states, gradients))
+        return self._measured("measured_layer", f"losses of layer {layer}", work, (states, gradients))
 
-    def measured_blocks(self, layer: int, states: Product, blocks: Mapping[str, tuple[Mapping[str, str], ...]]) -> Product:
+    def errors(self, layer: int, states: Product, blocks: Mapping[str, tuple[Mapping[str, str], ...]]) -> Product:
         """The errors of the options of each block of a layer."""
         work = BlocksWork(self.base, self.packages, layer, states.name, dict(blocks))
-        shape = len(blocks), max(map(len, blocks.values()), default=0)
-        outs = (self.array(f"errors of layer {layer}", "F64", shape),)
-        return self.product(f"measured {layer}", "measured_blocks", outs, work, self.steps(layer), (states,))
+        return self._measured("measured_blocks", f"errors of layer {layer}", work, (states,))
+
+    def _measured(self, op: str, array: str, work: CalibratedWork, needs: tuple[Product, ...]) -> Product:
+        outs = tuple(self.array(array, *shape) for shape in work.shapes({}))
+        return self.product(f"measured {work.layer}", op, outs, work, self.steps(work.layer), needs)

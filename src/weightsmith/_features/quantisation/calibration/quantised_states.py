@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from weightsmith._activations.states import check, run
+from weightsmith._activations.work import LayerWork
 from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._features.quantisation.calibration.common import dequantise, split
 from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER
-from weightsmith._features.quantisation.calibration.schemes import dequantise, split
-from weightsmith._features.quantisation.calibration.work import QuantisedStatesWork
 from weightsmith.abc.product import Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedStatesWork(LayerWork):
+    """Settings of the product.
+
+    weights  the encoding of each quantised weight, by name
+    made     the product that makes them
+    """
+
+    weights: Mapping[str, str]
+    made: str
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, self.made}
 
 
 def _compute(bench: ProductContext) -> Arrays:

@@ -1,4 +1,8 @@
-"""The blocks of a model that get a setting each: attention and MLP of each layer, and their linear layers by role."""
+"""The blocks of a model that get a setting each: attention and MLP of each layer, and their linear layers by role.
+
+The tables of candidate settings are those of ExLlamaV2 0.3.2, so that measurements can be exchanged with it.
+`formats.exl2.layout.params` reads the texts.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,89 @@ from dataclasses import dataclass
 
 from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.quantisation.exl2.options import ATTENTION, MLP, BlockParams
-from weightsmith._models.formats.exl2.layout import ROWS, Params, bits_of, groups_of, why_illegal
+from weightsmith._models.formats.exl2.layout import ROWS, Params, bits_of, groups_of, params, why_illegal
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.projections import MIXTRAL, UNMIXTRAL
 
-_ATTENTION = re.compile(r"self_attn\.([qkvo])_proj\.weight")
-_MLP = re.compile(r"mlp\.(?:experts\.\d+\.)?(gate|up|down)_proj\.weight")
-_EXPERT = re.compile(r"block_sparse_moe\.experts\.\d+\.(w[123])\.weight")
+BlockParams = Mapping[str, Params]
+"""A setting for each linear layer of a block, by the module's role: q, k, v, o, or gate, up, down."""
+
+_LOW, _LOW_V = "3@.1+2@.9/g64", "4@.1+3@.9/g128"
+
+_ATTENTION = (  # q and k; v; o
+    ("3@.05+2@.95/g64", "3@.05+2@.95/g64", "3@.05+2@.95/g64"),
+    (_LOW, "3@.25+2@.75/g64", _LOW),
+    (_LOW, _LOW_V, _LOW),
+    (_LOW, _LOW_V, "4@.1+3@.9/g128"),
+    ("4@.1+3@.9/g128", "4@.1+3@.9/g128", "4@.1+3@.9/g128"),
+    ("4@.1+3@.9/g128", "4@.1+3@.9/g64", "4@.1+3@.9/g128"),
+    ("4/g128", "4/g128", "4/g128"),
+    ("4/g128", "4/g64", "4/g128"),
+    ("4/g64", "4/g32", "4/g64"),
+    ("4/g32", "4/g32", "4/g32"),
+    ("5@.1+4@.9/g128", "5@.1+4@.9/g64", "5@.1+4@.9/g128"),
+    ("5@.1+4@.9/g64", "5@.1+4@.9/g32", "5@.1+4@.9/g64"),
+    ("5@.1+4@.9/g64", "5/g64", "5@.1+4@.9/g64"),
+    ("5@.1+4@.9/g32", "5/g32", "5@.1+4@.9/g32"),
+    ("6@.1+5@.9/g128", "6/g128", "6@.1+5@.9/g128"),
+    ("6@.1+5@.9/g32", "6/g32", "6@.1+5@.9/g32"),
+    ("6/g128", "6/g128", "6/g128"),
+    ("6/g32", "8/g32", "6/g32"),
+    ("8/g128", "8/g128", "8/g128"),
+)
+
+_DOWN = "6@.05/g32+3@.2/g64+2@.75/g64"
+
+_MLP = (  # gate, up, down
+    ("3@.05+2@.95/g64", "3@.05+2@.95/g64", _DOWN),
+    ("3@.1+2@.9/g64", "3@.25+2@.75/g64", _DOWN),
+    ("3@.1+2@.9/g64", "3@.3+2@.7/g64", "5@.05+3@.95/g32"),
+    ("3@.1+2@.9/g64", "3@.3+2@.7/g64", "5@.05+4@.95/g32"),
+    ("4@.1+3@.9/g128", "4@.25+3@.75/g128", "8@.05/g32+4@.1/g128+3@.85/g128"),
+    ("4@.1+3@.9/g32", "4@.25+3@.75/g32", "8@.05+4@.1+3@.85/g32"),
+    ("4@.1+3@.9/g32", "4@.25+3@.75/g32", "8@.05/g32+4@.95/g128"),
+    ("4/g128", "4/g32", "8@.05/g32+4@.95/g128"),
+    ("4/g32", "4/g32", "8@.05+4@.95/g32"),
+    ("5@.1+4@.9/g128", "5@.25+4@.75/g128", "8@.05/g32+5@.1/g128+4@.85/g128"),
+    ("5@.1+4@.9/g32", "5@.25+4@.75/g32", "8@.05+5@.1+4@.85/g32"),
+    ("6@.1+5@.9/g128", "6@.25+5@.75/g128", "8@.05/g32+6@.1/g128+5@.85/g128"),
+    ("6@.1+5@.9/g32", "6@.25+5@.75/g32", "8@.05+6@.1+5@.85/g32"),
+    ("6/g128", "6/g128", "8@.05/g32+6@.95/g128"),
+    ("8@.1+6@.9/g128", "8@.1+6@.9/g128", "8@.15+6@.85/g128"),
+    ("8@.1+6@.9/g128", "8@.1+6@.9/g128", "8/g128"),
+    ("8/g128", "8/g128", "8/g128"),
+)
+
+_HEAD = {
+    2: "4@.3+2@.7/g32",
+    3: "4@.15+3@.85/g32",
+    4: "6@.15+4@.85/g32",
+    5: "6@.15+5@.85/g128",
+    6: "8@.15+6@.85/g128",
+    8: "8/g128",
+}
+
+
+def _options(roles: tuple[str, ...], table: tuple[tuple[str, ...], ...]) -> tuple[BlockParams, ...]:
+    return tuple({role: params(text) for role, text in zip(roles, row, strict=True)} for row in table)
+
+
+ATTENTION = _options(("q", "k", "v", "o"), tuple((q, q, v, o) for q, v, o in _ATTENTION))
+"""The 19 candidates of an attention block, from the fewest bits to the most."""
+
+MLP = _options(("gate", "up", "down"), _MLP)
+"""The 17 candidates of an MLP. All experts of a block have the same."""
+
+HEAD = {bits: params(text) for bits, text in _HEAD.items()}
+"""The setting of a quantised head for each value of `head_bits`."""
+
+PLAIN_HEAD = 16
+"""The other value of `head_bits`: the head is float16. A tied head is then the embedding, and is not stored again."""
+
+_IN_ATTENTION = re.compile(r"self_attn\.([qkvo])_proj\.weight")
+_IN_MLP = re.compile(r"mlp\.(?:experts\.\d+\.)?(gate|up|down)_proj\.weight")
+_IN_EXPERT = re.compile(r"block_sparse_moe\.experts\.\d+\.(w[123])\.weight")
 
 _NAMES = {
     "self_attn": {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"},
@@ -47,14 +125,22 @@ class Sublayer:
         return _NAMES[self.key.rpartition(".")[2]]
 
     @property
+    def encodings(self) -> tuple[Mapping[str, str], ...]:
+        """The encoding of each weight, for each option."""
+        return tuple(
+            {spec.name: f"exl2 {option[role]}" for role, specs in self.linears.items() for spec in specs}
+            for option in self.options
+        )
+
+    @property
     def weights(self) -> int:
         """Number of weights."""
         return sum(spec.size for specs in self.linears.values() for spec in specs)
 
-    def bits(self, params: Mapping[str, Params]) -> int:
+    def bits(self, chosen: BlockParams) -> int:
         """Bits on disk with a setting for each role."""
         return sum(
-            bits_of(groups_of(params[role], spec.shape[1]), spec.shape[1], spec.shape[0], bias=spec.name in self.biased)
+            bits_of(groups_of(chosen[role], spec.shape[1]), spec.shape[1], spec.shape[0], bias=spec.name in self.biased)
             for role, specs in self.linears.items()
             for spec in specs
         )
@@ -73,7 +159,7 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
         if place is None or suffix is None or not suffix.endswith(".weight") or len(spec.shape) != 2:
             continue
         layer = spec.name.removesuffix(f".{suffix}")
-        for pattern, module in ((_ATTENTION, "self_attn"), (_MLP, "mlp"), (_EXPERT, "mlp")):
+        for pattern, module in ((_IN_ATTENTION, "self_attn"), (_IN_MLP, "mlp"), (_IN_EXPERT, "mlp")):
             if match := pattern.fullmatch(suffix):
                 role = UNMIXTRAL.get(match[1], match[1]).removesuffix("_proj")
                 found.setdefault(f"{layer}.{module}", {}).setdefault(role, []).append(spec)
@@ -87,14 +173,14 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
     blocks = []
     for key, linears in found.items():
         options = ATTENTION if key.endswith("self_attn") else MLP
-        for role in options[0].params:
+        for role in options[0]:
             if role not in linears:
                 raise Unsupported(f"{key} has no {role} projection, which ExLlamaV2 expects", where=key, fix=OTHER_FORMATS)
         biased = frozenset(
             spec.name for each in linears.values() for spec in each if f"{spec.name.removesuffix('.weight')}.bias" in names
         )
         of_experts = f"{key.rpartition('.')[0]}.block_sparse_moe" if key in mixtures else key
-        blocks.append(Sublayer(of_experts, options, {role: tuple(linears[role]) for role in options[0].params}, biased))
+        blocks.append(Sublayer(of_experts, options, {role: tuple(linears[role]) for role in options[0]}, biased))
     return tuple(blocks)
 
 
@@ -104,7 +190,7 @@ def shape_problems(specs: Iterable[TensorSpec]) -> list[WeightsmithError]:
     for spec in specs:
         n, k = spec.shape
         why = f"it has {n:,} output features, which must be a multiple of {ROWS}" if n % ROWS else ""
-        if why := why or why_illegal(groups_of(MLP[-1].params["gate"], k), k):
+        if why := why or why_illegal(groups_of(MLP[-1]["gate"], k), k):
             problems.append(
                 Unsupported(f"{list(spec.shape)} cannot be stored as EXL2: {why}", where=spec.name, fix=OTHER_FORMATS)
             )

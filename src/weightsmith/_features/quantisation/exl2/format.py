@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
@@ -17,14 +16,20 @@ from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import (
     CALIBRATION_SETTINGS,
     MEASURED_ROWS,
+    MEASURING,
     Chain,
     calibrate,
     calibrates,
     unused,
 )
-from weightsmith._features.quantisation.exl2.blocks import Sublayer
-from weightsmith._features.quantisation.exl2.measure import errors_of, products_for
-from weightsmith._features.quantisation.exl2.measurement import Measured, measurement_json, read_measurement
+from weightsmith._features.quantisation.exl2.blocks import BlockParams, Sublayer
+from weightsmith._features.quantisation.exl2.measurement import (
+    Measured,
+    errors_of,
+    measurement_json,
+    products_for,
+    read_measurement,
+)
 from weightsmith._features.quantisation.exl2.model import Model, prepare_model, store
 from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
 from weightsmith._models.formats.exl2.layout import Params
@@ -50,39 +55,34 @@ _ERRORS = {
 
 def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
     """Make the draft one of an EXL2 model. Raises PlanError with all problems."""
-    if problems := _problems(settings):
-        raise PlanError(problems)
-    draft = assembled.draft
+    bits, draft = _target(settings), assembled.draft
     model = prepare_model(draft)
     try:
-        params = _choose(model, settings)
+        params = _choose(model, settings, bits)
     except WeightsmithError as error:
         raise PlanError([error]) from error
     if not calibrates(settings) or settings.uniform or settings.measurement is not None:
-        _store(assembled, model, settings, params)
+        _store(assembled, model, settings, bits, params)
         return
     full = settings.measure == FULL
-    chain = Chain(assembled, settings, model.steps, most_rows=None if full else MEASURED_ROWS)
-    chain.add_to(draft, products_for(model, chain, full=full))
-    draft.then = {"format": "exl2", "settings": asdict(settings)}
+    chain = Chain(assembled, settings, model.steps, None if full else MEASURED_ROWS, MEASURING)
+    chain.measure(draft, products_for(model.blocks, chain, full=full), "exl2", settings)
 
 
 def follow(
     assembled: Assembled, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
 ) -> Mapping[str, bytes]:
     """Give the draft the settings that a measurement favours; measurement.json. Raises PlanError."""
-    if problems := _problems(settings):
-        raise PlanError(problems)
-    assert settings.bits is not None
-    model = prepare_model(assembled.draft)
-    errors = errors_of(model, [(p, arrays[p.name]) for p in measured if p.name in arrays])
-    _store(assembled, model, settings, _best(errors, model, settings.bits))
+    bits, model = _target(settings), prepare_model(assembled.draft)
+    errors = errors_of(model.blocks, [(p, arrays[p.name]) for p in measured if p.name in arrays])
+    _store(assembled, model, settings, bits, _best(errors, model, bits))
     return {"measurement.json": (json.dumps(measurement_json(errors), indent=1) + "\n").encode()}
 
 
-def _store(assembled: Assembled, model: Model, settings: QuantizeSettings, params: list[Mapping[str, Params]]) -> None:
-    """Make the draft one with a setting for each role of each block."""
-    assert settings.bits is not None
+def _store(
+    assembled: Assembled, model: Model, settings: QuantizeSettings, target: float, params: Sequence[BlockParams]
+) -> None:
+    """Make the draft one with a setting for each role of each block. target: bits for each weight."""
     draft = assembled.draft
     bits = sum(block.bits(chosen) for block, chosen in zip(model.blocks, params, strict=True)) / model.weights
     by_name = {
@@ -98,15 +98,16 @@ def _store(assembled: Assembled, model: Model, settings: QuantizeSettings, param
         calibrate(chain, draft, model.prefix)
     else:
         store(draft, model, by_name, head_bits, bits, {"rows": 0, "length": 0, "dataset": "none"})
-        if settings.bits < ROUNDED_BITS:
+        if target < ROUNDED_BITS:
             what = f"rounded to nearest with fewer than {ROUNDED_BITS} bits, a model loses much of what it can do"
             draft.warn(what, "bits", fix="leave out --calibration none, or use more bits")
-    if abs(bits - settings.bits) > 0.02:
-        what = f"{bits:.3f} bits for each weight, not {settings.bits:g}: its blocks are few, and settings come in steps"
+    if abs(bits - target) > 0.02:
+        what = f"{bits:.3f} bits for each weight, not {target:g}: its blocks are few, and settings come in steps"
         draft.warn(what, "bits")
 
 
-def _problems(settings: QuantizeSettings) -> list[WeightsmithError]:
+def _target(settings: QuantizeSettings) -> float:
+    """The average bits for each weight. Raises PlanError with all problems of the settings."""
     problems: list[WeightsmithError] = []
     if settings.bits is None:
         fix = f"write {assignment('bits', 4.25)}, or any number from 2.2 to 8"
@@ -118,24 +119,25 @@ def _problems(settings: QuantizeSettings) -> list[WeightsmithError]:
     if settings.measure is not None and (settings.uniform or settings.measurement is not None or not calibrates(settings)):
         what = f"nothing is measured with {named('uniform', 'measurement')}, or without a calibration text"
         problems.append(option_error("measure", what, f"leave out {named('measure')}"))
-    return problems
+    if problems or settings.bits is None:
+        raise PlanError(problems)
+    return settings.bits
 
 
-def _choose(model: Model, settings: QuantizeSettings) -> list[Mapping[str, Params]]:
+def _choose(model: Model, settings: QuantizeSettings, bits: float) -> list[BlockParams]:
     """A setting for each role of each block."""
-    assert settings.bits is not None
     if settings.measurement is not None:
-        return _best(read_measurement(expand_user(settings.measurement), model.blocks), model, settings.bits)
+        return _best(read_measurement(expand_user(settings.measurement), model.blocks), model, bits)
     kinds: dict[str, list[Sublayer]] = {}
     for block in model.blocks:
         kinds.setdefault(block.key.rpartition(".")[2] if settings.uniform else block.key, []).append(block)
     groups = list(kinds.values())
-    chosen = choose([_expected(blocks) for blocks in groups], model.weights, settings.bits)
-    by_key = {block.key: block.options[i].params for blocks, i in zip(groups, chosen, strict=True) for block in blocks}
+    chosen = choose([_expected(blocks) for blocks in groups], model.weights, bits)
+    by_key = {block.key: block.options[i] for blocks, i in zip(groups, chosen, strict=True) for block in blocks}
     return [by_key[block.key] for block in model.blocks]
 
 
-def _best(measured: Sequence[tuple[Sublayer, list[Measured]]], model: Model, bits: float) -> list[Mapping[str, Params]]:
+def _best(measured: Sequence[tuple[Sublayer, list[Measured]]], model: Model, bits: float) -> list[BlockParams]:
     slots = [[Candidate(block.bits(option.params), option.error**2) for option in options] for block, options in measured]
     chosen = choose(slots, model.weights, bits)
     return [options[i].params for (_, options), i in zip(measured, chosen, strict=True)]
@@ -145,9 +147,9 @@ def _expected(blocks: Sequence[Sublayer]) -> list[Candidate]:
     """The candidates of blocks that get the same, with the squared errors of normally distributed weights, in all."""
     return [
         Candidate(
-            sum(block.bits(option.params) for block in blocks),
+            sum(block.bits(option) for block in blocks),
             sum(
-                _squared_error(option.params[role]) * spec.size
+                _squared_error(option[role]) * spec.size
                 for block in blocks
                 for role, specs in block.linears.items()
                 for spec in specs

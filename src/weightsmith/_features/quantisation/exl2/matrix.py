@@ -17,15 +17,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsmith._base.errors import NonFinite, ParameterError
-from weightsmith._base.tensors import DType
 from weightsmith._methods.jobs.matrix import Tensor, one_thread
-from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.formats.exl2.layout import Floats, Group, Groups, Halves, padded
 from weightsmith._models.formats.exl2.reading import decode_columns, read_parameters
 from weightsmith._models.formats.exl2.writing import Codes, Exl2Matrix, Places, ScalesOf, round_plainly, rows_of, store
@@ -87,7 +83,8 @@ def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
 
     Cost: K³ / 2 multiplications in float64, and 16 K² bytes in all.
     """
-    torch = _torch()
+    import torch
+
     if not np.isfinite(hessian).all():
         raise NonFinite("the Hessian of a layer contains NaN or infinity", fix="check the model's activations")
     diagonal = hessian.diagonal().astype(np.float64)
@@ -110,12 +107,12 @@ def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
     raise ParameterError(f"the Hessian of a layer is not positive definite, even with {ATTEMPTS * damping:.3g} on its diagonal")
 
 
-def quantise_matrix(weight: Floats | Unread, hessian: Floats | FactoredHessian | None, groups: Groups) -> Exl2Matrix:
+def quantise_matrix(weight: Floats | Unread, hessian: FactoredHessian | None, groups: Groups) -> Exl2Matrix:
     """Quantise the weight of a linear layer.
 
     weight   float32 [N, K], or what reads it; rounded to float16 first; not modified
-    hessian  float32 [K, K] of its inputs, or what `prepare` made of one; None: plain rounding, features in their own order
-    groups   bits and rows, in stored order (`options.groups_of`)
+    hessian  of its inputs; None: plain rounding, features in their own order
+    groups   bits and rows, in stored order (`formats.exl2.layout.groups_of`)
 
     N is padded to a multiple of 32 with rows that decode to zeros.
 
@@ -125,9 +122,8 @@ def quantise_matrix(weight: Floats | Unread, hessian: Floats | FactoredHessian |
     Cost: about 1,000 operations for each weight, most of them in the scale search; with a Hessian N K² more, and those of
     `prepare`. Memory besides weight and result: one group of rows, and with a Hessian 4 N K bytes.
     """
-    prepared = prepare(hessian) if isinstance(hessian, np.ndarray) else hessian
-    order = np.arange(weight.shape[1]) if prepared is None else prepared.order
-    return store(weight.shape, groups, order, lambda scales_of: _rounded(weight, prepared, groups, scales_of, half=True))
+    order = np.arange(weight.shape[1]) if hessian is None else hessian.order
+    return store(weight.shape, groups, order, lambda scales_of: _rounded(weight, hessian, groups, scales_of, half=True))
 
 
 def dequantise_matrix(matrix: Exl2Matrix) -> Halves:
@@ -139,20 +135,15 @@ def dequantise_matrix(matrix: Exl2Matrix) -> Halves:
     return decode_columns(matrix.q_weight, matrix.q_scale, parameters)[: matrix.out_features]
 
 
-def quantise_fixed_groups(
-    weight: Floats, hessian: Floats | FactoredHessian | None, bits: int, group_size: int, scale_dtype: DType
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.generic]]:
+def quantise_fixed_groups(weight: Floats, hessian: FactoredHessian | None, bits: int, scales: Floats) -> Floats:
     """GPTQ for symmetric integers with a scale for each output feature and each group of neighbouring inputs, as in w4a16.
 
-    weight       float32 [N, K]
-    hessian      as for `quantise_matrix`
-    bits         4 or 8
-    group_size   input features of a group; the last may be smaller
-    scale_dtype  of the scales as they are stored: BF16, F16 or F32
+    weight   float32 [N, K]
+    hessian  of its inputs; None: plain rounding
+    bits     4 or 8
+    scales   float32 [N, groups], positive: readers compute code · scale
 
-    Returns codes, int8 [N, K], -2^(bits - 1) … 2^(bits - 1) - 1, and scales in that dtype, [N, ceil(K / group_size)]: readers
-    compute code · scale. A scale is the group's largest magnitude · 2 / (2^bits - 1), rounded to its dtype before it is used; 1
-    for a group of zeros.
+    Returns codes, float32 [N, K]: integers of -2^(bits - 1) … 2^(bits - 1) - 1.
 
     Features are rounded in the order of the Hessian, but groups and scales are those of the plain weight: readers need no table
     of groups (`g_idx`). Raises NonFinite. Cost as for `quantise_matrix`, without the scale search.
@@ -160,21 +151,18 @@ def quantise_fixed_groups(
     n, k = weight.shape
     if not np.isfinite(weight).all():
         raise NonFinite("a weight is NaN or infinite", fix="repair the model")
-    prepared = prepare(hessian) if isinstance(hessian, np.ndarray) else hessian
-    tops = np.maximum.reduceat(np.abs(weight), np.arange(0, k, group_size), axis=1)
-    scales = (tops / np.float32(((1 << bits) - 1) / 2)).astype(scale_dtype.numpy)
-    scales[scales == 0] = 1
-    order = np.arange(k) if prepared is None else prepared.order
-    by_group = np.ascontiguousarray(scales.astype(np.float32).T)
+    order = np.arange(k) if hessian is None else hessian.order
+    by_group, size = np.ascontiguousarray(scales.T), k // scales.shape[1]
     groups = tuple(Group(bits, min(TILE, k - first)) for first in range(0, k, TILE))
-    codes = np.empty((n, k), np.int8)
+    codes = np.empty((n, k), np.float32)
 
     def scales_of(number: int, rows: Floats) -> tuple[Floats, Places]:
-        return by_group, order[number * TILE :][: len(rows)] // group_size
+        return by_group, order[number * TILE :][: len(rows)] // size
 
-    for number, rounded in enumerate(_rounded(weight, prepared, groups, scales_of, half=False)):
-        codes[:, order[number * TILE :][: len(rounded)]] = (rounded.astype(np.int16) - (1 << (bits - 1))).T
-    return codes, scales
+    for number, rounded in enumerate(_rounded(weight, hessian, groups, scales_of, half=False)):
+        codes[:, order[number * TILE :][: len(rounded)]] = rounded.T
+    codes -= 1 << (bits - 1)
+    return codes
 
 
 # ---- rounding
@@ -194,9 +182,11 @@ def _rounded(
     if prepared is None:
         yield from round_plainly(plain, np.arange(plain.shape[1]), groups, scales_of, half=half)
         return
+    import torch
+
     from weightsmith._kernels.exl2 import quantise_rows
 
-    torch, order, factor = _torch(), prepared.order, prepared.factor
+    order, factor = prepared.order, prepared.factor
     cols = padded(len(plain)) if half else len(plain)
     w, errors = torch.empty(len(order), cols), torch.empty(max(TILE, *(group.rows for group in groups)), cols)
     for top in range(0, len(plain), COPIED):
@@ -226,15 +216,6 @@ def _pass_on(errors: Tensor, factor: Tensor, rows: Tensor) -> None:
     if len(rows):
         with one_thread():
             rows.addmm_(factor.T, errors, alpha=-1)
-
-
-def _torch() -> Any:
-    """Raises ParameterError where torch is not installed."""
-    if missing := needs_torch():
-        raise ParameterError(missing)
-    import torch
-
-    return torch
 
 
 def _runs(groups: Groups) -> Iterator[list[Group]]:

@@ -1,8 +1,14 @@
-"""measurement.json, ExLlamaV2's exchange format: the accuracy of each setting of each block. Reused between bit rates."""
+"""The measurement of a model: a product for each layer, and the error of each option of each block.
+
+The square of an error is the loss that an option causes, in nats for each token: the sum of the losses of the block's weights.
+A full measurement computes ExLlamaV2's errors instead. measurement.json is ExLlamaV2's exchange format; it is reused between
+bit rates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +16,12 @@ from typing import Any
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
-from weightsmith._features.quantisation.exl2.blocks import Sublayer
-from weightsmith._models.formats.exl2.layout import Params, params_from_json
+from weightsmith._features.quantisation.calibration.plan import Chain
+from weightsmith._features.quantisation.exl2.blocks import BlockParams, Sublayer
+from weightsmith._models.formats.exl2.layout import params_from_json
 from weightsmith._models.structure.configs import finite_number
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays
 
 MAX_BYTES = 256 << 20
 MAX_OPTIONS = 64
@@ -24,8 +33,53 @@ _MEASURE = "measure the model again"
 class Measured:
     """One setting of a block. params: by role. error: 1 - accuracy."""
 
-    params: Mapping[str, Params]
+    params: BlockParams
     error: float
+
+
+def products_for(blocks: Sequence[Sublayer], chain: Chain, *, full: bool) -> tuple[Product, ...]:
+    """The products of a measurement."""
+    layers = {name: layer for layer in range(chain.layers) for name in chain.names(layer)}
+    own: dict[int, dict[str, tuple[Mapping[str, str], ...]]] = {layer: {} for layer in range(chain.layers)}
+    for block in blocks:
+        own[layers[next(iter(block.encodings[0]))]][block.key] = block.encodings
+    if full:
+        return chain.forward(lambda layer, states: [chain.errors(layer, states, own[layer])])
+    tried = {layer: dict(each for options in found.values() for each in _candidates(options)) for layer, found in own.items()}
+
+    def losses(layer: int, states: Product, gradients: Product, _leaving: Product) -> list[Product]:
+        return [chain.losses(layer, states, gradients, tried[layer])]
+
+    return chain.backward(losses, lambda layer: tuple(tried[layer]))
+
+
+def _candidates(options: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
+    """The names of the weights of a block, and the encodings to try for each."""
+    return [(name, tuple(dict.fromkeys(option[name] for option in options))) for name in options[0]]
+
+
+def errors_of(blocks: Sequence[Sublayer], products: Iterable[tuple[Product, Arrays]]) -> list[tuple[Sublayer, list[Measured]]]:
+    """The error of every option. products: the measured layers, with their arrays. Raises FormatError if they are others."""
+    errors: dict[str, list[float]] = {}
+    losses: dict[tuple[str, str], float] = {}
+    for product, (array,) in products:
+        settings, rows = product.settings, array.tolist()
+        if product.op == "measured_blocks":
+            errors |= {key: [min(1.0, error) for error in row] for key, row in zip(settings["blocks"], rows, strict=True)}
+        else:
+            for (name, tried), row in zip(settings["candidates"].items(), rows, strict=True):
+                losses |= {(name, encoding): loss for encoding, loss in zip(tried, row, strict=False)}
+    found = []
+    for block in blocks:
+        options = [option.items() for option in block.encodings]
+        if all(losses.keys() >= option for option in options):
+            errors[block.key] = [math.sqrt(sum(losses[each] for each in option)) for option in options]
+        if len(errors.get(block.key, ())) < len(options):
+            what = "not a plan that can be run: it does not measure every weight"
+            raise FormatError(what, where="products", fix="make the plan again")
+        measured = zip(block.options, errors[block.key], strict=False)
+        found.append((block, [Measured(option, max(LEAST_ERROR, error)) for option, error in measured]))
+    return found
 
 
 def read_measurement(path: Path, blocks: Sequence[Sublayer]) -> list[tuple[Sublayer, list[Measured]]]:

@@ -15,8 +15,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.quantisation.exl2.blocks import Sublayer, find_blocks, shape_problems
-from weightsmith._features.quantisation.exl2.options import HEAD, PLAIN_HEAD
+from weightsmith._features.quantisation.exl2.blocks import HEAD, PLAIN_HEAD, Sublayer, find_blocks, shape_problems
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import (
@@ -168,7 +167,7 @@ def store(
     """Make the draft that of the EXL2 model.
 
     params       setting of each weight of the blocks
-    head_bits    one of `options.HEAD`, or `PLAIN_HEAD`
+    head_bits    one of `blocks.HEAD`, or `PLAIN_HEAD`
     bits         for each weight, for config.json
     calibration  for config.json
     """

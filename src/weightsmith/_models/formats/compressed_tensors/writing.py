@@ -88,6 +88,7 @@ import numpy as np
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.compressed_tensors.config import quantization_config, scheme_of
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, MatrixEncoding, bf16_scales, maxima_of
+from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Bytes, Rows, grouped_name
 
 Fill = Callable[[TensorSpec, Rows, Sequence[Bytes], Rows], None]
@@ -133,12 +134,12 @@ _FLOAT8 = {"num_bits": 8, "type": "float"}
 
 def _fill_floats(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows, *, side: int = 0) -> None:
     """Encode rows, or blocks of side by side elements. NaN stays NaN; a block with an infinity becomes zeros and NaN."""
-    from weightsmith._kernels import fp8
+    from weightsmith._kernels.codes import quantise_float8
 
     cols = rows.shape[1]
     high, wide = (side, side) if side else (1, cols)
     scales = bf16_scales(maxima_of(rows, high, wide), 448, outs[1])
-    fp8.quantise(rows.reshape(-1), cols, high, wide, scales, outs[0])
+    quantise_float8(rows.reshape(-1), cols, high, wide, scales, outs[0])
 
 
 DYNAMIC = compressed(
@@ -157,10 +158,17 @@ BLOCK = compressed(
 
 GROUPS = (128, 64, 32)
 """Group sizes of packed codes, the default first."""
+PACKED = {grouped_name(f"w{bits}a16", group, GROUPS): (bits, group) for bits in (4, 8) for group in GROUPS}
+"""Bits and group size of each encoding with packed codes."""
 
 
 def _integers(bits: int, **more: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", **more}
+
+
+def _integer_scales(rows: Rows, bits: int, wide: int, stored: Bytes) -> Rows:
+    """Write the scales of rows or groups, and return them: float32 [blocks]."""
+    return bf16_scales(maxima_of(rows, 1, wide), 2 ** (bits - 1) - 0.5, stored)
 
 
 def _fill_integers(
@@ -170,7 +178,7 @@ def _fill_integers(
     from weightsmith._kernels.codes import quantise_integers
 
     wide, offset = group or rows.shape[1], 2 ** (bits - 1) if group else 0
-    scales = bf16_scales(maxima_of(rows, 1, wide), 2 ** (bits - 1) - 0.5, outs[1])
+    scales = _integer_scales(rows, bits, wide, outs[1])
     quantise_integers(rows.reshape(-1), wide, scales, bits, offset, outs[0])
     if group:
         outs[2][:] = np.array(spec.shape, "<i8").view(np.uint8)
@@ -190,6 +198,34 @@ def packed(bits: int) -> dict[int, MatrixEncoding]:
         return compressed(grouped_name(f"w{bits}a16", group, GROUPS), "pack-quantized", weights, fill)
 
     return {group: encoding(group) for group in GROUPS}
+
+
+def encode_packed(weight: Rows, encoding: str, codes_of: Callable[[Rows], Rows]) -> Arrays:
+    """The stored tensors of a weight whose codes are chosen elsewhere.
+
+    encoding  one of `PACKED`
+    codes_of  scales, float32 [rows, groups] → the codes as numbers, float32 [rows, cols]
+    """
+    from weightsmith._kernels.codes import quantise_integers
+
+    (bits, group), (rows, cols) = PACKED[encoding], weight.shape
+    words, stored = np.empty((rows, cols * bits // 32), "<i4"), np.empty((rows, cols // group), DTYPES["BF16"].numpy)
+    scales = _integer_scales(weight, bits, group, stored.reshape(-1).view(np.uint8))
+    codes = codes_of(scales.reshape(stored.shape))
+    quantise_integers(codes.reshape(-1), group, np.ones_like(scales), bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8))
+    return words, stored, np.array(weight.shape, np.int64)
+
+
+def decode_packed(arrays: Arrays, encoding: str) -> Rows:
+    """The weight of the stored tensors, as readers compute it: float32 [rows, cols]. encoding: one of `PACKED`."""
+    from weightsmith._kernels.codes import TABLES, dequantise
+
+    (bits, group), (words, scales, shape) = PACKED[encoding], arrays
+    values = np.empty(tuple(shape), np.float32)
+    codes, factors = np.array(words).reshape(-1).view(np.uint8), scales.astype(np.float32).reshape(-1)
+    cols = values.shape[1]
+    dequantise(codes, TABLES[f"offset{bits}"], 0, cols, factors, cols // group, 1, group, values.reshape(-1))
+    return values
 
 
 # ---- 4-bit floats (E2M1)
