@@ -31,18 +31,16 @@ from weightsmith._planning.planner.audit import Audit
 from weightsmith._planning.planner.companions import carried, lacking
 from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.decide import decide
-from weightsmith._planning.planner.donor import choose_donor
 from weightsmith._planning.planner.dtypes import DTypes, kept_specs
-from weightsmith._planning.planner.inputs import analyse_all, at, number_models, open_models
+from weightsmith._planning.planner.inputs import analyse_all, at, choose_donor, number_models, open_models
 from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import ModelNames
 from weightsmith._planning.planner.mismatch import of_vocabularies
 from weightsmith._planning.planner.outputs import Models, Outputs
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.patterns import match_patterns
-from weightsmith._planning.planner.placement import Placement, Placer
 from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
-from weightsmith._planning.planner.segments import Region, SegmentMaker
+from weightsmith._planning.planner.segments import Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import Made, PlanDraft, Step

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 from weightsmith._base.pages import Code, Column, Curves, Facts, Mark, Page, Table, heat_maps
 from weightsmith._base.pages.svg import span_of
 from weightsmith._base.pages.values import Block, Value, finite_or_mark, written
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._execution.distance import share_of
 from weightsmith._reports.look.comparison import Alignment, Comparison, letters
 from weightsmith._reports.look.files import Change, FileDifference
@@ -26,9 +29,6 @@ SPECTRA = 8
 PAIRS = 6
 """Pairs, or models, that have heat maps."""
 _TENSORS = "tensors"
-_SHARE = Column("delta / A", "share", "Frobenius norm of B - A over that of A")
-_CHANGED = Column("changed", "share", "share of elements that differ")
-_COSINE = Column("cosine", "cosine", "of A and B as vectors")
 _LEFT_OUT = "Norms and cosines are of the tensors without NaN and infinities."
 
 
@@ -44,7 +44,8 @@ def difference_page(found: Difference) -> Page:
         blocks += heat_maps("Rank of the deltas", placed, _middle_rank, "count", about, detail=_TENSORS)
         blocks += _by_layer(found.layers)
         blocks += _spectra(found.tensors)
-        blocks += [_groups("Parts", "part", found.parts), _groups("Layers", "layer", found.layers), _tensors(found)]
+        blocks += [_groups("Parts", "part", found.parts), _groups("Layers", "layer", found.layers)]
+        blocks.append(_table("Tensors", _DIFFERENCE, found.tensors, name=_TENSORS))
     if found.moved:
         columns = Column("tensor"), Column("row", "count"), Column("token"), Column("moved", "share", "‖delta‖ / ‖row of A‖")
         rows = tuple(
@@ -137,9 +138,9 @@ def inspection_page(found: Inspection) -> Page:
         blocks += heat_maps("Standard deviation", placed, _deviation, "number", about, detail=_TENSORS)
         about = "The largest magnitude in a part of a layer, over the standard deviation there."
         blocks += heat_maps("Largest element", placed, _peak, "number", about, log=True, detail=_TENSORS)
-        blocks.append(_statistics(statistics))
+        blocks.append(_table("Tensors", _STATISTICS, statistics, name=_TENSORS))
     else:
-        rows = tuple((spec.name, spec.dtype.name, " x ".join(map(str, spec.shape)), spec.size) for spec in found.tensors)
+        rows = tuple((spec.name, spec.dtype.name, _shape(spec), spec.size) for spec in found.tensors)
         columns = Column("tensor"), Column("dtype"), Column("shape"), Column("elements", "count")
         blocks.append(Table("Tensors", columns, rows, name=_TENSORS))
     stats = ["--stats"] if statistics is not None else []
@@ -216,8 +217,7 @@ def _survives(model: int, groups: Sequence[GroupPreview]) -> float | Mark:
 
 def _mark(group: Alignment | GroupPreview | GroupDifference | TensorDifference) -> Mark | None:
     """Of what cannot be measured for its NaN and infinities; the numbers of a group are of its other tensors."""
-    measured = group.measured if not isinstance(group, TensorDifference) else int(group.measured)
-    return None if measured else mark_of(group.nonfinite)
+    return None if group.measured else mark_of(group.nonfinite)
 
 
 def _number(value: float | Mark) -> float | None:
@@ -302,72 +302,24 @@ def _by_share(tensor: TensorDifference) -> float:
     return -1.0 if math.isnan(tensor.share) else tensor.share
 
 
+_Field = tuple[Column, Callable[[Any], Value]]
+"""A column, and its value for what a row is about."""
+
+
+def _table(title: str, fields: Sequence[_Field], items: Sequence[Any], about: str = "", name: str = "") -> Table:
+    """A row for each item. name: as for `Table`; the items then have places."""
+    rows = tuple(tuple(value(item) for _, value in fields) for item in items)
+    places = tuple(_place(item.place) for item in items) if name else ()
+    return Table(title, tuple(column for column, _ in fields), rows, about, name, places)
+
+
 def _groups(title: str, first: str, groups: Sequence[GroupDifference]) -> Table:
-    columns = (
-        Column(first),
-        Column("matrices", "count"),
-        Column("elements", "count"),
-        _CHANGED,
-        _SHARE,
-        _COSINE,
-        Column("rank", "count", "the middle one of the deltas whose rank is known and not full"),
-        Column("full rank", "count", "deltas of full rank"),
-        Column("high rank", "count", f"deltas {Mark.HIGH.meaning}"),
-        Column("NaN", "count", "elements of A and B"),
-        Column("infinite", "count", "elements of A and B"),
-    )
-    rows = tuple(
-        (
-            g.name,
-            g.tensors,
-            g.elements,
-            finite_or_mark(g.changed_share),
-            _moved(g),
-            _mark(g) or g.cosine,
-            g.ranks[1] if g.ranks else None,
-            g.full,
-            g.high,
-            sum(own.nans for own in g.nonfinite),
-            sum(own.infinities for own in g.nonfinite),
-        )
-        for g in groups
-    )
-    return Table(title, columns, rows, _LEFT_OUT if any(g.measured < g.tensors for g in groups) else "")
+    about = _LEFT_OUT if any(g.measured < g.tensors for g in groups) else ""
+    return _table(title, ((Column(first), attrgetter("name")), *_GROUP), groups, about)
 
 
 def _moved(group: GroupDifference | TensorDifference) -> float | Mark:
     return (_mark(group) or finite_or_mark(group.share)) if group.changed else Mark.SAME
-
-
-def _tensors(found: Difference) -> Table:
-    columns = (
-        Column("tensor"),
-        Column("shape"),
-        _CHANGED,
-        _SHARE,
-        _COSINE,
-        Column("largest", "number", "the largest magnitude of the delta"),
-        Column("rank", "count", "of the delta, above the rounding noise"),
-        Column("NaN", "count", "elements of A and B"),
-        Column("infinite", "count", "elements of A and B"),
-        Column("stable rank", "number", "‖delta‖² over the square of its largest singular value"),
-    )
-    rows = tuple(
-        (
-            t.name,
-            " x ".join(map(str, t.shape)),
-            t.changed_share,
-            _moved(t),
-            _mark(t) or t.cosine,
-            _mark(t) or t.largest,
-            t.rank,
-            sum(own.nans for own in t.nonfinite),
-            sum(own.infinities for own in t.nonfinite),
-            t.stable_rank if t.leading is not None else None,
-        )
-        for t in found.tensors
-    )
-    return Table("Tensors", columns, rows, name=_TENSORS, places=tuple(_place(t.place) for t in found.tensors))
 
 
 def _place(place: Place) -> tuple[str, str]:
@@ -436,34 +388,83 @@ def _amounts(title: str, amounts: Sequence[Amount]) -> Table:
     return Table(title, columns, tuple((a.name, a.tensors, a.elements, a.nbytes) for a in amounts))
 
 
-def _statistics(statistics: Sequence[TensorStatistics]) -> Table:
-    columns = (
-        Column("tensor"),
-        Column("shape"),
-        Column("norm", "number", "Frobenius norm"),
-        Column("mean", "number"),
-        Column("deviation", "number", "standard deviation"),
-        Column("smallest", "number"),
-        Column("largest", "number"),
-        Column("zeros", "count"),
-        Column("NaN", "count"),
-        Column("infinite", "count"),
-        Column("outlier rows", "count", "rows whose norm is far above the others'"),
-    )
-    rows = tuple(
-        (
-            s.name,
-            " x ".join(map(str, s.shape)),
-            s.norm,
-            s.mean,
-            s.deviation,
-            s.low,
-            s.high,
-            s.zeros,
-            s.nans,
-            s.infinities,
-            len(s.outliers),
-        )
-        for s in statistics
-    )
-    return Table("Tensors", columns, rows, name=_TENSORS, places=tuple(_place(s.place) for s in statistics))
+# ---- columns
+
+
+def _shape(found: TensorSpec | TensorDifference | TensorStatistics) -> str:
+    return " x ".join(map(str, found.shape))
+
+
+def _nans(found: GroupDifference | TensorDifference) -> int:
+    return sum(own.nans for own in found.nonfinite)
+
+
+def _infinities(found: GroupDifference | TensorDifference) -> int:
+    return sum(own.infinities for own in found.nonfinite)
+
+
+def _changed(found: GroupDifference | TensorDifference) -> float | Mark:
+    return finite_or_mark(found.changed_share)
+
+
+def _angle(found: GroupDifference | TensorDifference) -> float | Mark:
+    return _mark(found) or found.cosine
+
+
+def _largest(tensor: TensorDifference) -> float | Mark:
+    return _mark(tensor) or tensor.largest
+
+
+def _middle(group: GroupDifference) -> int | None:
+    return group.ranks[1] if group.ranks else None
+
+
+def _stable_rank(tensor: TensorDifference) -> float | None:
+    return tensor.stable_rank if tensor.leading is not None else None
+
+
+def _outliers(tensor: TensorStatistics) -> int:
+    return len(tensor.outliers)
+
+
+_NAME: _Field = (Column("tensor"), attrgetter("name"))
+_MOVED: tuple[_Field, ...] = (
+    (Column("changed", "share", "share of elements that differ"), _changed),
+    (Column("delta / A", "share", "Frobenius norm of B - A over that of A"), _moved),
+    (Column("cosine", "cosine", "of A and B as vectors"), _angle),
+)
+_NONFINITE: tuple[_Field, ...] = (
+    (Column("NaN", "count", "elements of A and B"), _nans),
+    (Column("infinite", "count", "elements of A and B"), _infinities),
+)
+_GROUP: tuple[_Field, ...] = (
+    (Column("matrices", "count"), attrgetter("tensors")),
+    (Column("elements", "count"), attrgetter("elements")),
+    *_MOVED,
+    (Column("rank", "count", "the middle one of the deltas whose rank is known and not full"), _middle),
+    (Column("full rank", "count", "deltas of full rank"), attrgetter("full")),
+    (Column("high rank", "count", f"deltas {Mark.HIGH.meaning}"), attrgetter("high")),
+    *_NONFINITE,
+)
+_DIFFERENCE: tuple[_Field, ...] = (
+    _NAME,
+    (Column("shape"), _shape),
+    *_MOVED,
+    (Column("largest", "number", "the largest magnitude of the delta"), _largest),
+    (Column("rank", "count", "of the delta, above the rounding noise"), attrgetter("rank")),
+    *_NONFINITE,
+    (Column("stable rank", "number", "‖delta‖² over the square of its largest singular value"), _stable_rank),
+)
+_STATISTICS: tuple[_Field, ...] = (
+    _NAME,
+    (Column("shape"), _shape),
+    (Column("norm", "number", "Frobenius norm"), attrgetter("norm")),
+    (Column("mean", "number"), attrgetter("mean")),
+    (Column("deviation", "number", "standard deviation"), attrgetter("deviation")),
+    (Column("smallest", "number"), attrgetter("low")),
+    (Column("largest", "number"), attrgetter("high")),
+    (Column("zeros", "count"), attrgetter("zeros")),
+    (Column("NaN", "count"), attrgetter("nans")),
+    (Column("infinite", "count"), attrgetter("infinities")),
+    (Column("outlier rows", "count", "rows whose norm is far above the others'"), _outliers),
+)

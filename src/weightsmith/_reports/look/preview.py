@@ -33,10 +33,11 @@ from weightsmith._planning.planner.prepared import download
 from weightsmith._planning.planner.prepared import stream as stream_weights
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
-from weightsmith._reports.look.models import Place, Watching, groups, json_values, place_of, survey, with_needs
+from weightsmith._reports.look.models import Place, by_layer_and_part, json_values, place_of
 from weightsmith._reports.look.nonfinite import NonFinite, of_rows, sentences, together
 from weightsmith._reports.look.reading import ranges
 from weightsmith._reports.look.sampling import merging_leaves, sample, survivals
+from weightsmith._reports.look.surveys import Watching, survey
 from weightsmith.abc.job import Bytes
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress:
     download(prepared.inputs)
     looked = _in_full(prepared) if full else _sampled(prepared, threads)
     label = f"survival in {plan.made.name}"
-    product = survivals(label, with_needs(label, looked.steps))
+    product = survivals(label, looked.steps)
     models = [*prepared.inputs, looked.merged]
     outcome = survey("preview", models, [product], threads=threads, progress=progress, doing="previewing", tables=looked.tables)
     return _preview(plan, looked, *outcome.results.arrays(label))
@@ -318,15 +319,15 @@ def _preview(
     by_place: dict[Place, list[_Found]] = {}
     for each in found:
         by_place.setdefault(each.place, []).append(each)
-    by_layer, by_part = (groups([f.place for f in found], key) for key in (lambda p: p.group, lambda p: p.part))
+    layers, parts = by_layer_and_part(found)
     return Preview(
         plan.made.name,
         plan.models[base].ref,
         tuple(plan.models[model].ref for model in names),
         sum(step.out.size for step in looked.steps),
         sum(looked.sizes.values()),
-        tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_layer.items()),
-        tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_part.items()),
+        tuple(_group(name, own, len(names)) for name, own in layers.items()),
+        tuple(_group(name, own, len(names)) for name, own in parts.items()),
         _group("all", found, len(names)),
         tuple((place, _group(f"{place.group}.{place.part}", own, len(names))) for place, own in by_place.items()),
         looked.left_out,
