@@ -391,6 +391,9 @@ def _read(found: Comparison) -> list[str]:
         left_out = total.tensors - total.measured
         texts.append(f"All numbers of several tensors leave {count(left_out, 'tensor')} out, which cannot be measured.")
     texts += _read_measured(found, names)
+    if found.missing:
+        lacking = f"{count(len(found.missing), 'tensor')} that some models lack or have in another shape"
+        texts.append(f"Not compared: {lacking}, such as {found.missing[0]}.")
     if found.chosen:
         texts.append(f"Only tensors that match {', '.join(map(repr, found.chosen))} were compared.")
     return texts
