@@ -284,19 +284,20 @@ class _Stages:
 
 def _in_order(recipe: Recipe) -> list[ModelRef]:
     """The other recipes that a recipe depends on, by a reference to each, and each after those that it depends on itself."""
-    found: list[ModelRef] = []
+    found: dict[str, ModelRef] = {}
     seen: set[str] = set()
-    trail: list[tuple[ModelRef | None, Iterator[ModelRef]]] = [(None, recipe.references)]
-    while trail:
-        ref = next(trail[-1][1], None)
-        if ref is None:
-            done, _ = trail.pop()
-            found += [done] if done is not None else []
-        elif ref.path in recipe.stages and ref.path not in seen:
+
+    def add(ref: ModelRef) -> None:
+        if ref.path in recipe.stages and ref.path not in seen:
             seen.add(ref.path)
             inner = recipe.stages[ref.path]
-            trail.append((ref, inner.references if inner is not None else iter(())))
-    return found
+            for other in inner.references if inner is not None else ():
+                add(other)
+            found[ref.path] = ref
+
+    for ref in recipe.references:
+        add(ref)
+    return list(found.values())
 
 
 def parameter_names() -> list[str]:

@@ -13,7 +13,7 @@ from weightsmith._models.structure.configs import replace_value, sections
 from weightsmith._models.structure.perlayer import Remap, is_per_layer
 from weightsmith._models.structure.rules import rules_for
 from weightsmith._planning.planner.dtypes import main_dtype
-from weightsmith._planning.planner.match import ModelNames, is_buffer
+from weightsmith._planning.planner.match import Models, is_buffer
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -102,17 +102,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Counterparts:
     """Finds the donor's layer for a layer of another model."""
 
-    def __init__(
-        self,
-        names: Sequence[ModelNames],
-        configs: Sequence[Mapping[str, Any] | None],
-        donor: int,
-        labels: Sequence[str],
-    ) -> None:
-        self.names = names
-        self.configs = configs
-        self.donor = donor
-        self.labels = labels
+    def __init__(self, models: Models) -> None:
+        self.names, self.configs, self.donor, self.labels = models.names, models.configs, models.donor, models.labels
         self._shapes: dict[tuple[int, str], list[Shapes]] = {}
         self._kinds: dict[tuple[int, str], list[Hashable]] = {}
         self._found: dict[tuple[int, str, int], int] = {}
@@ -146,13 +137,12 @@ class Counterparts:
     def _unlike(self, prefix: str, model: int, layer: int, theirs: Shapes, mine: Shapes) -> LayerError:
         differing = next(n for n in dict.fromkeys([*theirs, *mine]) if theirs.get(n) != mine.get(n))
         here, there = (list(s[differing]) if differing in s else "missing" for s in (mine, theirs))
-        return LayerError(
-            f"the config.json of {self.labels[self.donor]} cannot express layer {layer} of {self.labels[model]}: none of its "
-            "own layers has these tensors and shapes",
-            where=f"{prefix}{layer}.{differing}",
-            details=[f"{self.labels[model]}: {here}", f"{self.labels[self.donor]}: {there}"],
-            fix="take layers of models of one architecture and size",
+        own, donor = self.labels[model], self.labels[self.donor]
+        what = (
+            f"the config.json of {donor} cannot express layer {layer} of {own}: none of its own layers has these tensors and "
         )
+        details, fix = [f"{own}: {here}", f"{donor}: {there}"], "take layers of models of one architecture and size"
+        return LayerError(f"{what}shapes", where=f"{prefix}{layer}.{differing}", details=details, fix=fix)
 
     def _shapes_of(self, model: int, prefix: str) -> list[Shapes]:
         key = (model, prefix)

@@ -6,12 +6,13 @@ Alike ones (the same tensor of every layer, of every expert) are reported once, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from weightsmith._base.errors import MismatchError, ShapeError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner.inputs import changed
+from weightsmith._planning.planner.match import Models
 from weightsmith._planning.planner.segments import Segment
 
 OTHER_VOCABULARY = (
@@ -28,10 +29,8 @@ def of_vocabularies(problem: WeightsmithError) -> bool:
 class Mismatches:
     """Collects missing tensors and unequal shapes."""
 
-    def __init__(self, labels: Sequence[str], specs: Sequence[Mapping[str, TensorSpec]], method: str) -> None:
-        self.labels = labels
-        self.specs = specs
-        self.method = method
+    def __init__(self, models: Models, method: str) -> None:
+        self.labels, self.specs, self.method = models.labels, models.specs, method
         self._found: dict[object, tuple[MismatchError, int]] = {}
 
     def missing(self, name: str, segment: Segment, sources: Sequence[str | None]) -> None:

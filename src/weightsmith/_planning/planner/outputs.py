@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from weightsmith._base.errors import Finding, LayerError, MismatchError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._methods.base import Method
-from weightsmith._models.structure import Structure, vocabulary
+from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
 from weightsmith._planning.planner.account import Account
@@ -18,7 +17,7 @@ from weightsmith._planning.planner.config import Counterparts
 from weightsmith._planning.planner.decide import split_fused
 from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import at
-from weightsmith._planning.planner.match import ModelNames, home_module, is_buffer
+from weightsmith._planning.planner.match import Models, home_module, is_buffer
 from weightsmith._planning.planner.mismatch import Mismatches
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.segments import Placement, Segment, SegmentInput
@@ -26,19 +25,6 @@ from weightsmith._plans import CAST, COPY, Read, Step
 
 Specs = Mapping[str, TensorSpec]
 Origins = dict[str, tuple[Segment, tuple[str, ...], float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The input models, by index: their labels and tensors."""
-
-    labels: Sequence[str]
-    specs: Sequence[Specs]
-    configs: Sequence[Mapping[str, Any] | None]
-    structures: Sequence[Structure]
-    names: Sequence[ModelNames]
-    donor: int
-    base: int | None
 
 
 _UNREAD = "its weight is 0"
@@ -59,8 +45,8 @@ class Outputs:
         self.resolver = resolver
         self.account = account
         self.dtypes = dtypes
-        self.mismatches = Mismatches(models.labels, models.specs, method.name)
-        self.counterparts = Counterparts(models.names, models.configs, models.donor, models.labels)
+        self.mismatches = Mismatches(models, method.name)
+        self.counterparts = Counterparts(models)
         self.donor = models.structures[models.donor]
         self.steps: list[Step] = []
         self.origins: Origins = {}

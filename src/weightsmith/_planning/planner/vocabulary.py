@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,8 +46,11 @@ from weightsmith._models.tokenizers.union import Rows, is_marker, left_out
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
 from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, OLD_TEMPLATE, Companions, own_code
 from weightsmith._planning.planner.inputs import at, changed, find_model
-from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
+from weightsmith._planning.recipe import ModelRef, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
+
+if TYPE_CHECKING:
+    from weightsmith._planning.planner.merges import Request
 
 Specs = Mapping[str, TensorSpec]
 
@@ -169,33 +172,19 @@ def _height(spec: TensorSpec) -> int:
 class VocabularyPlanner:
     """Reads the tokenizers, and decides the output's tokenizer and rows.
 
-    numbers  index of each reference of the recipe
-    folder   that paths of the recipe start from
+    donor  index of the model that gives names, config.json and other files
+    stack  closes what is opened
 
     Without a key of the recipe the rows are merged by number, and no tokenizer is read unless the models differ in rows: then
     those that differ in padding alone are aligned.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        opened: Sequence[Checkpoint],
-        labels: Sequence[str],
-        numbers: Mapping[ModelRef, int],
-        donor: int,
-        folder: Path,
-        stack: ExitStack,
-    ) -> None:
-        self.recipe = recipe
-        self.opened = opened
-        self.labels = labels
-        self.numbers = numbers
-        self.donor = donor
-        self.folder = folder
-        self.stack = stack
+    def __init__(self, request: Request, opened: Sequence[Checkpoint], donor: int, stack: ExitStack) -> None:
+        self.recipe, self.labels, self.numbers, self.folder = request.recipe, request.labels, request.models, request.folder
+        self.opened, self.donor, self.stack = opened, donor, stack
         self.problems: list[WeightsmithError] = []
         self.counts = [vocabulary.count_rows(c.specs.values(), c.config) for c in opened]
-        self.places = [_Place(label, c.folder, c.files, c) for label, c in zip(labels, opened, strict=True)]
+        self.places = [_Place(label, c.folder, c.files, c) for label, c in zip(self.labels, opened, strict=True)]
         self.outside = self.places[0]  # a model that is not in the merge, whose tokenizer the output has
         self.source = donor  # index of the model whose tokenizer the output has; -1: that one
         self.made: Vocabulary | None = None  # the output's, if the recipe asks for one

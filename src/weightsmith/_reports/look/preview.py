@@ -19,8 +19,7 @@ from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, read_options
 from weightsmith._base.options.keywords import PlanKeywords
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.computed import Computed
-from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.local import Resources, Workload, open_merge, run
 from weightsmith._engine.unwritten import MemoryOutput
 from weightsmith._execution.distance import share_of
 from weightsmith._execution.stages import check_computable
@@ -174,8 +173,7 @@ def preview(
     options   see `RecipeOptions` in `weightsmith._base.options`; the preview is of the weights before they are quantised
 
     Nothing is written. What the method knows of a whole matrix (thresholds, norms, singular vectors), a sample takes from its
-    own rows. Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters, and, in full, for
-    methods that look at whole matrices or at the whole model first.
+    own rows. Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters.
 
     >>> weightsmith.preview("ties.yml").total.models[0].survives  # doctest: +SKIP
     0.62
@@ -196,7 +194,7 @@ def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress:
         raise Unsupported(f"{what}, so there is nothing to preview", fix="run weightsmith plan RECIPE")
     check_computable(prepared)
     download(prepared.inputs)
-    looked = _in_full(prepared) if full else _sampled(prepared, threads)
+    looked = _in_full(prepared, threads) if full else _sampled(prepared, threads)
     label = f"survival in {plan.made.name}"
     product = survivals(label, looked.steps)
     models = [*prepared.inputs, looked.merged]
@@ -240,16 +238,11 @@ def _sampled(prepared: Prepared, threads: int | None) -> _Looked:
     return _Looked(merged, steps, sampled.plan.tables, sampled.sizes, sampled.left_out)
 
 
-def _in_full(prepared: Prepared) -> _Looked:
+def _in_full(prepared: Prepared, threads: int | None) -> _Looked:
     draft = PlanDraft.of(prepared.plan)
     draft.steps = [replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in draft.steps]
     plan = draft.finish(stored=False)
-    source = Computed(plan, prepared.inputs, "the merge")
-    if plan.products or source.holds_matrices:
-        what = f"{plan.made.name} looks at whole matrices or at the whole model, and cannot be computed tile by tile"
-        fix = "leave out --full; or merge, and compare: weightsmith diff --base BASE MERGED A B"
-        raise Unsupported(what, fix=fix)
-    source.set_run(allow_nonfinite=True)
+    source = open_merge(plan, prepared.inputs, "the merge", Resources(threads or 0), allow_nonfinite=True)
     steps, number = [], len(prepared.inputs)
     for step in plan.steps:
         origin = 0
