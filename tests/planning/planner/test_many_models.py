@@ -25,8 +25,8 @@ MANY = 30
 CONFIG = {"model_type": "llama", "architectures": ["X"], "num_hidden_layers": 2, "vocab_size": 2_000}
 
 
-def tensors(seed: int = 0, rows: int = 2_000) -> dict[str, np.ndarray]:
-    """24 MB of bf16 in three tensors of several tiles each, and one small one."""
+def tensors(seed: int = 0, rows: int = 1_000) -> dict[str, np.ndarray]:
+    """10 MB of bf16 in three tensors of several tiles each, and one small one."""
     rng = np.random.default_rng(seed)
     shapes = {"model.embed_tokens.weight": (rows, 1_000), "model.norm.weight": (1_000,)}
     shapes |= {f"model.layers.{i}.mlp.up_proj.weight": (2 * rows, 1_000) for i in range(2)}

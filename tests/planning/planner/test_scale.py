@@ -1,4 +1,4 @@
-"""A model of 20,000 tensors and 1.3 TB is planned from its headers; plans are data, and the same in every process."""
+"""A model of 10,000 tensors and 1.3 TB is planned from its headers; plans are data, and the same in every process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers.safetensors import make_layout
 from weightsmith._plans import plan_from_json
 
-LAYERS, EXPERTS = 60, 56
+LAYERS, EXPERTS = 30, 56
 MEASURE = """
 import json, resource, sys, time
 from weightsmith._base.options import RecipeOptions
@@ -40,7 +40,7 @@ json.dump(found, sys.stdout)
 
 
 def names() -> list[TensorSpec]:
-    expert = (2048, 3400 * 256 // EXPERTS)
+    expert = (2048, 3400 * 512 // EXPERTS)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128_000, 7168)}
     for i in range(LAYERS):
         layer = f"model.layers.{i}."
@@ -75,12 +75,12 @@ def measure(*recipes: Path) -> list[dict[str, Any]]:
     done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, recipes)], capture_output=True, text=True, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout)
     print(found)
-    assert all(each["seconds"] < 30 for each in found), "a time that grows with the square of the tensors"  # it takes 2
+    assert all(each["seconds"] < 30 for each in found), "a time that grows with the square of the tensors"  # it takes 1
     return found
 
 
 @pytest.mark.slow
-def test_twenty_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> None:
+def test_ten_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> None:
     specs = names()
     try:
         a, b = write_sparse(tmp_path / "a", specs), write_sparse(tmp_path / "b", specs)
@@ -92,16 +92,16 @@ def test_twenty_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> No
     linear.write_text(f"merge_method: linear\nmodels: [{{model: {a}}}, {{model: {b}}}]\nparameters: {{weight: 0.5}}\n")
     stack = tmp_path / "stack.yml"
     stack.write_text(
-        f"merge_method: passthrough\nslices:\n  - sources: [{{model: {a}, layer_range: [0, 40]}}]\n"
-        f"  - sources: [{{model: {b}, layer_range: [30, 60]}}]\n"
+        f"merge_method: passthrough\nslices:\n  - sources: [{{model: {a}, layer_range: [0, 20]}}]\n"
+        f"  - sources: [{{model: {b}, layer_range: [15, 30]}}]\n"
     )
     found, stacked = measure(linear, stack)
     assert (found["steps"], found["inputs"], found["bytes"]) == (len(specs), 2 * len(specs), total)
     assert (found["dropped"], found["settings"], found["layers"]) == (0, 2, LAYERS)
     assert found["shards"] > total / 5e9
     per_layer = 6 * EXPERTS + 8
-    assert (stacked["steps"], stacked["layers"]) == (3 + 70 * per_layer, 70)
-    assert stacked["dropped"] == 50 * per_layer + 3
+    assert (stacked["steps"], stacked["layers"]) == (3 + 35 * per_layer, 35)
+    assert stacked["dropped"] == 25 * per_layer + 3
 
 
 RECIPE = """merge_method: ties

@@ -200,7 +200,8 @@ def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
     if None in opened.checkpoints:
         specs: Sequence[Mapping[str, TensorSpec]] = [{} if c is None else c.specs for c in opened.checkpoints]
         return Matched(None, specs, _match_all(opened.structures, specs, opened.donor))
-    aligned, problems = VocabularyPlanner(request, opened.inputs, opened.donor, stack).plan()
+    asked = request.recipe, request.labels, request.models, request.folder
+    aligned, problems = VocabularyPlanner(*asked, opened.inputs, opened.donor, stack).plan()
     names = _match_all(opened.structures, aligned.specs, opened.donor)
     return Matched(aligned, aligned.specs, names, tuple(problems), tuple(aligned.findings))
 

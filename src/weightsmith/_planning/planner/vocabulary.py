@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -46,11 +46,8 @@ from weightsmith._models.tokenizers.union import Rows, is_marker, left_out
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
 from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, OLD_TEMPLATE, Companions, own_code
 from weightsmith._planning.planner.inputs import at, changed, find_model
-from weightsmith._planning.recipe import ModelRef, Tokenizer, TokenRule
+from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
-
-if TYPE_CHECKING:
-    from weightsmith._planning.planner.merges import Request
 
 Specs = Mapping[str, TensorSpec]
 
@@ -172,15 +169,26 @@ def _height(spec: TensorSpec) -> int:
 class VocabularyPlanner:
     """Reads the tokenizers, and decides the output's tokenizer and rows.
 
-    donor  index of the model that gives names, config.json and other files
-    stack  closes what is opened
+    numbers  index of each reference of the recipe
+    folder   that paths of the recipe start from
+    donor    index of the model that gives names, config.json and other files
+    stack    closes what is opened
 
     Without a key of the recipe the rows are merged by number, and no tokenizer is read unless the models differ in rows: then
     those that differ in padding alone are aligned.
     """
 
-    def __init__(self, request: Request, opened: Sequence[Checkpoint], donor: int, stack: ExitStack) -> None:
-        self.recipe, self.labels, self.numbers, self.folder = request.recipe, request.labels, request.models, request.folder
+    def __init__(
+        self,
+        recipe: Recipe,
+        labels: Sequence[str],
+        numbers: Mapping[ModelRef, int],
+        folder: Path,
+        opened: Sequence[Checkpoint],
+        donor: int,
+        stack: ExitStack,
+    ) -> None:
+        self.recipe, self.labels, self.numbers, self.folder = recipe, labels, numbers, folder
         self.opened, self.donor, self.stack = opened, donor, stack
         self.problems: list[WeightsmithError] = []
         self.counts = [vocabulary.count_rows(c.specs.values(), c.config) for c in opened]
