@@ -1,7 +1,7 @@
 """`weightsmith preview RECIPE`: what a merge will do to its models, from a sample of it, or computed in full.
 
-The sample is a plan of its own (`sampling.py`): the engine merges some rows of each matrix in memory, and a survey compares
-them with the models. In full, the result is a source that computes its tiles when the survey reads them.
+The sample is a plan of its own (`sampling.py`), of some rows of each matrix. The merge is a source that computes its tiles when
+a survey reads them, to compare them with the models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -18,15 +18,12 @@ import numpy.typing as npt
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, read_options
 from weightsmith._base.options.keywords import PlanKeywords
-from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.local import Resources, Workload, open_merge, run
-from weightsmith._engine.unwritten import MemoryOutput
+from weightsmith._base.tensors import DTYPES
+from weightsmith._engine.local import Resources, open_merge
 from weightsmith._execution.distance import share_of
 from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any
-from weightsmith._files.views import view_of
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.sources.memory import StateDict
 from weightsmith._models.structure import analyse
 from weightsmith._planning.planner.prepared import download
 from weightsmith._planning.planner.prepared import stream as stream_weights
@@ -37,7 +34,6 @@ from weightsmith._reports.look.nonfinite import NonFinite, of_rows, sentences, t
 from weightsmith._reports.look.reading import ranges
 from weightsmith._reports.look.sampling import merging_leaves, sample, survivals
 from weightsmith._reports.look.surveys import Watching, survey
-from weightsmith.abc.job import Bytes
 
 if TYPE_CHECKING:
     from weightsmith._planning.planner import Prepared
@@ -194,7 +190,7 @@ def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress:
         raise Unsupported(f"{what}, so there is nothing to preview", fix="run weightsmith plan RECIPE")
     check_computable(prepared)
     download(prepared.inputs)
-    looked = _in_full(prepared, threads) if full else _sampled(prepared, threads)
+    looked = _look(prepared, threads, full=full)
     label = f"survival in {plan.made.name}"
     product = survivals(label, looked.steps)
     models = [*prepared.inputs, looked.merged]
@@ -213,36 +209,19 @@ class _Looked:
     steps: tuple[Step, ...]
     tables: tuple[Table, ...]
     sizes: dict[str, int]
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...]
 
 
-class _Stored:
-    """Takes the bytes of one tensor."""
-
-    def __init__(self, spec: TensorSpec) -> None:
-        self.array = np.empty(spec.shape, spec.dtype.numpy)
-        self._bytes = self.array.reshape(-1).view(np.uint8)
-
-    def take(self, start_byte: int, data: Bytes) -> None:
-        self._bytes[start_byte : start_byte + data.size] = data
-
-
-def _sampled(prepared: Prepared, threads: int | None) -> _Looked:
-    sampled = sample(prepared.plan)
-    stored = {step.out.name: _Stored(step.out) for step in sampled.plan.steps}
-    run(sampled.plan, prepared.inputs, MemoryOutput(stored), Resources(threads or 0), Workload(allow_nonfinite=True))
-    views = {name: view_of(name, found.array) for name, found in stored.items()}
-    merged = Checkpoint("the merge", StateDict(views, "the merge"))
-    place = partial(Read, len(prepared.inputs))
-    steps = tuple(_compared(step, place(step.out.name)) for step in sampled.plan.steps)
-    return _Looked(merged, steps, sampled.plan.tables, sampled.sizes, sampled.left_out)
-
-
-def _in_full(prepared: Prepared, threads: int | None) -> _Looked:
-    draft = PlanDraft.of(prepared.plan)
-    draft.steps = [replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in draft.steps]
-    plan = draft.finish(stored=False)
-    source = open_merge(plan, prepared.inputs, "the merge", Resources(threads or 0), allow_nonfinite=True)
+def _look(prepared: Prepared, threads: int | None, *, full: bool) -> _Looked:
+    if full:
+        draft, left_out = PlanDraft.of(prepared.plan), tuple[str, ...]()
+        draft.steps = [replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in draft.steps]
+        plan = draft.finish(stored=False)
+        sizes = {leaf.out.name: leaf.out.size for leaf in merging_leaves(plan)}
+    else:
+        sampled = sample(prepared.plan)
+        plan, sizes, left_out = sampled.plan, sampled.sizes, sampled.left_out
+    merged = open_merge(plan, prepared.inputs, "the merge", Resources(threads or 0), allow_nonfinite=True)
     steps, number = [], len(prepared.inputs)
     for step in plan.steps:
         origin = 0
@@ -251,8 +230,7 @@ def _in_full(prepared: Prepared, threads: int | None) -> _Looked:
                 block = Block(origin, 1, leaf.out.size, leaf.out.size) if step.pieces else None
                 steps.append(_compared(leaf, Read(number, step.out.name, block)))
             origin += leaf.out.size
-    sizes = {step.out.name: step.out.size for step in steps}
-    return _Looked(Checkpoint("the merge", source), tuple(steps), plan.tables, sizes)
+    return _Looked(Checkpoint("the merge", merged), tuple(steps), plan.tables, sizes, left_out)
 
 
 def _compared(leaf: Step, merged: Read) -> Step:
