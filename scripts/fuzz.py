@@ -983,7 +983,6 @@ def _make_products() -> None:
     from weightsmith._reports.look.comparison import alignments
     from weightsmith._reports.look.differences import differences
     from weightsmith._reports.look.inspect import statistics_product
-    from weightsmith._reports.look.models import with_needs
     from weightsmith._reports.look.sampling import survivals
 
     _make_tokenizers()
@@ -1011,7 +1010,7 @@ def _make_products() -> None:
         plan = dataclasses.replace(three, settings=(*three.settings, *two.settings))
         made = {"d": differences, "s": statistics_product, "a": alignments, "v": survivals}
         steps = {"d": pairs, "s": copies, "a": three.steps, "v": three.steps}
-        products = tuple(make(name, with_needs(name, steps[name])) for name, make in made.items())
+        products = tuple(make(name, steps[name]) for name, make in made.items())
         return dataclasses.replace(plan, products=products)
 
     makers: dict[str, Callable[[], Plan]] = {

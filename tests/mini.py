@@ -19,8 +19,7 @@ from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._files.containers.safetensors import make_layout
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.structure.fused import SubMatrix
-from weightsmith._planning.planner.decide import decide
-from weightsmith._planning.planner.logical import split_fused
+from weightsmith._planning.planner.decide import decide, split_fused
 from weightsmith._plans import Made, ModelInput, Plan, Read, Settings, Step
 from weightsmith.abc.output import Finished
 

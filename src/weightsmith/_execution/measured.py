@@ -86,7 +86,7 @@ def _asking(prepared: Prepared) -> Iterator[Callable[[], Any]]:
     from weightsmith._features.adapters.built import built_of
 
     with Beside(partial(built_of, prepared.inputs[0])) as asked:
-        yield asked.wait
+        yield asked.answer
 
 
 def _follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Callable[[], Any]) -> Following:

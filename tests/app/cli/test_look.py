@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_a_difference_in_tables_of_eighty_columns_and_as_json(folder: Path, cli:
     assert "in all linear layers of all layers" in ran.out
     assert max(map(len, ran.out.partition("\npart ")[2].splitlines())) <= 80
     (part,) = (line for line in ran.out.splitlines() if line.startswith("self_attn.q_proj "))
-    assert part.split()[-1] in ("8", "9")
+    assert part.split()[-3] in ("8", "9")
 
 
 def test_one_model_is_not_a_difference(folder: Path, cli: Cli) -> None:
@@ -46,7 +47,7 @@ def test_an_inspection_in_tables_of_eighty_columns_and_as_json(folder: Path, cli
     assert "4 layers: model.layers.0 to 3" in ran.out
     assert max(map(len, ran.out.splitlines())) <= 80
     ran = cli("inspect", "base", "*.mlp.*", "model.norm.weight", "--stats")
-    assert ran.out.count(".mlp.up_proj.weight") == 8  # as a tensor, and with its statistics
+    assert ran.out.count(".mlp.up_proj.weight") == 4
     found = json.loads(cli("inspect", "base", "--stats", "--json", "--quiet").out)
     assert len(found["statistics"]) == len(weights())
 
@@ -79,7 +80,7 @@ def test_a_preview_in_tables_of_eighty_columns_and_as_json(folder: Path, cli: Cl
     ran = cli("preview", "sum.yml")
     assert ran.code == 0
     assert max(map(len, ran.out.splitlines())) <= 80
-    assert "A         25." in ran.out or "A      25." in ran.out
+    assert re.search(r"^A +25\.", ran.out, re.MULTILINE)
     found = json.loads(cli("preview", "sum.yml", "--json", "--quiet", "--full").out)
     assert found["looked_at"] == found["elements"]
     assert found["merge"]["write_bytes"] > 0

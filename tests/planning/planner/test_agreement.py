@@ -138,6 +138,11 @@ def test_ids_that_stand_for_other_tokens_are_a_warning(tmp_path: Path) -> None:
     ]
 
 
+def test_tokenizers_of_other_files_are_compared_too(tmp_path: Path) -> None:
+    (text,) = said(tmp_path, {}, {}, m0={"vocab.txt": "a\nb\nc\n"}, m1=tokenizer("a", "c", "b"))
+    assert "m1: 2 of 3 ids; 1 is 'c', and 'b' in m0" in text
+
+
 @pytest.mark.parametrize(
     ("a", "b"),
     [

@@ -14,7 +14,7 @@ import pytest
 from tests.mini import write_checkpoint
 from tests.zoo import SIZES
 from weightsmith import open_checkpoint
-from weightsmith._planning.planner import describing, loading, transformers_script
+from weightsmith._planning.planner import loading, transformers_script
 
 # Here they are looked for and not imported, which takes seconds: a process of its own imports them.
 pytestmark = pytest.mark.skipif(not all(map(find_spec, ("peft", "transformers"))), reason="requires peft and transformers")
@@ -35,7 +35,7 @@ def test_code_of_a_model_does_not_run(tmp_path: Path) -> None:
     config = {**LLAMA, "auto_map": code, "_name_or_path": str(tmp_path), "trust_remote_code": True}
     inner = {"model_type": "llava", "text_config": {**config}, "vision_config": {"model_type": "evil", "auto_map": code}}
 
-    assert set(ask(config)["names"]) == {"model.norm.weight", "lm_head.weight"}
+    assert set(transformers_script.describe(config, NAMES)["names"]) == {"model.norm.weight", "lm_head.weight"}
     assert set(transformers_script.describe(inner, NAMES)) == {"unknown"}
     assert set(transformers_script.describe({**config, "model_type": "evil"}, NAMES)) == {"unknown"}
     assert not (tmp_path / "ran").exists()
@@ -62,6 +62,7 @@ def test_values_that_cannot_be_are_no_answer(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_model_of_any_size_takes_bounded_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The process is ended, and the checkpoint is taken for one that transformers does not know."""
     monkeypatch.setattr(loading, "TIMEOUT_SECONDS", 20)
@@ -70,6 +71,6 @@ def test_a_model_of_any_size_takes_bounded_time(monkeypatch: pytest.MonkeyPatch,
     write_checkpoint(tmp_path / "model", {"norm": np.ones(2, np.float32)}, {**LLAMA, "num_hidden_layers": 1 << 40})
     began = time.monotonic()
     with open_checkpoint(tmp_path / "model") as model:
-        found = describing.describe(model)
+        found = loading.describe(model)
     assert set(found) == {"unknown"}
     assert time.monotonic() - began < 40

@@ -18,7 +18,7 @@ from tests.plan_help import only, plan, warnings
 from weightsmith._base.errors import Finding, LayerError, PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import Progress, Run
-from weightsmith._planning.planner import answers, loading
+from weightsmith._planning.planner import answers, loading, transformers_script
 from weightsmith._planning.planner.loading import Check, Question, check_loading
 
 SPECS = (TensorSpec("w", DTYPES["BF16"], (2, 3)),)
@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, output: Mapping[str, Any], donor: Map
         questions.append(checkpoint[0]["model_type"])
         return output if questions[-1] == "output" else donor
 
-    monkeypatch.setattr(loading, "_ask", ask)
+    monkeypatch.setattr(loading, "_compare", ask)
     monkeypatch.setattr(loading, "installed", lambda: True)
     return questions
 
@@ -301,13 +301,19 @@ def test_only_what_has_a_new_config_is_checked(tmp_path: Path, monkeypatch: pyte
 # ---- asking transformers
 
 
+def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask transformers in this process: another one would import it anew."""
+    monkeypatch.setattr(loading, "ask_script", lambda text, _began: transformers_script.compare(*json.loads(text)[1:]))
+
+
 @pytest.mark.slow
 @pytest.mark.loading
-def test_a_stack_that_transformers_loads_and_one_of_an_unknown_model(tmp_path: Path) -> None:
+def test_a_stack_that_transformers_loads_and_one_of_an_unknown_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     model = zoo.save("llama", tmp_path / "a", 1)
     stack = {"merge_method": "passthrough", "slices": [{"sources": [{"model": str(model), "layer_range": [0, 2]}]}] * 2}
     assert warnings(plan(stack)) == []
+    ask_here(monkeypatch)
     # Code that a model brings with it is never executed, whatever its config says.
     config = json.loads((model / "config.json").read_text())
     config |= {
@@ -323,10 +329,13 @@ def test_a_stack_that_transformers_loads_and_one_of_an_unknown_model(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.loading
-def test_a_stack_of_a_model_of_which_transformers_builds_half_is_refused(tmp_path: Path) -> None:
+def test_a_stack_of_a_model_of_which_transformers_builds_half_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """num_hidden_layers should be twice num_layers: the donor loads with two of four layers, and no stack of it is right."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
+    ask_here(monkeypatch)
     sizes = dict.fromkeys(("hidden_size", "ffn_hidden_size", "expert_ffn_hidden_size", "q_lora_rank", "kv_lora_rank"), 16)
     heads = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "head_dim", "v_head_dim"), 8)
     experts = {"n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 1}
@@ -346,8 +355,8 @@ def test_a_config_that_asks_for_a_model_of_any_size_costs_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate")
-    monkeypatch.setattr(loading, "TIMEOUT_SECONDS", 5)
+    monkeypatch.setattr(loading, "TIMEOUT_SECONDS", 3)
     vast = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10**9}
     note = check_loading(Question((vast, ()), (vast, ()), "a", ""))
     assert isinstance(note, Finding)
-    assert "transformers cannot load a itself: not built after 5 seconds" in note.what
+    assert "transformers cannot load a itself: not built after 3 seconds" in note.what

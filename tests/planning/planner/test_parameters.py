@@ -154,7 +154,7 @@ def recipes(draw: st.DrawFn, abc: tuple[str, str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_values_are_those_of_the_oracle_whatever_the_recipe(abc: tuple[str, str, str], data: st.DataObject) -> None:
     recipe = data.draw(recipes(abc))

@@ -1,4 +1,4 @@
-"""A model of 20,000 tensors and 1.3 TB is planned from its headers; plans are data, and the same in every process."""
+"""A model of 10,000 tensors and 1.3 TB is planned from its headers; plans are data, and the same in every process."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers.safetensors import make_layout
 from weightsmith._plans import plan_from_json
 
-LAYERS, EXPERTS = 60, 56
+LAYERS, EXPERTS = 30, 56
 MEASURE = """
 import json, resource, sys, time
-began = time.process_time()
 from weightsmith._base.options import RecipeOptions
 from weightsmith._planning.planner import prepare
-imported = time.process_time()
-with prepare(sys.argv[1], RecipeOptions(check_loading=False)) as prepared:
-    seconds = time.process_time() - imported
-    p = prepared.plan
-    json.dump({
-        "seconds": round(seconds, 2), "import_seconds": round(imported - began, 2),
-        "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "steps": len(p.steps), "dropped": len(p.dropped), "bytes": sum(s.out.nbytes for s in p.steps),
-        "shards": len(p.layout.shards), "layers": p.config["num_hidden_layers"], "settings": len(p.settings),
-        "inputs": sum(len(s.inputs) for s in p.steps),
-    }, sys.stdout)
+found = []
+for recipe in sys.argv[1:]:
+    began = time.process_time()
+    with prepare(recipe, RecipeOptions(check_loading=False)) as prepared:
+        seconds = time.process_time() - began
+        p = prepared.plan
+        found.append({
+            "seconds": round(seconds, 2), "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            "steps": len(p.steps), "dropped": len(p.dropped), "bytes": sum(s.out.nbytes for s in p.steps),
+            "shards": len(p.layout.shards), "layers": p.config["num_hidden_layers"], "settings": len(p.settings),
+            "inputs": sum(len(s.inputs) for s in p.steps),
+        })
+json.dump(found, sys.stdout)
 """
 
 
 def names() -> list[TensorSpec]:
-    expert = (2048, 3400 * 256 // EXPERTS)
+    expert = (2048, 3400 * 512 // EXPERTS)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128_000, 7168)}
     for i in range(LAYERS):
         layer = f"model.layers.{i}."
@@ -70,16 +71,16 @@ def write_sparse(folder: Path, specs: list[TensorSpec]) -> str:
     return str(folder)
 
 
-def measure(recipe: Path) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(recipe)], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    print(recipe.name, found)
-    assert found["seconds"] < 30, "a time that grows with the square of the tensors"  # it takes 2, of processor time
+def measure(*recipes: Path) -> list[dict[str, Any]]:
+    done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, recipes)], capture_output=True, text=True, check=True)
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    print(found)
+    assert all(each["seconds"] < 30 for each in found), "a time that grows with the square of the tensors"  # it takes 1
     return found
 
 
 @pytest.mark.slow
-def test_twenty_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> None:
+def test_ten_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> None:
     specs = names()
     try:
         a, b = write_sparse(tmp_path / "a", specs), write_sparse(tmp_path / "b", specs)
@@ -89,19 +90,18 @@ def test_twenty_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> No
     assert total > 1.2e12
     linear = tmp_path / "linear.yml"
     linear.write_text(f"merge_method: linear\nmodels: [{{model: {a}}}, {{model: {b}}}]\nparameters: {{weight: 0.5}}\n")
-    found = measure(linear)
+    stack = tmp_path / "stack.yml"
+    stack.write_text(
+        f"merge_method: passthrough\nslices:\n  - sources: [{{model: {a}, layer_range: [0, 20]}}]\n"
+        f"  - sources: [{{model: {b}, layer_range: [15, 30]}}]\n"
+    )
+    found, stacked = measure(linear, stack)
     assert (found["steps"], found["inputs"], found["bytes"]) == (len(specs), 2 * len(specs), total)
     assert (found["dropped"], found["settings"], found["layers"]) == (0, 2, LAYERS)
     assert found["shards"] > total / 5e9
-    stack = tmp_path / "stack.yml"
-    stack.write_text(
-        f"merge_method: passthrough\nslices:\n  - sources: [{{model: {a}, layer_range: [0, 40]}}]\n"
-        f"  - sources: [{{model: {b}, layer_range: [30, 60]}}]\n"
-    )
-    found = measure(stack)
     per_layer = 6 * EXPERTS + 8
-    assert (found["steps"], found["layers"]) == (3 + 70 * per_layer, 70)
-    assert found["dropped"] == 50 * per_layer + 3
+    assert (stacked["steps"], stacked["layers"]) == (3 + 35 * per_layer, 35)
+    assert stacked["dropped"] == 25 * per_layer + 3
 
 
 RECIPE = """merge_method: ties
@@ -146,42 +146,29 @@ def test_another_plan_has_another_hash(tmp_path: Path, change: str) -> None:
     assert plan(str(path), **options.get(change, {})).hash != first.hash
 
 
-def printed_under_hash_seeds(code: str, *arguments: str) -> set[str]:
-    """What a program prints under three hash seeds."""
-    return {
-        subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONHASHSEED": str(seed)},
-        ).stdout
-        for seed in (1, 2, 3)
-    }
+PRINTED = """
+import json, sys
+from weightsmith._planning.planner import prepare
+recipe, *unlike = sys.argv[1:]
+with prepare(recipe) as p:
+    print(json.dumps(p.plan.to_json()), p.plan.hash)
+try:
+    prepare({"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 1}} for m in unlike]})
+except Exception as error:
+    print(error)
+"""
 
 
 @pytest.mark.slow
-def test_the_plan_does_not_depend_on_the_order_of_hashes(tmp_path: Path) -> None:
+def test_plans_and_refusals_do_not_depend_on_the_order_of_hashes(tmp_path: Path) -> None:
     path = recipe(tmp_path)
-    code = (
-        "import json, sys\nfrom weightsmith._planning.planner import prepare\n"
-        "with prepare(sys.argv[1]) as p: print(json.dumps(p.plan.to_json()), p.plan.hash)"
-    )
-    outputs = printed_under_hash_seeds(code, str(path))
-    assert len(outputs) == 1
-    assert len(outputs.pop()) > 5000
-
-
-@pytest.mark.slow
-def test_refusals_do_not_depend_on_the_order_of_hashes(tmp_path: Path) -> None:
-    a = plan_help.model(tmp_path / "a", more={f"model.m{i}.weight": (2, 2) for i in range(9)} | {"model.norm.bias": (4,)})
-    b = plan_help.model(tmp_path / "b", more={"lm_head.bias": (8,), "model.layers.0.mlp.gate.weight": (2, 2)})
-    code = (
-        "import sys\nfrom weightsmith._planning.planner import prepare\n"
-        "models = [{'model': m, 'parameters': {'weight': 1}} for m in sys.argv[1:]]\n"
-        "try: prepare({'merge_method': 'linear', 'models': models})\n"
-        "except Exception as error: print(error)"
-    )
-    outputs = printed_under_hash_seeds(code, a, b)
-    assert len(outputs) == 1
-    assert "3 problems" in outputs.pop()
+    a = plan_help.model(tmp_path / "d", more={f"model.m{i}.weight": (2, 2) for i in range(9)} | {"model.norm.bias": (4,)})
+    b = plan_help.model(tmp_path / "e", more={"lm_head.bias": (8,), "model.layers.0.mlp.gate.weight": (2, 2)})
+    outputs = set()
+    for seed in (1, 2):
+        command = [sys.executable, "-c", PRINTED, str(path), a, b]
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        outputs.add(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+    (printed,) = outputs
+    assert len(printed) > 5000
+    assert "3 problems" in printed

@@ -171,7 +171,7 @@ def gathers(plan: Plan) -> list[Gather]:
     return [read.view for read in step.inputs if isinstance(read.view, Gather)]
 
 
-@pytest.mark.parametrize("method", ["linear", "ties", "ties of the model", "dare_ties", "slerp", "model_stock"])
+@pytest.mark.parametrize("method", ["linear", "ties of the model", "dare_ties"])
 def test_the_bytes_depend_on_neither_tiles_nor_threads_nor_the_road(make: Callable[..., Tokenizer], method: str) -> None:
     make("a", dtype=plan_help.BF16)
     make("b", trained(special=["<x>", "</s>"], text=OTHER_TEXT), seed=1, dtype=np.float32)

@@ -114,25 +114,25 @@ def check(text: str) -> None:
 @example("a: &a\nb: *a\n? *a\n: c")
 @example("{" * 5000)
 @example("- " * 5000)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_text_gives_problems_and_never_an_exception(text: str) -> None:
     check(text)
 
 
 @given(almost_recipes())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_almost_a_recipe_gives_problems_and_never_an_exception(text: str) -> None:
     check(text)
 
 
 @given(trees)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_yaml_tree_gives_problems_and_never_an_exception(tree: Any) -> None:
     check(yaml.safe_dump(tree, allow_unicode=True))
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), trees, max_size=6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_python_mapping_gives_problems_and_never_an_exception(tree: dict[str, Any]) -> None:
     found = load(tree, parameter_names=("weight", "t"))
     recipe, problems = found.recipe, found.problems

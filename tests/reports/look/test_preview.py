@@ -51,9 +51,15 @@ def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "GROUP_ELEMENTS", 320)
 
 
-@pytest.mark.parametrize("method", ["ties", "task_arithmetic"])
-def test_in_full_it_is_what_the_merge_does(folders: Mapping[str, Path], tmp_path: Path, method: str) -> None:
-    of = recipe(folders, method)
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("ties", {}), ("ties", {"scope": "model"}), ("tsv_m", {})], ids=["tiles", "product", "matrices"]
+)
+def test_in_full_it_is_what_the_merge_does(
+    folders: Mapping[str, Path], tmp_path: Path, method: str, parameters: dict[str, Any]
+) -> None:
+    if method == "tsv_m":
+        pytest.importorskip("torch")
+    of = recipe(folders, method, **parameters)
     found = preview(of, full=True)
     assert (found.looked_at, found.names) == (found.elements, tuple(str(folders[name]) for name in "abc"))
     weightsmith.merge(of, tmp_path / "merged", progress=False)
@@ -115,11 +121,8 @@ def test_what_may_be_wrong_is_said_in_words(folders: Mapping[str, Path]) -> None
     assert preview(recipe(folders)).warnings == ()
 
 
-def test_methods_that_look_at_the_whole_model_are_sampled_and_not_computed_in_full(folders: Mapping[str, Path]) -> None:
-    of = recipe(folders, scope="model")
-    assert preview(of).total.models[0].survives > 0.1  # type: ignore[union-attr]
-    with pytest.raises(Unsupported, match="looks at whole matrices or at the whole model"):
-        preview(of, full=True)
+def test_methods_that_look_at_the_whole_model_are_sampled(folders: Mapping[str, Path]) -> None:
+    assert preview(recipe(folders, scope="model")).total.models[0].survives > 0.1  # type: ignore[union-attr]
 
 
 def test_methods_of_whole_matrices_are_sampled(folders: Mapping[str, Path]) -> None:

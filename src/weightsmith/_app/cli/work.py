@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,17 +72,19 @@ class Work:
         elif not self.quiet:
             say(_summary(merged))
 
-    def present(self, page: Callable[[], Page], data: Callable[[], Any], show: Callable[[], None]) -> None:
-        """Show a result as JSON or in words, and write its page."""
+    def present(self, page: Page, *, details: bool = False) -> None:
+        """Show a page as JSON or on the terminal, and write it. details: see `show_page`."""
         if self.page is not None:
             from weightsmith._base.pages import write_page
 
-            write_page(self.page, page())
+            write_page(self.page, page)
             wrote(f"Page written: {printable(str(self.page))}")
         if self.as_json:
-            show_json(data())
+            show_json(page.data)
         elif not self.quiet:
-            show()
+            from weightsmith._base.pages.terminal import show_page
+
+            show_page(page, details=details)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Reports as pages: one HTML file each, which needs no network, no other file and no server.
 
-values.py  what a page shows: facts, tables, heat maps, curves; how numbers and names are written
-html.py    a page as HTML, and its file; page.css and page.js go into it
-svg.py     heat maps and curves as SVG, for pages and model cards
+values.py    what a page shows: facts, tables, heat maps, curves; how numbers and names are written
+html.py      a page as HTML, and its file; page.css and page.js go into it
+svg.py       heat maps and curves as SVG, for pages and model cards
+terminal.py  facts, sentences and tables of a page on the terminal
 """
 
 from weightsmith._base.pages.html import check_page as check_page

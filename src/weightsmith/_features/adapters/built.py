@@ -2,7 +2,7 @@
 
 transformers renames tensors while it loads them (Mixtral's `block_sparse_moe.gate` becomes `mlp.gate`) and makes one parameter
 of all experts. PEFT wraps modules of the result, and ignores what has another name. So transformers is asked, in a process of
-its own, as for stacks (`_planning/planner/describing.py`). If it is not installed, or does not know the model, names on disk
+its own, as for stacks (`_planning/planner/loading.py`). If it is not installed, or does not know the model, names on disk
 are taken for the model's (`guessed`), and nothing is checked.
 """
 
@@ -20,8 +20,7 @@ from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.projections import GATED
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
-from weightsmith._planning.planner.describing import describe
-from weightsmith._planning.planner.loading import Began
+from weightsmith._planning.planner.loading import Began, describe
 from weightsmith._plans import Block
 
 TIED_HEAD = "lm_head.weight"

@@ -21,8 +21,8 @@ from weightsmith._models.checkpoint import Checkpoint, locate
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import CONFIG_NAME, Parameter, Stacked
 from weightsmith._models.sources.memory import StateDict
-from weightsmith._planning.planner.describing import built_names
 from weightsmith._planning.planner.inputs import at, open_models
+from weightsmith._planning.planner.loading import built_names
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import Read, Step
 

@@ -1,7 +1,7 @@
 """How methods treat a tensor: the weight of a linear layer inside a block, one row per token, or anything else.
 
 Names decide; a matrix with an unknown name counts as linear. Experts and the parts of fused matrices are passed one at a
-time, as the pieces of a plan (`_planning/planner/logical.py`).
+time, as the pieces of a plan (`_planning/planner/decide.py`).
 """
 
 from __future__ import annotations

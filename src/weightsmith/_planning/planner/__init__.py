@@ -1,24 +1,23 @@
 """From a recipe and the headers of its models to a Plan, with every problem found before a byte of tensor data is read.
 
-segments.py    `models`, `slices` and `modules` in one form: runs of output layers and their inputs
+segments.py    `models`, `slices` and `modules` in one form: runs of output layers, their inputs, and the modules that they make
 parameters.py  what each parameter is for each tensor and model, and where the recipe says so
 audit.py       parameters that are unknown, misplaced, wrong or missing, whatever the models hold
 patterns.py    the folders that a pattern such as `./run/checkpoint-*` matches
-inputs.py      the models, opened
-donor.py       which of them gives config and tokenizer
+inputs.py      the models, opened, and which of them gives config and tokenizer
 match.py       which tensor of each model feeds which output tensor, whatever the prefixes
-placement.py   which segments make which module of the output
-depth.py       which layer of the donor describes each output layer in config.json
+vocabulary.py  the tokenizer of the output, and the rows of its embeddings; companions.py has the other files beside the weights
 dtypes.py      the dtype of each output tensor
 mismatch.py    tensors that do not go together
 account.py     used, or left out for a reason: no tensor is lost
-decide.py      what a tensor is to the method, and which products it waits for
-logical.py     a tensor that holds several matrices, as pieces
+decide.py      what a tensor is to the method, which products it waits for, and its pieces if it holds several matrices
 outputs.py     the steps
-config.py      config.json of the output
+config.py      config.json of the output, and which layer of the donor describes each of its layers
+agreement.py   what models disagree on though their tensors have equal shapes
 encode.py      which tensors are quantised, and what config.json lists as ignored
+loading.py     whether transformers could load the output; answers.py keeps what it said
 merges.py      puts these together: request, models opened, tensors matched, draft assembled
-prepared.py    the draft and the plan with their models
+prepared.py    the draft and the plan with their models, and the recipes whose results they read
 build.py       the functions that plan a recipe, and the recipes whose results it reads
 reopen.py      a plan from its JSON and its inputs
 state_dicts.py the same for models in memory, without a recipe

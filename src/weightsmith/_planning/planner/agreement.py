@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import Finding, LayerError, MismatchError, WeightsmithError
-from weightsmith._base.files import read_bounded, show
-from weightsmith._base.strict_json import parse_object
+from weightsmith._base.files import show
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.tokenizers.files import templates_of
+from weightsmith._models.tokenizers.vocabulary import digest_of, read_vocabulary
 
-MAX_TOKENIZER_BYTES = 64 << 20
 _SHOWN = 3  # problems, and models in one line
 
 Config = Mapping[str, Any]
@@ -219,62 +218,38 @@ def _text(value: Any) -> str:
 # ---- tokenizers
 
 
-def _read(model: Model, name: str) -> bytes | None:
-    """A file of the model; None if it is missing, unreadable or too large."""
-    if name not in model.files:
-        return None
+_WITHOUT_TOKENS = frozenset({"tokenizer_config.json", "special_tokens_map.json"})
+"""Files of a tokenizer in which models differ whose tokens are the same: chat templates are there."""
+
+
+def _digest_of(model: Model) -> str:
+    """Equal for models with equal files of tokens; "" if they cannot be read."""
     with contextlib.suppress(WeightsmithError, OSError):
-        return read_bounded(model.folder / name, MAX_TOKENIZER_BYTES)
-    return None
+        return digest_of(model.folder, [name for name in model.files if name not in _WITHOUT_TOKENS])
+    return ""
 
 
-def _object(data: bytes | None) -> dict[str, Any]:
-    with contextlib.suppress(WeightsmithError):
-        return parse_object(data, "it", "", "", unique=False) if data is not None else {}
-    return {}
-
-
-def _vocabulary(model: Model) -> dict[int, str]:
+def _tokens(model: Model) -> Mapping[int, str]:
     """Token by id; {} if unknown."""
-    tokenizer = _object(_read(model, "tokenizer.json"))
-    inner = tokenizer.get("model")
-    listed = inner.get("vocab") if isinstance(inner, Mapping) else None
-    if listed is None:
-        listed = _object(_read(model, "vocab.json"))
-    if isinstance(listed, Mapping):
-        found = {number: token for token, number in listed.items() if isinstance(number, int)}
-    elif isinstance(listed, list):  # of a unigram model: [token, score] each
-        found = {i: pair[0] for i, pair in enumerate(listed) if isinstance(pair, list) and pair and isinstance(pair[0], str)}
-    else:
-        found = {}
-    added = tokenizer.get("added_tokens")
-    for token in added if isinstance(added, list) else ():
-        if isinstance(token, Mapping) and isinstance(token.get("id"), int) and isinstance(token.get("content"), str):
-            found[token["id"]] = token["content"]
-    if not tokenizer:
-        more = _object(_read(model, "added_tokens.json")).items()
-        found |= {number: token for token, number in more if isinstance(number, int)}
-    return found
+    with contextlib.suppress(WeightsmithError, OSError):
+        found = read_vocabulary(model.label, model.folder, model.files)
+        return {} if found is None else found.tokens
+    return {}
 
 
 def _tokenizers(models: Sequence[Model], donor: int) -> list[Finding]:
     """A warning if an id means different tokens in two models. Ids that one of them does not use do not count."""
-    names = ("tokenizer.json", "vocab.json", "added_tokens.json")
-    digests = [[None if (data := _read(m, n)) is None else hashlib.sha256(data).digest() for n in names] for m in models]
-    if all(digest == digests[donor] for digest in digests):
-        return []
-    own = _vocabulary(models[donor])
-    details, most = [], 0
-    for model, digest in zip(models, digests, strict=True):
-        if not own or digest == digests[donor]:
-            continue
-        other = _vocabulary(model)
+    digests = [_digest_of(model) for model in models]
+    others = [model for model, digest in zip(models, digests, strict=True) if digest != digests[donor]]
+    own = _tokens(models[donor]) if others else {}
+    details = []
+    for model in others if own else ():
+        other = _tokens(model)
         differing = sorted(number for number in own.keys() & other.keys() if own[number] != other[number])
         if differing:
             number = differing[0]
             tokens = f"{number} is {show(other[number])}, and {show(own[number])} in {models[donor].label}"
             details.append(f"{model.label}: {len(differing):,} of {len(other):,} ids; {tokens}")
-            most = max(most, len(differing))
     if not details:
         return []
     what = f"the models differ in their tokenizers: the same ids mean different tokens; the output has {models[donor].label}'s"
@@ -289,14 +264,8 @@ def _templates(models: Sequence[Model], donor: int) -> list[Finding]:
         return []
     taken = f"the output has {models[donor].label}'s" if templates[donor] else "the output has none"
     details = _by_value(models, [f"{len(t):,} characters ({_digest(t)})" if t else _NONE for t in templates])
-    return [
-        Finding(
-            f"the models differ in chat template; {taken}",
-            "chat_template",
-            details,
-            "choose one with chat_template: auto, a name or a file",
-        )
-    ]
+    fix = "choose one with chat_template: auto, a name or a file"
+    return [Finding(f"the models differ in chat template; {taken}", "chat_template", details, fix)]
 
 
 def _digest(text: str) -> str:
@@ -336,14 +305,9 @@ def of_different_architectures(
         if texts is None:
             continue
         details = [f"{p.finding.where}: {p.finding.what}" if p.finding.where else p.finding.what for p in mismatches[:_SHOWN]]
-        if len(mismatches) > _SHOWN:
-            details.append(f"and {len(mismatches) - _SHOWN:,} more")
-        one = MismatchError(
-            f"the models have different architectures: {own.label} is {texts[0]}, and {model.label} is {texts[1]}",
-            where=where,
-            details=details,
-            fix="merge models of one architecture and size",
-        )
+        details += [f"and {len(mismatches) - _SHOWN:,} more"] if len(mismatches) > _SHOWN else []
+        what = f"the models have different architectures: {own.label} is {texts[0]}, and {model.label} is {texts[1]}"
+        one = MismatchError(what, where=where, details=details, fix="merge models of one architecture and size")
         return [one, *(problem for problem in problems if not isinstance(problem, MismatchError))]
     return list(problems)
 

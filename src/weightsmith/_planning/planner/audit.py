@@ -52,26 +52,16 @@ class Audit:
             elif parameter is None:
                 self._misspelled.setdefault(id(settings), set()).update(close := nearest_names(name, self._known))
                 known = f"write one of {', '.join(self._known)}" if self._known else "remove it"
-                self._misused(
-                    UnknownParameter(
-                        f"merge_method {self.method.name} has no parameter '{name}'{nearest(name, self._known)}; "
-                        "mergekit ignores it",
-                        where=setting.where,
-                        fix=f"write '{close[0]}'" if close else known,
-                    )
-                )
+                what = f"merge_method {self.method.name} has no parameter '{name}'{nearest(name, self._known)}"
+                fix = f"write '{close[0]}'" if close else known
+                self._misused(UnknownParameter(f"{what}; mergekit ignores it", where=setting.where, fix=fix))
             elif place == "base" and parameter.scope == "model":
-                self.warnings.append(
-                    Finding(f"{name} has no effect here: the base has no {name}", setting.where, fix="remove it")
-                )
+                what = f"{name} has no effect here: the base has no {name}"
+                self.warnings.append(Finding(what, setting.where, fix="remove it"))
             elif place and parameter.scope == "tensor":
-                self._misused(
-                    ParameterError(
-                        f"'{name}' applies to the whole merge, not to one model; mergekit ignores it here",
-                        where=setting.where,
-                        fix="move it to 'parameters:' at the top level, or in the slice",
-                    )
-                )
+                what = f"'{name}' applies to the whole merge, not to one model; mergekit ignores it here"
+                fix = "move it to 'parameters:' at the top level, or in the slice"
+                self._misused(ParameterError(what, where=setting.where, fix=fix))
             else:
                 if parameter.ignored:
                     self.warnings.append(Finding(f"{name} has no effect: {parameter.ignored}", setting.where))
@@ -156,20 +146,14 @@ class Audit:
         return any(name in level or name in self._misspelled.get(id(level), ()) for level in levels)
 
     def _needed(self, parameter: Parameter, where: str, place: str, feed: SegmentInput | None = None) -> None:
-        name = self.method.name
-        whose = " for each model" if feed is not None else ""
-        details = []
+        what, details = f"merge_method {self.method.name} needs the parameter '{parameter.name}'", []
+        if feed is not None:
+            what += " for each model"
         if feed is not None and feed.appended:
-            details = [f"the base_model counts as one more input of {name}"]
+            details = [f"the base_model counts as one more input of {self.method.name}"]
             place = "at the top level, or list the base under 'models' with parameters of its own"
-        self.problems.append(
-            ParameterError(
-                f"merge_method {name} needs the parameter '{parameter.name}'{whose}",
-                where=where,
-                details=details,
-                fix=f"write parameters: {{{parameter.name}: 0.5}} {place}",
-            )
-        )
+        fix = f"write parameters: {{{parameter.name}: 0.5}} {place}"
+        self.problems.append(ParameterError(what, where=where, details=details, fix=fix))
 
 
 def _scheduled(parameters: Parameters) -> list[Entry]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from weightsmith import _methods as methods
 from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.files import exists, expand_user, is_folder
 from weightsmith._base.options import RecipeOptions
 from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
@@ -31,7 +32,6 @@ from weightsmith._planning.planner.merges import (
     read_request,
 )
 from weightsmith._planning.planner.prepared import Assembled, Prepared, Stage, Written, code_files
-from weightsmith._planning.planner.stages import adapted, in_order, same_name
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import Plan
 
@@ -221,8 +221,9 @@ class _Stages:
         self.results: dict[str, Checkpoint | None] = dict.fromkeys(recipe.stages)
         self._recipe, self._find, self._folder, self._written = recipe, find_method, folder, written
         self._options = replace(options, out_dtype=None, quantize=None, check_loading=False)
-        self._refs = in_order(recipe)
-        self._adapted = adapted(recipe, self._refs)
+        self._refs = _in_order(recipe)
+        users = [recipe, *(recipe.stages[ref.path] for ref in self._refs)]
+        self._adapted = {ref.path for user in users if user is not None for ref in user.references if ref.lora is not None}
         self._stages: list[Stage] = []
         self._warnings: list[Finding] = []
         self._lacking: list[Mapping[str, tuple[str, ...]]] = []
@@ -266,12 +267,37 @@ class _Stages:
         """Add all that is known of these to the draft of the result."""
         if self._stages:
             draft = assembled.draft
-            found = same_name([ref for ref in self._refs if ref.path == getattr(self._recipe.stages[ref.path], "name", "")])
-            draft.warnings = [*self._warnings, *found, *draft.warnings]
+            draft.warnings = [*self._warnings, *self._same_names(), *draft.warnings]
             draft.lacking = joined([*self._lacking, draft.lacking], draft.held)
             assembled.named = [*(path for stage in self._stages for path in code_files(stage.plan)), *assembled.named]
             assembled.stages = [*self._stages]
         return assembled
+
+    def _same_names(self) -> Iterator[Finding]:
+        """A warning for each recipe whose name is also a folder."""
+        for ref in self._refs:
+            stage, path = self._recipe.stages[ref.path], expand_user(ref.path)
+            if stage is not None and stage.name == ref.path and exists(path):
+                what = f"{ref.path!r} is the recipe of this name, not the {'folder' if is_folder(path) else 'file'}"
+                yield Finding(what, ref.where, fix=f"rename the recipe, or write ./{ref.path} for the other")
+
+
+def _in_order(recipe: Recipe) -> list[ModelRef]:
+    """The other recipes that a recipe depends on, by a reference to each, and each after those that it depends on itself."""
+    found: dict[str, ModelRef] = {}
+    seen: set[str] = set()
+
+    def add(ref: ModelRef) -> None:
+        if ref.path in recipe.stages and ref.path not in seen:
+            seen.add(ref.path)
+            inner = recipe.stages[ref.path]
+            for other in inner.references if inner is not None else ():
+                add(other)
+            found[ref.path] = ref
+
+    for ref in recipe.references:
+        add(ref)
+    return list(found.values())
 
 
 def parameter_names() -> list[str]:

@@ -23,8 +23,9 @@ GENERATION = "generation_config.json"
 
 CHOOSE_TOKENIZER = "write tokenizer_source: and the model whose tokenizer the output is to have"
 
-_TEMPLATES = (TEMPLATE_FILE, "tokenizer_config.json", "chat_template.json")
+OLD_TEMPLATE = "chat_template.json"
 _SETTINGS = "tokenizer_config.json"
+_TEMPLATES = (TEMPLATE_FILE, _SETTINGS, OLD_TEMPLATE)
 
 
 @dataclass
@@ -68,17 +69,15 @@ class Companions:
         found = {k: self._tokens(k, seen) for k in owners}
         if differing := [k for k in others if not _same_tokens(found[first], found[k])]:
             what = f"{self.labels[self.donor]} has no tokenizer, and those of the other models differ"
-            details = [f"{self.labels[first]}: {_described(found[first])}"]
-            details += [
-                f"{self.labels[k]}: {_described(found[k])}{_first_difference(found[first], found[k])}" for k in differing
-            ]
+            lines = {k: f"{self.labels[k]}: {_described(found[k])}" for k in (first, *differing)}
+            details = [lines[first], *(f"{lines[k]}{_first_difference(found[first], found[k])}" for k in differing)]
             raise MismatchError(what, where=where, details=details, fix=fix)
         own = self.opened[self.donor]
         template = self._template_of(self.donor)
         self.removed |= frozenset(name for name in own.files if is_tokenizer(name))
         self.files |= {name: self._bytes(first, name) for name in self.opened[first].files if is_tokenizer(name)}
         if template:
-            self._replace_template(template)
+            self.write_template(template)
         self.tokenizer = self.template = first
         if template:
             self.template = self.donor
@@ -92,7 +91,7 @@ class Companions:
             return
         for k in range(len(self.opened)):
             if template := self._template_of(k):
-                self._replace_template(template)
+                self.write_template(template)
                 self.template = k
                 what = f"{self.labels[self.donor]} has no chat template: the output has that of {self.labels[k]}"
                 self.findings.append(Finding(what, "chat_template"))
@@ -138,15 +137,15 @@ class Companions:
         checkpoint.fetch(names[:1] if TEMPLATE_FILE in names else names)
         return templates_of(checkpoint.folder, checkpoint.files)
 
-    def _replace_template(self, template: object) -> None:
+    def write_template(self, template: object) -> None:
         """Write a chat template in the place of whatever the files have."""
         own = self.opened[self.donor]
         settings = settings_of(own.folder, own.files, _SETTINGS) if _SETTINGS not in self.removed else {}
         if _SETTINGS in self.files:
             settings = settings_in(self.files[_SETTINGS])
-        for name in (TEMPLATE_FILE, "chat_template.json"):
+        for name in (TEMPLATE_FILE, OLD_TEMPLATE):
             self.files.pop(name, None)
-        self.removed |= {"chat_template.json"}
+        self.removed |= {OLD_TEMPLATE}
         with_template(self.files, settings, template)
 
 

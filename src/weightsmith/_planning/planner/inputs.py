@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from weightsmith._base.errors import NotFound, Unsupported, WeightsmithError, nearest
+from weightsmith._base.errors import Finding, NotFound, Unsupported, WeightsmithError, nearest
 from weightsmith._base.files import exists, expand_user, real_path
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith._models.lora import apply_adapter, open_adapter
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._planning.planner.describing import built_names
+from weightsmith._planning.planner.loading import built_names
 from weightsmith._planning.planner.patterns import is_pattern
 from weightsmith._planning.recipe import ModelRef, Recipe
 
@@ -63,13 +66,8 @@ def open_models(
         if checkpoint.quantised is None:
             opened[-1] = checkpoint
             continue
-        problems.append(
-            Unsupported(
-                f"{ref} is quantised ({checkpoint.quantised}), and its codes cannot be merged as numbers",
-                where=ref.where,
-                fix="name an unquantised checkpoint of the same model",
-            )
-        )
+        what = f"{ref} is quantised ({checkpoint.quantised}), and its codes cannot be merged as numbers"
+        problems.append(Unsupported(what, where=ref.where, fix="name an unquantised checkpoint of the same model"))
     return opened, problems
 
 
@@ -90,9 +88,7 @@ def _with_nearest(error: WeightsmithError, ref: ModelRef, names: Iterable[str]) 
     found, hint = error.finding, nearest(ref.path, names)
     if not isinstance(error, NotFound) or not hint or hint in found.what:
         return error
-    return NotFound(
-        f"{found.what}; no recipe of the file has this name{hint}", where=found.where, details=found.details, fix=found.fix
-    )
+    return changed(error, what=f"{found.what}; no recipe of the file has this name{hint}")
 
 
 def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | None]) -> Checkpoint:
@@ -135,11 +131,45 @@ def _telling(config: Mapping[str, Any] | None) -> Any:
 def at(error: WeightsmithError, where: str) -> WeightsmithError:
     """The same error, with the position in the recipe in front of its own place."""
     found = error.finding
-    place = f"{where}: {found.where}" if found.where and where else where or found.where
-    return type(error)(found.what, where=place, details=found.details, fix=found.fix)
+    return changed(error, where=f"{where}: {found.where}" if found.where and where else where or found.where)
+
+
+def changed(error: WeightsmithError, *, what: str = "", where: str = "") -> WeightsmithError:
+    """The same error with another text or place."""
+    made, found = copy.copy(error), error.finding
+    made.finding = replace(found, what=what or found.what, where=where or found.where)
+    return made
 
 
 def _place(ref: ModelRef) -> tuple[str, ...]:
     adapter = () if ref.lora is None else _place(ref.lora)
     path = expand_user(ref.path)
     return str(real_path(path)) if exists(path) else ref.path, ref.revision, *adapter
+
+
+# ---- The donor: the model that gives the output its names, config.json, tokenizer and all other files."""
+
+
+def choose_donor(structures: Sequence[Structure | None], labels: Sequence[str]) -> tuple[int, list[Finding]]:
+    """The index of the donor, and a warning when it is not the first model.
+
+    It is the base, else the first model (which is index 0); unless another has all its kinds of layers and more: a plain
+    language model merged with a vision-language model gives a vision-language model, which only the config of that one
+    can describe.
+    """
+    first = structures[0] if structures else None
+    if first is None:
+        return 0, []
+    kinds = [_kinds(s) for s in structures]
+    larger = [i for i, k in enumerate(kinds) if k > kinds[0]]
+    if not larger:
+        return 0, []
+    best = max(larger, key=lambda i: (kinds[i].total(), -i))
+    more = ", ".join((kinds[best] - kinds[0]).elements())
+    what = f"config.json, tokenizer and other files are {labels[best]}'s, not {labels[0]}'s: only it has {more} layers"
+    return best, [Finding(what)]
+
+
+def _kinds(structure: Structure | None) -> Counter[str]:
+    """How many stacks of each kind a model has; those of heads, projectors and prediction layers do not count."""
+    return Counter(s.kind for s in structure.stacks if s.kind != "other") if structure is not None else Counter()

@@ -1,8 +1,9 @@
-"""Whether transformers could load the output: its names and shapes against the model that its config.json builds.
+"""Whether transformers could load the output: its names and shapes against the model that its config.json builds. And what it
+calls the modules and tensors of a checkpoint (`describe`).
 
-For outputs whose config.json is a new one: stacks, mixtures, surgery. Where transformers is not installed, nothing is checked.
-It runs in a process of its own (`transformers_script.py`): importing it takes seconds and hundreds of MB, and a config.json of
-unknown origin may ask for a model of any size. Code that a model brings with it is never executed.
+The check is for outputs whose config.json is a new one: stacks, mixtures, surgery. Where transformers is not installed, nothing
+is checked. It runs in a process of its own (`transformers_script.py`): importing it takes seconds and hundreds of MB, and a
+config.json of unknown origin may ask for a model of any size. Code that a model brings with it is never executed.
 
 Planning makes a `Question`. `weightsmith plan` waits for its answer; a merge has a `Check` ask it meanwhile, and publishes
 nothing before it is answered. Answers are kept (`answers.py`).
@@ -26,6 +27,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from weightsmith._base.errors import Finding, LayerError, PlanError
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._planning.planner import answers
 from weightsmith._planning.planner.transformers_script import pattern_of
@@ -107,7 +109,7 @@ class Beside(Generic[Answer]):
         """Whether the answer is there, or comes within so long."""
         return bool(wait_for([self._answer], seconds).done)
 
-    def wait(self) -> Answer:
+    def answer(self) -> Answer:
         """The answer."""
         return self._answer.result()
 
@@ -138,62 +140,47 @@ class Beside(Generic[Answer]):
             self._process = process
 
 
-class Check:
+class Check(Beside["LayerError | Finding | None"]):
     """Asks a question beside other work. None: there is nothing to ask.
 
     source  of the recipe, for the error
-
-    `close` it, or use it as a context manager: the process is ended then, if it still runs.
     """
 
     def __init__(self, question: Question | None, source: tuple[str, str] = ("", "")) -> None:
         self.error: PlanError | None = None
         self._source = source
-        self._beside = None if question is None else Beside(partial(check_loading, question))
+        super().__init__(partial(check_loading, question))
 
     def poll(self) -> None:
         """Raise PlanError if the answer is there and transformers could not load the output."""
-        if self.done(0):
+        if self.done():
             self.wait()
-
-    def done(self, seconds: float) -> bool:
-        """Whether the answer is there, or comes within so long."""
-        return self._beside is None or self._beside.done(seconds)
 
     def wait(self) -> tuple[Finding, ...]:
         """The warnings; at most two minutes for each of two models. Raises as `poll`."""
-        found = None if self._beside is None else self._beside.wait()
+        found = self.answer()
         if isinstance(found, LayerError):
             self.error = self.error or PlanError([found], self._source)
             raise self.error
         return () if found is None else (found,)
 
-    def close(self) -> None:
-        """End the process. May be called twice."""
-        if self._beside is not None:
-            self._beside.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
-
-
-def check_loading(question: Question, began: Began = lambda _process: None) -> LayerError | Finding | None:
+def check_loading(question: Question | None, began: Began = lambda _process: None) -> LayerError | Finding | None:
     """What transformers would say of the output: an error if it could not load it, a warning where that is not known.
 
     began  is given each process when it has begun
 
     Cost: 2 to 10 seconds, and a second pass over the donor when a difference is found.
     """
+    if question is None:
+        return None
     label, where = question.label, question.where
-    answer = _ask(question.output, began)
+    answer = _compare(question.output, began)
     if "unknown" in answer:
         return _unchecked(f"transformers has no {answer['unknown']}")
     if not answer.get("failed") and not answer["differences"]:
         return None
-    own = _ask(question.donor, began)
+    own = _compare(question.donor, began)
     if "failed" in answer:
         if "failed" in own:
             return _unchecked(f"transformers cannot load {label} itself: {own['failed']}")
@@ -231,15 +218,20 @@ def _unchecked(why: str) -> Finding:
     return Finding(f"the output's config.json was not checked: {why}", fix=_FIX)
 
 
-def _ask(checkpoint: Checked, began: Began) -> dict[str, Any]:
-    """The script's answer, or the one it gave before."""
+def _compare(checkpoint: Checked, began: Began) -> dict[str, Any]:
+    """The script's answer about a checkpoint."""
     config, specs = checkpoint
-    question = json.dumps(["compare", config, [[s.name, s.dtype.torch, s.shape] for s in specs]])
-    key = answers.key_of(question, SCRIPT, PACKAGES)
-    answer = answers.find(key)
+    return _ask(["compare", config, [[s.name, s.dtype.torch, s.shape] for s in specs]], PACKAGES, answers.differences, began)
+
+
+def _ask(question: list[Any], packages: tuple[str, ...], sound: answers.Sound, began: Began) -> dict[str, Any]:
+    """The script's answer, or the one it gave before to the same packages."""
+    text = json.dumps(question)
+    key = answers.key_of(text, SCRIPT, packages)
+    answer = answers.find(key, sound)
     if answer is None:
-        answer = ask_script(question, began)
-        answers.keep(key, answer)
+        answer = ask_script(text, began)
+        answers.keep(key, answer, sound)
     return answer
 
 
@@ -266,3 +258,26 @@ def ask_script(question: str, began: Began) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         return {"unknown": f"answer: {error}"}
     return answer
+
+
+_KEYS = frozenset({"modules", "tensors", "names", "tied", "redirected", "refused", "rows", "peft"})
+
+
+def describe(model: Checkpoint, began: Began = lambda _process: None) -> dict[str, Any]:
+    """The script's answer about a checkpoint, or {"unknown": why}. Cost: 2 to 10 seconds, unless it was asked before."""
+    if model.config is None:
+        return {"unknown": "it has no config.json"}
+    if not installed():
+        return {"unknown": "transformers is not installed"}
+    packages = (*PACKAGES, *(["peft"] if find_spec("peft") else []))
+    answer = _ask(["describe", model.config, list(model.specs)], packages, _sound, began)
+    return answer if _sound(answer) else {"unknown": str(answer.get("unknown") or answer.get("failed") or "no answer")}
+
+
+def built_names(model: Checkpoint) -> dict[str, str]:
+    """Tensor of a checkpoint → tensor of the model that transformers builds; {} if that is not known."""
+    return {name: key for name, (key, _) in describe(model).get("names", {}).items()}
+
+
+def _sound(answer: Mapping[str, Any]) -> bool:
+    return set(answer) == _KEYS and all(isinstance(answer[key], dict) for key in ("modules", "tensors", "names"))

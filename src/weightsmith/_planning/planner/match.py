@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure import Stack, Structure
@@ -120,6 +122,19 @@ class ModelNames:
         if self._modules is None:
             self._modules = {n.rpartition(".")[0] for n in self.rest}
         return name.rpartition(".")[0] in self._modules
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The input models, by index. base: index of the base, if there is one."""
+
+    labels: Sequence[str]
+    specs: Sequence[Mapping[str, TensorSpec]]
+    configs: Sequence[Mapping[str, Any] | None]
+    structures: Sequence[Structure]
+    names: Sequence[ModelNames]
+    donor: int
+    base: int | None
 
 
 def pair_stacks(stacks: Sequence[Stack], donor: Sequence[Stack], names: Collection[str]) -> dict[str, str]:

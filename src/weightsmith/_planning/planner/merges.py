@@ -31,18 +31,16 @@ from weightsmith._planning.planner.audit import Audit
 from weightsmith._planning.planner.companions import carried, lacking
 from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.decide import decide
-from weightsmith._planning.planner.donor import choose_donor
 from weightsmith._planning.planner.dtypes import DTypes, kept_specs
-from weightsmith._planning.planner.inputs import analyse_all, at, number_models, open_models
+from weightsmith._planning.planner.inputs import analyse_all, at, choose_donor, number_models, open_models
 from weightsmith._planning.planner.loading import Question, question_of
-from weightsmith._planning.planner.match import ModelNames
+from weightsmith._planning.planner.match import ModelNames, Models
 from weightsmith._planning.planner.mismatch import of_vocabularies
-from weightsmith._planning.planner.outputs import Models, Outputs
+from weightsmith._planning.planner.outputs import Outputs
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.patterns import match_patterns
-from weightsmith._planning.planner.placement import Placement, Placer
 from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
-from weightsmith._planning.planner.segments import Region, SegmentMaker
+from weightsmith._planning.planner.segments import Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import Made, PlanDraft, Step
@@ -202,10 +200,8 @@ def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
     if None in opened.checkpoints:
         specs: Sequence[Mapping[str, TensorSpec]] = [{} if c is None else c.specs for c in opened.checkpoints]
         return Matched(None, specs, _match_all(opened.structures, specs, opened.donor))
-    planner = VocabularyPlanner(
-        request.recipe, opened.inputs, request.labels, request.models, opened.donor, request.folder, stack
-    )
-    aligned, problems = planner.plan()
+    asked = request.recipe, request.labels, request.models, request.folder
+    aligned, problems = VocabularyPlanner(*asked, opened.inputs, opened.donor, stack).plan()
     names = _match_all(opened.structures, aligned.specs, opened.donor)
     return Matched(aligned, aligned.specs, names, tuple(problems), tuple(aligned.findings))
 
@@ -266,7 +262,10 @@ class _Assembler:
         account = Account(self.labels, names)
         dtypes = DTypes(request.dtype, [kept_specs(c) for c in self.inputs])
         resolver = Resolver(method, self.labels, request.audit.wrong)
-        outputs = Outputs(self._models(names), method, resolver, account, dtypes)
+        base = None if self.recipe.base_model is None else request.models[self.recipe.base_model]
+        configs, structures = [c.config for c in self.inputs], [n.structure for n in names]
+        models = Models(self.labels, self.matched.specs, configs, structures, names, opened.donor, base)
+        outputs = Outputs(models, method, resolver, account, dtypes)
         outputs.make(placements)
         found, idle = resolver.finish()
         alike = [compared(label, c, n.structure) for label, c, n in zip(self.labels, self.inputs, names, strict=True)]
@@ -310,18 +309,6 @@ class _Assembler:
         draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), draft.held)
         named, loading = [*code_files(draft), *aligned.named], self._loading(draft, donor, outputs)
         return Assembled(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
-
-    def _models(self, names: Sequence[ModelNames]) -> Models:
-        base = self.recipe.base_model
-        return Models(
-            labels=self.labels,
-            specs=self.matched.specs,
-            configs=[c.config for c in self.inputs],
-            structures=[n.structure for n in names],
-            names=names,
-            donor=self.opened.donor,
-            base=self.request.models[base] if base is not None else None,
-        )
 
     def _add_mismatches(self, outputs: Outputs, alike: Sequence[Model]) -> None:
         """The problems of the tensors, without those that follow from vocabularies that could not be aligned."""

@@ -6,11 +6,13 @@ Alike ones (the same tensor of every layer, of every expert) are reported once, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from weightsmith._base.errors import MismatchError, ShapeError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._planning.planner.inputs import changed
+from weightsmith._planning.planner.match import Models
 from weightsmith._planning.planner.segments import Segment
 
 OTHER_VOCABULARY = (
@@ -27,43 +29,27 @@ def of_vocabularies(problem: WeightsmithError) -> bool:
 class Mismatches:
     """Collects missing tensors and unequal shapes."""
 
-    def __init__(self, labels: Sequence[str], specs: Sequence[Mapping[str, TensorSpec]], method: str) -> None:
-        self.labels = labels
-        self.specs = specs
-        self.method = method
+    def __init__(self, models: Models, method: str) -> None:
+        self.labels, self.specs, self.method = models.labels, models.specs, method
         self._found: dict[object, tuple[MismatchError, int]] = {}
 
     def missing(self, name: str, segment: Segment, sources: Sequence[str | None]) -> None:
         """Some inputs of the segment have no tensor `name`."""
-        found = [None if s is None else self.specs[f.model][s] for f, s in zip(segment.feeds, sources, strict=True)]
-        self._add(
-            ("missing", id(segment), _pattern(name), tuple(s is None for s in sources)),
-            MismatchError(
-                "not all the models have this tensor",
-                where=name,
-                details=[
-                    f"{self.labels[f.model]}: {'missing' if s is None else _shown(s)}"
-                    for f, s in zip(segment.feeds, found, strict=True)
-                ],
-                fix="merge models that have the same tensors; only a whole module that one model has is copied from it",
-            ),
-        )
+        pairs = zip(segment.feeds, sources, strict=True)
+        found = [(f.model, None if s is None else self.specs[f.model][s]) for f, s in pairs]
+        details = [f"{self.labels[model]}: {'missing' if s is None else _shown(s)}" for model, s in found]
+        fix = "merge models that have the same tensors; only a whole module that one model has is copied from it"
+        error = MismatchError("not all the models have this tensor", where=name, details=details, fix=fix)
+        self._add(error, segment, tuple(s is None for s in sources))
 
     def unequal(self, name: str, segment: Segment, specs: Sequence[TensorSpec]) -> None:
         """The inputs of a tensor differ in shape."""
-        fix = ""
-        vocabulary = any(map(is_vocabulary, specs))
-        if vocabulary and len({s.shape[1:] for s in specs}) == 1:
+        fix = "merge models of one size; 'passthrough' takes tensors of one model each"
+        if any(map(is_vocabulary, specs)) and len({s.shape[1:] for s in specs}) == 1:
             fix = OTHER_VOCABULARY
-        self._add(
-            ("unequal", id(segment), _pattern(name), tuple(s.shape for s in specs)),
-            ShapeError(
-                f"'{self.method}' needs equal shapes",
-                where=name,
-                details=[f"{self.labels[f.model]}: {_shown(s)}" for f, s in zip(segment.feeds, specs, strict=True)],
-                fix=fix or "merge models of one size; 'passthrough' takes tensors of one model each",
-            ),
-        )
+        details = [f"{self.labels[f.model]}: {_shown(s)}" for f, s in zip(segment.feeds, specs, strict=True)]
+        error = ShapeError(f"'{self.method}' needs equal shapes", where=name, details=details, fix=fix)
+        self._add(error, segment, tuple(s.shape for s in specs))
 
     def unlike_donor(self, name: str, segment: Segment, spec: TensorSpec, model: int, own: TensorSpec, donor: int) -> None:
         """A tensor outside the layers has another shape than in the donor, whose config.json the output takes.
@@ -71,37 +57,23 @@ class Mismatches:
         spec, model  the tensor and the model that it comes from
         own, donor   the donor's
         """
-        self._add(
-            ("unlike", id(segment), _pattern(name), spec.shape, own.shape),
-            ShapeError(
-                f"the config.json of {self.labels[donor]} builds this tensor with another shape",
-                where=name,
-                details=[f"{self.labels[model]}: {_shown(spec)}", f"{self.labels[donor]}: {_shown(own)}"],
-                fix=f"choose models of one size, or take what surrounds the layers from {self.labels[donor]}: embeddings and "
-                "positions come from the first slice, norms and heads from the last",
-            ),
-        )
+        what = f"the config.json of {self.labels[donor]} builds this tensor with another shape"
+        details = [f"{self.labels[model]}: {_shown(spec)}", f"{self.labels[donor]}: {_shown(own)}"]
+        fix = f"choose models of one size, or take what surrounds the layers from {self.labels[donor]}: "
+        fix += "embeddings and positions come from the first slice, norms and heads from the last"
+        self._add(ShapeError(what, where=name, details=details, fix=fix), segment, (spec.shape, own.shape))
 
     def problems(self) -> list[WeightsmithError]:
         """The problems in the order found."""
-        return [
-            type(e)(
-                e.finding.what + (f"; so for {n - 1:,} more like it" if n > 1 else ""),
-                where=e.finding.where,
-                details=e.finding.details,
-                fix=e.finding.fix,
-            )
-            for e, n in self._found.values()
-        ]
+        more = {n: f"; so for {n - 1:,} more like it" if n > 1 else "" for _, n in self._found.values()}
+        return [changed(error, what=error.finding.what + more[n]) for error, n in self._found.values()]
 
-    def _add(self, key: object, error: MismatchError) -> None:
+    def _add(self, error: MismatchError, segment: Segment, differing: tuple[object, ...]) -> None:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "N", error.finding.where)
+        key = (error.finding.what, id(segment), pattern, differing)
         first, n = self._found.get(key, (error, 0))
         self._found[key] = first, n + 1
 
 
 def _shown(spec: TensorSpec) -> str:
     return f"{list(spec.shape)} {spec.dtype}"
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "N", name)

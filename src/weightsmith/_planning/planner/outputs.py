@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from weightsmith._base.errors import Finding, LayerError, MismatchError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._methods.base import Method
-from weightsmith._models.structure import Structure, vocabulary
+from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
 from weightsmith._planning.planner.account import Account
-from weightsmith._planning.planner.depth import Counterparts
+from weightsmith._planning.planner.config import Counterparts
+from weightsmith._planning.planner.decide import split_fused
 from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import at
-from weightsmith._planning.planner.logical import split_fused
-from weightsmith._planning.planner.match import ModelNames, home_module, is_buffer
+from weightsmith._planning.planner.match import Models, home_module, is_buffer
 from weightsmith._planning.planner.mismatch import Mismatches
 from weightsmith._planning.planner.parameters import Resolver
-from weightsmith._planning.planner.placement import Placement
-from weightsmith._planning.planner.segments import Segment, SegmentInput
+from weightsmith._planning.planner.segments import Placement, Segment, SegmentInput
 from weightsmith._plans import CAST, COPY, Read, Step
 
 Specs = Mapping[str, TensorSpec]
 Origins = dict[str, tuple[Segment, tuple[str, ...], float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The input models, by index: their labels and tensors."""
-
-    labels: Sequence[str]
-    specs: Sequence[Specs]
-    configs: Sequence[Mapping[str, Any] | None]
-    structures: Sequence[Structure]
-    names: Sequence[ModelNames]
-    donor: int
-    base: int | None
 
 
 _UNREAD = "its weight is 0"
@@ -60,8 +45,8 @@ class Outputs:
         self.resolver = resolver
         self.account = account
         self.dtypes = dtypes
-        self.mismatches = Mismatches(models.labels, models.specs, method.name)
-        self.counterparts = Counterparts(models.names, models.configs, models.donor, models.labels)
+        self.mismatches = Mismatches(models, method.name)
+        self.counterparts = Counterparts(models)
         self.donor = models.structures[models.donor]
         self.steps: list[Step] = []
         self.origins: Origins = {}
@@ -135,18 +120,15 @@ class Outputs:
             return segment.length or 0
         counts = {f.model: self.models.names[f.model].depth.get(prefix, 0) for f in segment.feeds}
         present = {m: n for m, n in counts.items() if n}
+        labels = self.models.labels
         if not present:
-            raise LayerError(
-                f"none of the models given for module {self.donor.module_of(prefix + 'x')} has layers like {prefix}N",
-                details=[self.models.labels[m] for m in counts],
-                fix=f"leave the module out, and it is copied from {self.models.labels[self.models.donor]}",
-            )
+            what = f"none of the models given for module {self.donor.module_of(prefix + 'x')} has layers like {prefix}N"
+            fix = f"leave the module out, and it is copied from {labels[self.models.donor]}"
+            raise LayerError(what, details=[labels[m] for m in counts], fix=fix)
         if len(set(present.values())) > 1:
-            raise LayerError(
-                f"the models have different numbers of layers under {prefix}",
-                details=[f"{self.models.labels[m]}: {n} layers" for m, n in present.items()],
-                fix="choose layers of each with 'slices'",
-            )
+            what, details = f"the models have different numbers of layers under {prefix}", present.items()
+            lines = [f"{labels[m]}: {n} layers" for m, n in details]
+            raise LayerError(what, details=lines, fix="choose layers of each with 'slices'")
         return next(iter(present.values()))
 
     def _counterpart(self, prefix: str, segment: Segment, i: int) -> int:
@@ -291,19 +273,13 @@ class Outputs:
     def _warn_redundant(self, name: str, segment: Segment, sources: Sequence[str | None]) -> None:
         labels = [self.models.labels[f.model] for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
         if labels:
-            self.warnings.append(
-                Finding(
-                    f"tied tensors are written once: the copy in {' and '.join(labels)} is left out",
-                    name,
-                    fix="set tie_word_embeddings to false in that model's config.json, if it is a tensor of its own",
-                )
-            )
+            what = f"tied tensors are written once: the copy in {' and '.join(labels)} is left out"
+            fix = "set tie_word_embeddings to false in that model's config.json, if it is a tensor of its own"
+            self.warnings.append(Finding(what, name, fix=fix))
 
     def _tied(self, segment: Segment, sources: Sequence[str | None]) -> list[bool]:
-        configs = self.models.configs
-        return [
-            vocabulary.ties(configs[f.model], stores_head=s is not None) for f, s in zip(segment.feeds, sources, strict=True)
-        ]
+        configs, pairs = self.models.configs, zip(segment.feeds, sources, strict=True)
+        return [vocabulary.ties(configs[f.model], stores_head=s is not None) for f, s in pairs]
 
     def _donor_ties(self) -> bool:
         donor = self.models.donor
@@ -326,12 +302,8 @@ class Outputs:
             return
         if not any(vocabulary.is_head(step.out) for step in self.steps):
             labels = " and ".join(dict.fromkeys(self.models.labels[f.model] for f in first.feeds))
-            self.warnings.append(
-                Finding(
-                    f"the head is tied to the embedding, so it comes from {labels} too, and not from the last slice",
-                    last.where,
-                )
-            )
+            what = f"the head is tied to the embedding, so it comes from {labels} too, and not from the last slice"
+            self.warnings.append(Finding(what, last.where))
 
     # ---- models that do not go together -------------------------------------------------------------------------------------
 
@@ -341,14 +313,9 @@ class Outputs:
             models = list(dict.fromkeys(f.model for f in segment.feeds))
             if id(segment) in self._merged or len(models) < 2 or segment.broken or self.problems:
                 continue
-            self._problems.append(
-                MismatchError(
-                    "the models have no tensor in common",
-                    where=segment.where,
-                    details=[_first_name(self.models.labels[m], self.models.specs[m]) for m in models],
-                    fix="merge models of one architecture",
-                )
-            )
+            what, fix = "the models have no tensor in common", "merge models of one architecture"
+            details = [_first_name(self.models.labels[m], self.models.specs[m]) for m in models]
+            self._problems.append(MismatchError(what, where=segment.where, details=details, fix=fix))
 
     def _note_unread(self) -> None:
         """Say which models' weights are 0 throughout: nothing of them is read."""
@@ -408,13 +375,8 @@ class Outputs:
         inputs, specs = tuple(inputs[i] for i in order), [specs[i] for i in order]
         label = self.models.labels[inputs[0].model]
         if any(s.dtype != specs[0].dtype for s in specs):
-            self.warnings.append(
-                Finding(
-                    f"dtypes differ and are not all floating; taken from {label}",
-                    name,
-                    tuple(f"{self.models.labels[i.model]}: {s}" for i, s in zip(inputs, specs, strict=True)),
-                )
-            )
+            details = tuple(f"{self.models.labels[i.model]}: {s}" for i, s in zip(inputs, specs, strict=True))
+            self.warnings.append(Finding(f"dtypes differ and are not all floating; taken from {label}", name, details))
             for other in inputs[1:]:
                 self.account.used[other.model].discard(other.tensor)
                 self.account.drop(other.model, other.tensor, f"no floating numbers to merge: taken from {label}")

@@ -182,31 +182,20 @@ class Resolver:
         key = (tuple(values), tuple(tuple(m) for m in models))
         index = self._interned.get(key)
         if index is None:
-            index = self._intern(key, segment, values, models, own)
+            index = self._interned[key] = len(self.settings)
+            self._add_settings(segment, values, models)
         if all(u.constant is not None for u in shared) and all(u.constant is not None for us in own for u in us):
             self._constants[id(segment)] = index
         return index
 
-    def _intern(
-        self,
-        key: object,
-        segment: Segment,
-        values: list[Value | None],
-        models: list[list[Value | None]],
-        own: list[list[Lookup]],
-    ) -> int:
-        shared_map = {p.name: v for p, v in zip(self._shared, values, strict=True)}
-        model_maps = tuple(
-            {u.parameter.name: v for u, v in zip(lookups, m, strict=True)} for lookups, m in zip(own, models, strict=True)
-        )
-        complete = all(v is not None or p.optional for p, v in zip(self._shared, values, strict=True)) and all(
-            v is not None or u.parameter.optional for us, m in zip(own, models, strict=True) for u, v in zip(us, m, strict=True)
-        )
-        if complete and (wrong := self.method.check(shared_map, model_maps)):
+    def _add_settings(self, segment: Segment, values: list[Value | None], models: list[list[Value | None]]) -> None:
+        shared = {p.name: v for p, v in zip(self._shared, values, strict=True)}
+        own = tuple({p.name: v for p, v in zip(self._own, m, strict=True)} if m else {} for m in models)
+        optional = {p.name for p in self.method.parameters if p.optional}
+        complete = all(v is not None or name in optional for each in (shared, *own) for name, v in each.items())
+        if complete and (wrong := self.method.check(shared, own)):
             self.problems.append(ParameterError(wrong, where=segment.where))
-        self.settings.append(Settings(shared_map, model_maps))
-        index = self._interned[key] = len(self.settings) - 1
-        return index
+        self.settings.append(Settings(shared, own))
 
     def _value(self, lookup: Lookup, found: tuple[Scalar | None, Entry | None], model: int | None, name: str) -> Value | None:
         value, entry = found
@@ -257,13 +246,9 @@ class Resolver:
         """Problems found, and warnings about filters and settings that decide nothing."""
         for (parameter, model), (lookup, tensor) in self._missing.items():
             whose = "" if model is None else f" for {self.model_names[model]}"
-            self.problems.append(
-                ParameterError(
-                    f"'{parameter}'{whose} has no value for {tensor}: no filter fits it",
-                    where=lookup.settings[0].where,
-                    fix="add an entry without a filter, last in the list: it holds for the rest",
-                )
-            )
+            what = f"'{parameter}'{whose} has no value for {tensor}: no filter fits it"
+            fix = "add an entry without a filter, last in the list: it holds for the rest"
+            self.problems.append(ParameterError(what, where=lookup.settings[0].where, fix=fix))
         return self.problems, list(self._idle())
 
     def _idle(self) -> Iterator[Finding]:
@@ -273,19 +258,11 @@ class Resolver:
                 settings.update({id(s): (lookup.parameter, s) for s in lookup.settings})
         for parameter, setting in settings.values():
             idle = [e for e in setting.entries if id(e) not in self._used]
-            if idle == list(setting.entries):
-                if idle and all(e.filter in (None, "*") for e in idle) and not parameter.ignored:
-                    yield Finding(
-                        f"{parameter.name} here decides for no tensor: nearer values are used for all of them",
-                        setting.where,
-                        fix="remove it",
-                    )
-                    continue
-            for entry in idle:
-                if entry.filter in (None, "*"):
-                    continue  # "the rest" may be empty
-                yield Finding(
-                    f"the filter '{entry.filter}' of {parameter.name} decides for no tensor",
-                    entry.filter_where or entry.where,
-                    fix="check its spelling and place: a filter is a part of a tensor name, and the first that fits counts",
-                )
+            filtered = [e for e in idle if e.filter not in (None, "*")]  # "the rest" may be empty
+            if idle and idle == list(setting.entries) and not filtered and not parameter.ignored:
+                what = f"{parameter.name} here decides for no tensor: nearer values are used for all of them"
+                yield Finding(what, setting.where, fix="remove it")
+            for entry in filtered:
+                what = f"the filter '{entry.filter}' of {parameter.name} decides for no tensor"
+                fix = "check its spelling and place: a filter is a part of a tensor name, and the first that fits counts"
+                yield Finding(what, entry.filter_where or entry.where, fix=fix)

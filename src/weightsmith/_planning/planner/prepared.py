@@ -1,24 +1,35 @@
-"""What planning gives: a draft with the open models that it reads, and then a plan with them."""
+"""What planning gives: a draft with the open models that it reads, and then a plan with them.
+
+A recipe whose result is a model of another is a `Stage`. A result that is not written is a source of tensors that computes what
+is read (`engine.computed`), so several recipes are one plan: nothing but the last result is stored.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import UnknownName, nearest
-from weightsmith._base.files import expand_user
-from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._base.files import expand_user, read_bounded
+from weightsmith._files.copied import MAX_COPIED_BYTES
+from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.structure import Structure
+from weightsmith._outputs.manifest import check_file_name
 from weightsmith._planning.planner.loading import Check, Question
 from weightsmith._planning.planner.outputs import Origins
 from weightsmith._planning.planner.parameters import Origin, Resolver
-from weightsmith._planning.planner.stages import count_reads, result_of, why_written
 from weightsmith._plans import ModelInput, Plan, PlanDraft
 
 if TYPE_CHECKING:
     from weightsmith._engine.computed import Computed
+
+MAX_READS = 64
+"""Tiles that are read for one tile of a result that is computed on the way. Each use of it reads them again."""
+MAX_DEPTH = 8
+"""Results that are computed on the way, each for the next."""
 
 Written = Mapping[str, Path]
 """Folders with results of other recipes, by `Stage.path`."""
@@ -185,12 +196,47 @@ class Stage:
         known = {id(stage.source): stage for stage in others}
         used = {i: known[id(c.source)] for i, c in enumerate(inputs) if c.plan is not None}
         depth = 1 + max((stage.depth for stage in used.values()), default=0)
-        made = cls(path, label, plan, source, count_reads(plan, {i: stage.reads for i, stage in used.items()}), depth)
-        return replace(made, why=why_written(plan, source, made.reads, depth))
+        leaves = [leaf.inputs for step in plan.steps for leaf in step.leaves]
+        tiles = {i: stage.reads for i, stage in used.items()}
+        reads = max((sum(tiles.get(read.model, 1) for read in leaf) for leaf in leaves), default=1)
+        why = ""
+        if plan.products:
+            why = f"{plan.made.name} looks at the whole model first"
+        elif source.holds_matrices:
+            why = f"{plan.made.name} holds whole matrices"
+        elif reads > MAX_READS:
+            why = f"each of its tiles is computed from {reads} others"
+        elif depth > MAX_DEPTH:
+            why = f"it depends on {depth} others, one after the other"
+        return cls(path, label, plan, source, reads, depth, why)
 
     def result(self) -> Checkpoint:
-        """Its result, as a model of another."""
-        return result_of(self.label, self.source, whole=not self.why)
+        """Its result, as a model of another: computed by the other plan, or written before it is read."""
+        plan, inputs = self.plan, self.source.inputs
+        donor = inputs[plan.donor]
+        others = [checkpoint for checkpoint in inputs if checkpoint is not donor]
+        temporary = _files_of(plan, donor) if plan.files else None
+        folder = ModelFolder(
+            donor.folder if temporary is None else Path(temporary.name),
+            config=plan.config,
+            files=tuple(sorted({*plan.carried, *plan.files, *([] if plan.config is None else ["config.json"])})),
+            alone=donor.alone,
+            temporary=temporary,
+            repositories=tuple(dict.fromkeys(r for checkpoint in (donor, *others) for r in checkpoint.repositories)),
+        )
+        return Checkpoint(self.label, self.source, folder, plan=None if self.why else plan)
+
+
+def _files_of(plan: Plan, donor: Checkpoint) -> tempfile.TemporaryDirectory[str]:
+    """The files of a result that has some of its own, such as a tokenizer; they replace the donor's."""
+    donor.fetch(plan.carried)
+    temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
+    files: dict[str, bytes | Path] = {name: donor.folder / name for name in plan.carried}
+    for name, data in {**files, **plan.files}.items():
+        path = Path(temporary.name) / check_file_name(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(read_bounded(data, MAX_COPIED_BYTES) if isinstance(data, Path) else data)
+    return temporary
 
 
 def model_input(checkpoint: Checkpoint) -> ModelInput:

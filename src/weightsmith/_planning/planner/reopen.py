@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,21 @@ from weightsmith._planning.planner.parameters import coerce
 from weightsmith._planning.planner.prepared import Prepared, Stage, code_files
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
-from weightsmith._plans import COPY, FILL, PERTURB, PLAIN, PRODUCTS, Gather, ModelInput, Plan, Read, Step, Value, plan_from_json
+from weightsmith._plans import (
+    COPY,
+    FILL,
+    PERTURB,
+    PLAIN,
+    PRODUCTS,
+    Gather,
+    ModelInput,
+    Plan,
+    Product,
+    Read,
+    Step,
+    Value,
+    plan_from_json,
+)
 from weightsmith.abc.stored import array_name
 
 MAX_PLAN_BYTES = 256 << 20  # 100,000 tensors of two models take 28 MB
@@ -111,12 +126,9 @@ def _computed(
 
 
 def _differs(planned: ModelInput, found: str) -> CheckpointError:
-    return CheckpointError(
-        "this is not the model that the plan was made for: names, shapes or sizes differ",
-        where=planned.ref,
-        details=[f"planned  {planned.identity}", f"found    {found}"],
-        fix="make the plan again, or restore the model",
-    )
+    what = "this is not the model that the plan was made for: names, shapes or sizes differ"
+    details = [f"planned  {planned.identity}", f"found    {found}"]
+    return CheckpointError(what, where=planned.ref, details=details, fix="make the plan again, or restore the model")
 
 
 def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | list[WeightsmithError]:
@@ -197,29 +209,19 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
         except WeightsmithError as error:
             problems.append(FormatError(f"not a plan that can be run: {error.finding.what}", where="header", fix=_MAKE))
     for product in plan.products:
-        if product.transient != find_kind(product.op).transient:
-            what = f"not a plan that can be run: the arrays of '{product.op}' are {'not ' * product.transient}transient"
-            problems.append(FormatError(what, where=f"product {product.name}", fix=_MAKE))
-        if problem := find_kind(product.op).check(product):
-            problems.append(FormatError(f"not a plan that can be run: {problem}", where=f"product {product.name}", fix=_MAKE))
-        if len({step.out.name for step in product.steps}) < len(product.steps):
-            what = "not a plan that can be run: two of its steps have one name"
-            problems.append(FormatError(what, where=f"product {product.name}", fix=_MAKE))
-        if not product.transient and sum(out.nbytes for out in product.outs) > _MAX_ARRAYS:
-            problems.append(FormatError("its arrays do not fit into memory", where=f"product {product.name}", fix=_MAKE))
+        where = f"product {product.name}"
+        problems += [FormatError(problem, where=where, fix=_MAKE) for problem in _product_problems(product)]
         known = {*product.needs, *([product.name] if find_kind(product.op).reduce else [])}
         steps = product.steps or [step for step in plan.steps if product.name in plan.needs(step)]
         for step in steps if product.steps or product.name in known else ():
             if unknown := plan.needs(step) - known:
-                problems.append(_wrong(step, f"product {product.name} does not say that it needs {min(unknown)}"))
+                problems.append(_wrong(step, f"{where} does not say that it needs {min(unknown)}"))
     if problems:
         return problems
     for step in (*plan.steps, *(step for product in plan.products for step in product.steps)):
         try:
             if step.encoding != PLAIN:
-                _check_encoding(plan, step)
-            if problem := _product_problem(plan, step, arrays):
-                raise _wrong(step, problem)
+                _check_encoding(plan, step, arrays)
             for leaf in step.leaves:
                 _check_leaf(plan, leaf, inputs, arrays)
         except WeightsmithError as error:
@@ -227,21 +229,22 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
     return problems
 
 
-def _product_problem(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> str:
-    """What is wrong with the array that the step's encoding reads; "" if nothing is, or if it reads none."""
-    encoding = find_encoding(step.encoding)
-    name = array_name(encoding, step.out.name)
-    if not encoding.product:
-        return ""
-    found = arrays.get(name)
-    if found is None or (found.dtype.name, found.shape) != ("F32", (1,)) or plan.maker[name] not in plan.needs(step):
-        return f"{step.encoding} needs the array {name!r} of a product"
-    return ""
+def _product_problems(product: Product) -> Iterator[str]:
+    kind, invalid = find_kind(product.op), "not a plan that can be run"
+    if product.transient != kind.transient:
+        yield f"{invalid}: the arrays of '{product.op}' are {'not ' * product.transient}transient"
+    if problem := kind.check(product):
+        yield f"{invalid}: {problem}"
+    if len({step.out.name for step in product.steps}) < len(product.steps):
+        yield f"{invalid}: two of its steps have one name"
+    if not product.transient and sum(out.nbytes for out in product.outs) > _MAX_ARRAYS:
+        yield "its arrays do not fit into memory"
 
 
-def _check_encoding(plan: Plan, step: Step) -> None:
+def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> None:
     """The tensors that a step stores are those of its encoding; in a GGUF file, under other names."""
-    outs = find_encoding(step.encoding).outs(step.out)
+    encoding, name = find_encoding(step.encoding), array_name(find_encoding(step.encoding), step.out.name)
+    outs = encoding.outs(step.out)
     if plan.container == GGUF:
         outs = tuple(replace(out, name=stored.name) for out, stored in zip(outs, step.stored, strict=False))
     if outs != step.stored:
@@ -253,10 +256,14 @@ def _check_encoding(plan: Plan, step: Step) -> None:
     if step.weighted >= 0:
         cols, count = step.out.shape[-1], len(plan.tables[step.weighted].data) // 4
         matrices = step.out.shape[0] if len(step.out.shape) == 3 else 1
-        if count not in (cols, cols * matrices) or find_encoding(step.encoding).product:
+        if count not in (cols, cols * matrices) or encoding.product:
             raise _wrong(step, f"its {count:,} importances are not one for each of {cols:,} columns")
         if not are_importances(plan.tables[step.weighted].floats):
             raise _wrong(step, "its importances are negative, not finite or too large")
+    made = arrays.get(name)
+    fits = made is not None and (made.dtype.name, made.shape) == ("F32", (1,)) and plan.maker[name] in plan.needs(step)
+    if encoding.product and not fits:
+        raise _wrong(step, f"{step.encoding} needs the array {name!r} of a product")
 
 
 def _check_leaf(plan: Plan, leaf: Step, inputs: list[Checkpoint], arrays: dict[str, TensorSpec]) -> None:

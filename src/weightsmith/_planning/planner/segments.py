@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weightsmith._base.errors import Finding, LayerError, MismatchError, ParameterError, WeightsmithError
+from weightsmith._base.errors import Finding, LayerError, MismatchError, ParameterError, UnknownName, WeightsmithError
 from weightsmith._methods.base import Method
+from weightsmith._models.structure import Stack, Structure
+from weightsmith._planning.planner.inputs import at
+from weightsmith._planning.planner.match import ModelNames
 from weightsmith._planning.recipe import Input, ModelRef, Module, Parameters, Recipe, Slice
 
 
@@ -110,24 +113,13 @@ class SegmentMaker:
             lengths.append(end - start)
         before = len(self.problems)
         if len(set(lengths)) > 1:
-            self.problems.append(
-                LayerError(
-                    "the sources of a slice have different numbers of layers",
-                    where=s.where,
-                    details=[
-                        f"{i.model} {list(i.layer_range or ())}: {n} layers" for i, n in zip(s.sources, lengths, strict=True)
-                    ],
-                    fix="give ranges of equal length",
-                )
-            )
+            what = "the sources of a slice have different numbers of layers"
+            pairs = zip(s.sources, lengths, strict=True)
+            details = [f"{i.model} {list(i.layer_range or ())}: {n} layers" for i, n in pairs]
+            self.problems.append(LayerError(what, where=s.where, details=details, fix="give ranges of equal length"))
         if s.base_model is not None and self.method.base == "input":
-            self.warnings.append(
-                Finding(
-                    f"base_model of a slice has no effect: merge_method {self.method.name} knows no base",
-                    s.base_model.where,
-                    fix="remove it",
-                )
-            )
+            what = f"base_model of a slice has no effect: merge_method {self.method.name} knows no base"
+            self.warnings.append(Finding(what, s.base_model.where, fix="remove it"))
         base = s.base_model or self.recipe.base_model
         mismatched = len(self.problems) > before
         return self._segment(feeds, base, max(lengths, default=0), (s.parameters, *levels), s.where, broken=mismatched)
@@ -147,13 +139,8 @@ class SegmentMaker:
         has_base = False
         for i, feed in enumerate(feeds):
             if any((f.model, f.first) == (feed.model, feed.first) for f in feeds[:i]):
-                self.problems.append(
-                    MismatchError(
-                        f"{self.labels[feed.model]} is listed twice",
-                        where=feed.where,
-                        fix="list each input once, with the sum of the weights",
-                    )
-                )
+                what, fix = f"{self.labels[feed.model]} is listed twice", "list each input once, with the sum of the weights"
+                self.problems.append(MismatchError(what, where=feed.where, fix=fix))
         if method.base == "input" or (method.base == "optional" and base is None):
             self._check_count(feeds, where, "")
         elif base is None:
@@ -162,13 +149,8 @@ class SegmentMaker:
             bases = [f for f in feeds if f.model == self.models[base]]
             others = [f for f in feeds if not bases or f is not bases[0]]
             if not bases:
-                self.problems.append(
-                    MismatchError(
-                        f"the slice does not list the base model {base}",
-                        where=where,
-                        fix="add it to the sources, with the layer_range to take from it",
-                    )
-                )
+                fix = "add it to the sources, with the layer_range to take from it"
+                self.problems.append(MismatchError(f"the slice does not list the base model {base}", where=where, fix=fix))
             else:
                 feeds, has_base = [bases[0], *others], True
             limits = method.base, method.min_models, method.max_models
@@ -211,11 +193,117 @@ class SegmentMaker:
         else:
             fix = f"remove {count - (high or low)} of them, or write a method that takes more"
         here = "there is one" if count == 1 else f"there are {count}" if count else "there is none"
-        self.problems.append(
-            MismatchError(
-                f"merge_method {method.name} takes {wanted} model{'s' if bound != 1 else ''}{besides}, and {here}",
-                where=where,
-                details=details,
-                fix=fix,
-            )
+        what = f"merge_method {method.name} takes {wanted} model{'s' if bound != 1 else ''}{besides}, and {here}"
+        self.problems.append(MismatchError(what, where=where, details=details, fix=fix))
+
+
+# ---- Which segments make which module of the output, and whether the layers they ask for exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The segments that make up one module of the output; without segments it is copied from the donor.
+
+    sliced  prefixes of the stacks that the segments cut; () when the segments take each stack whole
+    """
+
+    module: str
+    segments: tuple[Segment, ...]
+    sliced: tuple[str, ...] = ()
+
+
+class Placer:
+    """Puts the regions of a recipe in their places, collecting problems.
+
+    names  of the models, None for one that could not be opened
+    """
+
+    def __init__(self, recipe: Recipe, labels: Sequence[str], names: Sequence[ModelNames | None], donor: Structure) -> None:
+        self.recipe = recipe
+        self.labels = labels
+        self.names = names
+        self.donor = donor
+        self.problems: list[WeightsmithError] = []
+
+    def place(self, regions: Sequence[Region]) -> list[Placement]:
+        """The placements of every module of the donor, in its order."""
+        if not self.recipe.modules:
+            region = regions[0]
+            if not region.sliced:
+                return [Placement(name, region.segments) for name in self.donor.modules]
+            main = self.donor.main
+            if main is None:
+                self._ambiguous()
+                return []
+            segments, stacks = self._in_range(region.segments, main.prefix), self._counted_together(main)
+            return [Placement(n, segments, stacks) if n == main.module else Placement(n, ()) for n in self.donor.modules]
+        placed: dict[str, Placement] = {}
+        for region in regions:
+            placement = self._module(region, placed)
+            if placement is not None:
+                placed[placement.module] = placement
+        return [placed.get(name, Placement(name, ())) for name in self.donor.modules]
+
+    def _ambiguous(self) -> None:
+        stacks = [s for s in self.donor.stacks if s.kind != "other"]
+        modules = list(dict.fromkeys(s.module for s in stacks))
+        example = ", ".join(f"{name}: {{slices: [...]}}" for name in modules)
+        what, fix = "the model has no stack of layers that 'slices' could cut", "use 'models'"
+        if stacks:
+            what = "the model has several stacks of layers, and 'slices' does not say which is meant"
+            fix = f"write modules: {{{example}}}"
+        details = [f"{s.module}: {s.n_layers} layers ({s.prefix}N)" for s in stacks]
+        self.problems.append(LayerError(what, where=self.recipe.at("slices"), details=details, fix=fix))
+
+    def _module(self, region: Region, placed: dict[str, Placement]) -> Placement | None:
+        module = region.module
+        assert module is not None
+        try:
+            name = self.donor.find_module(module.name)
+        except UnknownName as error:
+            self.problems.append(at(error, module.where))
+            return None
+        if name in placed:
+            self.problems.append(UnknownName(f"module '{name}' is given twice", where=module.where))
+            return None
+        if not region.sliced:
+            return Placement(name, region.segments)
+        stacks = [s for s in self.donor.stacks_of(name) if s.kind != "other"]
+        if self.donor.main in stacks:
+            stacks = [s for s in stacks if s == self.donor.main]
+        if len(stacks) != 1:
+            what = f"module '{name}' has {len(stacks) or 'no'} stacks of layers, and 'slices' needs one"
+            details = [f"{s.n_layers} layers ({s.prefix}N)" for s in stacks]
+            self.problems.append(LayerError(what, where=module.where, details=details, fix="use 'models' for this module"))
+            return None
+        return Placement(name, self._in_range(region.segments, stacks[0].prefix), self._counted_together(stacks[0]))
+
+    def _counted_together(self, stack: Stack) -> tuple[str, ...]:
+        """The stack, and those of the module that the same key of config.json counts (XLM's attentions and ffns)."""
+        return tuple(
+            s.prefix
+            for s in self.donor.stacks_of(stack.module)
+            if s == stack or (s.config_path and (s.config_path, s.n_layers) == (stack.config_path, stack.n_layers))
         )
+
+    def _in_range(self, segments: Sequence[Segment], prefix: str) -> tuple[Segment, ...]:
+        """The segments; those that ask for layers that do not exist are reported, and broken."""
+        checked = []
+        for segment in segments:
+            wrong = [problem for feed in segment.feeds if (problem := self._out_of_range(feed, prefix)) is not None]
+            self.problems += wrong
+            checked.append(replace(segment, broken=True) if wrong else segment)
+        return tuple(checked)
+
+    def _out_of_range(self, feed: SegmentInput, prefix: str) -> LayerError | None:
+        names = self.names[feed.model]
+        if names is None or feed.end is None:
+            return None
+        n, label = names.depth.get(prefix, 0), self.labels[feed.model]
+        if not n:
+            return LayerError(f"{label} has no layers like {prefix}N", where=feed.where, fix="leave this source out")
+        if feed.end <= n:
+            return None
+        what = f"layer_range {[feed.first, feed.end]} of {label}, which has {n} layers"
+        fix = f"write at most [0, {n}]: layers count from 0, and the end is not included"
+        return LayerError(what, where=feed.range_where or feed.where, fix=fix)

@@ -27,9 +27,8 @@ from weightsmith._methods.base import Method, Parameter
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
-from weightsmith._planning.planner.decide import decide
+from weightsmith._planning.planner.decide import decide, split_fused
 from weightsmith._planning.planner.dtypes import DTypes
-from weightsmith._planning.planner.logical import split_fused
 from weightsmith._planning.planner.merges import made_by
 from weightsmith._planning.planner.parameters import coerce, taking_part, without
 from weightsmith._plans import CAST, COPY, ModelInput, Plan, PlanDraft, Read, Settings, Step, Value
@@ -111,9 +110,8 @@ class _Call:
             elif listed is None:
                 places = [*places, None]
         elif method.base == "required":
-            problems.append(
-                ParameterError(f"method {method.name} needs a base", fix="give base=, the model the others came from")
-            )
+            fix = "give base=, the model the others came from"
+            problems.append(ParameterError(f"method {method.name} needs a base", fix=fix))
         self.places = places
         self.inputs = [models[i] if i is not None else cast("StateDict", base) for i in places]
         self.labels = [f"models[{i}]" if i is not None else "base" for i in places]
@@ -144,12 +142,8 @@ class _Call:
             name = written[:-1] if iskeyword(written[:-1]) and written.endswith("_") else written
             if name not in known:
                 others = ", ".join(p + "_" * iskeyword(p) for p in known)
-                self.problems.append(
-                    UnknownParameter(
-                        f"method {self.method.name} has no parameter '{written}'{nearest(written, known)}",
-                        fix=f"write one of {others}" if others else "remove it",
-                    )
-                )
+                what = f"method {self.method.name} has no parameter '{written}'{nearest(written, known)}"
+                self.problems.append(UnknownParameter(what, fix=f"write one of {others}" if others else "remove it"))
             elif value is not None:
                 values[name] = value.item() if isinstance(value, np.generic) else value
                 if known[name].ignored:
@@ -192,17 +186,12 @@ class _Call:
             return [self._one(parameter, value, "")] * len(takers)
         if len(value) != self.count:
             what = f"has {len(value)} values, and there are {self.count} models"
-            self.problems.append(
-                ParameterError(what, where=parameter.name, fix="give one value for each of models, or one for all")
-            )
+            fix = "give one value for each of models, or one for all"
+            self.problems.append(ParameterError(what, where=parameter.name, fix=fix))
         elif any(self.places[k] is None for k in takers):
-            self.problems.append(
-                ParameterError(
-                    f"the base counts as one more input of {self.method.name}, and has no value",
-                    where=parameter.name,
-                    fix="list the base among the models too, with a value of its own",
-                )
-            )
+            what = f"the base counts as one more input of {self.method.name}, and has no value"
+            fix = "list the base among the models too, with a value of its own"
+            self.problems.append(ParameterError(what, where=parameter.name, fix=fix))
         else:
             return [self._one(parameter, value[self.places[k] or 0], f"[{self.places[k]}]") for k in takers]
         return [None] * len(takers)
@@ -272,13 +261,8 @@ class _Call:
         """Integers and booleans: the donor's, compared with the others' while they are copied."""
         order = [self.donor, *(k for k in range(len(own)) if k != self.donor)]
         if any(spec.dtype != own[self.donor].dtype for spec in own):
-            found.append(
-                Finding(
-                    f"dtypes differ and are not all floating; taken from {self.label}",
-                    name,
-                    tuple(f"{label}: {spec.dtype}" for label, spec in zip(self.labels, own, strict=True)),
-                )
-            )
+            details = tuple(f"{label}: {spec.dtype}" for label, spec in zip(self.labels, own, strict=True))
+            found.append(Finding(f"dtypes differ and are not all floating; taken from {self.label}", name, details))
             order = order[:1]
         return Step(own[self.donor], COPY, tuple(Read(k, name) for k in order))
 
@@ -286,10 +270,9 @@ class _Call:
 def _views(label: str, model: object, problems: list[WeightsmithError]) -> dict[str, View]:
     """The views of a model's tensors."""
     if not isinstance(model, Mapping):
+        what = f"this is a {type(model).__qualname__}, not a mapping of names to tensors"
         fix = "give its state_dict()" if hasattr(model, "state_dict") else ""
-        problems.append(
-            Unsupported(f"this is a {type(model).__qualname__}, not a mapping of names to tensors", where=label, fix=fix)
-        )
+        problems.append(Unsupported(what, where=label, fix=fix))
         return {}
     views: dict[str, View] = {}
     for name, tensor in model.items():

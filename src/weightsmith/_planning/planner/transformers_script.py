@@ -1,4 +1,4 @@
-"""What transformers would miss in a checkpoint (`loading.py`), and the model it builds, as PEFT sees it (`describing.py`).
+"""What transformers would miss in a checkpoint, and the model that it builds, as PEFT sees it (`loading.py`).
 
 Runs in a process of its own: JSON in, JSON out.
 

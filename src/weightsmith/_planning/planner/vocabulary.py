@@ -40,13 +40,12 @@ from weightsmith._models.tokenizers.files import (
     settings_of,
     template_of,
     with_added,
-    with_template,
 )
 from weightsmith._models.tokenizers.matching import roles_of
 from weightsmith._models.tokenizers.union import Rows, is_marker, left_out
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
-from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
-from weightsmith._planning.planner.inputs import at, find_model
+from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, OLD_TEMPLATE, Companions, own_code
+from weightsmith._planning.planner.inputs import at, changed, find_model
 from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
 
@@ -55,11 +54,17 @@ Specs = Mapping[str, TensorSpec]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A folder with the files of a tokenizer."""
+    """A folder with the files of a tokenizer; of a model on the hub those that were fetched."""
 
     label: str
     folder: Path
     files: tuple[str, ...]
+    checkpoint: Checkpoint | None = None
+
+    def fetch(self, *others: str) -> None:
+        """Download the files of the tokenizer, and some others."""
+        if self.checkpoint is not None:
+            self.checkpoint.fetch([name for name in self.files if is_tokenizer(name) or name in others])
 
 
 @dataclass
@@ -96,7 +101,7 @@ class Aligned:
         """
         if self.alignment is None:
             return list(steps), (), tuple(dropped)
-        placer = _Placer(self.models, self.counts, self.alignment, counterpart)
+        placer = _Placer(self, self.alignment, counterpart)
         placed = [placer.step(step) for step in steps]
         used = {(read.model, read.tensor) for read in placer.fallbacks}
         left = tuple(d for d in dropped if (d.model, d.tensor) not in used)
@@ -106,15 +111,9 @@ class Aligned:
 class _Placer:
     """Turns reads into gathers. Equal tables are stored once."""
 
-    def __init__(
-        self,
-        models: Sequence[Specs],
-        counts: Sequence[int],
-        alignment: Alignment,
-        counterpart: Callable[[str, int], str | None],
-    ) -> None:
-        self.models = models
-        self.counts = counts
+    def __init__(self, aligned: Aligned, alignment: Alignment, counterpart: Callable[[str, int], str | None]) -> None:
+        self.models = aligned.models
+        self.counts = aligned.counts
         self.alignment = alignment
         self.counterpart = counterpart
         self.tables: dict[bytes, int] = {}
@@ -172,6 +171,8 @@ class VocabularyPlanner:
 
     numbers  index of each reference of the recipe
     folder   that paths of the recipe start from
+    donor    index of the model that gives names, config.json and other files
+    stack    closes what is opened
 
     Without a key of the recipe the rows are merged by number, and no tokenizer is read unless the models differ in rows: then
     those that differ in padding alone are aligned.
@@ -180,23 +181,18 @@ class VocabularyPlanner:
     def __init__(
         self,
         recipe: Recipe,
-        opened: Sequence[Checkpoint],
         labels: Sequence[str],
         numbers: Mapping[ModelRef, int],
-        donor: int,
         folder: Path,
+        opened: Sequence[Checkpoint],
+        donor: int,
         stack: ExitStack,
     ) -> None:
-        self.recipe = recipe
-        self.opened = opened
-        self.labels = labels
-        self.numbers = numbers
-        self.donor = donor
-        self.folder = folder
-        self.stack = stack
+        self.recipe, self.labels, self.numbers, self.folder = recipe, labels, numbers, folder
+        self.opened, self.donor, self.stack = opened, donor, stack
         self.problems: list[WeightsmithError] = []
         self.counts = [vocabulary.count_rows(c.specs.values(), c.config) for c in opened]
-        self.places = [_Place(label, c.folder, c.files) for label, c in zip(labels, opened, strict=True)]
+        self.places = [_Place(label, c.folder, c.files, c) for label, c in zip(self.labels, opened, strict=True)]
         self.outside = self.places[0]  # a model that is not in the merge, whose tokenizer the output has
         self.source = donor  # index of the model whose tokenizer the output has; -1: that one
         self.made: Vocabulary | None = None  # the output's, if the recipe asks for one
@@ -238,24 +234,20 @@ class VocabularyPlanner:
 
     def _moved(self, k: int, data: bytes) -> bytes:
         """A model's generation_config.json with the ids of the output's tokenizer."""
-        own = self._read(self.places[k], self.opened[k])
+        own = self._read(self.places[k])
         if self.made is None or own is None or k == self.source:
             return data
         return json_bytes(move_ids(settings_in(data), (), own, self.made)[0])
 
     # ---- which tokenizer
 
-    def _read(self, place: _Place, checkpoint: Checkpoint | None) -> Vocabulary | None:
-        if checkpoint is not None:
-            checkpoint.fetch([name for name in place.files if is_tokenizer(name) or name == GENERATION])
+    def _read(self, place: _Place) -> Vocabulary | None:
+        place.fetch(GENERATION)
         return read_vocabulary(place.label, place.folder, place.files, self._seen)
-
-    def _read_all(self) -> list[Vocabulary | None]:
-        return [self._read(place, checkpoint) for place, checkpoint in zip(self.places, self.opened, strict=True)]
 
     def _padding(self, found: Aligned) -> None:
         """Models without a key that have the same tokens, and different numbers of rows."""
-        read = [vocab for vocab, count in zip(self._read_all(), self.counts, strict=True) if count]
+        read = [self._read(place) for place, count in zip(self.places, self.counts, strict=True) if count]
         own = read[0]
         if own is None or any(vocab is None or vocab.ids != own.ids for vocab in read):
             return  # the tensors say what is wrong
@@ -273,7 +265,7 @@ class VocabularyPlanner:
             rows = self.counts[self.donor]
             found.summary = {"tokenizer": self.labels[self.donor], "rows": rows, "rows_before": rows, "shared": True}
             return
-        read = self._read_all()
+        read = [self._read(place) for place in self.places]
         source, k = self._source(asked, read)
         if source is None:
             what = f"{self.labels[k] if k >= 0 else asked.source} has no tokenizer that can be read"
@@ -307,13 +299,10 @@ class VocabularyPlanner:
         self._align(found, out, rows, vocabularies, rules)
         self._write(found, k, source, united, converted)
         assert found.summary is not None
-        found.summary |= {
-            "new": list(united.new),
-            "left_out": {label: n for label, n in left_out(out, others).items() if n},
-        }
-        if plain := [
-            token for token in united.new if token not in {rule.token for rule in asked.rules} and not is_marker(token)
-        ]:
+        found.summary["new"] = list(united.new)
+        found.summary["left_out"] = {label: n for label, n in left_out(out, others).items() if n}
+        chosen = {rule.token for rule in asked.rules}
+        if plain := [token for token in united.new if token not in chosen and not is_marker(token)]:
             what = "text is split at added tokens of other models that are ordinary text: " + ", ".join(map(show, plain[:6]))
             what += f" and {len(plain) - 6} more" if len(plain) > 6 else ""
             fix = f"use tokenizer_source: base to split text as {source.label} does; the output then lacks these tokens"
@@ -329,8 +318,8 @@ class VocabularyPlanner:
         own = isinstance(asked.source, str) or find_model(self.numbers, asked.source) == self.donor
         if not own or asked.rules or len(set(self.counts)) > 1 or self.counts[0] % asked.multiple:
             return False
-        for place, checkpoint in zip(self.places, self.opened, strict=True):
-            checkpoint.fetch([name for name in place.files if is_tokenizer(name)])
+        for place in self.places:
+            place.fetch()
         digests = {digest_of(place.folder, place.files) for place in self.places}
         return len(digests) == 1 and "" not in digests
 
@@ -342,24 +331,22 @@ class VocabularyPlanner:
         if k is not None:
             return read[k], k
         try:
-            place, checkpoint = self._open(asked.source)
+            self.outside = self._open(asked.source)
         except WeightsmithError as error:
             what = error.finding.what + nearest(asked.source.path, ("union", "base"))
-            error.finding = replace(error.finding, what=what)
-            raise at(error, asked.where) from error
-        self.outside = place
-        return self._read(place, checkpoint), -1
+            raise at(changed(error, what=what), asked.where) from error
+        return self._read(self.outside), -1
 
-    def _open(self, ref: ModelRef) -> tuple[_Place, Checkpoint | None]:
+    def _open(self, ref: ModelRef) -> _Place:
         """A model that is not in the merge: of a folder, the files alone."""
         folder = expand_user(ref.path)
         if not ref.revision and is_folder(folder):
             names = tuple(file_names(folder))
             check_links(folder, [name for name in names if is_tokenizer(name)])
-            return _Place(str(ref), folder, names), None
+            return _Place(str(ref), folder, names)
         checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)
         self.stack.callback(checkpoint.close)
-        return _Place(str(ref), checkpoint.folder, checkpoint.files), checkpoint
+        return _Place(str(ref), checkpoint.folder, checkpoint.files, checkpoint)
 
     def _rule(self, rule: TokenRule, out: Vocabulary, vocabularies: Sequence[Vocabulary]) -> RowRule | None:
         number = out.ids[rule.token]
@@ -367,19 +354,16 @@ class VocabularyPlanner:
             return RowRule(number, -1, 0, rule.force) if rule.chosen else None
         k = find_model(self.numbers, rule.model)
         if k is None:
-            fix = f"name one of {', '.join(self.labels)}"
-            self.problems.append(
-                UnknownName(f"the source of the token {show(rule.token)} is not in the merge", where=rule.where, fix=fix)
+            what, fix = (
+                f"the source of the token {show(rule.token)} is not in the merge",
+                f"name one of {', '.join(self.labels)}",
             )
+            self.problems.append(UnknownName(what, where=rule.where, fix=fix))
             return None
         theirs, wanted = vocabularies[k], rule.token if rule.other is None else rule.other
-        row = (
-            theirs.find(out)(rule.token)
-            if rule.other is None
-            else wanted
-            if isinstance(wanted, int)
-            else theirs.ids.get(wanted)
-        )
+        row = wanted if isinstance(wanted, int) else theirs.ids.get(wanted)
+        if rule.other is None:
+            row = theirs.find(out)(rule.token)
         if row is None or not 0 <= row < self.counts[k]:
             what = f"{self.labels[k]} has no row for the token {show(wanted)}"
             what += "" if row is None else f": it has {self.counts[k]:,} rows, and this is number {row:,}"
@@ -447,7 +431,7 @@ class VocabularyPlanner:
     def _ids(self, found: Aligned, k: int, place: _Place, source: Vocabulary) -> None:
         """The ids of special tokens in config.json and generation_config.json, which are those of the donor's tokenizer."""
         mine = self.places[self.donor]
-        old = self._read(mine, self.opened[self.donor])
+        old = self._read(mine)
         config = self.opened[k].config if k >= 0 else settings_of(place.folder, place.files, "config.json")
         generation = settings_of(place.folder, place.files, GENERATION)
         roles = {}
@@ -460,8 +444,8 @@ class VocabularyPlanner:
             found.files[GENERATION] = json_bytes(moved)
 
     def _template(self, asked: str, found: Aligned) -> None:
-        for place, checkpoint in zip(self.places, self.opened, strict=True):
-            checkpoint.fetch([name for name in place.files if is_tokenizer(name)])
+        for place in self.places:
+            place.fetch()
         templates = [template_of(place.folder, place.files) for place in self.places]
         where = self.recipe.at("chat_template")
         template, path = choose_template(asked, templates, self.folder, where)
@@ -470,10 +454,5 @@ class VocabularyPlanner:
             fix = f"name one: {', '.join(TEMPLATES)}; or leave the line out"
             found.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
             return
-        mine = self.places[self.donor]
-        settings = settings_of(mine.folder, mine.files, "tokenizer_config.json")
-        if "tokenizer_config.json" in found.files:
-            settings = settings_in(found.files["tokenizer_config.json"])
-        with_template(found.files, settings, template)
-        found.files.pop("chat_template.json", None)
-        found.removed |= {"chat_template.json"}
+        Companions(self.labels, self.opened, self.donor, found.files).write_template(template)
+        found.removed |= {OLD_TEMPLATE}

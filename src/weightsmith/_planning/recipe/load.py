@@ -6,7 +6,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -290,9 +290,8 @@ def _stage_problems(last: Recipe | Upcycling | Surgery | None, stages: Mapping[s
     uses = {name: _uses(recipe, stages) for name, recipe in stages.items()}
     for ref in (ref for found in (*uses.values(), _uses(last, stages)) for ref in found.values() if ref.revision):
         what = f"{ref.path!r} is a recipe of this file, and has no revisions"
-        problems.append(
-            UnknownName(what, where=ref.where, fix=f"Write {ref.path}; for a model of this name, rename the recipe.")
-        )
+        fix = f"Write {ref.path}; for a model of this name, rename the recipe."
+        problems.append(UnknownName(what, where=ref.where, fix=fix))
     for ref in (ref for user in (last, *stages.values()) for ref in _models_of(user) if isinstance(ref, ModelRef)):
         what = ""
         if ref.lora is not None and ref.lora.path in stages:
@@ -304,26 +303,29 @@ def _stage_problems(last: Recipe | Upcycling | Surgery | None, stages: Mapping[s
         if what:
             fix = "Run that recipe alone first, and use its output folder here."
             problems.append(Unsupported(what, where=ref.where, fix=fix))
-    done: set[str] = set()
-    for start in stages:
-        path: list[str] = []
-        trail = [iter([start])]
-        while trail:  # depth first, without recursion: a file may hold thousands of recipes
-            name = next(trail[-1], None)
-            if name is None:
-                trail.pop()
-                done.update(path[-1:])
-                path[-1:] = []
-            elif name in path:
-                circle = [*path[path.index(name) :], name]
-                what = f"recipes need each other's results: {' -> '.join(circle)}" if len(circle) > 2 else ""
-                what = what or f"the recipe {name!r} needs its own result"
-                fix = "Name another model: each recipe can use the results of those that do not depend on it."
-                problems.append(SyntaxProblem(what, where=uses[path[-1]][name].where, fix=fix))
-            elif name not in done:
-                path.append(name)
-                trail.append(iter(uses[name]))
+    for circle in _circles(uses):
+        what = f"recipes need each other's results: {' -> '.join(circle)}"
+        if len(circle) == 2:
+            what = f"the recipe {circle[0]!r} needs its own result"
+        fix = "Name another model: each recipe can use the results of those that do not depend on it."
+        problems.append(SyntaxProblem(what, where=uses[circle[-2]][circle[-1]].where, fix=fix))
     return problems
+
+
+def _circles(uses: Mapping[str, Mapping[str, ModelRef]]) -> Iterator[list[str]]:
+    """Recipes that depend on each other, the first again at the end."""
+    done: set[str] = set()
+
+    def follow(name: str, path: list[str]) -> Iterator[list[str]]:
+        if name in path:
+            yield [*path[path.index(name) :], name]
+        elif name not in done:
+            for other in uses[name]:
+                yield from follow(other, [*path, name])
+            done.add(name)
+
+    for start in uses:
+        yield from follow(start, [])
 
 
 def _unused(written: _Written, last: Recipe | Upcycling | Surgery, stages: Mapping[str, Recipe | None]) -> list[Finding]:

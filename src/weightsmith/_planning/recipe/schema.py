@@ -7,8 +7,9 @@ Generated from the tables of the grammar and the methods' parameters. What a sch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
+from weightsmith._methods.base import Method, Parameter
 from weightsmith._planning.recipe.grammar import LEVELS, RECIPE
 from weightsmith._planning.recipe.kinds import Level, Schema
 from weightsmith._planning.recipe.moe_grammar import MOE_LEVELS, SURGERY, UPCYCLING
@@ -20,37 +21,7 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _OWN_METHOD = {"type": "string", "pattern": r"\.py:[A-Za-z_]\w*$"}
 
 
-class ParameterFacts(Protocol):
-    """What the schema needs of a parameter: this package does not import `weightsmith.methods`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> Literal["float", "int", "bool", "str"]: ...
-    @property
-    def doc(self) -> str: ...
-    @property
-    def scope(self) -> Literal["model", "tensor"]: ...
-    @property
-    def minimum(self) -> float | None: ...
-    @property
-    def maximum(self) -> float | None: ...
-    @property
-    def choices(self) -> tuple[str, ...]: ...
-    @property
-    def booleans(self) -> tuple[str, ...]: ...
-
-
-class MethodFacts(Protocol):
-    """What the schema needs of a merge method."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameters(self) -> Sequence[ParameterFacts]: ...
-
-
-def schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
+def schema(methods: Sequence[Method]) -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a recipe for these methods.
 
     >>> schema([])["properties"]["dtype"]["anyOf"][0]["enum"][:2]
@@ -59,7 +30,7 @@ def schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
     return {"$schema": _DRAFT, "title": "weightsmith recipe", **_level(RECIPE), "$defs": _definitions(LEVELS, methods)}
 
 
-def moe_schema(methods: Sequence[MethodFacts]) -> dict[str, Any]:
+def moe_schema(methods: Sequence[Method]) -> dict[str, Any]:
     """JSON Schema of a recipe of `weightsmith moe`; methods: for merges used as models.
 
     >>> moe_schema([])["$defs"]["upcycling"]["properties"]["gate_mode"]["anyOf"][0]["enum"][:2]
@@ -107,9 +78,9 @@ def _known_names(level: Level) -> Schema:
     return {"properties": inner} if inner else {}
 
 
-def _definitions(levels: Sequence[Level], methods: Sequence[MethodFacts]) -> dict[str, Any]:
+def _definitions(levels: Sequence[Level], methods: Sequence[Method]) -> dict[str, Any]:
     """The levels, the names of the methods, and the parameters by name."""
-    uses: dict[str, list[tuple[str, ParameterFacts]]] = {}
+    uses: dict[str, list[tuple[str, Parameter]]] = {}
     for method in methods:
         for parameter in method.parameters:
             uses.setdefault(parameter.name, []).append((method.name, parameter))
@@ -128,7 +99,7 @@ def _definitions(levels: Sequence[Level], methods: Sequence[MethodFacts]) -> dic
     }
 
 
-def _parameters(uses: Mapping[str, list[tuple[str, ParameterFacts]]]) -> dict[str, Any]:
+def _parameters(uses: Mapping[str, list[tuple[str, Parameter]]]) -> dict[str, Any]:
     properties = {}
     for name, found in uses.items():
         docs: dict[str, list[str]] = {}
@@ -140,7 +111,7 @@ def _parameters(uses: Mapping[str, list[tuple[str, ParameterFacts]]]) -> dict[st
     return {"type": "object", "properties": properties, "additionalProperties": own}
 
 
-def _setting(name: str, parameters: Sequence[ParameterFacts]) -> dict[str, Any]:
+def _setting(name: str, parameters: Sequence[Parameter]) -> dict[str, Any]:
     """All the forms of one parameter: a scalar, a gradient, a schedule, a value with a filter, a list of those.
 
     parameters  of this name, one for each method that has it; none for one that only its own method's code knows
@@ -157,7 +128,7 @@ def _setting(name: str, parameters: Sequence[ParameterFacts]) -> dict[str, Any]:
     return {"anyOf": [scalar, condition, lists, *schedules]}
 
 
-def _scalars(parameter: ParameterFacts) -> list[Schema]:
+def _scalars(parameter: Parameter) -> list[Schema]:
     if parameter.kind == "bool":
         return [{"type": "boolean"}]
     if parameter.kind == "str":

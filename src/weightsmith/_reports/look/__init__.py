@@ -3,7 +3,8 @@
 What is measured are products of plans without output, which the engine computes like those of a merge: it cuts and reads the
 tensors, and a survey takes their tiles. The results are frozen values with `to_json`, which the command line draws as tables.
 
-    models.py       the models: opened, their tensors paired and placed; surveys of them
+    models.py       the models: opened, their tensors paired and placed
+    surveys.py      what their surveys have in common, and running them
     files.py        config.json, tokenizer, chat template, card
     inspect.py      what one model is: `Inspection`
     diff.py         what a model differs in from another: `Difference`, in values.py; reading.py says it in words

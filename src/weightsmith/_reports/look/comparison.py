@@ -7,13 +7,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES, gram
@@ -22,10 +21,10 @@ from weightsmith._kernels.select import HIGH_BINS, Scores, count_high, find_bin
 from weightsmith._methods.jobs.combination import symmetric
 from weightsmith._plans import Product, Step
 from weightsmith._reports.look.differences import WIDTH, Floats, analyse_sketch, measured, sparse_signs
-from weightsmith._reports.look.models import Place, Watching, groups, is_floating, json_values, match, opened
+from weightsmith._reports.look.models import Place, by_layer_and_part, is_floating, json_values, match, opened
 from weightsmith._reports.look.nonfinite import NonFinite, counted, decoded, of_rows, sentences, together
+from weightsmith._reports.look.surveys import Survey, Watching, added, survey_kind, survey_product
 from weightsmith.abc.job import Matrix, Tile
-from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
 
 # ---- The `alignments` product: how the task vectors of several models lie to each other.
 #
@@ -54,16 +53,10 @@ def alignments(name: str, steps: Sequence[Step]) -> Product:
     DIRECTIONS] (of the principal angles, descending; nan where there are fewer), `nonfinite` int64 [steps, 1 + k, 2] (of each
     input, how many elements are NaN, and infinite).
     """
-    n, k = len(steps), len(steps[0].inputs) - 1 if steps else 0
+    k = len(steps[0].inputs) - 1 if steps else 0
     pairs = k * (k + 1) // 2
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-        "products": ("F64", (n, pairs)),
-        "counts": ("I64", (n, 2 + pairs)),
-        "cosines": ("F64", (n, pairs, DIRECTIONS)),
-        "nonfinite": ("I64", (n, 1 + k, 2)),
-    }
-    outs = tuple(TensorSpec(f"{name}: {what}", DTYPES[dtype], shape) for what, (dtype, shape) in shapes.items())
-    return Product(name, OP, outs, {}, tuple(steps))
+    shapes = {"products": (pairs,), "counts": (2 + pairs,), "cosines": (pairs, DIRECTIONS), "nonfinite": (1 + k, 2)}
+    return survey_product(name, OP, steps, shapes, integers=("counts", "nonfinite"))
 
 
 @dataclass(slots=True)
@@ -82,20 +75,16 @@ class _Part:
     sketch: Floats | None
 
 
-class Alignments(StreamingReduction):
+class Alignments(Survey):
     """See `alignments`."""
 
     def __init__(self, product: Product) -> None:
-        self._steps = {step.out.name: i for i, step in enumerate(product.steps)}
-        self._specs = [step.out for step in product.steps]
-        self._sketched = {step.out.name for step in product.steps if step.role == "linear"}
-        n, self._k = len(product.steps), len(product.steps[0].inputs) - 1 if product.steps else 0
-        pairs = self._k * (self._k + 1) // 2
-        self._products, self._counts = np.zeros((n, pairs)), np.zeros((n, 2 + pairs), np.int64)
-        self._nonfinite = np.zeros((n, 1 + self._k, 2), np.int64)
-        self._cosines = np.full((n, pairs, DIRECTIONS), np.nan)
+        super().__init__(product)
+        self._products, self._counts, self._cosines, self._nonfinite = self.found
+        self._cosines.fill(np.nan)
+        self._k = self._nonfinite.shape[1] - 1
         self._bins: dict[str, Count] = {}
-        self._limits = np.zeros((n, self._k), np.uint32)
+        self._limits = np.zeros((len(self.specs), self._k), np.uint32)
         self._sketches: dict[str, Floats] = {}
 
     def passes(self) -> int:
@@ -119,14 +108,14 @@ class Alignments(StreamingReduction):
         return _Sampled(matrix.name, found)
 
     def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
-        i, pairs = self._steps[matrix.name], self._products.shape[1]
+        i, pairs = self.row[matrix.name], self._products.shape[1]
         products, counts = np.empty((tile.grains(matrix.grain), pairs)), np.zeros(2 + pairs, np.int64)
         rows = tile.scratch.rows(1 + self._k, matrix.codes, matrix.out_code, matrix.cols)
         gram(tile.raw, matrix.codes, tile.size, matrix.grain, True, products, rows, np.empty((pairs, LANES)))
         nonfinite = None if np.isfinite(products).all() else counted(decoded(matrix, tile))
         marks = np.empty((3 + self._k, BLOCK), np.uint8)
         agreement(tile.raw, matrix.codes, tile.size, self._limits[i], counts, rows, marks)
-        if matrix.name not in self._sketched:
+        if matrix.name not in self.linear:
             return _Part(matrix.name, 0, products, counts, nonfinite, None)
         signs, shifts = sparse_signs(matrix.cols)
         count = tile.size // matrix.cols
@@ -140,15 +129,13 @@ class Alignments(StreamingReduction):
             for own, (used, counts) in zip(held, result.bins, strict=True):
                 own[used] += counts
             return
-        i = self._steps[result.name]
-        # cumsum adds grain after grain; sum would add in an order that depends on the tiles.
-        with np.errstate(invalid="ignore"):
-            self._products[i] = np.cumsum(np.concatenate([self._products[i][None], result.products]), axis=0)[-1]
+        i = self.row[result.name]
+        self._products[i] = added(self._products[i], result.products)
         if result.nonfinite is not None:
             self._nonfinite[i] += result.nonfinite
         self._counts[i] += result.counts
         if result.sketch is not None:
-            shape = self._k, self._specs[i].shape[0], result.sketch.shape[2]
+            shape = self._k, self.specs[i].shape[0], result.sketch.shape[2]
             held_sketch = self._sketches.setdefault(result.name, np.zeros(shape, np.float32))
             held_sketch[:, result.first_row : result.first_row + result.sketch.shape[1]] = result.sketch
 
@@ -157,38 +144,31 @@ class Alignments(StreamingReduction):
             for name, bins in self._bins.items():
                 for i, own in enumerate(bins):
                     rank = max(1, round(LARGE_SHARE * int(own.sum())))
-                    self._limits[self._steps[name], i] = int(find_bin(own, rank)[0]) << 16
+                    self._limits[self.row[name], i] = int(find_bin(own, rank)[0]) << 16
             self._bins.clear()
             return
         for name in list(self._sketches):
-            self._compare_directions(self._steps[name], self._sketches.pop(name))
+            self._compare_directions(self.row[name], self._sketches.pop(name))
 
     def _compare_directions(self, i: int, sketches: Floats) -> None:
-        cols = self._specs[i].shape[1]
+        cols = self.specs[i].shape[1]
         bases = [analyse_sketch(s, cols).basis[:, :DIRECTIONS] if np.isfinite(s).all() and s.any() else None for s in sketches]
-        at = 0
-        for a in range(self._k):
-            for b in range(a, self._k):
-                p, q = bases[a], bases[b]
-                if p is not None and q is not None:
-                    found = np.minimum(1, np.linalg.svd(p.astype(np.float64).T @ q.astype(np.float64), compute_uv=False))
-                    self._cosines[i, at, : len(found)] = found
-                at += 1
-
-    def arrays(self) -> Arrays:
-        return [self._products, self._counts, self._cosines, self._nonfinite]
+        for at, (p, q) in enumerate(combinations_with_replacement(bases, 2)):
+            if p is not None and q is not None:
+                found = np.minimum(1, np.linalg.svd(p.astype(np.float64).T @ q.astype(np.float64), compute_uv=False))
+                self._cosines[i, at, : len(found)] = found
 
 
-def _check(product: Product) -> str:
-    counts = {len(step.inputs) for step in product.steps}
-    if len(counts) != 1 or min(counts) < 3 or any(not step.out.size for step in product.steps):
+def _problem(steps: Sequence[Step]) -> str:
+    counts = {len(step.inputs) for step in steps}
+    if len(counts) != 1 or min(counts) < 3 or any(not step.out.size for step in steps):
         return "its steps do not have a base and the same number of models, two or more"
-    if any(step.role == "linear" and len(step.out.shape) != 2 for step in product.steps):
+    if any(step.role == "linear" and len(step.out.shape) != 2 for step in steps):
         return "a matrix of it has not two dimensions"
-    return "" if product.outs == alignments(product.name, product.steps).outs else "its arrays are not those of its steps"
+    return ""
 
 
-KIND = ProductKind("comparing", reduce=Alignments, check=_check)
+KIND = survey_kind("comparing", Alignments, alignments, _problem)
 
 
 ALIKE, OPPOSED = 0.5, -0.1
@@ -325,13 +305,13 @@ def compare(
         lacking = [name for names in found.missing for name in names]
         missing = dict.fromkeys([*lacking, *(name for name, _ in found.different)])
         refs = [checkpoint.ref for checkpoint in checkpoints]
-    by_layer, by_part = (groups([own.place for own in sums], key) for key in (lambda p: p.group, lambda p: p.part))
+    layers, parts = by_layer_and_part(sums)
     return Comparison(
         refs[0],
         tuple(refs[1:]),
         tuple(_aligned(own.name, [own], len(models), own.place) for own in sums),
-        tuple(_aligned(name, [sums[i] for i in own], len(models)) for name, own in by_layer.items()),
-        tuple(_aligned(name, [sums[i] for i in own], len(models)) for name, own in by_part.items()),
+        tuple(_aligned(name, own, len(models)) for name, own in layers.items()),
+        tuple(_aligned(name, own, len(models)) for name, own in parts.items()),
         _aligned("all", sums, len(models)),
         tuple(missing),
         tuple(tensors),
@@ -411,6 +391,9 @@ def _read(found: Comparison) -> list[str]:
         left_out = total.tensors - total.measured
         texts.append(f"All numbers of several tensors leave {count(left_out, 'tensor')} out, which cannot be measured.")
     texts += _read_measured(found, names)
+    if found.missing:
+        lacking = f"{count(len(found.missing), 'tensor')} that some models lack or have in another shape"
+        texts.append(f"Not compared: {lacking}, such as {found.missing[0]}.")
     if found.chosen:
         texts.append(f"Only tensors that match {', '.join(map(repr, found.chosen))} were compared.")
     return texts

@@ -6,16 +6,14 @@ steps have two inputs, the two tensors.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.adapters.factors import rounding_noise
 from weightsmith._kernels.codecs import BLOCK, decode
 from weightsmith._kernels.combine import LANES
@@ -24,10 +22,11 @@ from weightsmith._kernels.differences import DIFFERENCE_SUMS, Sketch, difference
 from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Product, Step
-from weightsmith._reports.look.models import Matched, Watching, survey, with_needs
+from weightsmith._reports.look.models import Matched
 from weightsmith._reports.look.nonfinite import counted, decoded, differs
+from weightsmith._reports.look.surveys import Survey, Watching, added, keep_largest, survey, survey_kind, survey_product
 from weightsmith.abc.job import Matrix, Tile
-from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
+from weightsmith.abc.product import Arrays
 
 # ---- Sketches of a difference: its rows times a sparse matrix of random signs, and what they tell of its singular values.
 #
@@ -154,17 +153,8 @@ def differences(name: str, steps: Sequence[Step]) -> Product:
     or -1, and its squared distance over its squared norm; infinite if that is zero). What differs is counted with NaN equal to
     NaN, and an infinity to itself; other sums of a step with such elements are not numbers.
     """
-    n, f64 = len(steps), DTYPES["F64"]
-    shapes = {
-        "sums": (n, SUMS),
-        "nonfinite": (n, 2, 2),
-        "values": (n, VALUES),
-        "upper": (n, VALUES),
-        "rank": (n,),
-        "moved": (n, MOVED, 2),
-    }
-    outs = tuple(TensorSpec(f"{name}: {what}", f64, shape) for what, shape in shapes.items())
-    return Product(name, OP, outs, {}, tuple(steps))
+    shapes: dict[str, tuple[int, ...]] = {"sums": (SUMS,), "nonfinite": (2, 2), "values": (VALUES,), "upper": (VALUES,)}
+    return survey_product(name, OP, steps, {**shapes, "rank": (), "moved": (MOVED, 2)})
 
 
 @dataclass(slots=True)
@@ -186,22 +176,18 @@ class _Projected:
     product: Floats
 
 
-class Differences(StreamingReduction):
+class Differences(Survey):
     """See `differences`."""
 
     def __init__(self, product: Product) -> None:
-        self._steps = {step.out.name: i for i, step in enumerate(product.steps)}
-        self._specs = [step.out for step in product.steps]
-        self._sketched = {step.out.name for step in product.steps if step.role == "linear"}
-        n = len(product.steps)
-        self._sums = np.zeros((n, SUMS))
-        self._nonfinite = np.zeros((n, 2, 2))
-        self._noises: list[list[float]] = [[] for _ in range(n)]
-        self._moved: list[list[tuple[float, int]]] = [[] for _ in range(n)]
+        super().__init__(product)
+        self._sums, self._nonfinite, self._values, self._upper, self._rank, self._moved = self.found
+        self._rank.fill(np.nan)
+        self._moved.fill(-1)
+        self._noises: list[list[float]] = [[] for _ in self.specs]
         self._sketches: dict[str, Floats] = {}
         self._bases: dict[str, Floats] = {}
         self._products: dict[str, npt.NDArray[np.float64]] = {}
-        self._values, self._upper, self._rank = np.zeros((n, VALUES)), np.zeros((n, VALUES)), np.full(n, np.nan)
 
     def passes(self) -> int:
         return 2 if self._bases or self._products else 1
@@ -221,11 +207,11 @@ class Differences(StreamingReduction):
     def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
         grains, sums = tile.grains(matrix.grain), np.zeros(DIFFERENCE_SUMS + 2)
         if (matrix.codes < 0).any():
-            nbytes = tile.size * self._specs[self._steps[matrix.name]].dtype.itemsize
+            nbytes = tile.size * self.specs[self.row[matrix.name]].dtype.itemsize
             changed = np.not_equal(tile.raw[0, :nbytes], tile.raw[1, :nbytes]).reshape(tile.size, -1).any(1)
             sums[3] = changed.sum()
             return _Part(matrix.name, tile.start, sums[None], 0.0, _NO_SKETCH, None)
-        sketched = matrix.name in self._sketched
+        sketched = matrix.name in self.linear
         row = matrix.cols if sketched else BLOCK
         signs, shifts = sparse_signs(matrix.cols) if sketched else _NO_SIGNS
         sketch = np.zeros((tile.size // row, min(WIDTH, matrix.cols)), np.float32) if sketched else _NO_SKETCH
@@ -268,30 +254,23 @@ class Differences(StreamingReduction):
             held += result.product
 
     def _take_part(self, part: _Part) -> None:
-        i = self._steps[part.name]
-        sums = self._sums[i]
-        # cumsum adds grain after grain; sum would add in an order that depends on the tiles.
-        added = [0, 1, 2, 3, DIFFERENCE_SUMS + 1, DIFFERENCE_SUMS + 2]
-        with np.errstate(invalid="ignore"):
-            sums[added] = np.cumsum(np.concatenate([sums[None, added], part.sums[:, [0, 1, 2, 3, 5, 6]]]), axis=0)[-1]
+        i = self.row[part.name]
+        sums, own = self._sums[i], [0, 1, 2, 3, DIFFERENCE_SUMS + 1, DIFFERENCE_SUMS + 2]
+        sums[own] = added(sums[own], part.sums[:, [0, 1, 2, 3, 5, 6]])
         sums[4] = max(sums[4], float(part.sums[:, 4].max(initial=0)))
         self._noises[i].append(part.noise)
         if part.nonfinite is not None:
             self._nonfinite[i] += part.nonfinite
         if part.sketch.size:
-            rows = self._specs[i].shape[0]
+            rows, cols = self.specs[i].shape
             held = self._sketches.setdefault(part.name, np.zeros((rows, part.sketch.shape[1]), np.float32))
-            first = part.start // self._specs[i].shape[1]
+            first = part.start // cols
             held[first : first + len(part.sketch)] = part.sketch
         if part.moved is not None:
-            first = part.start // self._specs[i].shape[1]
+            moved, norms = part.moved.T
             with np.errstate(divide="ignore", invalid="ignore"):  # infinite: the row was zero
-                shares = np.where(
-                    np.isfinite(part.moved).all(1) & (part.moved[:, 0] > 0), part.moved[:, 0] / part.moved[:, 1], -1
-                )
-            best = np.argsort(-shares, kind="stable")[:MOVED].tolist()
-            candidates = [(float(shares[k]), -(first + k)) for k in best if shares[k] >= 0]
-            self._moved[i] = heapq.nlargest(MOVED, [*self._moved[i], *candidates])
+                shares = np.where(np.isfinite(moved) & np.isfinite(norms) & (moved > 0), moved / norms, -1)
+            keep_largest(self._moved[i], part.start // self.specs[i].shape[1], shares)
 
     def end(self, number: int) -> None:
         if number == 0:
@@ -301,7 +280,7 @@ class Differences(StreamingReduction):
                 self._analyse(name, self._sketches.pop(name))
         else:
             for name, product in self._products.items():
-                i = self._steps[name]
+                i = self.row[name]
                 if not np.isfinite(product).all():  # as in _analyse
                     self._upper[i], self._rank[i] = 0, np.nan
                     continue
@@ -310,23 +289,16 @@ class Differences(StreamingReduction):
             self._bases.clear()
 
     def _analyse(self, name: str, sketch: Floats) -> None:
-        i = self._steps[name]
+        i = self.row[name]
         energy, noise = float(self._sums[i, 2]), float(self._sums[i, DIFFERENCE_SUMS])
         # Numbers near the largest of float32 are no fine-tune's; their sums overflow.
         if energy == 0 or not np.isfinite(energy) or not np.isfinite(sketch).all():
             self._rank[i] = 0 if energy == 0 else np.nan
             return
-        rows, cols = self._specs[i].shape
+        rows, cols = self.specs[i].shape
         found = analyse_sketch(sketch, cols)
         self._upper[i], self._bases[name] = found.upper, found.basis
         self._rank[i] = found.rank(rows, cols, energy, noise * rows * cols)
-
-    def arrays(self) -> Arrays:
-        moved = np.full((len(self._specs), MOVED, 2), -1.0)
-        for i, rows in enumerate(self._moved):
-            for k, (share, number) in enumerate(rows):
-                moved[i, k] = -number, share
-        return [self._sums, self._nonfinite, self._values, self._upper, self._rank, moved]
 
 
 def measured(
@@ -341,7 +313,6 @@ def measured(
 ) -> list[tuple[Matched, Arrays]]:
     """Each matrix with its own row of the arrays of a product, which is computed layer by layer, in memory."""
     products = [product(f"{what} of {name}", steps) for name, steps in _batches([(m.place.group, m.step) for m in matrices])]
-    products = [replace(each, steps=with_needs(each.name, each.steps)) for each in products]
     if not products:
         return []
     outcome = survey("diff", models, products, threads=threads, progress=progress, doing="comparing", passes=passes)
@@ -373,13 +344,11 @@ def _batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step
         yield (f"{name} ({number})" if number else name), batch
 
 
-def _check(product: Product) -> str:
-    if any(len(step.inputs) != 2 or not step.out.size for step in product.steps) or not product.steps:
+def _problem(steps: Sequence[Step]) -> str:
+    if any(len(step.inputs) != 2 or not step.out.size for step in steps) or not steps:
         return "its steps do not have two inputs each"
-    if any(step.role != "other" and len(step.out.shape) != 2 for step in product.steps):
-        return "a matrix of it has not two dimensions"
-    expected = differences(product.name, product.steps).outs
-    return "" if product.outs == expected else "its arrays are not those of its steps"
+    flat = any(step.role != "other" and len(step.out.shape) != 2 for step in steps)
+    return "a matrix of it has not two dimensions" if flat else ""
 
 
-KIND = ProductKind("comparing", reduce=Differences, check=_check)
+KIND = survey_kind("comparing", Differences, differences, _problem)

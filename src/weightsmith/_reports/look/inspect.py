@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import os
 from collections import Counter
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
-from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import STATISTICS, statistics
@@ -32,20 +31,10 @@ from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import COPY, Product, Read, Step
 from weightsmith._reports.look.files import fetch_small, licence, lineage, vocabulary_of
-from weightsmith._reports.look.models import (
-    Place,
-    Watching,
-    check_patterns,
-    json_values,
-    matches,
-    opened,
-    place_of,
-    survey,
-    with_needs,
-)
+from weightsmith._reports.look.models import Place, check_patterns, json_values, matches, opened, place_of
 from weightsmith._reports.look.nonfinite import NonFinite
+from weightsmith._reports.look.surveys import Survey, Watching, added, keep_largest, survey, survey_kind, survey_product
 from weightsmith.abc.job import Matrix, Tile
-from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
 
 # ---- The `statistics` product: what some tensors of one model hold. It streams, in one pass; its steps have one input.
 
@@ -61,11 +50,7 @@ def statistics_product(name: str, steps: Sequence[Step]) -> Product:
     Its arrays have a row for each step: `sums` float64 [steps, STATISTICS] (see `kernels.differences`), `rows` float64
     [steps, LARGEST, 2] (row number, or -1, and its squared norm), `spread` float64 [steps, 2]: Σ and Σ² of the norms of rows.
     """
-    n, f64 = len(steps), DTYPES["F64"]
-    shapes = {"sums": (n, STATISTICS), "rows": (n, LARGEST, 2), "spread": (n, 2)}
-    return Product(
-        name, OP, tuple(TensorSpec(f"{name}: {what}", f64, shape) for what, shape in shapes.items()), {}, tuple(steps)
-    )
+    return survey_product(name, OP, steps, {"sums": (STATISTICS,), "rows": (LARGEST, 2), "spread": (2,)})
 
 
 @dataclass(slots=True)
@@ -76,19 +61,14 @@ class _Part:
     squares: npt.NDArray[np.float64]
 
 
-class Statistics(StreamingReduction):
+class Statistics(Survey):
     """See `statistics_product`."""
 
     def __init__(self, product: Product) -> None:
-        self._steps = {step.out.name: i for i, step in enumerate(product.steps)}
-        n = len(product.steps)
-        self._sums = np.zeros((n, STATISTICS))
+        super().__init__(product)
+        self._sums, self._rows, self._spread = self.found
         self._sums[:, 2], self._sums[:, 3] = np.inf, -np.inf
-        self._spread = np.zeros((n, 2))
-        self._rows: list[list[tuple[float, int]]] = [[] for _ in range(n)]
-
-    def passes(self) -> int:
-        return 1
+        self._rows.fill(-1)
 
     def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part:
         matrices = len(matrix.shape) == 2
@@ -100,25 +80,13 @@ class Statistics(StreamingReduction):
         return _Part(matrix.name, tile.start // row, found, squares[: tile.size // row] if matrices else squares[:0])
 
     def take(self, number: int, result: _Part) -> None:
-        i = self._steps[result.name]
+        i = self.row[result.name]
         sums, more = self._sums[i], result.sums
         low, high = min(sums[2], more[:, 2].min()), max(sums[3], more[:, 3].max())
-        # cumsum adds grain after grain; sum would add in an order that depends on the tiles.
-        sums[:] = np.cumsum(np.concatenate([sums[None], more]), axis=0)[-1]
+        sums[:] = added(sums, more)
         sums[2], sums[3] = low, high
-        if result.squares.size:
-            norms = np.sqrt(result.squares)
-            self._spread[i] += np.cumsum(np.stack([norms, result.squares], axis=1), axis=0)[-1]
-            best = np.argsort(-result.squares, kind="stable")[:LARGEST].tolist()
-            rows = [(float(result.squares[k]), -(result.first_row + k)) for k in best]
-            self._rows[i] = heapq.nlargest(LARGEST, [*self._rows[i], *rows])
-
-    def arrays(self) -> Arrays:
-        rows = np.full((len(self._rows), LARGEST, 2), -1.0)
-        for i, own in enumerate(self._rows):
-            for k, (square, number) in enumerate(own):
-                rows[i, k] = -number, square
-        return [self._sums, rows, self._spread]
+        self._spread[i] = added(self._spread[i], np.stack([np.sqrt(result.squares), result.squares], axis=1))
+        keep_largest(self._rows[i], result.first_row, result.squares)
 
 
 def outliers(rows: npt.NDArray[np.float64], spread: npt.NDArray[np.float64], count: int) -> list[tuple[int, float]]:
@@ -131,15 +99,12 @@ def outliers(rows: npt.NDArray[np.float64], spread: npt.NDArray[np.float64], cou
     return [(row, norm / mean) for row, norm in norms if mean > 0 and norm > mean + 6 * deviation and norm > 2 * mean]
 
 
-def _check(product: Product) -> str:
-    if not product.steps or any(len(step.inputs) != 1 or not step.out.size for step in product.steps):
-        return "its steps do not have one input each"
-    return (
-        "" if product.outs == statistics_product(product.name, product.steps).outs else "its arrays are not those of its steps"
-    )
+def _problem(steps: Sequence[Step]) -> str:
+    wrong = not steps or any(len(step.inputs) != 1 or not step.out.size for step in steps)
+    return "its steps do not have one input each" if wrong else ""
 
 
-KIND = ProductKind("measuring", reduce=Statistics, check=_check)
+KIND = survey_kind("measuring", Statistics, statistics_product, _problem)
 
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -415,13 +380,11 @@ def _measure(
     threads: int | None,
     progress: Watching,
 ) -> tuple[TensorStatistics, ...]:
-    from weightsmith._reports.look.inspect import outliers, statistics_product
-
     name = "statistics"
     chosen = [spec for spec in specs if spec.size and spec.dtype.floating]
     if not chosen:
         return ()
-    product = statistics_product(name, with_needs(name, [Step(spec, COPY, (Read(0, spec.name),)) for spec in chosen]))
+    product = statistics_product(name, [Step(spec, COPY, (Read(0, spec.name),)) for spec in chosen])
     outcome = survey("inspect", [model], [product], threads=threads, progress=progress, doing="measuring")
     sums, rows, spread = outcome.results.arrays(name)
     found = []

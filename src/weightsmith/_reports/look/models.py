@@ -5,15 +5,13 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from weightsmith._base.errors import PlanError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._execution.progress import Meter, Reading, show_progress, watched_meter
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.fused import fused_parts
@@ -22,19 +20,12 @@ from weightsmith._models.structure.model import Place as Place
 from weightsmith._models.structure.model import place_of as place_of
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._planning.planner.decide import split_fused
 from weightsmith._planning.planner.inputs import analyse_all, open_models
-from weightsmith._planning.planner.logical import split_fused
 from weightsmith._planning.planner.match import ModelNames
-from weightsmith._planning.planner.prepared import download, model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
-from weightsmith._plans import COPY, Block, Made, PlanDraft, Product, Read, Settings, Step, Table
-
-if TYPE_CHECKING:
-    from weightsmith._engine.local import Outcome, Progress
-
-Watching = Callable[["Progress"], None] | Meter | bool
-"""Called about ten times per second; or what shows the progress; True: a bar in terminals and notebooks, False: nothing."""
+from weightsmith._plans import COPY, Block, Read, Step
 
 
 @contextmanager
@@ -173,65 +164,29 @@ def _matrices(specs: Sequence[TensorSpec], rows: int, first: Checkpoint, structu
         yield Matched(replace(leaf, role=role), at, rows)
 
 
-def survey(
-    made: str,
-    models: Sequence[Checkpoint],
-    products: Sequence[Product],
-    *,
-    threads: int | None,
-    progress: Watching,
-    doing: str,
-    passes: int = 1,
-    tables: Sequence[Table] = (),
-) -> Outcome:
-    """Compute products of tensors, in memory. NaN and infinities are numbers like any others.
-
-    doing   text of the progress display
-    passes  over the tensors, for the progress display
-    tables  of the plan, for gathers
-    """
-    from weightsmith._engine.local import Resources, Workload, run  # numba takes half a second to import; headers need none
-    from weightsmith._engine.unwritten import DiscardedOutput
-
-    download(models)
-    settings = [Settings({}, tuple({} for _ in models))]
-    draft = PlanDraft(Made(made), [*map(model_input, models)], [], settings, list(products), list(tables))
-    go = partial(
-        run, draft.finish(stored=False), models, DiscardedOutput(), Resources(threads or 0), Workload(allow_nonfinite=True)
-    )
-    if progress is False:
-        return go()
-    if not isinstance(progress, bool | Meter):
-        return go(progress=progress)
-    reads = [(models[read.model], read, leaf) for product in products for leaf in product.steps for read in leaf.inputs]
-    total = passes * sum(leaf.out.size * model.specs[read.tensor].dtype.itemsize for model, read, leaf in reads)
-    with watched_meter() if progress is True else nullcontext(progress) as shown:
-        return go(progress=lambda now: _show(shown, now, doing, total))
-
-
-def _show(shown: Meter, now: Progress, doing: str, total_bytes: int) -> None:
-    if now.compiling:
-        show_progress(shown, now, doing)
-    elif now.read_bytes:
-        shown.show(Reading(doing, min(now.read_bytes, total_bytes), total_bytes, now.read_bytes))
-
-
 def is_floating(step: Step, models: Sequence[Checkpoint]) -> bool:
     """Whether all inputs of a step are floating-point numbers. models: its reads are of these."""
     return all(models[read.model].specs[read.tensor].dtype.floating for read in step.inputs)
 
 
-def with_needs(name: str, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps as those of a product: its survey looks at steps that need it."""
-    return tuple(replace(step, needs=(name,)) for step in steps)
+class Placed(Protocol):
+    """Something in a tensor."""
+
+    @property
+    def place(self) -> Place: ...
 
 
-def groups(places: Sequence[Place], key: Callable[[Place], str]) -> dict[str, list[int]]:
-    """Indices by a key, in order of the first of each."""
-    found: dict[str, list[int]] = {}
-    for i, place in enumerate(places):
-        found.setdefault(key(place), []).append(i)
-    return found
+Found = TypeVar("Found", bound=Placed)
+
+
+def by_layer_and_part(found: Iterable[Found]) -> tuple[dict[str, list[Found]], dict[str, list[Found]]]:
+    """What is in each layer, and in each part of all layers; in order of the first of each."""
+    layers: dict[str, list[Found]] = {}
+    parts: dict[str, list[Found]] = {}
+    for each in found:
+        layers.setdefault(each.place.group, []).append(each)
+        parts.setdefault(each.place.part, []).append(each)
+    return layers, parts
 
 
 def json_values(**values: Any) -> dict[str, Any]:

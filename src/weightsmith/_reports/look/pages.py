@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 from weightsmith._base.pages import Code, Column, Curves, Facts, Mark, Page, Table, heat_maps
 from weightsmith._base.pages.svg import span_of
-from weightsmith._base.pages.values import Block, Value, finite_or_mark, written
+from weightsmith._base.pages.values import Block, Unit, Value, finite_or_mark, written
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import count, size
 from weightsmith._execution.distance import share_of
 from weightsmith._reports.look.comparison import Alignment, Comparison, letters
 from weightsmith._reports.look.files import Change, FileDifference
 from weightsmith._reports.look.inspect import Amount, Inspection, TensorStatistics
-from weightsmith._reports.look.models import OUTSIDE, Place
+from weightsmith._reports.look.models import OUTSIDE, Place, by_layer_and_part
 from weightsmith._reports.look.nonfinite import mark_of
 from weightsmith._reports.look.preview import GroupPreview, Preview
 from weightsmith._reports.look.values import Difference, GroupDifference, TensorDifference
@@ -26,9 +30,12 @@ SPECTRA = 8
 PAIRS = 6
 """Pairs, or models, that have heat maps."""
 _TENSORS = "tensors"
-_SHARE = Column("delta / A", "share", "Frobenius norm of B - A over that of A")
-_CHANGED = Column("changed", "share", "share of elements that differ")
-_COSINE = Column("cosine", "cosine", "of A and B as vectors")
+_COSTS = {
+    "read_bytes_at_most": "reads at most",
+    "write_bytes": "writes",
+    "peak_memory_bytes": "memory at most",
+    "threads": "threads",
+}
 _LEFT_OUT = "Norms and cosines are of the tensors without NaN and infinities."
 
 
@@ -44,13 +51,14 @@ def difference_page(found: Difference) -> Page:
         blocks += heat_maps("Rank of the deltas", placed, _middle_rank, "count", about, detail=_TENSORS)
         blocks += _by_layer(found.layers)
         blocks += _spectra(found.tensors)
-        blocks += [_groups("Parts", "part", found.parts), _groups("Layers", "layer", found.layers), _tensors(found)]
+        blocks += [_groups("Parts", "part", [found.total, *found.parts]), _groups("Layers", "layer", found.layers)]
+        blocks.append(_table("Tensors", _DIFFERENCE, found.tensors, name=_TENSORS))
     if found.moved:
         columns = Column("tensor"), Column("row", "count"), Column("token"), Column("moved", "share", "‖delta‖ / ‖row of A‖")
         rows = tuple(
             (row.tensor, row.row, repr(row.token) if row.token else "", finite_or_mark(row.share)) for row in found.moved
         )
-        blocks.append(Table("Rows that moved most", columns, rows, name="rows"))
+        blocks.append(Table("Rows that moved most", columns, rows))
     blocks += _files(found.files)
     for title, names in ((f"Only in {a}", found.only_a), (f"Only in {b}", found.only_b)):
         if names:
@@ -78,7 +86,11 @@ def comparison_page(found: Comparison) -> Page:
     if by_layer:
         lines = tuple((pair, tuple(layer.cosines[k] for layer in by_layer)) for k, pair in enumerate(pairs[:PAIRS]))
         blocks.append(Curves("Cosines by layer", lines, "layer", "cosine", first=0))
-    total = found.total
+    total, longest = found.total, max(found.total.norms)
+    lengths = tuple(
+        (name, norm, norm / longest if longest else Mark.UNDEFINED) for name, norm in zip(names, total.norms, strict=True)
+    )
+    blocks.append(Table("Models", (Column("model"), Column("norm", "number"), Column("relative norm", "share")), lengths))
     columns = (
         Column("pair"),
         Column("cosine", "number", "of the deltas"),
@@ -88,7 +100,11 @@ def comparison_page(found: Comparison) -> Page:
     rows = tuple((pair, total.cosines[k], total.overlaps[k], total.subspaces[k]) for k, pair in enumerate(pairs))
     blocks.append(Table("Pairs", columns, rows))
     for title, groups, name in (("Parts", found.parts, ""), ("Layers", found.layers, ""), ("Tensors", found.tensors, _TENSORS)):
-        heads = (Column("name"), Column("conflicts", "share"), *(Column(f"cosine {pair}", "number") for pair in pairs))
+        heads = (
+            Column(title.lower()[:-1]),
+            Column("conflicts", "share"),
+            *(Column(f"cosine {pair}", "number") for pair in pairs),
+        )
         values: tuple[tuple[Value, ...], ...] = tuple(
             (g.name, _mark(g) or g.conflict_share, *(_mark(g) or cosine for cosine in g.cosines)) for g in groups
         )
@@ -105,7 +121,9 @@ def preview_page(found: Preview, costs: Mapping[str, int] = MappingProxyType({})
     names = letters(len(found.names))
     sampled = f"{found.looked_at / max(1, found.elements):.2%} of {found.elements:,} elements"
     facts: list[tuple[str, Value]] = [("method", found.method), ("base", found.base), *zip(names, found.names, strict=True)]
-    facts += [("looked at", sampled), *((name.replace("_", " "), f"{value:,}") for name, value in costs.items())]
+    facts.append(("looked at", sampled))
+    facts += [("cannot be sampled", count(len(found.left_out), "tensor"))] if found.left_out else []
+    facts += [(_COSTS[name], f"{n:,}" if name == "threads" else size(n)) for name, n in costs.items()]
     blocks: list[Block] = [Facts("The merge", tuple(facts)), _survival(found, names)]
     about = "Frobenius norm of merge - base over that of the base."
     blocks += heat_maps("Distance from the base", found.cells, _distance, "share", about, log=True, detail="cells")
@@ -137,15 +155,20 @@ def inspection_page(found: Inspection) -> Page:
         blocks += heat_maps("Standard deviation", placed, _deviation, "number", about, detail=_TENSORS)
         about = "The largest magnitude in a part of a layer, over the standard deviation there."
         blocks += heat_maps("Largest element", placed, _peak, "number", about, log=True, detail=_TENSORS)
-        blocks.append(_statistics(statistics))
+        blocks.append(_layers(statistics))
+        rows = sorted(((s.name, row, share) for s in statistics for row, share in s.outliers), key=lambda row: -row[2])
+        if rows:
+            columns = Column("tensor"), Column("row", "count"), Column("norm / mean", "number")
+            blocks.append(Table("Rows with the largest norms", columns, tuple(rows)))
+        blocks.append(_table("Tensors", _STATISTICS, statistics, name=_TENSORS))
     else:
-        rows = tuple((spec.name, spec.dtype.name, " x ".join(map(str, spec.shape)), spec.size) for spec in found.tensors)
-        columns = Column("tensor"), Column("dtype"), Column("shape"), Column("elements", "count")
-        blocks.append(Table("Tensors", columns, rows, name=_TENSORS))
+        specs = tuple((spec.name, spec.dtype.name, _shape(spec), spec.size) for spec in found.tensors)
+        heads = Column("tensor"), Column("dtype"), Column("shape"), Column("elements", "count")
+        blocks.append(Table("Tensors", heads, specs, name=_TENSORS))
     stats = ["--stats"] if statistics is not None else []
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "inspect", found.name, *stats])))
-    summary = f"{found.architecture or 'A model'} of {found.elements:,} parameters in {len(found.tensors):,} tensors."
-    return Page(found.name, (summary, *found.notes), tuple(blocks), found.to_json())
+    title = f"{found.name}: {found.architecture or 'a model'} of {found.elements:,} parameters"
+    return Page(title, found.notes, tuple(blocks), found.to_json())
 
 
 def _together(tensors: Sequence[TensorDifference]) -> float | Mark:
@@ -216,8 +239,7 @@ def _survives(model: int, groups: Sequence[GroupPreview]) -> float | Mark:
 
 def _mark(group: Alignment | GroupPreview | GroupDifference | TensorDifference) -> Mark | None:
     """Of what cannot be measured for its NaN and infinities; the numbers of a group are of its other tensors."""
-    measured = group.measured if not isinstance(group, TensorDifference) else int(group.measured)
-    return None if measured else mark_of(group.nonfinite)
+    return None if group.measured else mark_of(group.nonfinite)
 
 
 def _number(value: float | Mark) -> float | None:
@@ -226,8 +248,8 @@ def _number(value: float | Mark) -> float | None:
 
 def _kept(title: str, groups: Sequence[GroupPreview], names: Sequence[str]) -> Table:
     moved = Column("moved", "share", "Frobenius norm of merge - base over that of the base")
-    columns = Column("name"), Column("elements", "count"), moved, *(Column(name, "share") for name in names)
-    rows = tuple((g.name, g.elements, _distance([g]), *(_survives(i, [g]) for i in range(len(names)))) for g in groups)
+    columns = Column("name"), moved, *(Column(name, "share") for name in names), Column("elements", "count")
+    rows = tuple((g.name, _distance([g]), *(_survives(i, [g]) for i in range(len(names))), g.elements) for g in groups)
     return Table(title, columns, rows, "Columns of models: the share of the energy of the delta that survives.")
 
 
@@ -302,72 +324,24 @@ def _by_share(tensor: TensorDifference) -> float:
     return -1.0 if math.isnan(tensor.share) else tensor.share
 
 
+_Field = tuple[Column, Callable[[Any], Value]]
+"""A column, and its value for what a row is about."""
+
+
+def _table(title: str, fields: Sequence[_Field], items: Sequence[Any], about: str = "", name: str = "") -> Table:
+    """A row for each item. name: as for `Table`; the items then have places."""
+    rows = tuple(tuple(value(item) for _, value in fields) for item in items)
+    places = tuple(_place(item.place) for item in items) if name else ()
+    return Table(title, tuple(column for column, _ in fields), rows, about, name, places)
+
+
 def _groups(title: str, first: str, groups: Sequence[GroupDifference]) -> Table:
-    columns = (
-        Column(first),
-        Column("matrices", "count"),
-        Column("elements", "count"),
-        _CHANGED,
-        _SHARE,
-        _COSINE,
-        Column("rank", "count", "the middle one of the deltas whose rank is known and not full"),
-        Column("full rank", "count", "deltas of full rank"),
-        Column("high rank", "count", f"deltas {Mark.HIGH.meaning}"),
-        Column("NaN", "count", "elements of A and B"),
-        Column("infinite", "count", "elements of A and B"),
-    )
-    rows = tuple(
-        (
-            g.name,
-            g.tensors,
-            g.elements,
-            finite_or_mark(g.changed_share),
-            _moved(g),
-            _mark(g) or g.cosine,
-            g.ranks[1] if g.ranks else None,
-            g.full,
-            g.high,
-            sum(own.nans for own in g.nonfinite),
-            sum(own.infinities for own in g.nonfinite),
-        )
-        for g in groups
-    )
-    return Table(title, columns, rows, _LEFT_OUT if any(g.measured < g.tensors for g in groups) else "")
+    about = _LEFT_OUT if any(g.measured < g.tensors for g in groups) else ""
+    return _table(title, ((Column(first), attrgetter("name")), *_GROUP), groups, about)
 
 
 def _moved(group: GroupDifference | TensorDifference) -> float | Mark:
     return (_mark(group) or finite_or_mark(group.share)) if group.changed else Mark.SAME
-
-
-def _tensors(found: Difference) -> Table:
-    columns = (
-        Column("tensor"),
-        Column("shape"),
-        _CHANGED,
-        _SHARE,
-        _COSINE,
-        Column("largest", "number", "the largest magnitude of the delta"),
-        Column("rank", "count", "of the delta, above the rounding noise"),
-        Column("NaN", "count", "elements of A and B"),
-        Column("infinite", "count", "elements of A and B"),
-        Column("stable rank", "number", "‖delta‖² over the square of its largest singular value"),
-    )
-    rows = tuple(
-        (
-            t.name,
-            " x ".join(map(str, t.shape)),
-            t.changed_share,
-            _moved(t),
-            _mark(t) or t.cosine,
-            _mark(t) or t.largest,
-            t.rank,
-            sum(own.nans for own in t.nonfinite),
-            sum(own.infinities for own in t.nonfinite),
-            t.stable_rank if t.leading is not None else None,
-        )
-        for t in found.tensors
-    )
-    return Table("Tensors", columns, rows, name=_TENSORS, places=tuple(_place(t.place) for t in found.tensors))
 
 
 def _place(place: Place) -> tuple[str, str]:
@@ -385,8 +359,8 @@ def _files(files: FileDifference) -> list[Table | Facts | Code]:
         facts: tuple[tuple[str, Value], ...] = (
             ("tokens", " and ".join(f"{n:,}" for n in tokenizer.sizes)),
             ("with other ids", f"{tokenizer.moved:,}"),
-            ("only in A", _some(tokenizer.removed)),
-            ("only in B", _some(tokenizer.added)),
+            ("only in A", _some([*map(repr, tokenizer.removed)], 20)),
+            ("only in B", _some([*map(repr, tokenizer.added)], 20)),
         )
         found.append(Facts("Tokenizer", facts))
     if files.templates is not None:
@@ -399,71 +373,142 @@ def _values(change: Change) -> tuple[str, str]:
     return ("-" if change.old is None else repr(change.old), "-" if change.new is None else repr(change.new))
 
 
-def _some(tokens: Sequence[str], shown: int = 20) -> str:
-    if not tokens:
-        return "none"
-    more = f" and {len(tokens) - shown:,} more" if len(tokens) > shown else ""
-    return " ".join(map(repr, tokens[:shown])) + more
+def _some(names: Sequence[str], shown: int) -> str:
+    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}" or "none"
 
 
 def _facts(found: Inspection) -> Facts:
+    kind = f" ({found.model_type})" if found.model_type else ""
+    nbytes = size(sum(nbytes for _, nbytes in found.files))
     facts: list[tuple[str, Value]] = [
-        ("architecture", f"{found.architecture} {found.model_type}".strip() or "no config.json"),
+        ("model", f"{found.architecture}{kind}" or "no config.json"),
         ("revision", found.revision),
-        ("files", ", ".join(name for name, _ in found.files[:4]) + (" …" if len(found.files) > 4 else "")),
-        ("bytes", f"{sum(nbytes for _, nbytes in found.files):,}"),
+        ("weights", f"{found.elements:,} parameters in {count(len(found.tensors), 'tensor')}"),
+        ("files", f"{nbytes} in {count(len(found.files), 'file')}: {_some([name for name, _ in found.files], 4)}"),
         ("quantised", found.quantised),
-        ("layers", ", ".join(f"{s.layers} in {s.prefix}" for s in found.stacks)),
-        ("experts", f"{found.experts[0]:,}, {found.experts[1]:,} for each token" if found.experts[0] else ""),
-        ("context", f"{found.context:,} positions" if found.context else ""),
-        ("licence", found.licence),
-        ("made from", ", ".join(found.lineage)),
+        *(("layers", f"{count(s.layers, 'layer')}: {s.prefix}0 to {s.layers - 1}") for s in found.stacks),
+        ("experts", f"{found.experts[0]:,}, of which each token uses {found.experts[1]:,}" if found.experts[0] else ""),
     ]
-    if found.tied is not None:
-        facts.append(("head", "the embedding (tied)" if found.tied else "weights of its own"))
     if found.tokenizer is not None:
-        template = "with" if found.tokenizer.chat_template else "without"
-        text = f"{found.tokenizer.tokens:,} tokens, {found.tokenizer.family}, {template} chat template"
-        facts.append(("tokenizer", text))
+        tokens, template = found.tokenizer, "with" if found.tokenizer.chat_template else "without"
+        rows = f"; the embedding has {tokens.rows:,} rows" if tokens.rows else ""
+        text = f"{tokens.tokens:,} ({tokens.family}, {tokens.added:,} added), {template} a chat template{rows}"
+        facts.append(("tokens", text))
+    if found.tied is not None:
+        facts.append(("head", "the embedding (tied)" if found.tied else "a separate matrix"))
     if found.adapter is not None:
-        ranks = ", ".join(f"{rank} in {modules:,} modules" for rank, modules in found.adapter.ranks.items())
-        facts += [("adapter of", found.adapter.base), ("ranks", ranks), ("modules", ", ".join(found.adapter.modules))]
+        ranks = ", ".join(f"rank {rank} in {count(n, 'module')}" for rank, n in found.adapter.ranks.items())
+        facts.append(("adapter", f"LoRA for {found.adapter.base or 'an unnamed model'}: {ranks}"))
+        facts.append(("modules", ", ".join(found.adapter.modules)))
+        facts.append(("saved whole", ", ".join(found.adapter.replaced)))
+    facts.append(("context", f"{found.context:,} positions" if found.context else ""))
+    facts += [("licence", found.licence), ("from", ", ".join(found.lineage))]
     return Facts("Model", tuple((name, value) for name, value in facts if value))
 
 
 def _amounts(title: str, amounts: Sequence[Amount]) -> Table:
-    columns = Column(title.lower()[:-1]), Column("tensors", "count"), Column("elements", "count"), Column("size", "bytes")
-    return Table(title, columns, tuple((a.name, a.tensors, a.elements, a.nbytes) for a in amounts))
+    elements = max(1, sum(a.elements for a in amounts))
+    units: tuple[tuple[str, Unit], ...] = (("tensors", "count"), ("elements", "count"), ("share", "share"), ("size", "bytes"))
+    columns = Column(title.lower()[:-1]), *(Column(name, unit) for name, unit in units)
+    return Table(title, columns, tuple((a.name, a.tensors, a.elements, a.elements / elements, a.nbytes) for a in amounts))
 
 
-def _statistics(statistics: Sequence[TensorStatistics]) -> Table:
-    columns = (
-        Column("tensor"),
-        Column("shape"),
-        Column("norm", "number", "Frobenius norm"),
-        Column("mean", "number"),
-        Column("deviation", "number", "standard deviation"),
-        Column("smallest", "number"),
-        Column("largest", "number"),
-        Column("zeros", "count"),
-        Column("NaN", "count"),
-        Column("infinite", "count"),
-        Column("outlier rows", "count", "rows whose norm is far above the others'"),
-    )
-    rows = tuple(
-        (
-            s.name,
-            " x ".join(map(str, s.shape)),
-            s.norm,
-            s.mean,
-            s.deviation,
-            s.low,
-            s.high,
-            s.zeros,
-            s.nans,
-            s.infinities,
-            len(s.outliers),
-        )
-        for s in statistics
-    )
-    return Table("Tensors", columns, rows, name=_TENSORS, places=tuple(_place(s.place) for s in statistics))
+def _layers(statistics: Sequence[TensorStatistics]) -> Table:
+    """The statistics of each layer: norm and extremes are of its finite elements."""
+    names = "norm", "lowest", "highest", "zeros", "NaN", "infinite", "outlier rows"
+    units: tuple[Unit, ...] = ("number", "number", "number", "share", "count", "count", "count")
+    rows = []
+    for name, own in by_layer_and_part(statistics)[0].items():
+        known = [s for s in own if s.nans + s.infinities < s.elements]
+        norm = math.hypot(*(s.norm for s in known)) if known else math.nan
+        low, high = min((s.low for s in known), default=math.nan), max((s.high for s in known), default=math.nan)
+        zeros = sum(s.zeros for s in own) / sum(s.elements for s in own)
+        nans, infinities = sum(s.nans for s in own), sum(s.infinities for s in own)
+        rows.append((name, norm, low, high, zeros, nans, infinities, sum(map(_outliers, own))))
+    columns = Column("layer"), *(Column(name, unit) for name, unit in zip(names, units, strict=True))
+    about = "Norms and extremes are of the finite elements." if any(s.nonfinite for s in statistics) else ""
+    return Table("Layers", columns, tuple(rows), about)
+
+
+# ---- columns
+
+
+def _shape(found: TensorSpec | TensorDifference | TensorStatistics) -> str:
+    return " x ".join(map(str, found.shape))
+
+
+def _nans(found: GroupDifference | TensorDifference) -> int:
+    return sum(own.nans for own in found.nonfinite)
+
+
+def _infinities(found: GroupDifference | TensorDifference) -> int:
+    return sum(own.infinities for own in found.nonfinite)
+
+
+def _changed(found: GroupDifference | TensorDifference) -> float | Mark:
+    return finite_or_mark(found.changed_share)
+
+
+def _angle(found: GroupDifference | TensorDifference) -> float | Mark:
+    return _mark(found) or found.cosine
+
+
+def _largest(tensor: TensorDifference) -> float | Mark:
+    return _mark(tensor) or tensor.largest
+
+
+def _middle(group: GroupDifference) -> int | None:
+    return group.ranks[1] if group.ranks else None
+
+
+def _stable_rank(tensor: TensorDifference) -> float | None:
+    return tensor.stable_rank if tensor.leading is not None else None
+
+
+def _outliers(tensor: TensorStatistics) -> int:
+    return len(tensor.outliers)
+
+
+_NAME: _Field = (Column("tensor"), attrgetter("name"))
+_MOVED: tuple[_Field, ...] = (
+    (Column("changed", "share", "share of elements that differ"), _changed),
+    (Column("delta / A", "share", "Frobenius norm of B - A over that of A"), _moved),
+    (Column("cosine", "cosine", "of A and B as vectors"), _angle),
+)
+_NONFINITE: tuple[_Field, ...] = (
+    (Column("NaN", "count", "elements of A and B"), _nans),
+    (Column("infinite", "count", "elements of A and B"), _infinities),
+)
+_GROUP: tuple[_Field, ...] = (
+    *_MOVED,
+    (Column("rank", "count", "the middle one of the deltas whose rank is known and not full"), _middle),
+    (Column("full rank", "count", "deltas of full rank"), attrgetter("full")),
+    (Column("high rank", "count", f"deltas {Mark.HIGH.meaning}"), attrgetter("high")),
+    (Column("matrices", "count"), attrgetter("tensors")),
+    (Column("elements", "count"), attrgetter("elements")),
+    *_NONFINITE,
+)
+_DIFFERENCE: tuple[_Field, ...] = (
+    _NAME,
+    *_MOVED,
+    (Column("rank", "count", "of the delta, above the rounding noise"), attrgetter("rank")),
+    (Column("largest", "number", "the largest magnitude of the delta"), _largest),
+    (Column("shape"), _shape),
+    *_NONFINITE,
+    (Column("stable rank", "number", "‖delta‖² over the square of its largest singular value"), _stable_rank),
+)
+_STATISTICS: tuple[_Field, ...] = (
+    _NAME,
+    (Column("norm", "number", "Frobenius norm"), attrgetter("norm")),
+    (Column("mean", "number"), attrgetter("mean")),
+    (Column("deviation", "number", "standard deviation"), attrgetter("deviation")),
+    (Column("smallest", "number"), attrgetter("low")),
+    (Column("largest", "number"), attrgetter("high")),
+    (Column("zeros", "count"), attrgetter("zeros")),
+    (Column("NaN", "count"), attrgetter("nans")),
+    (Column("infinite", "count"), attrgetter("infinities")),
+    (Column("outlier rows", "count", "rows whose norm is far above the others'"), _outliers),
+    (Column("dtype"), attrgetter("dtype")),
+    (Column("shape"), _shape),
+)

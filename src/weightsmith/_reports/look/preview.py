@@ -1,7 +1,7 @@
 """`weightsmith preview RECIPE`: what a merge will do to its models, from a sample of it, or computed in full.
 
-The sample is a plan of its own (`sampling.py`): the engine merges some rows of each matrix in memory, and a survey compares
-them with the models. In full, the result is a source that computes its tiles when the survey reads them.
+The sample is a plan of its own (`sampling.py`), of some rows of each matrix. The merge is a source that computes its tiles when
+a survey reads them, to compare them with the models.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -18,26 +18,22 @@ import numpy.typing as npt
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, read_options
 from weightsmith._base.options.keywords import PlanKeywords
-from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.computed import Computed
-from weightsmith._engine.local import Resources, Workload, run
-from weightsmith._engine.unwritten import MemoryOutput
+from weightsmith._base.tensors import DTYPES
+from weightsmith._engine.local import Resources, open_merge
 from weightsmith._execution.distance import share_of
 from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any
-from weightsmith._files.views import view_of
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.sources.memory import StateDict
 from weightsmith._models.structure import analyse
 from weightsmith._planning.planner.prepared import download
 from weightsmith._planning.planner.prepared import stream as stream_weights
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
-from weightsmith._reports.look.models import Place, Watching, groups, json_values, place_of, survey, with_needs
+from weightsmith._reports.look.models import Place, by_layer_and_part, json_values, place_of
 from weightsmith._reports.look.nonfinite import NonFinite, of_rows, sentences, together
 from weightsmith._reports.look.reading import ranges
 from weightsmith._reports.look.sampling import merging_leaves, sample, survivals
-from weightsmith.abc.job import Bytes
+from weightsmith._reports.look.surveys import Watching, survey
 
 if TYPE_CHECKING:
     from weightsmith._planning.planner import Prepared
@@ -173,8 +169,7 @@ def preview(
     options   see `RecipeOptions` in `weightsmith._base.options`; the preview is of the weights before they are quantised
 
     Nothing is written. What the method knows of a whole matrix (thresholds, norms, singular vectors), a sample takes from its
-    own rows. Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters, and, in full, for
-    methods that look at whole matrices or at the whole model first.
+    own rows. Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters.
 
     >>> weightsmith.preview("ties.yml").total.models[0].survives  # doctest: +SKIP
     0.62
@@ -195,9 +190,9 @@ def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress:
         raise Unsupported(f"{what}, so there is nothing to preview", fix="run weightsmith plan RECIPE")
     check_computable(prepared)
     download(prepared.inputs)
-    looked = _in_full(prepared) if full else _sampled(prepared, threads)
+    looked = _look(prepared, threads, full=full)
     label = f"survival in {plan.made.name}"
-    product = survivals(label, with_needs(label, looked.steps))
+    product = survivals(label, looked.steps)
     models = [*prepared.inputs, looked.merged]
     outcome = survey("preview", models, [product], threads=threads, progress=progress, doing="previewing", tables=looked.tables)
     return _preview(plan, looked, *outcome.results.arrays(label))
@@ -214,41 +209,19 @@ class _Looked:
     steps: tuple[Step, ...]
     tables: tuple[Table, ...]
     sizes: dict[str, int]
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...]
 
 
-class _Stored:
-    """Takes the bytes of one tensor."""
-
-    def __init__(self, spec: TensorSpec) -> None:
-        self.array = np.empty(spec.shape, spec.dtype.numpy)
-        self._bytes = self.array.reshape(-1).view(np.uint8)
-
-    def take(self, start_byte: int, data: Bytes) -> None:
-        self._bytes[start_byte : start_byte + data.size] = data
-
-
-def _sampled(prepared: Prepared, threads: int | None) -> _Looked:
-    sampled = sample(prepared.plan)
-    stored = {step.out.name: _Stored(step.out) for step in sampled.plan.steps}
-    run(sampled.plan, prepared.inputs, MemoryOutput(stored), Resources(threads or 0), Workload(allow_nonfinite=True))
-    views = {name: view_of(name, found.array) for name, found in stored.items()}
-    merged = Checkpoint("the merge", StateDict(views, "the merge"))
-    place = partial(Read, len(prepared.inputs))
-    steps = tuple(_compared(step, place(step.out.name)) for step in sampled.plan.steps)
-    return _Looked(merged, steps, sampled.plan.tables, sampled.sizes, sampled.left_out)
-
-
-def _in_full(prepared: Prepared) -> _Looked:
-    draft = PlanDraft.of(prepared.plan)
-    draft.steps = [replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in draft.steps]
-    plan = draft.finish(stored=False)
-    source = Computed(plan, prepared.inputs, "the merge")
-    if plan.products or source.holds_matrices:
-        what = f"{plan.made.name} looks at whole matrices or at the whole model, and cannot be computed tile by tile"
-        fix = "leave out --full; or merge, and compare: weightsmith diff --base BASE MERGED A B"
-        raise Unsupported(what, fix=fix)
-    source.set_run(allow_nonfinite=True)
+def _look(prepared: Prepared, threads: int | None, *, full: bool) -> _Looked:
+    if full:
+        draft, left_out = PlanDraft.of(prepared.plan), tuple[str, ...]()
+        draft.steps = [replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in draft.steps]
+        plan = draft.finish(stored=False)
+        sizes = {leaf.out.name: leaf.out.size for leaf in merging_leaves(plan)}
+    else:
+        sampled = sample(prepared.plan)
+        plan, sizes, left_out = sampled.plan, sampled.sizes, sampled.left_out
+    merged = open_merge(plan, prepared.inputs, "the merge", Resources(threads or 0), allow_nonfinite=True)
     steps, number = [], len(prepared.inputs)
     for step in plan.steps:
         origin = 0
@@ -257,8 +230,7 @@ def _in_full(prepared: Prepared) -> _Looked:
                 block = Block(origin, 1, leaf.out.size, leaf.out.size) if step.pieces else None
                 steps.append(_compared(leaf, Read(number, step.out.name, block)))
             origin += leaf.out.size
-    sizes = {step.out.name: step.out.size for step in steps}
-    return _Looked(Checkpoint("the merge", source), tuple(steps), plan.tables, sizes)
+    return _Looked(Checkpoint("the merge", merged), tuple(steps), plan.tables, sizes, left_out)
 
 
 def _compared(leaf: Step, merged: Read) -> Step:
@@ -318,15 +290,15 @@ def _preview(
     by_place: dict[Place, list[_Found]] = {}
     for each in found:
         by_place.setdefault(each.place, []).append(each)
-    by_layer, by_part = (groups([f.place for f in found], key) for key in (lambda p: p.group, lambda p: p.part))
+    layers, parts = by_layer_and_part(found)
     return Preview(
         plan.made.name,
         plan.models[base].ref,
         tuple(plan.models[model].ref for model in names),
         sum(step.out.size for step in looked.steps),
         sum(looked.sizes.values()),
-        tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_layer.items()),
-        tuple(_group(name, [found[i] for i in own], len(names)) for name, own in by_part.items()),
+        tuple(_group(name, own, len(names)) for name, own in layers.items()),
+        tuple(_group(name, own, len(names)) for name, own in parts.items()),
         _group("all", found, len(names)),
         tuple((place, _group(f"{place.group}.{place.part}", own, len(names))) for place, own in by_place.items()),
         looked.left_out,

@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.differences import SURVIVAL, survival
 from weightsmith._methods import get
 from weightsmith._planning.planner.decide import decide
 from weightsmith._plans import PLAIN, Block, Gather, Plan, PlanDraft, Product, Read, Step, Table
 from weightsmith._reports.look.nonfinite import counted, decoded, differs
+from weightsmith._reports.look.surveys import Survey, added, survey_kind, survey_product
 from weightsmith.abc.job import Matrix, Tile
-from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
 
 SAMPLE_ELEMENTS = 1 << 17
 """Elements of a matrix that are taken, about."""
@@ -146,11 +146,9 @@ def survivals(name: str, steps: Sequence[Step]) -> Product:
     `nonfinite` float64 [steps, 2 + k, 2] (of each input, how many elements are NaN, and infinite), `constants` float64 [steps]
     (how many are the same in the base and all models). The sums of a step with such elements are not numbers.
     """
-    n, k = len(steps), max((len(step.inputs) for step in steps), default=2) - 2
-    shapes: dict[str, tuple[int, ...]] = {"sums": (n, 1 + k, SURVIVAL), "squares": (n, k, 3), "groups": (n,)}
-    shapes |= {"nonfinite": (n, 2 + k, 2), "constants": (n,)}
-    outs = tuple(TensorSpec(f"{name}: {what}", DTYPES["F64"], shape) for what, shape in shapes.items())
-    return Product(name, OP, outs, {}, tuple(steps))
+    k = max((len(step.inputs) for step in steps), default=2) - 2
+    shapes = {"sums": (1 + k, SURVIVAL), "squares": (k, 3), "groups": (), "nonfinite": (2 + k, 2), "constants": ()}
+    return survey_product(name, OP, steps, shapes)
 
 
 @dataclass(slots=True)
@@ -161,17 +159,8 @@ class _Part:
     constants: int
 
 
-class Survivals(StreamingReduction):
+class Survivals(Survey):
     """See `survivals`."""
-
-    def __init__(self, product: Product) -> None:
-        self._steps = {step.out.name: i for i, step in enumerate(product.steps)}
-        n, k = len(product.steps), max((len(step.inputs) for step in product.steps), default=2) - 2
-        self._sums, self._squares, self._groups = np.zeros((n, 1 + k, SURVIVAL)), np.zeros((n, k, 3)), np.zeros(n)
-        self._nonfinite, self._constants = np.zeros((n, 2 + k, 2)), np.zeros(n)
-
-    def passes(self) -> int:
-        return 1
 
     def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part:
         row = min(matrix.cols, matrix.grain)
@@ -186,27 +175,22 @@ class Survivals(StreamingReduction):
         return _Part(matrix.name, found, counted(numbers), int(same.sum()))
 
     def take(self, number: int, result: _Part) -> None:
-        found = result.sums
-        i, k = self._steps[result.name], found.shape[1] - 1
+        sums, squares, groups, nonfinite, constants = self.found
+        i, found, k = self.row[result.name], result.sums, result.sums.shape[1] - 1
         if result.nonfinite is not None:
-            self._nonfinite[i, : 2 + k] += result.nonfinite
-            self._constants[i] += result.constants
-        # cumsum adds group after group; sum would add in an order that depends on the tiles.
+            nonfinite[i, : 2 + k] += result.nonfinite
+        sums[i, : 1 + k] = added(sums[i, : 1 + k], found)
+        energy, kept = found[:, 1:, 0], found[:, 1:, 1]
         with np.errstate(invalid="ignore", over="ignore"):
-            self._sums[i, : 1 + k] = np.cumsum(np.concatenate([self._sums[i, None, : 1 + k], found]), axis=0)[-1]
-            energy, kept = found[:, 1:, 0], found[:, 1:, 1]
-            squares = np.stack([kept * kept, kept * energy, energy * energy], axis=2)
-            self._squares[i, :k] = np.cumsum(np.concatenate([self._squares[i, None, :k], squares]), axis=0)[-1]
-        self._groups[i] += len(found)
-
-    def arrays(self) -> Arrays:
-        return [self._sums, self._squares, self._groups, self._nonfinite, self._constants]
+            products = np.stack([kept * kept, kept * energy, energy * energy], axis=2)
+        squares[i, :k] = added(squares[i, :k], products)
+        groups[i] += len(found)
+        constants[i] += result.constants
 
 
-def _check(product: Product) -> str:
-    if not product.steps or any(len(step.inputs) < 3 or not step.out.size for step in product.steps):
-        return "its steps do not have a base, a merge and models"
-    return "" if product.outs == survivals(product.name, product.steps).outs else "its arrays are not those of its steps"
+def _problem(steps: Sequence[Step]) -> str:
+    wrong = not steps or any(len(step.inputs) < 3 or not step.out.size for step in steps)
+    return "its steps do not have a base, a merge and models" if wrong else ""
 
 
-KIND = ProductKind("previewing", reduce=Survivals, check=_check)
+KIND = survey_kind("previewing", Survivals, survivals, _problem)

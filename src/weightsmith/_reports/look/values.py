@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import median_low
@@ -12,7 +12,7 @@ from typing import Any
 from weightsmith._base.pages import Mark
 from weightsmith._execution.distance import share_of
 from weightsmith._reports.look.files import FileDifference
-from weightsmith._reports.look.models import Place, groups, json_values
+from weightsmith._reports.look.models import Place, by_layer_and_part, json_values
 from weightsmith._reports.look.nonfinite import NonFinite, mark_of, together
 
 
@@ -185,21 +185,17 @@ class Difference:
     @cached_property
     def layers(self) -> tuple[GroupDifference, ...]:
         """Each layer, in order, then what is outside."""
-        return self._grouped(lambda place: place.group)
+        return tuple(_group(name, own) for name, own in by_layer_and_part(self.tensors)[0].items())
 
     @cached_property
     def parts(self) -> tuple[GroupDifference, ...]:
         """Each part over all layers: `self_attn.q_proj`."""
-        return self._grouped(lambda place: place.part)
+        return tuple(_group(name, own) for name, own in by_layer_and_part(self.tensors)[1].items())
 
     @cached_property
     def total(self) -> GroupDifference:
         """All tensors."""
         return _group("all", self.tensors)
-
-    def _grouped(self, key: Callable[[Place], str]) -> tuple[GroupDifference, ...]:
-        found = groups([tensor.place for tensor in self.tensors], key)
-        return tuple(_group(name, [self.tensors[i] for i in members]) for name, members in found.items())
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined or infinite."""

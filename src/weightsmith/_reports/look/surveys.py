@@ -1,0 +1,149 @@
+"""Surveys: products of tensors that are computed in memory, with a row of each of their arrays for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._execution.progress import Meter, Reading, show_progress, watched_meter
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._planning.planner.prepared import download, model_input
+from weightsmith._plans import Made, PlanDraft, Product, Settings, Step, Table
+from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
+
+if TYPE_CHECKING:
+    from weightsmith._engine.local import Outcome, Progress
+
+Watching = Callable[["Progress"], None] | Meter | bool
+"""Called about ten times per second; or what shows the progress; True: a bar in terminals and notebooks, False: nothing."""
+
+
+def survey_product(
+    name: str, op: str, steps: Sequence[Step], shapes: Mapping[str, tuple[int, ...]], integers: Collection[str] = ()
+) -> Product:
+    """The product of a survey, which looks at the steps that need it.
+
+    shapes    of a row of each array, by name
+    integers  arrays that are int64; the others are float64
+    """
+    dtypes = {what: DTYPES["I64" if what in integers else "F64"] for what in shapes}
+    outs = tuple(TensorSpec(f"{name}: {what}", dtypes[what], (len(steps), *shape)) for what, shape in shapes.items())
+    return Product(name, op, outs, {}, tuple(replace(step, needs=(name,)) for step in steps))
+
+
+def survey_kind(
+    doing: str,
+    reduce: Callable[[Product], StreamingReduction],
+    product: Callable[[str, Sequence[Step]], Product],
+    problem: Callable[[Sequence[Step]], str],
+) -> ProductKind:
+    """The kind of a survey. product: makes it of its steps; problem: what is wrong with some steps, or ""."""
+
+    def check(found: Product) -> str:
+        if wrong := problem(found.steps):
+            return wrong
+        return "" if found.outs == product(found.name, found.steps).outs else "its arrays are not those of its steps"
+
+    return ProductKind(doing, reduce=reduce, check=check)
+
+
+class Survey(StreamingReduction):
+    """The reduction of a survey, in one pass.
+
+    row     of each step, by name
+    specs   of the steps
+    linear  names of steps that are weights of linear layers
+    found   the arrays, which begin as zeros
+    """
+
+    def __init__(self, product: Product) -> None:
+        self.row = {step.out.name: i for i, step in enumerate(product.steps)}
+        self.specs = [step.out for step in product.steps]
+        self.linear = {step.out.name for step in product.steps if step.role == "linear"}
+        self.found: list[npt.NDArray[Any]] = [np.zeros(out.shape, out.dtype.numpy) for out in product.outs]
+
+    def passes(self) -> int:
+        return 1
+
+    def arrays(self) -> Arrays:
+        return self.found
+
+
+def added(held: npt.NDArray[np.float64], parts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The sum of an array and others, one after the other; `np.sum` would add in an order that depends on the tiles.
+
+    held   float64 [...]
+    parts  float64 [n, ...]
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        total: npt.NDArray[np.float64] = np.cumsum(np.concatenate([held[None], parts]), axis=0)[-1]
+    return total
+
+
+def keep_largest(held: npt.NDArray[np.float64], first: int, values: npt.NDArray[np.float64]) -> None:
+    """Add rows to a list of those with the largest values, in place. Of equal ones the first stays.
+
+    held    float64 [n, 2]: numbers and values of rows, the largest first; -1 where there are fewer
+    first   number of the first of the rows
+    values  float64 [rows]; those below zero, and NaN, do not count
+
+    >>> held = np.full((2, 2), -1.0)
+    >>> keep_largest(held, 10, np.array([3.0, -1.0, 5.0, 3.0]))
+    >>> held
+    array([[12.,  5.],
+           [10.,  3.]])
+    """
+    chosen = np.argsort(-values, kind="stable")[: len(held)]
+    chosen = chosen[values[chosen] >= 0]
+    rows = np.concatenate([held, np.stack([first + chosen, values[chosen]], axis=1)])
+    held[:] = rows[np.lexsort((rows[:, 0], -rows[:, 1]))][: len(held)]
+
+
+def survey(
+    made: str,
+    models: Sequence[Checkpoint],
+    products: Sequence[Product],
+    *,
+    threads: int | None,
+    progress: Watching,
+    doing: str,
+    passes: int = 1,
+    tables: Sequence[Table] = (),
+) -> Outcome:
+    """Compute products of tensors, in memory. NaN and infinities are numbers like any others.
+
+    doing   text of the progress display
+    passes  over the tensors, for the progress display
+    tables  of the plan, for gathers
+    """
+    from weightsmith._engine.local import Resources, Workload, run  # numba takes half a second to import; headers need none
+    from weightsmith._engine.unwritten import DiscardedOutput
+
+    download(models)
+    settings = [Settings({}, tuple({} for _ in models))]
+    draft = PlanDraft(Made(made), [*map(model_input, models)], [], settings, list(products), list(tables))
+    go = partial(
+        run, draft.finish(stored=False), models, DiscardedOutput(), Resources(threads or 0), Workload(allow_nonfinite=True)
+    )
+    if progress is False:
+        return go()
+    if not isinstance(progress, bool | Meter):
+        return go(progress=progress)
+    reads = [(models[read.model], read, leaf) for product in products for leaf in product.steps for read in leaf.inputs]
+    total = passes * sum(leaf.out.size * model.specs[read.tensor].dtype.itemsize for model, read, leaf in reads)
+    with watched_meter() if progress is True else nullcontext(progress) as shown:
+        return go(progress=lambda now: _show(shown, now, doing, total))
+
+
+def _show(shown: Meter, now: Progress, doing: str, total_bytes: int) -> None:
+    if now.compiling:
+        show_progress(shown, now, doing)
+    elif now.read_bytes:
+        shown.show(Reading(doing, min(now.read_bytes, total_bytes), total_bytes, now.read_bytes))
