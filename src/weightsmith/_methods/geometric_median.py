@@ -8,6 +8,7 @@ from typing import Annotated
 
 import numpy as np
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import Bounds, merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -79,13 +80,7 @@ models it is their mean.""",
     formula="out = argmin_m Σ |Wᵢ - m|, by m ← Σ Wᵢ/|Wᵢ - m| / Σ 1/|Wᵢ - m|",
     base="input",
     min_models=2,
-    example="""merge_method: geometric_median
-models:
-  - model: ./fr
-  - model: ./de
-  - model: ./py
-dtype: bfloat16
-""",
+    example=example_recipe("geometric_median", models=("fr", "de", "py"), base=""),
 )
 def geometric_median(
     matrix: Matrix,
