@@ -1,16 +1,19 @@
-"""Runs a prepared plan, whole or in part: first what it needs to have been run before."""
+"""Runs a prepared plan, whole or in part, after what must run before it; or computes from it, and writes nothing."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import Finding, ParameterError
 from weightsmith._base.options import RunOptions
+from weightsmith._execution.distance import Moved, distance_by_layer
 from weightsmith._execution.measured import measured
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import (
@@ -21,16 +24,21 @@ from weightsmith._execution.run import (
     Merged,
     finished_steps,
     kept_products,
+    reports_of,
+    resources_of,
     run_plan,
     staged,
 )
 from weightsmith._execution.stages import check_computable, stages_written, without_stages
 from weightsmith._planning.planner.loading import Check
-from weightsmith._planning.planner.prepared import Prepared, missing_files
+from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
+from weightsmith._plans import Product, Step
 from weightsmith._plans.parts import label, part_of
 from weightsmith.abc.output import Place
 
 if TYPE_CHECKING:
+    from weightsmith._engine.local import Outcome, Progress
+    from weightsmith._engine.products import Report
     from weightsmith.abc.output import Built
 
 PRODUCTS_LABEL = "products-alone"
@@ -49,7 +57,8 @@ def execute(
     """Run a prepared plan and publish its output; see `merge`.
 
     began    time.monotonic() at the start of the timed work
-    helpers  has other processes do the parts of each plan that is run
+    helpers  has other processes do the parts of each plan that is run; default: with `options.ray` a Ray cluster, which writes
+             the same bytes
 
     If another plan follows from the products, this process computes them first, in a staging folder of their own, which remains
     until the output is published. So are the results of other recipes that cannot be computed when they are read.
@@ -60,6 +69,12 @@ def execute(
     began = time.monotonic() if began is None else began
     found = list[Finding]()
     with ExitStack() as stack:
+        if options.ray is not None and helpers is None:
+            from weightsmith._execution.distributed.driver import share_out
+            from weightsmith._execution.distributed.on_ray import RayWorkers
+
+            check_options(out, options)  # before a cluster is started
+            helpers = partial(share_out, workers=stack.enter_context(RayWorkers.connect(options)))
         check = stack.enter_context(Check(prepared.loading, prepared.source))
         if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()
@@ -146,3 +161,46 @@ def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOpt
         raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
     check_computable(prepared)
     return place
+
+
+# ---- computations that write nothing
+
+
+def make_product(
+    prepared: Prepared, name: str, options: RunOptions, progress: Callable[[Progress], None] | None = None
+) -> Report | None:
+    """Compute one product of a plan and its dependencies in memory. Returns its report; writes nothing."""
+    products = prepared.plan.products_for((), {name})
+    return reports_of(products, _run_unwritten(prepared, (), products, options, progress).results).get(name)
+
+
+def measure_distance(
+    prepared: Prepared, options: RunOptions, progress: Callable[[Progress], None] | None = None
+) -> tuple[Moved, ...]:
+    """The distance of the merge from its base: in total, then per layer; () without a base.
+
+    Computes like `execute`, without writing anything. Cost: that of the merge without writing.
+    """
+    plan = prepared.plan
+    steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]
+    outcome = _run_unwritten(prepared, steps, plan.products_for(steps), options, progress)
+    return distance_by_layer(plan, outcome.distances)
+
+
+def _run_unwritten(
+    prepared: Prepared,
+    steps: Sequence[Step],
+    products: Sequence[Product],
+    options: RunOptions,
+    progress: Callable[[Progress], None] | None,
+) -> Outcome:
+    from weightsmith._engine.local import Workload, run
+    from weightsmith._engine.unwritten import DiscardedOutput
+
+    check_computable(prepared)
+    if options.stream:
+        stream(prepared.inputs)
+    download(prepared.inputs)
+    workload = Workload(steps=steps, products=products, folders=[model.folder for model in prepared.inputs])
+    resources = resources_of(prepared.plan, options)
+    return run(prepared.plan, prepared.inputs, DiscardedOutput(), resources, workload, progress=progress)
