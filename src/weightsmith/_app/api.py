@@ -17,7 +17,8 @@ from weightsmith._base.options import (
     read_options,
 )
 from weightsmith._base.options.keywords import ExtractKeywords, Keywords, PlanKeywords, RunKeywords, TransplantKeywords
-from weightsmith._execution.execute import execute, execute_part
+from weightsmith._execution.distributed import execute
+from weightsmith._execution.execute import execute_part
 from weightsmith._execution.progress import callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, Merged
 from weightsmith._features.adapters.recipes import assemble_merge

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +56,7 @@ def execute(
     """Run a prepared plan and publish its output; see `merge`.
 
     began    time.monotonic() at the start of the timed work
-    helpers  has other processes do the parts of each plan that is run; default: with `options.ray` a Ray cluster, which writes
-             the same bytes
+    helpers  has other processes do the parts of each plan that is run
 
     If another plan follows from the products, this process computes them first, in a staging folder of their own, which remains
     until the output is published. So are the results of other recipes that cannot be computed when they are read.
@@ -69,12 +67,6 @@ def execute(
     began = time.monotonic() if began is None else began
     found = list[Finding]()
     with ExitStack() as stack:
-        if options.ray is not None and helpers is None:
-            from weightsmith._execution.distributed.driver import share_out
-            from weightsmith._execution.distributed.on_ray import RayWorkers
-
-            check_options(out, options)  # before a cluster is started
-            helpers = partial(share_out, workers=stack.enter_context(RayWorkers.connect(options)))
         check = stack.enter_context(Check(prepared.loading, prepared.source))
         if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()

@@ -38,4 +38,4 @@ def breadcrumbs(
 ) -> Job:
     combine = family.mean_or_sum(normalize)
     axes = family.Axes("magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale, combine=combine)
-    return axes.job(matrix)
+    return family.job(matrix, axes)

@@ -36,4 +36,4 @@ def breadcrumbs_ties(
     axes = family.Axes(
         "magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale, elect="sum", combine=combine
     )
-    return axes.job(matrix)
+    return family.job(matrix, axes)

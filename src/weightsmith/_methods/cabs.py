@@ -29,4 +29,4 @@ def cabs(
     group: family.Group = 256,
     lambda_: family.Lambda = 1.0,
 ) -> Job:
-    return family.Axes("groups", weight, lambda_, density, group=group).job(matrix)
+    return family.job(matrix, family.Axes("groups", weight, lambda_, density, group=group))

@@ -34,4 +34,4 @@ def dare_linear(
 ) -> Job:
     combine = family.mean_or_sum(normalize)
     axes = family.Axes("random", weight, lambda_, density, rescale=rescale, combine=combine)
-    return axes.job(matrix)
+    return family.job(matrix, axes)

@@ -30,4 +30,4 @@ def dare_ties(
 ) -> Job:
     combine = family.mean_or_sum(normalize)
     axes = family.Axes("random", weight, lambda_, density, rescale=rescale, elect="sum", combine=combine)
-    return axes.job(matrix)
+    return family.job(matrix, axes)

@@ -38,4 +38,4 @@ def della(
 ) -> Job:
     combine = family.mean_or_sum(normalize)
     axes = family.Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, elect="sum", combine=combine)
-    return axes.job(matrix)
+    return family.job(matrix, axes)

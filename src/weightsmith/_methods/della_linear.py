@@ -34,4 +34,4 @@ def della_linear(
 ) -> Job:
     combine = family.mean_or_sum(normalize)
     axes = family.Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, combine=combine)
-    return axes.job(matrix)
+    return family.job(matrix, axes)

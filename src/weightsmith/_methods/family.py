@@ -1,23 +1,18 @@
-"""The axes of the task-vector methods, and the parameters that they share. `jobs/task_vectors.py` is their job."""
+"""Parameters that the task-vector methods share, and the job they make of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._methods.jobs import axes
+from weightsmith._methods.jobs.axes import Axes as Axes
 from weightsmith._methods.signature import Booleans, Bounds, Ignored, PerModel
 from weightsmith._plans import Product, Settings, Step
 from weightsmith.abc.job import Job, Matrix
 
 Floats = Sequence[float]
-
-Sparsifier = Literal["none", "magnitude", "magnitude_outliers", "random", "row_rank", "groups"]
-Ranking = Literal["tensor", "row", "model"]
-Rescaling = Literal["none", "l1", "inv_density", "inv_probability"]
-Election = Literal["none", "sum", "count"]
-Combine = Literal["sum", "mean", "disjoint_mean", "absmax"]
 
 Share = Annotated[PerModel[float], "Share of this model in the sum."]
 Weight = Annotated[PerModel[float], "Factor on this model's delta."]
@@ -36,7 +31,7 @@ Epsilon = Annotated[
 ]
 Group = Annotated[PerModel[int], "Neighbours in a row among which the share `density` is kept.", Bounds(1)]
 Scope = Annotated[
-    Ranking,
+    axes.Scope,
     "What magnitudes are ranked among: the `tensor` (mergekit's way), each `row`, or all tensors of the `model`, which "
     "takes a pass over them before the merge and keeps all elements as large as the threshold.",
 ]
@@ -49,47 +44,7 @@ _RESCALE = (
 )
 _BY_PROBABILITY = "`inv_probability` divides each element by the probability with which it was kept"
 Rescale = Annotated[Literal["none", "l1", "inv_density"], f"{_RESCALE}.", Booleans("none", "l1")]
-AnyRescale = Annotated[Rescaling, f"{_RESCALE}; {_BY_PROBABILITY}.", Booleans("none", "l1")]
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """A method of the family and its parameters. Per-model parameters (weight, density to group) are in the models' order.
-
-    sparsifier  `magnitude` keeps the largest deltas, `magnitude_outliers` the largest except for outliers, `random` each with
-                probability density, `row_rank` each with a probability that grows with its rank in the row, `groups` the
-                largest of each group of neighbours that no earlier model has kept
-    weight      factor on a model's delta
-    factor      lambda
-    density     share of a delta to keep; () for `none`. The next three are also () if the sparsifier does not use them
-    gamma       share of outliers, for `magnitude_outliers`
-    epsilon     half of the range of probabilities, for `row_rank`
-    group       group size, for `groups`
-    scope       where magnitudes are ranked: in the tensor, each row, or all tensors of the model
-    rescale     factor on the remaining delta: `l1` restores the tensor's L1 norm, `inv_density` is 1/density,
-                `inv_probability` the inverse of each element's probability
-    elect       drop contributions against the elected sign
-    combine     `sum`; `mean`, divided by the sum of the weights (after an election, by the sum of |weight| of those that
-                agree); `disjoint_mean`, divided by the number of contributing models; `absmax`, only the largest
-    """
-
-    sparsifier: Sparsifier
-    weight: Sequence[float]
-    factor: float
-    density: Sequence[float] = ()
-    gamma: Sequence[float] = ()
-    epsilon: Sequence[float] = ()
-    group: Sequence[int] = ()
-    scope: Ranking = "tensor"
-    rescale: Rescaling = "none"
-    elect: Election = "none"
-    combine: Combine = "sum"
-
-    def job(self, matrix: Matrix) -> Job:
-        """The job that merges a matrix so."""
-        from weightsmith._methods.jobs.task_vectors import TaskVectorJob
-
-        return TaskVectorJob(matrix, self)
+AnyRescale = Annotated[axes.Rescale, f"{_RESCALE}; {_BY_PROBABILITY}.", Booleans("none", "l1")]
 
 
 def sums_to_zero(weight: Floats) -> str:
@@ -114,9 +69,16 @@ def check_probabilities(density: Floats, epsilon: Floats) -> str:
     return ""
 
 
-def mean_or_sum(normalize: bool) -> Combine:
+def mean_or_sum(normalize: bool) -> axes.Combine:
     """What `normalize` means for the axis `combine`."""
     return "mean" if normalize else "sum"
+
+
+def job(matrix: Matrix, settings: Axes) -> Job:
+    """The job of a method of the family."""
+    from weightsmith._methods.jobs.task_vectors import TaskVectorJob
+
+    return TaskVectorJob(matrix, settings)
 
 
 def of_the_model(scope: str) -> bool:

@@ -37,4 +37,4 @@ def localize_and_stitch(
     lambda_: family.Lambda = 1.0,
 ) -> Job:
     axes = family.Axes("magnitude", weight, lambda_, density, scope=scope, combine="disjoint_mean")
-    return axes.job(matrix)
+    return family.job(matrix, axes)

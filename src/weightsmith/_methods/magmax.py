@@ -21,4 +21,4 @@ use a `lambda` below 1, or `norm_match`.""",
     elementwise=always,
 )
 def magmax(matrix: Matrix, weight: family.Weight = 1.0, lambda_: family.Lambda = 1.0) -> Job:
-    return family.Axes("none", weight, lambda_, combine="absmax").job(matrix)
+    return family.job(matrix, family.Axes("none", weight, lambda_, combine="absmax"))

@@ -7,6 +7,7 @@ from typing import Annotated
 from weightsmith._methods import family
 from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Floats
+from weightsmith._methods.jobs.axes import Combine, Election, Sparsifier
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -49,7 +50,7 @@ def task_vectors(
     matrix: Matrix,
     weight: family.Weight = 1.0,
     sparsify: Annotated[
-        family.Sparsifier,
+        Sparsifier,
         "What is kept of a delta: all (`none`), the largest (`magnitude`), those but for the very largest "
         "(`magnitude_outliers`), at random (`random`), at random by rank in the row (`row_rank`), or the largest of each "
         "group of neighbours that no earlier model has kept (`groups`).",
@@ -60,15 +61,13 @@ def task_vectors(
     epsilon: family.Epsilon = 0.15,
     group: family.Group = 256,
     rescale: family.AnyRescale = "none",
-    elect: Annotated[
-        family.Election, "Only deltas of the elected sign count: of the `sum` of all, or by `count` of models."
-    ] = "none",
+    elect: Annotated[Election, "Only deltas of the elected sign count: of the `sum` of all, or by `count` of models."] = "none",
     combine: Annotated[
-        family.Combine,
+        Combine,
         "`sum`; `mean`, divided by the sum of the weights, after an election by the sum of |weight| of the models that agree; "
         "`disjoint_mean`, divided by the number of models that contributed; `absmax`, the largest alone.",
     ] = "sum",
     lambda_: family.Lambda = 1.0,
 ) -> Job:
     axes = family.Axes(sparsify, weight, lambda_, density, gamma, epsilon, group, scope, rescale, elect, combine)
-    return axes.job(matrix)
+    return family.job(matrix, axes)

@@ -38,4 +38,4 @@ def ties(
 ) -> Job:
     combine = family.mean_or_sum(normalize)
     axes = family.Axes("magnitude", weight, lambda_, density, scope=scope, rescale=rescale, elect="sum", combine=combine)
-    return axes.job(matrix)
+    return family.job(matrix, axes)

@@ -15,7 +15,7 @@ from tests.cases.case import fine_tunes
 from weightsmith._base.tensors import DTYPES, grain_elements
 from weightsmith._engine.tiles import Cut, cut
 from weightsmith._kernels.elementwise import merge_clipped
-from weightsmith._methods.family import Axes
+from weightsmith._methods.jobs.axes import Axes
 from weightsmith._methods.jobs.combination import ColumnJob, CombinationJob, GramJob, RowJob
 from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob
 from weightsmith._methods.jobs.matrix import MatrixJob, mean

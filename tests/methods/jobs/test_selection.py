@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.cases import SWEEP
 from tests.cases.task_vectors import GTA
 from tests.mini import run_method
 from weightsmith._methods.jobs import selection
@@ -42,7 +43,7 @@ METHODS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["float32", "mixed", "bf16"])
+@pytest.mark.parametrize("kind", ["float32", pytest.param("mixed", marks=SWEEP), "bf16"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_bytes_do_not_depend_on_how_counts_are_held(
     method: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -54,7 +54,7 @@ class Work:
 
     def make(self, prepared: Prepared, options: RunOptions, doing: str) -> Merged:
         """Run a plan with a progress bar, and report the result. doing: the verb of the bar."""
-        from weightsmith._execution.execute import execute
+        from weightsmith._execution.distributed import execute
 
         with self.running(doing) as watching:
             status("preparing the output")

@@ -15,7 +15,7 @@ import xxhash
 from weightsmith._kernels import task_vector as kernel
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.records import Encoded, Inputs
-from weightsmith._methods.family import Axes
+from weightsmith._methods.jobs.axes import Axes
 from weightsmith._methods.jobs.selection import Key, Selection, kept_ranks, model_limits
 from weightsmith.abc.job import Bytes, Job, Matrix, Scratch, Tile
 
