@@ -4,7 +4,7 @@
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured
 #   make test      the tests
 #   make test-fast     the tests that take less than a second each: under a minute
-#   make test-sweeps   stacks of every model type of transformers, as it loads them; every case of every method
+#   make test-sweeps   stacks of every model type of transformers, as it loads them, every case of every method
 #   make test-python   the kernels as plain Python, not compiled
 #   make mutants   how many of 200 one-token mutations the tests catch (hours; MUTANTS_OPTIONS='--count 20 --rooms outputs --near' is a first look)
 #   make fuzz      every kind of input mutated in 1,000 ways: accepted or rejected, in bounded time and memory (FUZZ_OPTIONS='--cases 10000')
@@ -53,7 +53,7 @@ test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
 
 test-sweeps: $(VENV)/.test
-	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS) tests/planning/planner/test_architectures.py tests/methods
+	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS)
 
 # numpy warns where numbers overflow or are none, compiled code does not.
 test-python: $(VENV)/.test

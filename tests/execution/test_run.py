@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,43 +32,10 @@ from weightsmith._outputs.local.products import read_product, write_product
 from weightsmith._plans import plan_from_json
 from weightsmith._plans.parts import part_of
 
-LAYERS = 4
-
-
-@cache
-def big_tensors(seed: int) -> dict[str, np.ndarray]:
-    """Some tensors of several tiles, so that there is something to interrupt."""
-    rng = np.random.default_rng(seed)
-    tensors = {
-        "model.embed_tokens.weight": rng.normal(0, 0.02, (4000, 64)),
-        **{
-            f"model.layers.{i}.mlp.{p}_proj.weight": rng.normal(0, 0.02, (900, 512))
-            for i in range(LAYERS)
-            for p in ("up", "down")
-        },
-        "model.norm.weight": np.ones(64),
-    }
-    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-
-
-def big_model(folder: Path, seed: int) -> str:
-    config = {"architectures": ["X"], "model_type": "llama", "num_hidden_layers": LAYERS, "vocab_size": 4000}
-    return str(write_checkpoint(folder, big_tensors(seed), config))
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of models a, b and c."""
-    folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate("abc"):
-        big_model(folder / name, seed)
-    return folder
-
 
 @pytest.fixture
-def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Links to the files of the models, and a recipe whose thresholds are of the whole model."""
-    shutil.copytree(models, tmp_path, dirs_exist_ok=True, copy_function=os.link)
+def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Models a, b and c, and a recipe whose thresholds are of the whole model."""
     (tmp_path / "ties.yml").write_text(
         "merge_method: ties\nbase_model: ./a\nmodels:\n"
         "  - {model: ./b, parameters: {weight: 1, density: 0.4}}\n  - {model: ./c, parameters: {weight: 0.5, density: 0.2}}\n"

@@ -17,7 +17,7 @@ import pytest
 
 import weightsmith
 from tests.bucket_help import Server
-from tests.execution.test_run import big_model, files
+from tests.execution.test_run import files
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
 from weightsmith._base.errors import NonFinite, ParameterError
@@ -52,9 +52,7 @@ parts.PART_BYTES, uploads.SAVE_SECONDS = 200_000, 0.0
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for seed, name in enumerate("abc"):
-        big_model(tmp_path / name, seed)
+def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ties.yml").write_text(TIES)
     monkeypatch.chdir(tmp_path)
     return tmp_path
