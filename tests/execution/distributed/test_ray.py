@@ -1,4 +1,4 @@
-"""On a Ray cluster of four machines, simulated on this one: the bytes are those of one process, also when a machine dies."""
+"""On a Ray cluster of two machines, simulated on this one: the bytes are those of one process, also when a machine dies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head that does no work, and four machines of one processor. They are slow: 0.3 s for a tile."""
+    """A head that does no work, and two machines of one processor. They are slow: 0.3 s for a tile."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'weightsmith[ray]'")
     from ray.cluster_utils import Cluster
 
@@ -72,7 +72,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        made.machines = [made.add_node(num_cpus=1) for _ in range(4)]
+        made.machines = [made.add_node(num_cpus=1) for _ in range(2)]
         yield made
     finally:
         made.shutdown()
@@ -97,7 +97,7 @@ def store(moto: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 @pytest.mark.slow
-def test_one_of_four_machines_dies_half_way_and_the_bytes_are_the_same(
+def test_one_of_two_machines_dies_half_way_and_the_bytes_are_the_same(
     here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weightsmith.merge("ties.yml", "whole", progress=False)
@@ -108,7 +108,8 @@ def test_one_of_four_machines_dies_half_way_and_the_bytes_are_the_same(
 
 
 @pytest.mark.slow
-def test_four_machines_write_to_a_bucket_and_one_dies(
+@pytest.mark.sweep
+def test_two_machines_write_to_a_bucket_and_one_dies(
     here: Path, store: Server, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weightsmith.merge("ties.yml", "out", progress=False)
