@@ -19,6 +19,7 @@ from weightsmith._execution.run import (
     NO_CALLBACKS,
     Callbacks,
     Following,
+    Helped,
     Helpers,
     Merged,
     finished_steps,
@@ -83,17 +84,10 @@ def execute(
 
 @dataclass(frozen=True, slots=True)
 class PartDone:
-    """What a process that did a part has finished.
-
-    resumed    number of steps that an earlier run had finished
-    read_bytes, written_bytes, fetched_bytes   as in `Merged`
-    """
+    """What a process that did a part has finished, and what it did for that."""
 
     built: Built
-    resumed: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    fetched_bytes: int = 0
+    helped: Helped
 
 
 def execute_part(
@@ -125,8 +119,8 @@ def execute_part(
         outcome = run(steps=steps, products=(), skip=done, results=results)
         for model in prepared.inputs:
             model.check_unchanged()
-        moved = outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes
-        return PartDone(staging.hand_over(), len(done), *moved)
+        helped = Helped(len(done), outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes)
+        return PartDone(staging.hand_over(), helped)
 
 
 def execute_products(
@@ -139,7 +133,8 @@ def execute_products(
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
         for model in prepared.inputs:
             model.check_unchanged()
-        return PartDone(staging.hand_over(), read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+        helped = Helped(read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+        return PartDone(staging.hand_over(), helped)
 
 
 def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> Place:

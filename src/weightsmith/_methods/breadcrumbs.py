@@ -36,6 +36,5 @@ def breadcrumbs(
     lambda_: family.Lambda = 1.0,
     int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = family.Axes("magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale, combine=combine)
-    return family.job(matrix, axes)
+    axes = family.Axes("magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale)
+    return family.job(matrix, axes, normalize=normalize)

@@ -28,6 +28,5 @@ def dare_ties(
     lambda_: family.Lambda = 1.0,
     int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = family.Axes("random", weight, lambda_, density, rescale=rescale, elect="sum", combine=combine)
-    return family.job(matrix, axes)
+    axes = family.Axes("random", weight, lambda_, density, rescale=rescale, elect="sum")
+    return family.job(matrix, axes, normalize=normalize)

@@ -36,6 +36,5 @@ def della(
     lambda_: family.Lambda = 1.0,
     int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = family.Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, elect="sum", combine=combine)
-    return family.job(matrix, axes)
+    axes = family.Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, elect="sum")
+    return family.job(matrix, axes, normalize=normalize)

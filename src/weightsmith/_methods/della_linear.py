@@ -32,6 +32,5 @@ def della_linear(
     lambda_: family.Lambda = 1.0,
     int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = family.Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, combine=combine)
-    return family.job(matrix, axes)
+    axes = family.Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale)
+    return family.job(matrix, axes, normalize=normalize)

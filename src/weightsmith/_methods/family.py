@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -69,16 +70,11 @@ def check_probabilities(density: Floats, epsilon: Floats) -> str:
     return ""
 
 
-def mean_or_sum(normalize: bool) -> axes.Combine:
-    """What `normalize` means for the axis `combine`."""
-    return "mean" if normalize else "sum"
-
-
-def job(matrix: Matrix, settings: Axes) -> Job:
-    """The job of a method of the family."""
+def job(matrix: Matrix, settings: Axes, *, normalize: bool = False) -> Job:
+    """The job of a method of the family. normalize: the sum of the models is divided by that of their weights."""
     from weightsmith._methods.jobs.task_vectors import TaskVectorJob
 
-    return TaskVectorJob(matrix, settings)
+    return TaskVectorJob(matrix, replace(settings, combine="mean") if normalize else settings)
 
 
 def of_the_model(scope: str) -> bool:
