@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from weightsmith._base.errors import Finding, ParameterError
 from weightsmith._base.options import RunOptions
 from weightsmith._execution.distance import Moved, distance_by_layer
-from weightsmith._execution.measured import measured
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import (
     NO_CALLBACKS,
@@ -29,7 +28,7 @@ from weightsmith._execution.run import (
     run_plan,
     staged,
 )
-from weightsmith._execution.stages import check_computable, stages_written, without_stages
+from weightsmith._execution.stages import check_computable, measured, stages_written, without_stages
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Product, Step
