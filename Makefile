@@ -4,7 +4,7 @@
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured
 #   make test      the tests
 #   make test-fast     the tests that take less than a second each: under a minute
-#   make test-architectures   stacks of every model type of transformers, as it loads them
+#   make test-sweeps   stacks of every model type of transformers, as it loads them, every case of every method
 #   make test-python   the kernels as plain Python, not compiled
 #   make mutants   how many of 200 one-token mutations the tests catch (hours; MUTANTS_OPTIONS='--count 20 --rooms outputs --near' is a first look)
 #   make fuzz      every kind of input mutated in 1,000 ways: accepted or rejected, in bounded time and memory (FUZZ_OPTIONS='--cases 10000')
@@ -38,7 +38,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-architectures test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit clean help
+.PHONY: demo test test-fast test-sweeps test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,8 +52,8 @@ test: $(VENV)/.test
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
 
-test-architectures: $(VENV)/.test
-	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS) tests
+test-sweeps: $(VENV)/.test
+	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS)
 
 # numpy warns where numbers overflow or are none, compiled code does not.
 test-python: $(VENV)/.test

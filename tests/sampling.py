@@ -1,4 +1,4 @@
-"""Long parametrisations: a run of all tests takes a sample of them, `make test-architectures` the others."""
+"""Long parametrisations: a run of all tests takes a sample of them, `make test-sweeps` the others."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def test_a_copy_that_the_file_system_does_not_finish_is_finished_by_us(
             return 0
         return copy(source, target, count if after == "all" else min(1000, count), *offsets)
 
-    monkeypatch.setattr("weightsmith._engine.copier.copies_by_reference", lambda fd: True)
+    monkeypatch.setattr("weightsmith._engine.tile_work.copies_by_reference", lambda fd: True)
     monkeypatch.setattr(os, "copy_file_range", copy_some)
     weightsmith.merge(recipe, tmp_path / "by the file system", threads=1)
     assert calls

@@ -90,6 +90,26 @@ def test_what_only_looks_like_a_secret_stays(text: str) -> None:
     assert redacted(text) == text
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        r'"https:\/\/me:p4ssw0rdS@host/a"',
+        r'"https://me:p4ssw0rdS\u0040host/a"',
+        r'"https://host/a?tok\U00000065n=p4ssw0rdS"',
+        r'"\x70\x34ssw0rdS"',
+    ],
+)
+def test_escapes_of_yaml_hide_no_secret(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where it is shown nor from the check of a recipe, which would be stored with the model."""
+    if "://" not in redaction._unescaped(written):
+        monkeypatch.setenv("MY_TOKEN", "p4ssw0rdS")
+    assert redacted(f"a: {written} # b") == "a: *** # b"
+    recipe = f"merge_method: linear\nmodels:\n- {{model: {written}, parameters: {{weight: 1}}}}\n"
+    [problem, *_] = [each for each in load(recipe).problems if "password" in str(each)]
+    assert problem.finding.where.startswith("<text>:3:")
+    assert redacted(r"C:\models\new and \x41\u0042") == r"C:\models\new and \x41\u0042"
+
+
 def test_a_user_alone_is_hidden_if_it_may_be_a_token() -> None:
     assert redacted("https://ghp_16C7e42F292c6912E7710c838347Ae178B4a@host/a") == "https://***@host/a"
 

@@ -13,8 +13,8 @@ import pytest
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import Outcome, Resources, Run, Workload, run
-from weightsmith._engine.merger import Merger
 from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._engine.tile_work import Merger
 from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._files.views import view_of
 from weightsmith._methods.jobs.combination import CombinationJob

@@ -14,12 +14,9 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.active import APPLY, ActiveStep, LeafPass
 from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import Finite
-from weightsmith._engine.copier import Copier
-from weightsmith._engine.encoder import Encoder
-from weightsmith._engine.measurer import Measurer
-from weightsmith._engine.merger import Merger
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
+from weightsmith._engine.tile_work import Copier, Encoder, Merger
 from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._files.views import view_of
 from weightsmith._models.formats import find_encoding
@@ -61,10 +58,9 @@ class Work:
         self.reader = Reader(plan, sources, Results(plan), tile_bytes=1)
         self.output, self.buffers = Recorded(self.step.outs), Buffers()
         finite = Finite(self.reader, allow)
-        self.measurer = Measurer(self.reader)
         self.encoder = Encoder(self.reader, self.output, allow_nonfinite=allow)
-        self.merger = Merger(self.reader, finite, self.measurer)
-        self.copier = Copier(self.reader, finite, self.output, self.encoder, self.measurer)
+        self.merger = Merger(self.reader, finite, measures=True)
+        self.copier = Copier(self.reader, finite, self.output, self.encoder)
         active = ActiveStep(self.step)
         align = self.encoder.begin(active)
         job = None if op == COPY else self.reader.job(self.step)

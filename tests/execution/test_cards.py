@@ -155,7 +155,7 @@ def test_how_other_models_are_loaded(here: Path, config: Any, carried: tuple[str
         "---\nlicense: mit",
         "---\n- a list\n---\n",
         "---\nlicense: [unclosed\n---\n",
-        f"---\n{'[' * 20_000}\n---\n",
+        f"---\n{'[' * 3_000}\n---\n",
         f"---\nlicense: {'x' * 70_000}\n---\n",
         '---\nlicense: "\\UFFFFFFFF"\n---\n',
         "---\nlicense: !!python/object/apply:os.system [exit]\n---\n",

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +32,10 @@ from weightsmith._outputs.local.products import read_product, write_product
 from weightsmith._plans import plan_from_json
 from weightsmith._plans.parts import part_of
 
-LAYERS = 4
-
-
-@cache
-def big_tensors(seed: int) -> dict[str, np.ndarray]:
-    """Some tensors of several tiles, so that there is something to interrupt."""
-    rng = np.random.default_rng(seed)
-    tensors = {
-        "model.embed_tokens.weight": rng.normal(0, 0.02, (4000, 64)),
-        **{
-            f"model.layers.{i}.mlp.{p}_proj.weight": rng.normal(0, 0.02, (900, 512))
-            for i in range(LAYERS)
-            for p in ("up", "down")
-        },
-        "model.norm.weight": np.ones(64),
-    }
-    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-
-
-def big_model(folder: Path, seed: int) -> str:
-    config = {"architectures": ["X"], "model_type": "llama", "num_hidden_layers": LAYERS, "vocab_size": 4000}
-    return str(write_checkpoint(folder, big_tensors(seed), config))
-
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Models a, b and c, and a recipe whose thresholds are of the whole model."""
-    for seed, name in enumerate("abc"):
-        big_model(tmp_path / name, seed)
     (tmp_path / "ties.yml").write_text(
         "merge_method: ties\nbase_model: ./a\nmodels:\n"
         "  - {model: ./b, parameters: {weight: 1, density: 0.4}}\n  - {model: ./c, parameters: {weight: 0.5, density: 0.2}}\n"
@@ -90,33 +64,28 @@ def done(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def planned(here: Path, recipe: str = "ties.yml") -> Path:
+def planned(here: Path, cli: Cli) -> Path:
     """The plan as the command line prints it."""
     file = here / "plan.json"
-    file.write_text(done(command("plan", recipe, "--json")))
+    file.write_text(cli("plan", "ties.yml", "--json").out)
     return file
 
 
 @pytest.mark.slow
-def test_a_plan_from_the_command_line_runs_in_another_process_to_the_same_bytes(here: Path) -> None:
+def test_two_processes_do_a_part_each_one_dies_and_the_last_one_publishes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     weightsmith.merge("ties.yml", "whole")
-    file = planned(here)
-    done(command("run", str(file), "out"))
-    assert files(here / "out") == files(here / "whole")
+    cli = Cli(monkeypatch, capsys)
+    file = planned(here, cli)
     assert plan_from_json(json.loads(file.read_text())).hash == weightsmith.plan("ties.yml").hash
-
-
-@pytest.mark.slow
-def test_four_processes_do_a_part_each_one_dies_and_the_last_one_publishes(here: Path) -> None:
-    weightsmith.merge("ties.yml", "whole")
-    file = planned(here)
     slow = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
     (here / "sitecustomize.py").write_text(
         "import time\nfrom weightsmith._engine import local\nplain = local.Run._do\n"
         "def slow(self, *a):\n    time.sleep(0.05)\n    return plain(self, *a)\nlocal.Run._do = slow\n"
     )
-    parts = {k: command("run", str(file), "out", "--part", f"{k}/4", "--threads", "1", env=slow) for k in range(1, 5)}
-    journal = staging_folder(here / "out") / "parts" / "journal-2-of-4"
+    parts = {k: command("run", str(file), "out", "--part", f"{k}/3", "--threads", "1", env=slow) for k in (1, 2)}
+    journal = staging_folder(here / "out") / "parts" / "journal-2-of-3"
     deadline = time.monotonic() + 60
     while not (journal.exists() and b'"tensor"' in journal.read_bytes()):
         assert time.monotonic() < deadline
@@ -124,12 +93,11 @@ def test_four_processes_do_a_part_each_one_dies_and_the_last_one_publishes(here:
         time.sleep(0.01)
     parts[2].send_signal(signal.SIGKILL)
     parts[2].communicate()
-    again = command("run", str(file), "out", "--part", "2/4")
-    for k in (1, 3, 4):
-        assert f"part {k} of 4 is done" in done(parts[k])
-    done(again)
+    for k in (2, 3):
+        assert f"part {k} of 3 is done" in cli("run", file, "out", "--part", f"{k}/3").out
+    assert "part 1 of 3 is done" in done(parts[1])
     assert not (here / "out").exists()
-    merged = json.loads(done(command("run", str(file), "out", "--json")))
+    merged = json.loads(cli("run", file, "out", "--json").out)
     assert merged["resumed"] == merged["tensors"]
     assert merged["read_bytes"] == 0, "thresholds were found again too"
     assert files(here / "out") == files(here / "whole")
@@ -289,13 +257,13 @@ def test_every_step_is_in_one_part(here: Path) -> None:
         part_of(plan, 3, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", ["0/4", "5/4", "1", "a/b", "1/0", "-1/2"])
-def test_a_part_that_is_none_is_a_usage_error(here: Path, part: str) -> None:
-    process = command("run", "plan.json", "out", f"--part={part}")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "is not a part: write 2/4 for the second of four" in err
+def test_a_part_that_is_none_is_a_usage_error(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = Cli(monkeypatch, capsys)("run", "plan.json", "out", f"--part={part}")
+    assert refused.code == 2
+    assert "is not a part: write 2/4 for the second of four" in refused.err
 
 
 # ---- models that are not those of the plan
@@ -371,7 +339,7 @@ def test_a_mutated_plan_is_one_clear_error_or_runs_inside_its_inputs(tmp_path: P
     ]
     rng = random.Random(1)
     refused = 0
-    for _ in range(1500):
+    for _ in range(400):
         data = copy.deepcopy(good)
         place = rng.choice(places)
         at(data, place[:-1])[place[-1]] = rng.choice(values)
@@ -382,7 +350,7 @@ def test_a_mutated_plan_is_one_clear_error_or_runs_inside_its_inputs(tmp_path: P
             refused += 1
         for left in tmp_path.glob("*out*"):
             shutil.rmtree(left)
-    assert refused > 1000
+    assert refused > 270
 
 
 @pytest.mark.parametrize(
@@ -429,6 +397,8 @@ def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Pa
     """`cp new old` keeps the inode, and may keep the size: neither name nor header tells."""
     shard = here / "b" / "model.safetensors"
     changed = bytearray(shard.read_bytes())
+    shard.unlink()  # a link to what other tests read
+    shard.write_bytes(changed)
     changed[-1] ^= 1
 
     def overwrite(now: weightsmith.Progress) -> None:

@@ -18,7 +18,7 @@ from tests.methods.test_methods import ulp_error
 from tests.mini import run_method, write_checkpoint
 from weightsmith._base.tensors import DTYPES
 from weightsmith._methods.geometric_median import median_coefficients
-from weightsmith._methods.jobs import vectors
+from weightsmith._methods.jobs import combination
 from weightsmith._methods.karcher import karcher_coefficients
 from weightsmith._methods.model_stock import stock_coefficients
 
@@ -216,7 +216,7 @@ def test_filter_wise_is_each_row_alone_however_many_are_held(
     for r in (0, 1, shape[0] - 1)[: shape[0]]:
         alone = merge(tmp_path / f"{r}", "model_stock", [a[r] for a in arrays], STOCK, base=True, out=BF16)
         assert ulp_error(got[r], alone.astype(np.float64)) <= 1  # sums per row, and per grain where a row is longer
-    monkeypatch.setattr(vectors, "AT_ONCE", 9 * 7)
+    monkeypatch.setattr(combination, "AT_ONCE", 9 * 7)
     again = merge(tmp_path / "few", "model_stock", arrays, shared, base=True, out=BF16)
     assert again.tobytes() == got.tobytes()
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.cases import CASES, task_vectors
+from tests.cases import CASES, FIRST, SWEEP, swept, task_vectors
 from tests.cases.case import Case, fine_tunes, mixed
 from tests.cases.task_vectors import GTA
 from tests.mini import run_method
@@ -39,7 +39,13 @@ def shapes_for(case: Case) -> list[tuple[int, ...]]:
     return [shape for shape in SHAPES if len(shape) in case.dims]
 
 
-IN_SHAPES = [pytest.param(name, shape, id=f"{name}-{shape}") for name, case in CASES.items() for shape in shapes_for(case)]
+IN_SHAPES = [
+    pytest.param(
+        name, shape, id=f"{name}-{shape}", marks=() if name in FIRST.values() or shape == shapes_for(case)[0] else SWEEP
+    )
+    for name, case in CASES.items()
+    for shape in shapes_for(case)
+]
 
 
 def test_every_method_has_a_case() -> None:
@@ -56,7 +62,7 @@ def test_bf16_output_is_as_near_to_float64_as_the_case_says(name: str, shape: tu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", swept(CASES))
 def test_same_bytes_for_any_cut_and_number_of_threads(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     arrays = mixed((300, 517), case.inputs - 1)
@@ -66,7 +72,7 @@ def test_same_bytes_for_any_cut_and_number_of_threads(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", swept(CASES))
 def test_mixed_dtypes_meet_in_float32(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     arrays = mixed((60, 33), case.inputs - 1)
@@ -74,15 +80,16 @@ def test_mixed_dtypes_meet_in_float32(name: str, tmp_path: Path) -> None:
     assert ulp_error(got, case.reference(arrays), bits=24) <= max(2 * case.ulp - 0.51, 0.51)
 
 
-FIRST = {case.method: name for name, case in reversed(CASES.items())}
-"""The first case of each method."""
 OTHER_TASK_VECTORS = {case.method for case in task_vectors.CASES} - {"task_arithmetic", "dare_linear", "ties"}
 """They are one kernel, which reads a row and then masks it (as dare_linear), or trims it while it reads (as ties). What is kept
 of a row is no matter of its dtype."""
 
 
+F16 = [name for method, name in FIRST.items() if method not in OTHER_TASK_VECTORS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for method, name in FIRST.items() if method not in OTHER_TASK_VECTORS])
+@pytest.mark.parametrize("name", swept(F16, [FIRST[method] for method in ("linear", "slerp", "ties", "nearswap")]))
 def test_f16_in_and_out(name: str, tmp_path: Path) -> None:
     """Rows of float32 that are not bf16; float32 in and out has the rows of mixed dtypes."""
     case = CASES[name]
@@ -94,7 +101,7 @@ def test_f16_in_and_out(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.identity])
+@pytest.mark.parametrize("name", swept(n for n, case in CASES.items() if case.identity))
 @pytest.mark.parametrize("shape", [(50, 64), (64,)], ids=str)
 def test_merging_a_model_with_itself_gives_the_model(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     case = CASES[name]
@@ -106,7 +113,7 @@ def test_merging_a_model_with_itself_gives_the_model(name: str, shape: tuple[int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if 3 in case.dims])
+@pytest.mark.parametrize("name", swept(n for n, case in CASES.items() if 3 in case.dims))
 def test_fused_experts_give_the_bytes_of_separate_ones(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     if "random" in name or case.method.startswith(("dare", "della")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import weightsmith
 from tests import plan_help
-from tests.plan_help import plan, warnings
+from tests.plan_help import warnings
 
 PRESETS = sorted((Path(weightsmith.__file__).parent / "_app" / "cli" / "presets").glob("*.yml"))
 LAYERS = 32
@@ -42,6 +43,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def merged(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], weightsmith.Merged]:
+    """Merges a preset, once."""
+    out = tmp_path_factory.mktemp("merged")
+
+    @cache
+    def merge(preset: str) -> weightsmith.Merged:
+        with contextlib.chdir(folder):
+            return weightsmith.merge(PRESETS[0].parent / f"{preset}.yml", out / preset, fsync=False)
+
+    return merge
+
+
 def adapter(folder: Path) -> None:
     """A LoRA adapter of rank 2 for one of the layers."""
     rng = np.random.default_rng(0)
@@ -66,12 +80,10 @@ def test_a_preset_says_what_it_is_and_where_it_comes_from(file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
-def test_a_preset_plans_and_merges(file: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    assert warnings(plan(str(file))) == []
-    weightsmith.merge(file, tmp_path / "out", fsync=False)
-    weightsmith.verify(tmp_path / "out")
-    with weightsmith.open_checkpoint(tmp_path / "out") as out:
+def test_a_preset_plans_and_merges(file: Path, merged: Callable[[str], weightsmith.Merged]) -> None:
+    found = merged(file.stem)
+    assert warnings(found.plan) == []
+    with weightsmith.open_checkpoint(found.out) as out:
         assert all(np.isfinite(out.read(name).astype(np.float64)).all() for name in out.specs)
 
 
@@ -128,32 +140,26 @@ FORMULAS: dict[str, Callable[[Callable[[str], Tensors], str], np.ndarray]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_preset_means_what_it_says(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    weightsmith.merge(PRESETS[0].parent / f"{name}.yml", tmp_path / "out", fsync=False)
-    merged = read(tmp_path / "out")
-    assert len(merged) == len(plan_help.decoder(48 if name == "depth-up-scaling" else LAYERS))
-    for tensor, got in merged.items():
+def test_a_preset_means_what_it_says(name: str, folder: Path, merged: Callable[[str], weightsmith.Merged]) -> None:
+    tensors = read(merged(name).out)
+    assert len(tensors) == len(plan_help.decoder(48 if name == "depth-up-scaling" else LAYERS))
+    for tensor, got in tensors.items():
         exact = FORMULAS[name](lambda path: read(folder / path), tensor)
         expected = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-6, err_msg=tensor)
 
 
-def test_an_adapter_is_baked_in(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    weightsmith.merge(PRESETS[0].parent / "bake-in-lora.yml", tmp_path / "out", fsync=False)
-    a, b = load_file("adapters/fr/adapter_model.safetensors").values()
+def test_an_adapter_is_baked_in(folder: Path, merged: Callable[[str], weightsmith.Merged]) -> None:
+    a, b = load_file(folder / "adapters/fr/adapter_model.safetensors").values()
     base = read(folder / "models/base")
-    for tensor, got in read(tmp_path / "out").items():
+    for tensor, got in read(merged("bake-in-lora").out).items():
         exact = base[tensor] + (1.5 * (b @ a) if tensor == f"{ADAPTED}.weight" else 0)
         np.testing.assert_allclose(got, exact.astype(ml_dtypes.bfloat16).astype(np.float64), rtol=2**-7, atol=1e-6)
 
 
-def test_warp_s_slerp_is_of_task_vectors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    weightsmith.merge(PRESETS[0].parent / "warp-slerp.yml", tmp_path / "out", fsync=False)
+def test_warp_s_slerp_is_of_task_vectors(folder: Path, merged: Callable[[str], weightsmith.Merged]) -> None:
     sft, one, two = (read(folder / "models" / name) for name in ("sft", "policy-1", "policy-2"))
-    for tensor, got in read(tmp_path / "out").items():
+    for tensor, got in read(merged("warp-slerp").out).items():
         a, b = one[tensor] - sft[tensor], two[tensor] - sft[tensor]
         angle = np.arccos(np.vdot(a, b) / np.linalg.norm(a) / np.linalg.norm(b))
         expected = sft[tensor] + np.sin(angle / 2) / np.sin(angle) * (a + b)

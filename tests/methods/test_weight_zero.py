@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import weightsmith
 from tests import plan_help
-from tests.cases import CASES
+from tests.cases import CASES, FIRST, swept
 from tests.cases.case import Case, fine_tunes
 from tests.mini import write_checkpoint
 from tests.plan_help import plan
@@ -66,14 +67,25 @@ def same(a: Model, b: Model) -> None:
 WITH_WEIGHTS = [name for name, case in CASES.items() if weighted(methods.get(case.method)) and case.method != "nuslerp"]
 
 
+LISTED_FIRST = [FIRST[method] for method in ("linear", "ties", "tsv_m")]
+
+
 def test_every_method_with_weights_is_among_the_cases() -> None:
     assert {CASES[name].method for name in WITH_WEIGHTS} == {
         name for name in methods.NAMES if weighted(methods.get(name)) and methods.get(name).max_models is None
     }
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def placed(first: bool, sample: Collection[str]) -> list[Any]:
+    """Cases with the model of weight 0 before the others, or after them."""
+    where = "first" if first else "last"
+    return [
+        pytest.param(*each.values, first, marks=each.marks, id=f"{each.values[0]}-{where}")
+        for each in swept(WITH_WEIGHTS, sample)
+    ]
+
+
+@pytest.mark.parametrize(("name", "first"), [*placed(False, FIRST.values()), *placed(True, LISTED_FIRST)])
 def test_a_model_of_weight_nought_changes_nothing(name: str, first: bool) -> None:
     case = CASES[name]
     if first and case.method.startswith(("dare", "della")):
@@ -87,7 +99,7 @@ def test_a_model_of_weight_nought_changes_nothing(name: str, first: bool) -> Non
     same(merge(case, with_stranger, own_with), merge(case, models, own))
 
 
-@pytest.mark.parametrize("name", [n for n in WITH_WEIGHTS if CASES[n].base])
+@pytest.mark.parametrize("name", swept(n for n in WITH_WEIGHTS if CASES[n].base))
 def test_where_all_weights_are_nought_the_base_is_left(name: str) -> None:
     case, models = CASES[name], made(2)
     own = [{**case.models[1], "weight": 0.0}, {**case.models[1], "weight": 0.0}]

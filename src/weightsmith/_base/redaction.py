@@ -4,7 +4,7 @@ Every text that leaves the program goes through it: errors and warnings (`errors
 pages (`pages`), and what other libraries write to stderr (`text.prepare_streams`). It hides
 
 * what looks like a secret: the user and password of an address, query parameters such as `token`, `sig` or
-  `X-Amz-Signature`, authorization headers, tokens of the Hub, account keys;
+  `X-Amz-Signature`, authorization headers, tokens of the Hub, account keys; also where YAML or JSON escapes a part of it;
 * the values of the secrets of this process: environment variables whose name says so (HF_TOKEN, AWS_SECRET_ACCESS_KEY, ...),
   passwords in addresses that the environment holds (endpoints, proxies), the Hub token that is stored, tokens given to calls.
 
@@ -45,6 +45,7 @@ _SECRET = re.compile(
 _WORD = re.compile(r"\S+")
 _PASSWORD = re.compile(r"(?!\[)[^/?#@:]*:(?!\d{1,5}(?:[/?#\"'<>),\]]|$))")
 _PLACE = re.compile(r"[^/?#\"'<>]*")
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U00([0-9A-Fa-f]{6})|(.))")
 
 _NAMES = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|SAS|SIGNATURE|CONNECTION_STRING)$", re.IGNORECASE)
 _PARTS = re.compile(r"(?:AccountKey|SharedAccessSignature|SharedAccessKey|\"private_key\")\s*[=:]\s*\"?([^;\"]+)")
@@ -91,12 +92,32 @@ def redactor(*, of_equal_length: bool = False) -> Callable[[str], str]:
         start, end = match.span(match.lastgroup or 0)
         return match.string[match.start() : start] + hidden(match.string[start:end]) + match.string[end : match.end()]
 
+    def escaped(match: re.Match[str]) -> str:
+        return hidden(match[0]) if "\\" in match[0] and hide(plain := _unescaped(match[0])) != plain else match[0]
+
     def hide(text: str) -> str:
         text = _WORD.sub(word, text) if "://" in text and "@" in text else text
         text = _SECRET.sub(parameter, text)
-        return text if known is None else known.sub(lambda match: hidden(match[0]), text)
+        text = text if known is None else known.sub(lambda match: hidden(match[0]), text)
+        return _WORD.sub(escaped, text) if "\\" in text else text
 
     return hide
+
+
+def _unescaped(word: str) -> str:
+    r"""A word with the characters that YAML's and JSON's escapes in it mean; a space for those that are in no secret.
+
+    >>> print(_unescaped(r"https:\/\/me:\x68unter2\u0040host"))
+    https://me:hunter2@host
+    """
+
+    def character(match: re.Match[str]) -> str:
+        code = match[1] or match[2] or match[3]
+        if code:
+            return chr(min(int(code, 16), 0x10FFFF))
+        return " " if match[4].isalnum() else match[4]
+
+    return _ESCAPE.sub(character, word)
 
 
 def _users(word: str) -> Iterator[tuple[int, int]]:

@@ -19,10 +19,10 @@ from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._engine.active import APPLY, ActiveStep, LeafPass, Task
 from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import Finite
-from weightsmith._engine.merger import Merger
 from weightsmith._engine.reader import Reader, Source
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
+from weightsmith._engine.tile_work import Merger
 from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint

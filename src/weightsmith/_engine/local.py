@@ -19,15 +19,12 @@ from weightsmith._engine.active import APPLY, ActivePass, ActiveStep, LeafPass, 
 from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.constants import Finite
-from weightsmith._engine.copier import Copier
-from weightsmith._engine.encoder import Encoder
-from weightsmith._engine.measurer import Measurer
-from weightsmith._engine.merger import Merger
 from weightsmith._engine.passes import visits
 from weightsmith._engine.product_graph import Computation, Means, ProductGraph
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES, Scheduler
+from weightsmith._engine.tile_work import Copier, Encoder, Merger
 from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
 from weightsmith._engine.unwritten import DiscardedOutput, MemoryOutput
 from weightsmith._files.remote.ahead import ReadAhead
@@ -166,10 +163,10 @@ class Run:
         self._allow_nonfinite = workload.allow_nonfinite
         self._abandon = abandon
         self._lock = threading.Lock()
-        finite, measure = Finite(reader, workload.allow_nonfinite), Measurer(reader)
+        finite = Finite(reader, workload.allow_nonfinite)
         self._encoder = Encoder(reader, output, allow_nonfinite=workload.allow_nonfinite)
-        self._copier = Copier(reader, finite, output, self._encoder, measure)
-        self._merger = Merger(reader, finite, measure)
+        self._copier = Copier(reader, finite, output, self._encoder)
+        self._merger = Merger(reader, finite, measures=True)
         means = Means(workload.folders, resources.device, resources.workers, resources.product_bytes)
         self.products = ProductGraph(reader, finite, output, steps, products, means, self._make)
         needs = ((step, reader.plan.needs(step)) for step in steps)

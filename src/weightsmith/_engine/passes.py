@@ -7,37 +7,18 @@ from pathlib import Path
 
 from weightsmith._base.files import Extent
 from weightsmith._engine.computed import inner_passes
-from weightsmith._engine.products import StreamingReduction, find_kind
+from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
-from weightsmith._plans import Plan, Product, Step
+from weightsmith._plans import Product, Step
 
 STRIDE_BYTES = 4 << 20
 """Of each input of a tensor in turn: its tiles are read in all inputs at once."""
 
 
-class Passes:
-    """How often each step reads its inputs: asked of the jobs themselves, once for each set of parameters and shape."""
-
-    def __init__(self, plan: Plan, reader: Reader) -> None:
-        self._reader = reader
-        self._reductions: dict[str, StreamingReduction] = {}
-        for product in plan.products:
-            make = find_kind(product.op).reduce
-            if make is not None:
-                self._reductions[product.name] = make(product)
-
-    def before(self, step: Step) -> int:
-        """Whole passes over the inputs of a step for products that it needs."""
-        reductions = [self._reductions[name] for name in step.needs if name in self._reductions]
-        return sum(not reduction.sampled(number) for reduction in reductions for number in range(reduction.passes()))
-
-    def of(self, step: Step) -> int:
-        """Passes over the inputs of a step, the one that writes included."""
-        return 1 + self._reader.job_facts(step)[0]
-
-    def resident_bytes(self, step: Step) -> int:
-        """What the job of a step holds in memory between its passes."""
-        return self._reader.job_facts(step)[1]
+def whole_passes(products: Iterable[Product]) -> dict[str, int]:
+    """How often each product that streams reads all of its steps, and not a sample."""
+    made = {product.name: make(product) for product in products if (make := find_kind(product.op).reduce) is not None}
+    return {name: sum(not one.sampled(number) for number in range(one.passes())) for name, one in made.items()}
 
 
 def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -> list[list[Extent]]:
@@ -57,11 +38,11 @@ def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -
         leaves = list(reader.leaves_of(product))
         for number in range(reduction.passes()):
             found += [_visit(reader, leaf, inputs, sampled=reduction.sampled(number)) for leaf in leaves]
-    passes = Passes(reader.plan, reader)
     for step in steps:
         for leaf in step.leaves:
             if leaf.out.size and any(read.model in inputs for read in leaf.inputs):
-                found += [_visit(reader, leaf, inputs, sampled=False)] * (passes.of(leaf) + inner_passes(reader, leaf))
+                times = 1 + reader.job_facts(leaf)[0] + inner_passes(reader, leaf)
+                found += [_visit(reader, leaf, inputs, sampled=False)] * times
     return [visit for visit in found if visit]
 
 

@@ -1,11 +1,9 @@
 """Runs prepared plans: what is needed first, the plan itself, and the files beside the weights. Imports all above `_reports`.
 
-execute.py    a whole plan, or one part
-stages.py     results of other recipes that must be written first
-measured.py   plans that follow from the products of another one
+execute.py    a whole plan, or one part; computations that write nothing
+stages.py     what is run before: results of other recipes, plans that the plan follows from
 run.py        one plan
 files.py      the files besides the weights
-unwritten.py  computations that write nothing
 distributed/  the parts of a plan on a Ray cluster
 identity.py   when work may be resumed: same plan, same inputs, same program
 memory.py     `weightsmith.merge_state_dicts`: the engine on tensors in memory

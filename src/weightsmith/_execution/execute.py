@@ -1,9 +1,10 @@
-"""Runs a prepared plan, whole or in part: first what it needs to have been run before."""
+"""Runs a prepared plan, whole or in part, after what must run before it; or computes from it, and writes nothing."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,26 +12,32 @@ from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import Finding, ParameterError
 from weightsmith._base.options import RunOptions
-from weightsmith._execution.measured import measured
+from weightsmith._execution.distance import Moved, distance_by_layer
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import (
     NO_CALLBACKS,
     Callbacks,
     Following,
+    Helped,
     Helpers,
     Merged,
     finished_steps,
     kept_products,
+    reports_of,
+    resources_of,
     run_plan,
     staged,
 )
-from weightsmith._execution.stages import check_computable, stages_written, without_stages
+from weightsmith._execution.stages import check_computable, measured, stages_written, without_stages
 from weightsmith._planning.planner.loading import Check
-from weightsmith._planning.planner.prepared import Prepared, missing_files
+from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
+from weightsmith._plans import Product, Step
 from weightsmith._plans.parts import label, part_of
 from weightsmith.abc.output import Place
 
 if TYPE_CHECKING:
+    from weightsmith._engine.local import Outcome, Progress
+    from weightsmith._engine.products import Report
     from weightsmith.abc.output import Built
 
 PRODUCTS_LABEL = "products-alone"
@@ -76,17 +83,10 @@ def execute(
 
 @dataclass(frozen=True, slots=True)
 class PartDone:
-    """What a process that did a part has finished.
-
-    resumed    number of steps that an earlier run had finished
-    read_bytes, written_bytes, fetched_bytes   as in `Merged`
-    """
+    """What a process that did a part has finished, and what it did for that."""
 
     built: Built
-    resumed: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    fetched_bytes: int = 0
+    helped: Helped
 
 
 def execute_part(
@@ -118,8 +118,8 @@ def execute_part(
         outcome = run(steps=steps, products=(), skip=done, results=results)
         for model in prepared.inputs:
             model.check_unchanged()
-        moved = outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes
-        return PartDone(staging.hand_over(), len(done), *moved)
+        helped = Helped(len(done), outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes)
+        return PartDone(staging.hand_over(), helped)
 
 
 def execute_products(
@@ -132,7 +132,8 @@ def execute_products(
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
         for model in prepared.inputs:
             model.check_unchanged()
-        return PartDone(staging.hand_over(), read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+        helped = Helped(read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+        return PartDone(staging.hand_over(), helped)
 
 
 def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> Place:
@@ -146,3 +147,46 @@ def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOpt
         raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
     check_computable(prepared)
     return place
+
+
+# ---- computations that write nothing
+
+
+def make_product(
+    prepared: Prepared, name: str, options: RunOptions, progress: Callable[[Progress], None] | None = None
+) -> Report | None:
+    """Compute one product of a plan and its dependencies in memory. Returns its report; writes nothing."""
+    products = prepared.plan.products_for((), {name})
+    return reports_of(products, _run_unwritten(prepared, (), products, options, progress).results).get(name)
+
+
+def measure_distance(
+    prepared: Prepared, options: RunOptions, progress: Callable[[Progress], None] | None = None
+) -> tuple[Moved, ...]:
+    """The distance of the merge from its base: in total, then per layer; () without a base.
+
+    Computes like `execute`, without writing anything. Cost: that of the merge without writing.
+    """
+    plan = prepared.plan
+    steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]
+    outcome = _run_unwritten(prepared, steps, plan.products_for(steps), options, progress)
+    return distance_by_layer(plan, outcome.distances)
+
+
+def _run_unwritten(
+    prepared: Prepared,
+    steps: Sequence[Step],
+    products: Sequence[Product],
+    options: RunOptions,
+    progress: Callable[[Progress], None] | None,
+) -> Outcome:
+    from weightsmith._engine.local import Workload, run
+    from weightsmith._engine.unwritten import DiscardedOutput
+
+    check_computable(prepared)
+    if options.stream:
+        stream(prepared.inputs)
+    download(prepared.inputs)
+    workload = Workload(steps=steps, products=products, folders=[model.folder for model in prepared.inputs])
+    resources = resources_of(prepared.plan, options)
+    return run(prepared.plan, prepared.inputs, DiscardedOutput(), resources, workload, progress=progress)

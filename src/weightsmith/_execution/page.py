@@ -11,7 +11,7 @@ from weightsmith._base.pages import Code, Column, Curves, Facts, HeatMap, Page, 
 from weightsmith._base.pages.svg import curves, heat_map, picture
 from weightsmith._base.pages.values import Block, Mark, Value, finite_or_mark
 from weightsmith._engine.products import Report
-from weightsmith._execution.distance import Moved, share_of
+from weightsmith._execution.distance import Moved, share_of, to_json
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.model import OUTSIDE, Place, place_of
 from weightsmith._plans import PLAIN, Plan
@@ -39,7 +39,7 @@ Squares = Mapping[str, tuple[float, float]]
 
 
 def report_files(
-    plan: Plan, name: str, squares: Squares, distance: Sequence[Moved], reports: Iterable[Report], found: Sequence[Finding]
+    plan: Plan, name: str, squares: Squares, distance: tuple[Moved, ...], reports: Iterable[Report], found: Sequence[Finding]
 ) -> dict[str, bytes]:
     """The report of a plan that was run, as a page; and two of its pictures for the model card, if there is a base.
 
@@ -62,7 +62,7 @@ def _page(
     plan: Plan,
     name: str,
     squares: Squares,
-    distance: Sequence[Moved],
+    distance: tuple[Moved, ...],
     places: Mapping[str, Place],
     drawn: Sequence[Block],
     reports: Iterable[Report],
@@ -83,7 +83,7 @@ def _page(
     known = bool(distance) and math.isfinite(distance[0].share)
     moved = f"It is {distance[0].percent()} away from its base, by the Frobenius norm of all weights." if known else ""
     data = {
-        "distance": [{"name": m.name, "delta_norm": _known(m.delta), "base_norm": _known(m.base)} for m in distance],
+        "distance": to_json(distance),
         "tensors": [
             {
                 "name": tensor,
@@ -106,7 +106,7 @@ def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
     return heat_maps("Distance from the base", placed, share, "share", about, log=True, detail=_TENSORS)
 
 
-def _moved_curves(distance: Sequence[Moved]) -> list[Curves]:
+def _moved_curves(distance: tuple[Moved, ...]) -> list[Curves]:
     """Distance of each layer from the base: a line for each stack."""
     stacks: dict[str, list[float]] = {}
     for moved in distance[1:]:
@@ -125,10 +125,6 @@ def _share(squares: Squares, names: Sequence[str]) -> float | Mark:
         return Mark.NOTHING
     delta, base = (math.sqrt(sum(values)) for values in zip(*pairs, strict=True))
     return finite_or_mark(share_of(delta, base)) if delta else Mark.SAME
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _number(share: float | Mark) -> float | None:

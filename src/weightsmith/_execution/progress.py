@@ -49,57 +49,42 @@ class Reading:
         return self.done / self.total if self.total else 1.0
 
 
-class Rate:
-    """Speed and time left, from the readings of one piece of work.
+class Rates:
+    """Speed and time left of each piece of work: merging and computing take turns.
 
     >>> clock = iter([0.0, 1.0, 2.0])
-    >>> rate = Rate(lambda: next(clock))
-    >>> _ = rate.take(Reading("merging", 500, 1000, 0))
-    >>> rate.take(Reading("merging", 600, 1000, 400))
+    >>> rates = Rates(lambda: next(clock))
+    >>> _ = rates.take(Reading("merging", 500, 1000, 0))
+    >>> rates.take(Reading("merging", 600, 1000, 400))
     (400.0, 4.0)
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._window: deque[tuple[float, int | None]] = deque()
-        self._first: tuple[float, int] | None = None
-
-    def take(self, reading: Reading) -> tuple[float | None, float | None]:
-        """Bytes moved per second, and seconds left; None while unknown. Work of an earlier run is not counted."""
-        now = self._clock()
-        if self._first is None:
-            self._first = now, reading.done
-        window = self._window
-        window.append((now, reading.moved_bytes))
-        while len(window) > 2 and now - window[1][0] > WINDOW_SECONDS:
-            window.popleft()
-        then, moved = window[0]
-        speed = None
-        if reading.moved_bytes is not None and moved is not None and now > then:
-            speed = (reading.moved_bytes - moved) / (now - then)
-        began, done = self._first
-        seconds = (reading.total - reading.done) * (now - began) / (reading.done - done) if reading.done > done else None
-        return speed, seconds
-
-
-class Rates:
-    """A `Rate` for each piece of work: merging and computing take turns."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._rates: dict[tuple[str, int], tuple[Rate, int]] = {}
+        self._began: dict[tuple[str, int], tuple[float, int]] = {}
+        self._windows: dict[tuple[str, int], deque[tuple[float, Reading]]] = {}
 
     def begins(self, reading: Reading) -> bool:
         """Whether this is the first reading of its work. Another run may do work of the same label and size."""
-        known = self._rates.get((reading.label, reading.total))
-        return known is None or reading.done < known[1]
+        window = self._windows.get((reading.label, reading.total))
+        return window is None or reading.done < window[-1][1].done
 
     def take(self, reading: Reading) -> tuple[float | None, float | None]:
-        """See `Rate.take`."""
-        key = reading.label, reading.total
-        rate = Rate(self._clock) if self.begins(reading) else self._rates[key][0]
-        self._rates[key] = rate, reading.done
-        return rate.take(reading)
+        """Bytes moved per second, and seconds left; None while unknown. Work of an earlier run is not counted."""
+        key, now = (reading.label, reading.total), self._clock()
+        if self.begins(reading):
+            self._began[key], self._windows[key] = (now, reading.done), deque()
+        window = self._windows[key]
+        window.append((now, reading))
+        while len(window) > 2 and now - window[1][0] > WINDOW_SECONDS:
+            window.popleft()
+        then, earlier = window[0]
+        speed = None
+        if reading.moved_bytes is not None and earlier.moved_bytes is not None and now > then:
+            speed = (reading.moved_bytes - earlier.moved_bytes) / (now - then)
+        began, done = self._began[key]
+        seconds = (reading.total - reading.done) * (now - began) / (reading.done - done) if reading.done > done else None
+        return speed, seconds
 
 
 class Meter(ABC):
@@ -113,8 +98,7 @@ class Meter(ABC):
     def say(self, text: str) -> None:
         """Show the reason of a wait. May be called as often as `show`."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  lines stay, and a silent meter has drawn nothing
         """Leave the screen as it was. May be called twice."""
 
     def __enter__(self) -> Self:
@@ -132,9 +116,6 @@ class Silent(Meter):
 
     def say(self, text: str) -> None:
         """Show nothing."""
-
-    def close(self) -> None:
-        """Nothing to clear up."""
 
 
 class Lines(Meter):
@@ -162,9 +143,6 @@ class Lines(Meter):
             self._said.add(text)
             self._write(text)
 
-    def close(self) -> None:
-        """Lines stay."""
-
 
 def line(reading: Reading, speed: float | None, left: float | None) -> str:
     """One line of a log.
@@ -189,39 +167,56 @@ def how_far(reading: Reading, speed: float | None, left: float | None, detail: s
     return found
 
 
-class Bar(Meter):
-    """A bar that disappears at the end; drawn from the caller's thread, about ten times a second."""
+class Drawn(Meter):
+    """A display that the caller's thread draws again and again, at most every `interval` seconds; it disappears at the end."""
+
+    interval: float
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.last = 0.0
+        self._rates = Rates(clock)
+        self._label = ""
+
+    def show(self, reading: Reading) -> None:
+        """Draw it, unless it is too soon."""
+        now = self.clock()
+        if reading.label != self._label or now - self.last >= self.interval:
+            self._label, self.last = reading.label, now
+            self.draw(reading, *self._rates.take(reading))
+
+    @abstractmethod
+    def draw(self, reading: Reading, speed: float | None, left: float | None) -> None:
+        """Draw a reading. speed, left: see `Rates.take`."""
+
+
+class Bar(Drawn):
+    """A bar on a terminal."""
+
+    interval = 0.1
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._clock = clock
-        self._rates = Rates(clock)
-        self._label = ""
-        self._last = 0.0
+        super().__init__(clock)
         self._task: TaskID | None = None
         columns = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("label", "facts")]
         self._bar = Progress(
             columns[0], BarColumn(bar_width=None), columns[1], console=Console(stderr=True), transient=True, auto_refresh=False
         )
 
-    def show(self, reading: Reading) -> None:
-        """Draw the bar, at most ten times a second."""
-        now = self._clock()
-        if reading.label == self._label and now - self._last < 0.1:
-            return
-        self._label, self._last = reading.label, now
-        self._draw(reading.label, "  ".join(how_far(reading, *self._rates.take(reading))), reading.share)
+    def draw(self, reading: Reading, speed: float | None, left: float | None) -> None:
+        self._update(reading.label, "  ".join(how_far(reading, speed, left)), reading.share)
 
     def say(self, text: str) -> None:
         """The text in place of the label; the bar stays as it was."""
-        now = self._clock()
-        if now - self._last >= 0.1:
-            self._last = now
-            self._draw(text, "", None)
+        now = self.clock()
+        if now - self.last >= self.interval:
+            self.last = now
+            self._update(text, "", None)
 
-    def _draw(self, label: str, right: str, share: float | None) -> None:
+    def _update(self, label: str, right: str, share: float | None) -> None:
         if self._task is None:
             end_status()
             self._bar.start()
@@ -233,25 +228,19 @@ class Bar(Meter):
         self._bar.stop()
 
 
-class Cell(Meter):
-    """A line with a bar under a notebook's cell; it disappears at the end."""
+class Cell(Drawn):
+    """A line with a bar under a notebook's cell."""
+
+    interval = 0.5
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         notebook: Any = import_module("IPython.display")  # no dependency: a notebook's kernel has it
         self._html = notebook.HTML
-        self._clock = clock
-        self._rates = Rates(clock)
-        self._label = ""
-        self._last = 0.0
         self._handle: Any = notebook.display(notebook.HTML(""), display_id=True)
 
-    def show(self, reading: Reading) -> None:
-        """Draw the line, at most twice a second."""
-        now = self._clock()
-        if reading.label == self._label and now - self._last < 0.5:
-            return
-        self._label, self._last = reading.label, now
-        text = line(reading, *self._rates.take(reading))
+    def draw(self, reading: Reading, speed: float | None, left: float | None) -> None:
+        text = line(reading, speed, left)
         self._handle.update(self._html(f"<progress value='{reading.share:.3f}' max='1'></progress> {escape(text)}"))
 
     def say(self, text: str) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -111,6 +111,9 @@ class Helped:
     read_bytes: int = 0
     written_bytes: int = 0
     fetched_bytes: int = 0
+
+    def __add__(self, other: Helped) -> Helped:
+        return Helped(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 class Helpers(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -18,14 +19,9 @@ several models: chain recipes, one model each.""",
     source="Arcee AI, Arcee Fusion (MergeKit 0.1), https://www.arcee.ai; mergekit, arcee_fusion",
     formula="I = |W - base| · KL(softmax(W row) ‖ softmax(base row));  out = base + (W - base) where I ≥ Q₂ + 1.5 (Q₃ - Q₁)",
     max_models=1,
-    example="""merge_method: arcee_fusion
-base_model: ./base
-models:
-  - model: ./fr
-dtype: bfloat16
-""",
+    example=example_recipe("arcee_fusion", models=("fr",)),
 )
 def arcee_fusion(matrix: Matrix) -> Job:
-    from weightsmith._methods.jobs.selective import FusionJob
+    from weightsmith._methods.jobs.elementwise import FusionJob
 
     return FusionJob(matrix, 1e-8)

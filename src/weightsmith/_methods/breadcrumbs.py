@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Int8Mask, Lambda, Share, check_normalize
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -21,30 +20,21 @@ strength is small (lambda 0.2 for eight models): tune `lambda`.""",
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
     formula="δᵢ = the gamma·n largest of (Wᵢ - base) dropped, the next density·n kept;  out = base + λ Σ wᵢδᵢ",
-    example="""merge_method: breadcrumbs
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 0.6, density: 0.9, gamma: 0.01}
-  - model: ./de
-    parameters: {weight: 0.6, density: 0.9, gamma: 0.01}
-dtype: bfloat16
-""",
-    check=check_normalize,
+    example=example_recipe("breadcrumbs", each="{weight: 0.6, density: 0.9, gamma: 0.01}"),
+    check=family.check_normalize,
     needs=family.of_the_model,
     product=family.model_thresholds,
 )
 def breadcrumbs(
     matrix: Matrix,
-    weight: Share,
+    weight: family.Share,
     density: family.Density = 1.0,
     gamma: family.Gamma = 0.01,
     scope: family.Scope = "tensor",
     normalize: family.Normalize = False,
     rescale: family.Rescale = "none",
-    lambda_: Lambda = 1.0,
-    int8_mask: Int8Mask = False,
+    lambda_: family.Lambda = 1.0,
+    int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = Axes("magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale, combine=combine)
-    return family.task_vector_job(matrix, axes)
+    axes = family.Axes("magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale)
+    return family.job(matrix, axes, normalize=normalize)

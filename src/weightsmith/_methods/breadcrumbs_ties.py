@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Int8Mask, Lambda, Share
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -18,31 +17,20 @@ summed; `normalize: true` averages it.""",
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
     formula="δᵢ as breadcrumbs;  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
-    example="""merge_method: breadcrumbs_ties
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 0.6, density: 0.9, gamma: 0.01}
-  - model: ./de
-    parameters: {weight: 0.6, density: 0.9, gamma: 0.01}
-dtype: bfloat16
-""",
+    example=example_recipe("breadcrumbs_ties", each="{weight: 0.6, density: 0.9, gamma: 0.01}"),
     needs=family.of_the_model,
     product=family.model_thresholds,
 )
 def breadcrumbs_ties(
     matrix: Matrix,
-    weight: Share,
+    weight: family.Share,
     density: family.Density = 1.0,
     gamma: family.Gamma = 0.01,
     scope: family.Scope = "tensor",
     normalize: family.NormalizeElected = False,
     rescale: family.Rescale = "none",
-    lambda_: Lambda = 1.0,
-    int8_mask: Int8Mask = False,
+    lambda_: family.Lambda = 1.0,
+    int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = Axes(
-        "magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale, elect="sum", combine=combine
-    )
-    return family.task_vector_job(matrix, axes)
+    axes = family.Axes("magnitude_outliers", weight, lambda_, density, gamma, scope=scope, rescale=rescale, elect="sum")
+    return family.job(matrix, axes, normalize=normalize)

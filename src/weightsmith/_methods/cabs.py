@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -21,17 +20,13 @@ touch. With densities that sum to more than 1 the last models find little left."
     passes="One: the result is written as the inputs are read.",
     source="Yang et al. 2025, CABS: conflict-aware and balanced sparsification, section 3, https://arxiv.org/abs/2503.01874",
     formula="mᵢ = n:m largest of |δᵢ| where m₁ … mᵢ₋₁ are 0;  out = base + λ Σ wᵢ (mᵢ ∘ δᵢ)",
-    example="""merge_method: cabs
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 1.2}
-  - model: ./de
-    parameters: {weight: 1.2}
-dtype: bfloat16
-""",
+    example=example_recipe("cabs", each="{weight: 1.2}"),
 )
 def cabs(
-    matrix: Matrix, weight: Weight = 1.0, density: family.Density = 0.25, group: family.Group = 256, lambda_: Lambda = 1.0
+    matrix: Matrix,
+    weight: family.Weight = 1.0,
+    density: family.Density = 0.25,
+    group: family.Group = 256,
+    lambda_: family.Lambda = 1.0,
 ) -> Job:
-    return family.task_vector_job(matrix, Axes("groups", weight, lambda_, density, group=group))
+    return family.job(matrix, family.Axes("groups", weight, lambda_, density, group=group))

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda
 from weightsmith._methods.jobs.decompose import thin_svd
 from weightsmith._methods.linears import matrix_method
@@ -20,11 +21,7 @@ def merge(deltas: Sequence[Any], rank: float) -> Any:
     deltas  float64 [rows, cols] each: inputs minus their mean
     """
     keep = max(1, int(rank * min(deltas[0].shape)))
-    total = None
-    for i in range(len(deltas)):
-        u, s, vt = thin_svd(deltas[i], keep)
-        total = (u * s) @ vt if total is None else total + (u * s) @ vt
-    return total
+    return sum((u * s) @ vt for u, s, vt in (thin_svd(delta, keep) for delta in deltas))
 
 
 @matrix_method(
@@ -40,13 +37,7 @@ directions. The evidence is for vision models.""",
     formula="W̄ = Σ Wᵢ / N;  out = W̄ + λ Σ SVD_k(Wᵢ - W̄),  k = ⌊rank · min(rows, cols)⌋",
     base="input",
     min_models=2,
-    example="""merge_method: cart
-models:
-  - model: ./fr
-  - model: ./de
-parameters: {rank: 0.04, lambda: 1.0}
-dtype: bfloat16
-""",
+    example=example_recipe("cart", shared="{rank: 0.04, lambda: 1.0}", base=""),
 )
 def cart(
     matrix: Matrix,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import numpy as np
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.signature import Bounds, PerModel, always, merge_method
 from weightsmith.abc.job import Job, Matrix
@@ -22,16 +23,7 @@ models `k: 2` keeps too little; use task_arithmetic.""",
     passes="One: the result is written as the inputs are read.",
     source="Wang et al. 2024, Localizing Task Information (TALL-masks), section 5, https://arxiv.org/abs/2405.07813",
     formula="Δ = Σ wᵢδᵢ;  mᵢ = |wᵢδᵢ| > thresholdᵢ · |Δ - wᵢδᵢ|;  out = base + λ Δ where Σ mᵢ ≥ k",
-    example="""merge_method: consensus_ta
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {threshold: 0.4}
-  - model: ./de
-    parameters: {threshold: 0.4}
-parameters: {k: 2, lambda: 0.7}
-dtype: bfloat16
-""",
+    example=example_recipe("consensus_ta", each="{threshold: 0.4}", shared="{k: 2, lambda: 0.7}"),
     elementwise=always,
 )
 def consensus_ta(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Int8Mask, Lambda, Share, check_normalize
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -21,26 +20,17 @@ several.""",
     passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
     source="Yu et al. 2023, Language models are super Mario, section 3.1, https://arxiv.org/abs/2311.03099",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢ ~ Bernoulli(density)",
-    example="""merge_method: dare_linear
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 0.6, density: 0.5}
-  - model: ./de
-    parameters: {weight: 0.6, density: 0.5}
-dtype: bfloat16
-""",
-    check=check_normalize,
+    example=example_recipe("dare_linear", each="{weight: 0.6, density: 0.5}"),
+    check=family.check_normalize,
 )
 def dare_linear(
     matrix: Matrix,
-    weight: Share,
+    weight: family.Share,
     density: family.Density = 1.0,
     normalize: family.Normalize = False,
     rescale: family.Rescale = "l1",
-    lambda_: Lambda = 1.0,
-    int8_mask: Int8Mask = False,
+    lambda_: family.Lambda = 1.0,
+    int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = Axes("random", weight, lambda_, density, rescale=rescale, combine=combine)
-    return family.task_vector_job(matrix, axes)
+    axes = family.Axes("random", weight, lambda_, density, rescale=rescale)
+    return family.job(matrix, axes, normalize=normalize)

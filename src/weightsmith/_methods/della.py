@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Int8Mask, Lambda, Share
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -22,28 +21,20 @@ over TIES with Llama-2-13B. Results depend on the seed.""",
 long as DARE.""",
     source="Deep et al. 2024, DELLA-Merging, section 3, https://arxiv.org/abs/2406.11617",
     formula="pᵢⱼ = density - ε + 2ε rank/(n - 1);  δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base)), mᵢⱼ ~ Bernoulli(pᵢⱼ);  then as ties",
-    example="""merge_method: della
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 1.0, density: 0.7, epsilon: 0.1}
-  - model: ./de
-    parameters: {weight: 1.0, density: 0.7, epsilon: 0.1}
-parameters: {rescale: inv_probability, lambda: 1.1}
-dtype: bfloat16
-""",
+    example=example_recipe(
+        "della", each="{weight: 1.0, density: 0.7, epsilon: 0.1}", shared="{rescale: inv_probability, lambda: 1.1}"
+    ),
     check=family.check_probabilities,
 )
 def della(
     matrix: Matrix,
-    weight: Share,
+    weight: family.Share,
     density: family.Density = 1.0,
     epsilon: family.Epsilon = 0.15,
     normalize: family.NormalizeElected = True,
     rescale: family.AnyRescale = "l1",
-    lambda_: Lambda = 1.0,
-    int8_mask: Int8Mask = False,
+    lambda_: family.Lambda = 1.0,
+    int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, elect="sum", combine=combine)
-    return family.task_vector_job(matrix, axes)
+    axes = family.Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, elect="sum")
+    return family.job(matrix, axes, normalize=normalize)

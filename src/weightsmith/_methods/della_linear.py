@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Floats, Int8Mask, Lambda, Share, check_normalize
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
 
-def _check(weight: Floats, normalize: bool, density: Floats, epsilon: Floats) -> str:
-    return check_normalize(weight, normalize) or family.check_probabilities(density, epsilon)
+def _check(weight: family.Floats, normalize: bool, density: family.Floats, epsilon: family.Floats) -> str:
+    return family.check_normalize(weight, normalize) or family.check_probabilities(density, epsilon)
 
 
 @merge_method(
@@ -20,27 +19,18 @@ def _check(weight: Floats, normalize: bool, density: Floats, epsilon: Floats) ->
     passes="One, or two with `rescale: l1`: norms, then the result. Sorts every row.",
     source="Deep et al. 2024, DELLA-Merging, section 3.1, https://arxiv.org/abs/2406.11617",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢⱼ ~ Bernoulli(density - ε + 2ε rank/(n - 1))",
-    example="""merge_method: della_linear
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 0.6, density: 0.5, epsilon: 0.1}
-  - model: ./de
-    parameters: {weight: 0.6, density: 0.5, epsilon: 0.1}
-dtype: bfloat16
-""",
+    example=example_recipe("della_linear", each="{weight: 0.6, density: 0.5, epsilon: 0.1}"),
     check=_check,
 )
 def della_linear(
     matrix: Matrix,
-    weight: Share,
+    weight: family.Share,
     density: family.Density = 1.0,
     epsilon: family.Epsilon = 0.15,
     normalize: family.Normalize = False,
     rescale: family.AnyRescale = "l1",
-    lambda_: Lambda = 1.0,
-    int8_mask: Int8Mask = False,
+    lambda_: family.Lambda = 1.0,
+    int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale, combine=combine)
-    return family.task_vector_job(matrix, axes)
+    axes = family.Axes("row_rank", weight, lambda_, density, epsilon=epsilon, rescale=rescale)
+    return family.job(matrix, axes, normalize=normalize)

@@ -1,8 +1,8 @@
-"""What a method's parameters may be, in words: for `weightsmith methods` and the pages of docs/methods."""
+"""Texts about methods for `weightsmith methods` and docs/methods: example recipes, and in words what parameters may be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weightsmith._methods.base import BaseRole, Method, Parameter, Scope
 
@@ -51,3 +51,25 @@ def default(parameter: Parameter, *, markdown: bool = False) -> str:
 def doc(parameter: Parameter) -> str:
     """What a parameter does, and why it may do nothing."""
     return f"{parameter.doc} No effect: {parameter.ignored}." if parameter.ignored else parameter.doc
+
+
+def example_recipe(
+    method: str, *, each: str | Sequence[str] = "", shared: str = "", models: Sequence[str] = ("fr", "de"), base: str = "base"
+) -> str:
+    """A recipe that merges fine-tunes by a method.
+
+    each    parameters of every model, as a YAML mapping; a sequence: one for each
+    shared  parameters of the merge
+
+    >>> print(example_recipe("slerp", shared="{t: 0.5}", models=["fr"]), end="")
+    merge_method: slerp
+    base_model: ./base
+    models:
+      - model: ./fr
+    parameters: {t: 0.5}
+    dtype: bfloat16
+    """
+    lines = [f"merge_method: {method}", *([f"base_model: ./{base}"] if base else []), "models:"]
+    for model, own in zip(models, [each] * len(models) if isinstance(each, str) else each, strict=True):
+        lines += [f"  - model: ./{model}", *([f"    parameters: {own}"] if own else [])]
+    return "\n".join([*lines, *([f"parameters: {shared}"] if shared else []), "dtype: bfloat16", ""])

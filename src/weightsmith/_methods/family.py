@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._methods.jobs import axes
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.jobs.axes import Axes as Axes
 from weightsmith._methods.signature import Booleans, Bounds, Ignored, PerModel
 from weightsmith._plans import Product, Settings, Step
 from weightsmith.abc.job import Job, Matrix
@@ -69,16 +70,11 @@ def check_probabilities(density: Floats, epsilon: Floats) -> str:
     return ""
 
 
-def mean_or_sum(normalize: bool) -> axes.Combine:
-    """What `normalize` means for the axis `combine`."""
-    return "mean" if normalize else "sum"
-
-
-def task_vector_job(matrix: Matrix, settings: Axes) -> Job:
-    """The job of a method of the family."""
+def job(matrix: Matrix, settings: Axes, *, normalize: bool = False) -> Job:
+    """The job of a method of the family. normalize: the sum of the models is divided by that of their weights."""
     from weightsmith._methods.jobs.task_vectors import TaskVectorJob
 
-    return TaskVectorJob(matrix, settings)
+    return TaskVectorJob(matrix, replace(settings, combine="mean") if normalize else settings)
 
 
 def of_the_model(scope: str) -> bool:

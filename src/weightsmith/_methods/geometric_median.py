@@ -8,6 +8,8 @@ from typing import Annotated
 
 import numpy as np
 
+from weightsmith._methods.describe import example_recipe
+from weightsmith._methods.jobs.sphere import length
 from weightsmith._methods.signature import Bounds, merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -37,14 +39,14 @@ def median_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndarr
         pull = _inverse_distances(squares[k], same)
         count = int((pull == 0).sum())
         # Below its bound, not at it: of two models each is a median, and the middle is meant.
-        if _length(products, pull - pull.sum() * corner) < count * (1.0 - 1e-9):
+        if length(products, pull - pull.sum() * corner) < count * (1.0 - 1e-9):
             return corner
     scale = math.sqrt(squares.mean())
     for _ in range(max_iter):
         projections = (products * point).sum(axis=1)
         pull = _inverse_distances(diagonal - 2.0 * projections + (point * projections).sum(), same)
         step = pull / pull.sum() - point
-        size = _length(products, step)
+        size = length(products, step)
         held, pulled = float((pull == 0).sum()), float(pull.sum()) * size
         if held >= pulled:
             break
@@ -58,10 +60,6 @@ def _inverse_distances(squares: np.ndarray, same: float) -> np.ndarray:
     """1 / distance; 0 for points that are the same."""
     apart = squares > same
     return np.where(apart, 1.0 / np.sqrt(np.where(apart, squares, 1.0)), 0.0)
-
-
-def _length(products: np.ndarray, coefficients: np.ndarray) -> float:
-    return math.sqrt(max(0.0, float((coefficients * (products * coefficients).sum(axis=1)).sum())))
 
 
 @merge_method(
@@ -79,13 +77,7 @@ models it is their mean.""",
     formula="out = argmin_m Σ |Wᵢ - m|, by m ← Σ Wᵢ/|Wᵢ - m| / Σ 1/|Wᵢ - m|",
     base="input",
     min_models=2,
-    example="""merge_method: geometric_median
-models:
-  - model: ./fr
-  - model: ./de
-  - model: ./py
-dtype: bfloat16
-""",
+    example=example_recipe("geometric_median", models=("fr", "de", "py"), base=""),
 )
 def geometric_median(
     matrix: Matrix,

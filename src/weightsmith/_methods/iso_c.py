@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.jobs.spectra import flatten
+from weightsmith._methods.jobs.decompose import flatten
 from weightsmith._methods.linears import linears_job, matrix_method
 from weightsmith._methods.signature import Bounds
 from weightsmith.abc.job import Job, Matrix
@@ -14,10 +15,7 @@ from weightsmith.abc.job import Job, Matrix
 
 def merge(deltas: Sequence[Any], beta: float) -> Any:
     """The sum of the deltas (float64 [rows, cols]), flattened."""
-    total = deltas[0]
-    for i in range(1, len(deltas)):
-        total = total + deltas[i]
-    return flatten(total, beta)
+    return flatten(sum(deltas), beta)
 
 
 @matrix_method(
@@ -34,14 +32,7 @@ more the more models were merged (https://arxiv.org/abs/2511.21437). Use a small
 the base.""",
     source="Marczak et al. 2025, No Task Left Behind, section 4.1 and its interpolation of spectra, https://arxiv.org/abs/2502.04959",
     formula="Σ wᵢδᵢ = U diag(S) Vᵀ;  out = base + λ · U diag((1 - β) S + β · mean S) Vᵀ",
-    example="""merge_method: iso_c
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-parameters: {beta: 0.1, lambda: 0.5}
-dtype: bfloat16
-""",
+    example=example_recipe("iso_c", shared="{beta: 0.1, lambda: 0.5}"),
 )
 def iso_c(
     matrix: Matrix,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.decompose import polar, thin_svd
 from weightsmith._methods.linears import linears_job, matrix_method
@@ -31,9 +32,7 @@ def merge(deltas: Sequence[Any], common: float) -> Any:
     """
     import torch
 
-    total = deltas[0]
-    for i in range(1, len(deltas)):
-        total = total + deltas[i]
+    total: Any = sum(deltas)
     of_sum, own = shares(min(total.shape), len(deltas), common)
     first = thin_svd(total, of_sum)
     parts = [first]
@@ -54,14 +53,7 @@ language models.""",
     source="Marczak et al. 2025, No Task Left Behind, section 4.2 (Iso-CTS), https://arxiv.org/abs/2502.04959",
     formula="U_c, V_c = leading directions of Σ wᵢδᵢ;  Uᵢ, Vᵢ = those of wᵢδᵢ - U_c U_cᵀ wᵢδᵢ;  "
     "out = base + λ · mean S · polar([U_c U₁ … U_N]) polar([V_c V₁ … V_N])ᵀ",
-    example="""merge_method: iso_cts
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-parameters: {lambda: 0.5}
-dtype: bfloat16
-""",
+    example=example_recipe("iso_cts", shared="{lambda: 0.5}"),
 )
 def iso_cts(
     matrix: Matrix,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import numpy as np
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.jobs.sphere import karcher_steps, mean_direction, unit_vectors
 from weightsmith._methods.signature import Bounds, always, merge_method
 from weightsmith.abc.job import Job, Matrix
@@ -47,13 +48,7 @@ nothing, however many steps it takes.""",
     "Functionality-Oriented LLM Merging on the Fisher-Rao Manifold, https://arxiv.org/abs/2603.04972; mergekit, karcher",
     formula="u ← exp_u(Σ log_u(Wᵢ/|Wᵢ|) / n), from the normalised mean of the Wᵢ/|Wᵢ|;  out = u · Σ |Wᵢ| / n",
     base="input",
-    example="""merge_method: karcher
-models:
-  - model: ./fr
-  - model: ./de
-  - model: ./py
-dtype: bfloat16
-""",
+    example=example_recipe("karcher", models=("fr", "de", "py"), base=""),
     copies=always,
 )
 def karcher(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import numpy as np
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Share, check_normalize
 from weightsmith._methods.signature import always, merge_method
 from weightsmith.abc.job import Job, Matrix
@@ -22,14 +23,7 @@ beat. Not for fine-tunes of different bases, and weak when each model knows some
     source="Wortsman et al. 2022, Model soups, https://arxiv.org/abs/2203.05482",
     formula="out = Σ wᵢ Wᵢ / Σ wᵢ   (without the division if normalize is false)",
     base="input",
-    example="""merge_method: linear
-models:
-  - model: ./fr
-    parameters: {weight: 0.6}
-  - model: ./de
-    parameters: {weight: 0.4}
-dtype: bfloat16
-""",
+    example=example_recipe("linear", each=("{weight: 0.6}", "{weight: 0.4}"), base=""),
     check=check_normalize,
     elementwise=always,
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -24,26 +23,18 @@ one model alone: it only weakens it.""",
     source="He et al. 2024, Localize-and-Stitch, section 3, https://arxiv.org/abs/2408.13656; for language models "
     "He et al. 2025, MergeBench, https://arxiv.org/abs/2505.10833",
     formula="δᵢ = the density · N largest of model i;  out = base + λ Σ wᵢδᵢ / (number of models with a δᵢ there)",
-    example="""merge_method: localize_and_stitch
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {density: 0.1}
-  - model: ./de
-    parameters: {density: 0.1}
-dtype: bfloat16
-""",
+    example=example_recipe("localize_and_stitch", each="{density: 0.1}"),
     needs=family.of_the_model,
     product=family.model_thresholds,
     keeps_base=lambda role, embeddings: role == "vocabulary" and not embeddings,
 )
 def localize_and_stitch(
     matrix: Matrix,
-    weight: Weight = 1.0,
+    weight: family.Weight = 1.0,
     density: family.Density = 0.1,
     scope: family.Scope = "model",
     embeddings: Annotated[bool, "Merge embeddings and output heads too."] = False,
-    lambda_: Lambda = 1.0,
+    lambda_: family.Lambda = 1.0,
 ) -> Job:
-    axes = Axes("magnitude", weight, lambda_, density, scope=scope, combine="disjoint_mean")
-    return family.task_vector_job(matrix, axes)
+    axes = family.Axes("magnitude", weight, lambda_, density, scope=scope, combine="disjoint_mean")
+    return family.job(matrix, axes)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import always, merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -18,15 +17,8 @@ use a `lambda` below 1, or `norm_match`.""",
     passes="One: the result is written as the inputs are read.",
     source="Marczak et al. 2024, MagMax, section 4, https://arxiv.org/abs/2407.06322",
     formula="out = base + λ wₖδₖ,  k = argmaxᵢ |wᵢδᵢ|",
-    example="""merge_method: magmax
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-parameters: {lambda: 0.5}
-dtype: bfloat16
-""",
+    example=example_recipe("magmax", shared="{lambda: 0.5}"),
     elementwise=always,
 )
-def magmax(matrix: Matrix, weight: Weight = 1.0, lambda_: Lambda = 1.0) -> Job:
-    return family.task_vector_job(matrix, Axes("none", weight, lambda_, combine="absmax"))
+def magmax(matrix: Matrix, weight: family.Weight = 1.0, lambda_: family.Lambda = 1.0) -> Job:
+    return family.job(matrix, family.Axes("none", weight, lambda_, combine="absmax"))

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -47,13 +48,7 @@ result stays close to the base.""",
     source="Jang et al. 2024, Model Stock, https://arxiv.org/abs/2403.19522",
     formula="cos θ = mean of δᵢ·δⱼ / (|δᵢ||δⱼ|), i < j;  t = n cos θ / (1 + (n-1) cos θ), at least 0;  out = base + t Σ δᵢ / n",
     min_models=2,
-    example="""merge_method: model_stock
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-dtype: bfloat16
-""",
+    example=example_recipe("model_stock"),
 )
 def model_stock(
     matrix: Matrix,
@@ -64,8 +59,7 @@ def model_stock(
         "longer deltas count more.",
     ] = "mean",
 ) -> Job:
-    from weightsmith._methods.jobs.combination import GramJob
-    from weightsmith._methods.jobs.vectors import RowJob
+    from weightsmith._methods.jobs.combination import GramJob, RowJob
 
     solve = partial(stock_coefficients, pooled=cosine == "pooled")
     return (RowJob if filter_wise and matrix.cols < matrix.size else GramJob)(matrix, solve, deltas=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import numpy as np
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Share, sums_to_zero
 from weightsmith._methods.jobs.sphere import karcher_steps, mean_direction, unit_vectors
 from weightsmith._methods.signature import Bounds, merge_method
@@ -55,17 +56,7 @@ different directions. For models that lie close together it is linear.""",
     source="mergekit, multislerp; Karcher 1977, Riemannian center of mass and mollifier smoothing, for the steps",
     formula="uᵢ = Wᵢ/|Wᵢ|;  out = |Σ wᵢ |Wᵢ|| · Σ wᵢuᵢ / |Σ wᵢuᵢ|;  with a base: base + the same of the Wᵢ - base",
     base="optional",
-    example="""merge_method: multislerp
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 0.5}
-  - model: ./de
-    parameters: {weight: 0.3}
-  - model: ./py
-    parameters: {weight: 0.2}
-dtype: bfloat16
-""",
+    example=example_recipe("multislerp", each=("{weight: 0.5}", "{weight: 0.3}", "{weight: 0.2}"), models=("fr", "de", "py")),
     check=_check,
 )
 def multislerp(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import always, merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -19,13 +20,7 @@ for all practical purposes, but for what was nearly equal anyway.""",
     source="alchemonaut, QuartetAnemoi-70B-t0.0001 (model card); mergekit, nearswap",
     formula="out = (1 - u) base + u W,  u = min(1, t / |W - base|);  the same as base + clip(W - base, -t, t)",
     max_models=1,
-    example="""merge_method: nearswap
-base_model: ./base
-models:
-  - model: ./fr
-parameters: {t: 0.0001}
-dtype: bfloat16
-""",
+    example=example_recipe("nearswap", shared="{t: 0.0001}", models=("fr",)),
     elementwise=always,
 )
 def nearswap(matrix: Matrix, t: Annotated[float, "How far the base moves at most; 0 or less leaves it."]) -> Job:

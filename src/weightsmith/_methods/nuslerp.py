@@ -9,6 +9,7 @@ from typing import Annotated
 
 import numpy as np
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Share
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
@@ -62,14 +63,7 @@ their length. Two models only: for more use multislerp or karcher.""",
     base="optional",
     min_models=2,
     max_models=2,
-    example="""merge_method: nuslerp
-models:
-  - model: ./fr
-    parameters: {weight: 0.5}
-  - model: ./de
-    parameters: {weight: 0.5}
-dtype: bfloat16
-""",
+    example=example_recipe("nuslerp", each="{weight: 0.5}", base=""),
 )
 def nuslerp(
     matrix: Matrix,
@@ -77,8 +71,7 @@ def nuslerp(
     nuslerp_flatten: Annotated[bool, "Each tensor is one vector."] = True,
     nuslerp_row_wise: Annotated[bool, "With nuslerp_flatten false: rows, not columns."] = False,
 ) -> Job:
-    from weightsmith._methods.jobs.combination import GramJob
-    from weightsmith._methods.jobs.vectors import ColumnJob, RowJob
+    from weightsmith._methods.jobs.combination import ColumnJob, GramJob, RowJob
 
     t = interpolation(weight)
     if not nuslerp_flatten and matrix.cols < matrix.size:

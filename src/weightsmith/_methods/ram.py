@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import Bounds, always, merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -21,13 +22,7 @@ fine-tunes: nearly every weight is active in all of them, and ram is their avera
     passes="One: the result is written as the inputs are read.",
     source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM), https://arxiv.org/abs/2601.13572",
     formula="Aᵢ = |δᵢ| > ε, n = Σ Aᵢ;  out = base + δᵢ where n = 1;  base + Σ Aᵢδᵢ / n where n ≥ 2",
-    example="""merge_method: ram
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-dtype: bfloat16
-""",
+    example=example_recipe("ram"),
     elementwise=always,
 )
 def ram(matrix: Matrix, epsilon: Epsilon = 1e-5) -> Job:

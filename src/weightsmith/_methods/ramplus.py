@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda
 from weightsmith._methods.ram import Epsilon
 from weightsmith._methods.signature import Bounds, always, merge_method
@@ -40,13 +41,7 @@ merge. `rescale` is 1.05 in the authors' code, 1.2 in their examples.""",
     passes="One over all tensors, before the merge, then the result.",
     source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM+), https://arxiv.org/abs/2601.13572",
     formula="λᵢ = 1 + (rescale - 1) · min(1, sharedᵢ / uniqueᵢ) over the model;  ram with λᵢδᵢ where only model i is active",
-    example="""merge_method: ramplus
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-dtype: bfloat16
-""",
+    example=example_recipe("ramplus"),
     needs=always,
     product=_activity,
     elementwise=always,

@@ -7,6 +7,7 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.ram import Epsilon
 from weightsmith._methods.signature import Bounds, merge_method
 from weightsmith.abc.job import Job, Matrix
@@ -22,13 +23,7 @@ does; with the defaults λᵢ is at most 1.02. `ramplus` is the authors' form.""
     source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM+), https://arxiv.org/abs/2601.13572; "
     "tensor by tensor as in mergekit",
     formula="λᵢ = 1 + r · clip(sharedᵢ / uniqueᵢ, 0, alpha);  ram with λᵢδᵢ where only model i is active",
-    example="""merge_method: ramplus_tl
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-dtype: bfloat16
-""",
+    example=example_recipe("ramplus_tl"),
 )
 def ramplus_tl(
     matrix: Matrix,

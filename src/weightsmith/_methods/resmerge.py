@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.decompose import thin_svd
 from weightsmith._methods.jobs.requires import needs_torch
@@ -90,13 +91,7 @@ authors' code decomposes the router weights of a mixture too). Takes torch.""",
     "https://arxiv.org/abs/2606.02252, and the authors' code for the exponent",
     formula="wᵢδᵢ = Hᵢ + Rᵢ;  q = Σ Rᵢ/‖Rᵢ‖ normalised;  c = mean cos(Rᵢ, q);  B = q · mean ‖Rᵢ‖ · c^β;  "
     "out = base + λ (B + head_share · mean cos⁺(Hᵢ, Hⱼ) · ‖B‖ · H̄/‖H̄‖)",
-    example="""merge_method: resmerge
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-dtype: bfloat16
-""",
+    example=example_recipe("resmerge"),
     check=_check,
 )
 def resmerge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Int8Mask
 from weightsmith._methods.signature import Bounds, merge_method
 from weightsmith.abc.job import Job, Matrix
@@ -22,14 +23,7 @@ models the variance is half the squared difference, and selection prefers what o
     passes="Two with `select_topk: 1`: energies, then the result. Else four, or six when the guess of the threshold fails.",
     source="Wan et al. 2024, FuseChat, section 3.3, https://arxiv.org/abs/2408.07990",
     formula="cᵢ = Σ_{selected} δᵢ² / Σᵢ Σ_{selected} δᵢ²;  s = sign(Σ δᵢ);  out = base + Σ_{agree} cᵢδᵢ / Σ_{agree} cᵢ",
-    example="""merge_method: sce
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-parameters: {select_topk: 0.1}
-dtype: bfloat16
-""",
+    example=example_recipe("sce", shared="{select_topk: 0.1}"),
 )
 def sce(
     matrix: Matrix,
@@ -40,6 +34,6 @@ def sce(
     ] = "update",
     int8_mask: Int8Mask = False,
 ) -> Job:
-    from weightsmith._methods.jobs.selective import SceJob
+    from weightsmith._methods.jobs.elementwise import SceJob
 
     return SceJob(matrix, select_topk, mask_update=select_applies_to == "update")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.decompose import thin_svd
 from weightsmith._methods.linears import linears_job, matrix_method
@@ -47,14 +48,7 @@ Tested by its authors on Flan-T5, Mistral and Llama-3B.""",
     source="Lee et al. 2025, STAR: Spectral Truncation and Rescale for Model Merging, section 3, "
     "https://arxiv.org/abs/2502.10339; `known_rank` as in the authors' code",
     formula="out = base + λ/N Σ (sum Sᵢ / sum Kᵢ) Uᵢ diag(Kᵢ) Vᵢᵀ,  wᵢδᵢ = Uᵢ diag(Sᵢ) Vᵢᵀ, Kᵢ the leading part of Sᵢ",
-    example="""merge_method: star
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-parameters: {eta: 0.4, known_rank: 16}
-dtype: bfloat16
-""",
+    example=example_recipe("star", shared="{eta: 0.4, known_rank: 16}"),
 )
 def star(
     matrix: Matrix,

@@ -47,13 +47,13 @@ def _job(
     def changed(matrix: Matrix) -> Job:
         if spectrum == "none" or matrix.role != "linear":
             return make(matrix)
-        from weightsmith._methods.jobs.spectrum import SpectrumJob
+        from weightsmith._methods.jobs.steps import SpectrumJob
 
         return SpectrumJob(matrix, make, spectrum, spectrum_strength)
 
     if norm_match == "none" and delta_scale == 1.0:
         return changed(matrix)
-    from weightsmith._methods.jobs.scaled import ScaledJob
+    from weightsmith._methods.jobs.steps import ScaledJob
 
     return ScaledJob(matrix, changed, norm_match, delta_scale)
 

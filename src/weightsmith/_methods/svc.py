@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.jobs.spectra import calibrate
+from weightsmith._methods.jobs.decompose import calibrate
 from weightsmith._methods.linears import linears_job, matrix_method
 from weightsmith._methods.signature import Bounds
 from weightsmith.abc.job import Job, Matrix
@@ -14,10 +15,7 @@ from weightsmith.abc.job import Job, Matrix
 
 def merge(deltas: Sequence[Any], weights: Sequence[float], alpha: float) -> Any:
     """Σ wᵢδᵢ, calibrated; deltas float64 [rows, cols] each."""
-    total = deltas[0] * weights[0]
-    for i in range(1, len(deltas)):
-        total = total + deltas[i] * weights[i]
-    return calibrate(total, deltas, alpha)
+    return calibrate(sum(delta * weight for delta, weight in zip(deltas, weights, strict=True)), deltas, alpha)
 
 
 @matrix_method(
@@ -37,15 +35,7 @@ vision models, and some for a 7 B language model; with `alpha: 1` it only shrink
     formula="A = Σ wᵢδᵢ = U diag(S) Vᵀ;  cᵢᵣ = ⟨uᵣᵀA, uᵣᵀδᵢ⟩ / ‖uᵣᵀδᵢ‖²;  "
     "out = base + λ · U diag(Sᵣ · Kᵣ / Σᵢ max(alpha, cᵢᵣ)) Vᵀ over the Kᵣ models with a part along uᵣ",
     otherwise="merged by task arithmetic",
-    example="""merge_method: svc
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 0.6}
-  - model: ./de
-    parameters: {weight: 0.6}
-dtype: bfloat16
-""",
+    example=example_recipe("svc", each="{weight: 0.6}"),
 )
 def svc(
     matrix: Matrix,

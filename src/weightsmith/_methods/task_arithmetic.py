@@ -7,6 +7,7 @@ from typing import Annotated
 import numpy as np
 
 from weightsmith._methods import family
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Int8Mask, Lambda, Share, check_normalize
 from weightsmith._methods.signature import Ignored, PerModel, always, merge_method
 from weightsmith.abc.job import Job, Matrix
@@ -23,15 +24,7 @@ many language models in the wild (https://arxiv.org/abs/2511.21437). Start with 
     passes="One: the result is written as the inputs are read.",
     source="Ilharco et al. 2022, Editing models with task arithmetic, https://arxiv.org/abs/2212.04089",
     formula="out = base + λ Σ wᵢ (Wᵢ - base)   (divided by Σ wᵢ if normalize)",
-    example="""merge_method: task_arithmetic
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 0.6}
-  - model: ./de
-    parameters: {weight: 0.6}
-dtype: bfloat16
-""",
+    example=example_recipe("task_arithmetic", each="{weight: 0.6}"),
     check=check_normalize,
     elementwise=always,
 )

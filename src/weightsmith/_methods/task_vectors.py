@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Floats, Lambda, Weight, sums_to_zero
-from weightsmith._methods.jobs.axes import Axes, Combine, Election, Sparsifier
+from weightsmith._methods.describe import example_recipe
+from weightsmith._methods.family import Floats
+from weightsmith._methods.jobs.axes import Combine, Election, Sparsifier
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -20,7 +21,7 @@ def _check(
         return f"scope {scope} ranks magnitudes, and sparsify is {sparsify}; use one of {', '.join(_ROWS)}"
     if rescale == "inv_probability" and sparsify != "row_rank":
         return "rescale inv_probability is for sparsify row_rank, where each element has a probability of its own"
-    if combine == "mean" and elect == "none" and (wrong := sums_to_zero(weight)):
+    if combine == "mean" and elect == "none" and (wrong := family.sums_to_zero(weight)):
         return wrong
     return family.check_probabilities(density, epsilon) if sparsify == "row_rank" else ""
 
@@ -37,16 +38,9 @@ that others should recognise, use the named method.""",
 `scope: model`.""",
     source="after Ilharco et al. 2022 (https://arxiv.org/abs/2212.04089) and the pages of the methods it covers",
     formula="out = base + λ combineᵢ( elect( wᵢ · rescale( sparsify(Wᵢ - base) ) ) )",
-    example="""merge_method: task_vectors
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {density: 0.3}
-  - model: ./de
-    parameters: {density: 0.3}
-parameters: {sparsify: magnitude, scope: row, elect: count, combine: disjoint_mean}
-dtype: bfloat16
-""",
+    example=example_recipe(
+        "task_vectors", each="{density: 0.3}", shared="{sparsify: magnitude, scope: row, elect: count, combine: disjoint_mean}"
+    ),
     check=_check,
     needs=lambda scope, sparsify: family.of_the_model(scope) and sparsify in _ROWS,
     product=family.model_thresholds,
@@ -54,7 +48,7 @@ dtype: bfloat16
 )
 def task_vectors(
     matrix: Matrix,
-    weight: Weight = 1.0,
+    weight: family.Weight = 1.0,
     sparsify: Annotated[
         Sparsifier,
         "What is kept of a delta: all (`none`), the largest (`magnitude`), those but for the very largest "
@@ -73,7 +67,7 @@ def task_vectors(
         "`sum`; `mean`, divided by the sum of the weights, after an election by the sum of |weight| of the models that agree; "
         "`disjoint_mean`, divided by the number of models that contributed; `absmax`, the largest alone.",
     ] = "sum",
-    lambda_: Lambda = 1.0,
+    lambda_: family.Lambda = 1.0,
 ) -> Job:
-    axes = Axes(sparsify, weight, lambda_, density, gamma, epsilon, group, scope, rescale, elect, combine)
-    return family.task_vector_job(matrix, axes)
+    axes = family.Axes(sparsify, weight, lambda_, density, gamma, epsilon, group, scope, rescale, elect, combine)
+    return family.job(matrix, axes)

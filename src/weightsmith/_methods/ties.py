@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weightsmith._methods import family
-from weightsmith._methods.family import Int8Mask, Lambda, Share
-from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -23,28 +22,19 @@ models trimming to a tenth or a fifth at full strength made merges worse than th
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; the default scope is mergekit's",
     formula="δᵢ = trim(Wᵢ - base);  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ / Σ_{agree} |wᵢ|",
-    example="""merge_method: ties
-base_model: ./base
-models:
-  - model: ./fr
-    parameters: {weight: 1.0, density: 0.5}
-  - model: ./de
-    parameters: {weight: 1.0, density: 0.5}
-dtype: bfloat16
-""",
+    example=example_recipe("ties", each="{weight: 1.0, density: 0.5}"),
     needs=family.of_the_model,
     product=family.model_thresholds,
 )
 def ties(
     matrix: Matrix,
-    weight: Share,
+    weight: family.Share,
     density: family.Density = 1.0,
     scope: family.Scope = "tensor",
     normalize: family.NormalizeElected = True,
     rescale: family.Rescale = "none",
-    lambda_: Lambda = 1.0,
-    int8_mask: Int8Mask = False,
+    lambda_: family.Lambda = 1.0,
+    int8_mask: family.Int8Mask = False,
 ) -> Job:
-    combine = family.mean_or_sum(normalize)
-    axes = Axes("magnitude", weight, lambda_, density, scope=scope, rescale=rescale, elect="sum", combine=combine)
-    return family.task_vector_job(matrix, axes)
+    axes = family.Axes("magnitude", weight, lambda_, density, scope=scope, rescale=rescale, elect="sum")
+    return family.job(matrix, axes, normalize=normalize)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.decompose import polar, thin_svd
 from weightsmith._methods.linears import linears_job, matrix_method
@@ -46,14 +47,7 @@ language model. The published evidence is for vision models; on language models 
 1, it was worse than the base (https://arxiv.org/abs/2511.21437).""",
     source="Gargiulo et al. 2024, Task Singular Vectors, section 4 (TSV-Merge), https://arxiv.org/abs/2412.00081",
     formula="wᵢδᵢ ≈ Uᵢ Sᵢ Vᵢᵀ (leading);  out = base + λ · polar([U₁ … U_N]) diag(S₁ … S_N) polar([V₁ … V_N])ᵀ",
-    example="""merge_method: tsv_m
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-parameters: {directions: 8, lambda: 0.8}
-dtype: bfloat16
-""",
+    example=example_recipe("tsv_m", shared="{directions: 8, lambda: 0.8}"),
 )
 def tsv_m(
     matrix: Matrix,

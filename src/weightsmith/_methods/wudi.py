@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.linears import linears_job, matrix_method
 from weightsmith._methods.signature import Bounds
@@ -59,14 +60,7 @@ B models, are those of 300 Adam steps, not of this closed form; tune `ridge` and
     source="Cheng et al. 2025, Whoever Started the Interference Should End It (WUDI-Merging), equation of the loss, "
     "https://arxiv.org/abs/2503.08099; solved as RegMean's, Jin et al. 2022, https://arxiv.org/abs/2212.09849",
     formula="Cᵢ = δᵢᵀδᵢ / ‖δᵢ‖²;  out = base + λ (Σ wᵢδᵢCᵢ)(Σ Cᵢ + ε I)⁻¹,  ε = ridge · mean diag(Σ Cᵢ)",
-    example="""merge_method: wudi
-base_model: ./base
-models:
-  - model: ./fr
-  - model: ./de
-parameters: {ridge: 0.1, lambda: 0.7}
-dtype: bfloat16
-""",
+    example=example_recipe("wudi", shared="{ridge: 0.1, lambda: 0.7}"),
 )
 def wudi(
     matrix: Matrix,

@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from weightsmith._base.errors import FormatError
+from weightsmith._base.files import show
 
 T = TypeVar("T")
 
@@ -196,8 +197,12 @@ def _mapping(one: Callable[[Any, str], Any], value: Any, at: str) -> dict[str, A
 
 
 def _number(value: Any, at: str) -> Any:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise invalid(at, f"expected a finite number, not {value!r}"[:200])
+    try:
+        finite = type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # an int too large for a float
+        finite = False
+    if not finite:
+        raise invalid(at, f"expected a finite number, not {show(value)}")
     return value
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from weightsmith._engine.local import Progress
 from weightsmith._engine.product_graph import Computation
-from weightsmith._execution.progress import LINE_SECONDS, Bar, Lines, Rate, Reading, meter, show_progress
+from weightsmith._execution.progress import LINE_SECONDS, Bar, Lines, Rates, Reading, meter, show_progress
 
 
 class Clock:
@@ -77,7 +77,7 @@ def test_a_computation_shows_how_far_it_is_and_no_bytes() -> None:
 
 def test_the_speed_is_of_the_last_seconds_and_the_time_left_of_this_run() -> None:
     clock = Clock()
-    rate = Rate(clock)
+    rate = Rates(clock)
     rate.take(Reading("m", 0, 1000, 0))
     for _ in range(100):
         clock.now += 1

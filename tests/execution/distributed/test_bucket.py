@@ -16,7 +16,6 @@ import pytest
 import weightsmith
 from tests.bucket_help import MemoryBucket
 from tests.execution.distributed.threads import Died, Threads
-from tests.execution.test_run import big_model
 from tests.output_help import open_staging, tree
 from tests.outputs.bucket.conftest import memory, spool
 from weightsmith._base.errors import ParameterError, StoreError, WorkerLost
@@ -57,9 +56,7 @@ STAGING = "models/.out.weightsmith-staging"
 
 
 @pytest.fixture
-def here(tmp_path: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for seed, name in enumerate("abc"):
-        big_model(tmp_path / name, seed)
+def here(linked: Path, tmp_path: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(driver, "PART_BYTES", 1 << 20)
     monkeypatch.setattr(parts, "PART_BYTES", 200_000)

@@ -16,7 +16,7 @@ import pytest
 import weightsmith
 from tests.cli_help import CONFIG
 from tests.execution.distributed.threads import Died, Threads
-from tests.execution.test_run import big_model, files
+from tests.execution.test_run import files
 from tests.mini import write_checkpoint
 from tests.output_help import open_staging
 from weightsmith._base.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
@@ -45,9 +45,7 @@ MODEL_WIDE = TIES | {"parameters": {"density": 0.3, "scope": "model"}}
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for seed, name in enumerate("abc"):
-        big_model(tmp_path / name, seed)
+def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(driver, "PART_BYTES", 1 << 20)
     yield tmp_path

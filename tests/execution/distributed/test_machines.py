@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import weightsmith
-from tests.bucket_help import Server, environment_at, environment_of
+from tests.bucket_help import AZURITE, GOOGLE, Server, environment_at, environment_of
+from tests.cases import swept
 from tests.execution.distributed.processes import PART_BYTES, Processes, environment
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, server, spool
@@ -117,7 +118,7 @@ def check_and_merge(case: str, here: Path, server: Server, workers: Processes, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", swept(CASES, ["ties", "moe", "gguf"]))
 def test_the_objects_are_the_files_of_one_process(
     here: Path, moto: Server, machines: Callable[[Server], Processes], case: str
 ) -> None:
@@ -131,7 +132,8 @@ def test_the_objects_are_the_files_of_one_process(
 
 
 @pytest.mark.slow
-def test_each_kind_of_store(here: Path, server: Server, machines: Callable[[Server], Processes]) -> None:
+@pytest.mark.parametrize("server", [GOOGLE, AZURITE], indirect=True)
+def test_each_other_kind_of_store(here: Path, server: Server, machines: Callable[[Server], Processes]) -> None:
     check_and_merge("ties", here, server, machines(server))
 
 
@@ -167,7 +169,7 @@ merge("ties", models, out, Processes(2, Path(root), {**environment_at("s3", int(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", ["workers", "one process"])
+@pytest.mark.parametrize("again", swept(["workers", "one process"], ["workers"]))
 def test_a_driver_that_is_killed_and_run_again(
     here: Path, moto: Server, machines: Callable[[Server], Processes], again: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""On a Ray cluster of four machines, simulated on this one: the bytes are those of one process, also when a machine dies."""
+"""On a Ray cluster of two machines, simulated on this one: the bytes are those of one process, also when a machine dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 import weightsmith
 from tests.bucket_help import Server
-from tests.execution.test_run import big_model, files
+from tests.execution.test_run import files
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
 from weightsmith._base.errors import NonFinite, ParameterError
@@ -52,32 +52,36 @@ parts.PART_BYTES, uploads.SAVE_SECONDS = 200_000, 0.0
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for seed, name in enumerate("abc"):
-        big_model(tmp_path / name, seed)
+def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ties.yml").write_text(TIES)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head that does no work, and four machines of one processor. They are slow: 0.3 s for a tile."""
+@contextlib.contextmanager
+def two_machines(folder: Path) -> Iterator[Any]:
+    """A head that does no work, and two machines of one processor. They are slow: 0.3 s for a tile."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'weightsmith[ray]'")
     from ray.cluster_utils import Cluster
 
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    (slow / "sitecustomize.py").write_text(SLOW + SMALL_PARTS)
-    paths = [str(slow), str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[3])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        made.machines = [made.add_node(num_cpus=1) for _ in range(4)]
+    (folder / "sitecustomize.py").write_text(SLOW + SMALL_PARTS)
+    paths = [str(folder), str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[3])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        try:
+            made.machines = [made.add_node(num_cpus=1) for _ in range(2)]
+            yield made
+        finally:
+            made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`two_machines`, of which the last test kills one."""
+    with two_machines(tmp_path_factory.mktemp("slow")) as made:
         yield made
-    finally:
-        made.shutdown()
 
 
 def processes_of(machine: Any, title: bytes) -> list[int]:
@@ -93,89 +97,9 @@ def processes_of(machine: Any, title: bytes) -> list[int]:
 
 @pytest.fixture
 def store(moto: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """A bucket that the machines find in their environment; request it before `cluster`."""
+    """A bucket that machines which are started later find in their environment."""
     monkeypatch.setattr(parts, "PART_BYTES", 200_000)
     return moto
-
-
-@pytest.mark.slow
-def test_one_of_four_machines_dies_half_way_and_the_bytes_are_the_same(
-    here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weightsmith.merge("ties.yml", "whole", progress=False)
-    merged = merge_while_one_dies(cluster, "out", monkeypatch)
-    assert merged.resumed == 0
-    assert files(here / "out") == files(here / "whole")
-    assert not staging_folder(here / "out").exists()
-
-
-@pytest.mark.slow
-def test_four_machines_write_to_a_bucket_and_one_dies(
-    here: Path, store: Server, cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weightsmith.merge("ties.yml", "out", progress=False)
-    merge_while_one_dies(cluster, f"s3://{store.bucket}/x/out", monkeypatch)
-    assert store.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
-    assert store.uploads() == []
-
-
-def merge_while_one_dies(cluster: Any, out: str, monkeypatch: pytest.MonkeyPatch) -> weightsmith.Merged:
-    """A merge on the cluster, of which one machine is killed when two tensors are finished."""
-    monkeypatch.setattr("weightsmith._execution.distributed.driver.PART_BYTES", 1 << 20)
-    lost: list[str] = []
-    take = on_ray.RayWorkers.answers
-
-    def answers(self: on_ray.RayWorkers, seconds: float) -> Any:
-        found = take(self, seconds)
-        lost.extend(answer.why for _, answer in found if isinstance(answer, on_ray.Lost))
-        return found
-
-    monkeypatch.setattr(on_ray.RayWorkers, "answers", answers)
-
-    killed: list[int] = []
-
-    def progress(now: weightsmith.Progress) -> None:
-        if now.tensors >= 2 and not killed:
-            for machine in cluster.machines:
-                if busy := processes_of(machine, b"ray::_do"):
-                    killed.extend(busy)
-                    for process in (machine.all_processes["raylet"][0].process.pid, *busy):
-                        os.kill(process, signal.SIGKILL)
-                    return
-
-    merged = weightsmith.merge("ties.yml", out, progress=progress, ray=cluster.address)
-    assert killed
-    assert lost
-    return merged
-
-
-@pytest.mark.slow
-def test_an_error_of_a_worker_and_ctrl_c_are_those_of_one_process(here: Path, cluster: Any, tmp_path: Path) -> None:
-    import numpy as np
-
-    from tests.cli_help import CONFIG
-    from tests.mini import write_checkpoint
-
-    for name, value in (("d", np.nan), ("e", 1.0)):
-        write_checkpoint(tmp_path / name, {"norm": np.full(4, value, np.float32)}, CONFIG)
-    recipe = {"merge_method": "linear", "models": [{"model": f"./{m}", "parameters": {"weight": 1}} for m in "de"]}
-    with pytest.raises(NonFinite) as alone:
-        weightsmith.merge(recipe, "one", progress=False)
-    with pytest.raises(NonFinite) as caught:
-        weightsmith.merge(recipe, "two", progress=False, ray=cluster.address)
-    assert str(caught.value) == str(alone.value)
-
-    def progress(now: weightsmith.Progress) -> None:
-        if now.tensors:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        weightsmith.merge("ties.yml", "out", progress=progress, ray=cluster.address)
-    deadline = time.monotonic() + 20
-    while is_held(staging_folder(here / "out")):
-        assert time.monotonic() < deadline, "a worker still runs"
-        time.sleep(0.1)
-    assert 0 < weightsmith.merge("ties.yml", "out", progress=False).resumed
 
 
 @pytest.mark.slow
@@ -244,3 +168,88 @@ def test_without_ray_the_option_says_what_to_install(here: Path, monkeypatch: py
 def test_a_client_s_address_is_refused(here: Path) -> None:
     with pytest.raises(ParameterError, match="only machines of the cluster can give out parts"):
         weightsmith.merge("ties.yml", "out", ray="ray://head:10001")
+
+
+# ---- a cluster of two machines: after the tests that look for processes of Ray
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_two_machines_write_to_a_bucket_and_one_dies(
+    here: Path, store: Server, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weightsmith.merge("ties.yml", "out", progress=False)
+    with two_machines(tmp_path_factory.mktemp("slow")) as cluster:
+        merge_while_one_dies(cluster, f"s3://{store.bucket}/x/out", monkeypatch)
+    assert store.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
+    assert store.uploads() == []
+
+
+def merge_while_one_dies(cluster: Any, out: str, monkeypatch: pytest.MonkeyPatch) -> weightsmith.Merged:
+    """A merge on the cluster, of which one machine is killed when two tensors are finished."""
+    monkeypatch.setattr("weightsmith._execution.distributed.driver.PART_BYTES", 1 << 20)
+    lost: list[str] = []
+    take = on_ray.RayWorkers.answers
+
+    def answers(self: on_ray.RayWorkers, seconds: float) -> Any:
+        found = take(self, seconds)
+        lost.extend(answer.why for _, answer in found if isinstance(answer, on_ray.Lost))
+        return found
+
+    monkeypatch.setattr(on_ray.RayWorkers, "answers", answers)
+
+    killed: list[int] = []
+
+    def progress(now: weightsmith.Progress) -> None:
+        if now.tensors >= 2 and not killed:
+            for machine in cluster.machines:
+                if busy := processes_of(machine, b"ray::_do"):
+                    killed.extend(busy)
+                    for process in (machine.all_processes["raylet"][0].process.pid, *busy):
+                        os.kill(process, signal.SIGKILL)
+                    return
+
+    merged = weightsmith.merge("ties.yml", out, progress=progress, ray=cluster.address)
+    assert killed
+    assert lost
+    return merged
+
+
+@pytest.mark.slow
+def test_an_error_of_a_worker_and_ctrl_c_are_those_of_one_process(here: Path, cluster: Any, tmp_path: Path) -> None:
+    import numpy as np
+
+    from tests.cli_help import CONFIG
+    from tests.mini import write_checkpoint
+
+    for name, value in (("d", np.nan), ("e", 1.0)):
+        write_checkpoint(tmp_path / name, {"norm": np.full(4, value, np.float32)}, CONFIG)
+    recipe = {"merge_method": "linear", "models": [{"model": f"./{m}", "parameters": {"weight": 1}} for m in "de"]}
+    with pytest.raises(NonFinite) as alone:
+        weightsmith.merge(recipe, "one", progress=False)
+    with pytest.raises(NonFinite) as caught:
+        weightsmith.merge(recipe, "two", progress=False, ray=cluster.address)
+    assert str(caught.value) == str(alone.value)
+
+    def progress(now: weightsmith.Progress) -> None:
+        if now.tensors:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge("ties.yml", "out", progress=progress, ray=cluster.address)
+    deadline = time.monotonic() + 20
+    while is_held(staging_folder(here / "out")):
+        assert time.monotonic() < deadline, "a worker still runs"
+        time.sleep(0.1)
+    assert 0 < weightsmith.merge("ties.yml", "out", progress=False).resumed
+
+
+@pytest.mark.slow
+def test_one_of_two_machines_dies_half_way_and_the_bytes_are_the_same(
+    here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weightsmith.merge("ties.yml", "whole", progress=False)
+    merged = merge_while_one_dies(cluster, "out", monkeypatch)
+    assert merged.resumed == 0
+    assert files(here / "out") == files(here / "whole")
+    assert not staging_folder(here / "out").exists()

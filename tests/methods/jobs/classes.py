@@ -16,16 +16,12 @@ from weightsmith._base.tensors import DTYPES, grain_elements
 from weightsmith._engine.tiles import Cut, cut
 from weightsmith._kernels.elementwise import merge_clipped
 from weightsmith._methods.jobs.axes import Axes
-from weightsmith._methods.jobs.combination import CombinationJob, GramJob
-from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob
-from weightsmith._methods.jobs.fill import FillJob
+from weightsmith._methods.jobs.combination import ColumnJob, CombinationJob, GramJob, RowJob
+from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob
 from weightsmith._methods.jobs.matrix import MatrixJob, mean
-from weightsmith._methods.jobs.perturbed import PerturbedJob
-from weightsmith._methods.jobs.scaled import ScaledJob
-from weightsmith._methods.jobs.selective import FusionJob, SceJob
-from weightsmith._methods.jobs.spectrum import SpectrumJob
+from weightsmith._methods.jobs.operations import FillJob, PerturbedJob
+from weightsmith._methods.jobs.steps import ScaledJob, SpectrumJob
 from weightsmith._methods.jobs.task_vectors import TaskVectorJob
-from weightsmith._methods.jobs.vectors import ColumnJob, RowJob
 from weightsmith.abc.job import Job, Matrix, Scratch, Tile
 
 BF16 = DTYPES["BF16"]

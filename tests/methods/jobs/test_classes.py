@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from functools import cache
 
@@ -28,8 +29,8 @@ def test_each_class_of_job_has_a_case() -> None:
     def below(kind: type[Job]) -> set[type[Job]]:
         return {kind, *(deeper for each in kind.__subclasses__() for deeper in below(each))}
 
-    classes = {kind.__name__ for kind in below(Job) - {Job} if kind.__module__.startswith("weightsmith._methods.jobs.")}
-    assert {name.partition(",")[0] for name in JOBS} == classes
+    ours = {kind for kind in below(Job) if kind.__module__.startswith("weightsmith._methods.jobs.")}
+    assert {name.partition(",")[0] for name in JOBS} == {kind.__name__ for kind in ours if not inspect.isabstract(kind)}
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.cases import SWEEP
 from tests.cases.task_vectors import GTA
 from tests.mini import run_method
 from weightsmith._methods.jobs import selection
@@ -41,9 +42,18 @@ METHODS = {
 }
 
 
+SAMPLE = (("ties", "float32"), ("ties", "bf16"), ("sce", "float32"), ("arcee_fusion", "bf16"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["float32", "mixed", "bf16"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        pytest.param(method, kind, marks=() if (method, kind) in SAMPLE else SWEEP)
+        for method in METHODS
+        for kind in ("float32", "mixed", "bf16")
+    ],
+)
 def test_the_bytes_do_not_depend_on_how_counts_are_held(
     method: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

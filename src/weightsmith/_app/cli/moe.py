@@ -67,7 +67,7 @@ def _route(prepared: Prepared, recipe: str, running: RunOptions, work: Work) -> 
     """Compute the router weights alone, and show the routing."""
     if all(product.name != ROUTER for product in prepared.plan.products):
         raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
-    from weightsmith._execution.unwritten import make_product
+    from weightsmith._execution.execute import make_product
 
     with work.running("computing") as watching:
         report = cast("RoutingReport | None", make_product(prepared, ROUTER, running, watching.progress))

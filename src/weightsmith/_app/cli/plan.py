@@ -97,7 +97,7 @@ def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
 
 def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     from weightsmith._execution.distance import to_json
-    from weightsmith._execution.unwritten import measure_distance
+    from weightsmith._execution.execute import measure_distance
 
     moved = measure_distance(prepared, running)
     if as_json:

@@ -10,7 +10,7 @@ from typing import Any
 from weightsmith._base.options import RunOptions
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import Resources
-from weightsmith._engine.passes import Passes, visits
+from weightsmith._engine.passes import visits, whole_passes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
@@ -169,7 +169,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
     shown = by_weight(plan)
     ops: dict[str, tuple[int, int]] = {}
     input_bytes = read_bytes = survey_bytes = most = 0
-    passes = Passes(plan, reader)
+    streamed = whole_passes(plan.products)
     leaves = [leaf for step in plan.steps for leaf in step.leaves]
     inner = {i: c.source for i, c in enumerate(prepared.inputs) if c.plan is not None and isinstance(c.source, Computed)}
     once: dict[tuple[int, str], int] = {}
@@ -190,11 +190,11 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
     for step in (*(() if plan.then else plan.steps), *calibrating):
         for leaf in step.leaves:
             leaf_bytes = sum(nbytes_of(read, leaf.out.size) for read in leaf.inputs)
-            times = passes.of(leaf)
+            times = 1 + reader.job_facts(leaf)[0]
             most = max(most, times)
             input_bytes += leaf_bytes
             read_bytes += leaf_bytes * times
-            survey_bytes += leaf_bytes * passes.before(leaf)
+            survey_bytes += leaf_bytes * sum(streamed.get(name, 0) for name in leaf.needs)
     tallies = sorted((Tally(op, *sums) for op, sums in ops.items()), key=lambda t: -t.nbytes)
     return Summary(
         tensors=len(shown.steps),
@@ -213,7 +213,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         transfer=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
         downloads=_downloads(prepared),
         stages=_stages(prepared),
-        memory=_memory(plan, options.threads, options.max_memory_bytes, [passes.resident_bytes(leaf) for leaf in leaves]),
+        memory=_memory(plan, options.threads, options.max_memory_bytes, [reader.job_facts(leaf)[1] for leaf in leaves]),
     )
 
 

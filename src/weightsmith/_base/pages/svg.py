@@ -170,7 +170,7 @@ def curves(found: Curves) -> str:
         y = y_of(tick)
         parts.append(f'<path class="grid" stroke="#c8ced6" d="M{left:.0f} {y:.1f}H{right:.0f}"/>')
         parts.append(f'<text x="{left - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{safe(written(tick, found.unit))}</text>')
-    step = _step(length / 10)
+    step = max(1, round(_step(length / 10)))
     for i in range(-found.first % step, length, step):
         label = f'<text x="{x_of(i):.1f}" y="{bottom + 16:.0f}" text-anchor="middle">{i + found.first}</text>'
         parts.append(label)
@@ -213,20 +213,17 @@ def _ticks(low: float, high: float, *, log: bool) -> list[float]:
         return [power for power in powers if low <= power <= high] or [low, high]
     if high <= low:
         return [low]
-    unit = 10.0 ** math.floor(math.log10((high - low) / 4))
-    apart = unit * next(factor for factor in (1, 2, 5, 10) if (high - low) / (unit * factor) <= 5)
+    apart = _step((high - low) / 5)
     return [apart * k for k in range(math.ceil(low / apart), math.floor(high / apart) + 1)]
 
 
-def _step(least: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20 … that is not less.
+def _step(least: float) -> float:
+    """The smallest of … 0.5, 1, 2, 5, 10, 20 … that is not less.
 
     >>> _step(0.4), _step(3.1), _step(12)
-    (1, 5, 20)
+    (0.5, 5.0, 20.0)
     """
-    unit = 1
-    while unit * 10 < least:
-        unit *= 10
+    unit = 10.0 ** math.floor(math.log10(least))
     return next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= least)
 
 

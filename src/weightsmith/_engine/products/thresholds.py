@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._kernels.select import HIGH_BINS, Scores, count_high, find_bin
-from weightsmith._methods.jobs.selection import Counts, Search, count_patterns, kept_ranks
+from weightsmith._kernels.select import HIGH_BINS, Scores, count_high
+from weightsmith._methods.jobs.selection import Counted, Counts, Search, count_patterns, kept_ranks
 from weightsmith._plans import Product
 from weightsmith._plans.codec import has_type
 from weightsmith.abc.job import Matrix, Tile
@@ -70,14 +70,11 @@ class Thresholds(StreamingReduction):
         if number in (0, 2):
             self._totals: dict[int, npt.NDArray[np.int64]] = {}
             return
-        self._windows = {
-            key: np.zeros(
-                search.end - search.first if search.found < 0 and search.end - search.first <= MAX_SPAN else 0, np.int64
-            )
+        self._counted = {
+            key: Counted(search.first, search.end, self._sizes[key[0]], MAX_SPAN)
             for key, search in self.searches.items()
+            if search.found < 0
         }
-        self._above = dict.fromkeys(self.searches, 0)
-        self._whole = {key: window.size > 0 for key, window in self._windows.items()}
 
     def take(self, number: int, result: Any) -> None:
         if number in (0, 2):
@@ -86,16 +83,14 @@ class Thresholds(StreamingReduction):
                 total[used] += counts
             return
         for key, counts in result:
-            self._above[key] += counts.above
-            self._whole[key] &= counts.complete
-            if self._whole[key]:
-                self._windows[key][counts.patterns - np.uint32(self.searches[key].first)] += counts.numbers
+            self._counted[key].add(counts)
 
     def end(self, number: int) -> None:
         if number in (0, 2):
             self._end_high(number)
         else:
-            self._end_window()
+            for key, counted in self._counted.items():
+                self.searches[key].find(counted)
 
     def _high(self, matrix: Matrix, tile: Tile) -> list[tuple[int, npt.NDArray[np.int64]]]:
         """For each input (a model may occur twice), the bins in use and their counts."""
@@ -115,15 +110,13 @@ class Thresholds(StreamingReduction):
         for (model, rank), search in self.searches.items():
             high = self._totals[model]
             if number == 2:
-                search.first = int(find_bin(high, rank)[0]) << 16
-                search.end = search.first + (1 << 16)
+                search.set_window(high, rank, rank)
                 continue
             seen = int(high.sum())
             share = rank / self._sizes[model]
             # Elements of a grain are correlated: the sample is less informative than independent elements would be.
             slack = min(0.01 + 0.05 * share, 0.002 + 0.2 * min(share, 1 - share))
-            search.first = int(find_bin(high, min(seen, round((share + slack) * seen)))[0]) << 16
-            search.end = (int(find_bin(high, max(1, round((share - slack) * seen)))[0]) + 1) << 16
+            search.set_window(high, max(1, round((share - slack) * seen)), min(seen, round((share + slack) * seen)))
 
     def _window(self, number: int, matrix: Matrix, tile: Tile) -> list[tuple[tuple[int, int], Counts]]:
         found = []
@@ -134,17 +127,6 @@ class Thresholds(StreamingReduction):
                     continue
                 found.append((key, count_patterns(matrix, tile, i, [search], NO_FACTORS, rows)[0]))
         return found
-
-    def _end_window(self) -> None:
-        for key, search in self.searches.items():
-            if search.found >= 0:
-                continue
-            at_least = np.cumsum(self._windows[key][::-1])
-            rank = search.rank - self._above[key]
-            if self._whole[key] and 0 < rank <= at_least[-1]:
-                search.found = search.end - 1 - int(np.searchsorted(at_least, rank))
-            else:
-                search.missed = True
 
 
 def _check(product: Product) -> str:

@@ -206,12 +206,7 @@ class Driver:
                 self._machines.add(machine)
                 self.staging.adopt(part.built)
                 self._count(part.built.tensors)
-                self.helped = Helped(
-                    self.helped.resumed + part.resumed,
-                    self.helped.read_bytes + part.read_bytes,
-                    self.helped.written_bytes + part.written_bytes,
-                    self.helped.fetched_bytes + part.fetched_bytes,
-                )
+                self.helped += part.helped
                 other = replace(share, second=not share.second)
                 if other in self._running:
                     self._running.discard(other)

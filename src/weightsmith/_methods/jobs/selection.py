@@ -54,6 +54,7 @@ class Search:
     missed  the estimate was wrong: the next pass counts `high`, int64 [HIGH_BINS], and the one after it a certain window
     found   the bits of the k-th largest; -1 until known
     quota   how many of the elements equal to it are among the k
+    ties    how many elements are equal to it
     unknown  the tile of the last of these is not known
     """
 
@@ -63,8 +64,29 @@ class Search:
     missed: bool = False
     found: int = -1
     quota: int = 0
+    ties: int = 0
     unknown: bool = False
     high: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def set_window(self, high: npt.NDArray[np.uint32 | np.int64], first_rank: int, last_rank: int) -> None:
+        """Search among the elements of these ranks. high: counts of all elements or of a sample, see `count_high`."""
+        self.first = int(find_bin(high, last_rank)[0]) << 16
+        self.end = (int(find_bin(high, first_rank)[0]) + 1) << 16
+
+    def find(self, counted: Counted) -> bool:
+        """Find the k-th largest among the patterns of the window. False, and `missed`, if it is not there."""
+        patterns, numbers = counted.patterns()
+        rank = self.rank - counted.above  # among the patterns
+        if not counted.whole or not 0 < rank <= int(numbers.sum()):
+            self.missed = True
+            self.high = np.zeros(HIGH_BINS, np.int64)
+            return False
+        at_least = np.cumsum(numbers[::-1])
+        place = int(np.searchsorted(at_least, rank))  # counted from the largest
+        at = len(patterns) - 1 - place
+        self.found, self.ties = int(patterns[at]), int(numbers[at])
+        self.quota = rank - (int(at_least[place - 1]) if place else 0)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +146,17 @@ class Counted:
     """Accumulates the counts of all tiles in one window.
 
     first, end  the window: its first bit pattern, and one past the last
-    size        elements of the matrix
+    size        elements that are counted
+    most        maximum number of patterns of a window whose counts are summed in one array
     above       elements above the window so far
     whole       False if a tile, or the window, had too many patterns to count
     tiles       by tile; empty once they are summed in `total`, unsigned [end - first]
     """
 
-    def __init__(self, first: int, end: int, size: int) -> None:
+    def __init__(self, first: int, end: int, size: int, most: int) -> None:
         self.first = first
         self.end = end
+        self._most = most
         self.above = 0
         self.whole = True
         self.tiles: list[Counts] = []
@@ -157,7 +181,7 @@ class Counted:
 
     def _free_tiles(self) -> None:
         """Sum the counts of all tiles, and free them."""
-        self.whole = self.end - self.first <= MAX_WINDOW
+        self.whole = self.end - self.first <= self._most
         if self.whole:
             self.total = np.zeros(self.end - self.first, self._kind)
             for counts in self.tiles:
@@ -220,8 +244,7 @@ class Selection:
         if kind == "high":
             for search in self.searches.values():
                 if search.missed:
-                    search.first = int(find_bin(search.high, search.rank)[0]) << 16
-                    search.end = search.first + (1 << 16)
+                    search.set_window(search.high, search.rank, search.rank)
         elif kind == "ties":
             for key, counted in self._counted.items():
                 self._find_tie(key, self.searches[key], counted)
@@ -264,7 +287,7 @@ class Selection:
             found = count_patterns(m, tile, what, [search for _, search in wanted], factors, rows)
             with self._lock:
                 for (key, search), counts in zip(wanted, found, strict=True):
-                    self._counted.setdefault(key, Counted(search.first, search.end, m.size)).add(counts)
+                    self._counted.setdefault(key, Counted(search.first, search.end, m.size, MAX_WINDOW)).add(counts)
 
     def _guess(self, key: Key, search: Search, tile: Tile, factors: npt.NDArray[np.float64]) -> None:
         """Estimate the window of the k-th largest from the first tile to arrive."""
@@ -278,8 +301,8 @@ class Selection:
             share = search.rank / m.size
             # The standard deviation of ranks in a tile is about sqrt(p (1 - p) n); rows differ by slightly more.
             slack = 6 * math.sqrt(share * (1 - share) * tile.size) + tile.size / 500
-            search.first = int(find_bin(high, min(tile.size, round(share * tile.size + slack)))[0]) << 16
-            search.end = (int(find_bin(high, max(1, round(share * tile.size - slack)))[0]) + 1) << 16
+            middle = share * tile.size
+            search.set_window(high, max(1, round(middle - slack)), min(tile.size, round(middle + slack)))
 
     def _count_high(self, tile: Tile) -> None:
         m, scratch = self.matrix, tile.scratch
@@ -293,21 +316,12 @@ class Selection:
                     np.add(search.high, counts, out=search.high)
 
     def _find(self, key: Key, search: Search, counted: Counted) -> None:
-        """Find the k-th largest among the patterns of a window, if it is there."""
-        patterns, numbers = counted.patterns()
-        rank = search.rank - counted.above  # among the patterns
-        if not counted.whole or not 0 < rank <= int(numbers.sum()):
-            search.missed = True
-            search.high = np.zeros(HIGH_BINS, np.int64)
+        """Find the k-th largest among the patterns of a window, if it is there, and the tile of its last tie."""
+        if not search.find(counted):
             return
-        at_least = np.cumsum(numbers[::-1])
-        place = int(np.searchsorted(at_least, rank))  # counted from the largest
-        at = len(patterns) - 1 - place
-        search.found = int(patterns[at])
-        search.quota = rank - (int(at_least[place - 1]) if place else 0)
         if counted.total is None:
             self._find_tie(key, search, counted)
-        elif search.quota == int(numbers[at]):
+        elif search.quota == search.ties:
             self._ties[key] = self.matrix.size, 0  # all ties are among the k: no tile has a cut
         else:
             search.unknown = True

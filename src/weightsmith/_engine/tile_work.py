@@ -1,6 +1,9 @@
-"""Encodes, writes and hashes tiles of the result."""
+"""The work on one tile: merging or copying it, measuring how far a merge moves, encoding, writing."""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 import numpy as np
 
@@ -8,19 +11,139 @@ from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import GRAIN_ELEMENTS, TensorSpec
 from weightsmith._engine.active import ActiveStep, Gathered, LeafPass
 from weightsmith._engine.buffers import Buffers
-from weightsmith._engine.constants import UNPUBLISHED
+from weightsmith._engine.constants import UNPUBLISHED, Constants, Finite
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.tiles import Cut
 from weightsmith._kernels.codecs import decode, first_nonfinite
+from weightsmith._kernels.delta import distance
+from weightsmith._kernels.records import Encoded
 from weightsmith._models.formats import Encoding, find_encoding
-from weightsmith._plans import Step
-from weightsmith.abc.job import Bytes
+from weightsmith._outputs.local.disk import copies_by_reference
+from weightsmith._plans import CAST, Gather, Step
+from weightsmith.abc.job import Bytes, Job, Tile
 from weightsmith.abc.output import Output
 from weightsmith.abc.stored import WHOLE, array_name
 
 _NO_NUMBERS = np.empty(0, np.float32)
 WHOLE_BYTES = 6
 """Memory for each element of a tensor that is encoded as a whole: float32, the codes, and a group of rows."""
+
+
+def measure(reader: Reader, leaf: LeafPass, place: Cut, raw: Bytes, out: Bytes, buffers: Buffers) -> None:
+    """Enter a tile's squared norms of output - base and of the base into `LeafPass.distances`, if the leaf has a base.
+
+    raw  bytes of the inputs, the base first
+    out  bytes of the result, in the tensor's dtype
+    """
+    if not len(leaf.distances):
+        return
+    first = place.start // leaf.grain
+    totals = leaf.distances[first : first + -(-place.size // leaf.grain)]
+    code, out_code = reader.dtype(leaf.leaf.inputs[0]).code, leaf.leaf.out.dtype.code
+    rows, sums = buffers.scratch.rows(2, np.array([code]), out_code), buffers.scratch.sums(2)
+    distance(Encoded(raw[0], code), Encoded(out, out_code), place.size, leaf.grain, totals, rows, sums)
+
+
+class Merger:
+    """The work on one tile of a leaf with a job. Thread-safe; each thread has its own buffers.
+
+    measures  each result is measured, before constants that are not finite are put into it
+    """
+
+    def __init__(self, reader: Reader, finite: Finite, *, measures: bool = False) -> None:
+        self._reader = reader
+        self._finite = finite
+        self._measures = measures
+
+    def statistics(self, leaf: LeafPass, place: Cut, buffers: Buffers) -> tuple[Any, int]:
+        """Statistics of a tile in the pass that is under way, and the bytes that were read."""
+        job, tile, read, _ = self._read(leaf, place, buffers)
+        return job.statistics(leaf.phase, tile), read
+
+    def apply(self, leaf: LeafPass, place: Cut, out: Bytes, buffers: Buffers) -> int:
+        """Fill `out` with a tile of the result, in the tensor's dtype. Returns the bytes that were read."""
+        job, tile, read, constants = self._read(leaf, place, buffers)
+        job.apply(tile, out)
+        self._finite.check_result(leaf.leaf, leaf.active.step.out, leaf.origin, place, tile.raw, out)
+        if self._measures:
+            measure(self._reader, leaf, place, tile.raw, out, buffers)
+        if constants is not None:
+            constants.put(out, leaf.leaf.out.dtype)
+            leaf.active.nonfinite = True
+        return read
+
+    def _read(self, leaf: LeafPass, place: Cut, buffers: Buffers) -> tuple[Job, Tile, int, Constants | None]:
+        """The job, a tile of its inputs without constants that are not finite, the bytes read, and these constants."""
+        assert leaf.job is not None
+        raw, read = self._reader.read(leaf.leaf.inputs, place.start, place.size, buffers)
+        constants, encoded = None, leaf.active.encoded
+        # Every tile is checked in the first pass. Later ones need that only where it found constants.
+        if (leaf.number == 0 or leaf.constants) and (leaf.leaf.op != CAST or encoded):
+            constants = self._finite.take_constants(leaf.leaf, place, raw, encoded=encoded)
+            leaf.constants |= constants is not None
+        return leaf.job, Tile(place.start, place.size, raw, buffers.scratch), read, constants
+
+
+class Copier:
+    """The work on one tile of a leaf without a job: its first input is copied, and compared with the others."""
+
+    def __init__(self, reader: Reader, finite: Finite, output: Output, encoder: Encoder) -> None:
+        self._reader = reader
+        self._finite = finite
+        self._output = output
+        self._encoder = encoder
+        self._sharing: dict[int, bool] = {}  # by file descriptor of an output file
+
+    def copy(self, leaf: LeafPass, place: Cut, buffers: Buffers) -> tuple[int, int]:
+        """Copy one tile. Returns the bytes read and written."""
+        source, *others = leaf.leaf.inputs
+        out = self._encoder.memory(leaf, place, buffers)
+        self._reader.fill(source, place.start, out)
+        self._finite.check_copied(leaf.leaf, place, out, encoded=leaf.active.encoded)
+        self._offer(leaf, place.start, out.size)
+        written = self._encoder.write(leaf, place, out, buffers, copied=self._share(leaf, place.start, out.size))
+        measure(self._reader, leaf, place, out[None], out, buffers)
+        if others:
+            raw, _ = self._reader.read(others, place.start, place.size, buffers)
+            if any(not np.array_equal(out, other[: out.size]) for other in raw):
+                leaf.active.differing = True
+        return out.size * len(leaf.leaf.inputs), written
+
+    def _share(self, leaf: LeafPass, first: int, nbytes: int) -> bool:
+        """Let the file system share or copy bytes of the first input; False if it would only move them through memory."""
+        read, width, view = leaf.leaf.inputs[0], leaf.leaf.out.dtype.itemsize, leaf.leaf.inputs[0].view
+        if leaf.active.encoded or isinstance(view, Gather) or not (view is None or view.whole_rows):
+            return False
+        source = self._reader.source(read).location(read.tensor)
+        target = self._output.location(leaf.active.step.out.name)
+        if source is None or target is None or not self._shares(target[0]):
+            return False
+        from_offset = source[1] + (first + (0 if view is None else view.offset)) * width
+        to_offset = target[1] + (first + leaf.origin) * width
+        done = 0
+        try:
+            while done < nbytes:
+                n = os.copy_file_range(source[0], target[0], nbytes - done, from_offset + done, to_offset + done)
+                if n == 0:
+                    return False
+                done += n
+        except OSError:  # another file system, or a kernel without it; a real error shows again in write
+            return False
+        return True
+
+    def _shares(self, fd: int) -> bool:
+        """Whether the file system of an output file may copy without moving bytes through memory; asked once per file."""
+        if fd not in self._sharing:
+            self._sharing[fd] = copies_by_reference(fd)
+        return self._sharing[fd]
+
+    def _offer(self, leaf: LeafPass, first: int, nbytes: int) -> None:
+        """Tell the output where bytes of the first input are, if they are a run of a remote file."""
+        width, read = leaf.leaf.out.dtype.itemsize, leaf.leaf.inputs[0]
+        if not leaf.active.encoded and not isinstance(read.view, Gather):
+            extents = self._reader.extents(read, first, nbytes // width)
+            if len(extents) == 1 and extents[0].nbytes == nbytes:
+                self._output.equal(leaf.active.step.out.name, (leaf.origin + first) * width, extents[0])
 
 
 class Encoder:
