@@ -41,8 +41,8 @@ from tests.output_help import tree
 from weightsmith._base.errors import OutputExists, ParameterError, StoreError
 from weightsmith._files.remote import retries
 from weightsmith._outputs.bucket import parts
-from weightsmith._outputs.bucket.prefix import parse_prefix
-from weightsmith._outputs.bucket.stores import open_bucket
+from weightsmith._outputs.bucket.client import open_bucket
+from weightsmith._outputs.bucket.place import parse_prefix
 
 __all__ = ["cli"]
 

@@ -22,7 +22,7 @@ from weightsmith._files.remote.files import RemoteFile
 from weightsmith._outputs.bucket import lock, parts, uploads
 from weightsmith._outputs.bucket.client import md5_of
 from weightsmith._outputs.bucket.journal import read_state
-from weightsmith._outputs.bucket.prefix import Prefix
+from weightsmith._outputs.bucket.place import Prefix
 from weightsmith._outputs.bucket.unfinished import check_free, find_uploads
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith._outputs.staging import Staging
@@ -718,7 +718,7 @@ def test_an_output_that_was_changed_is_not_replaced(memory: MemoryBucket, change
         memory.delete(OUT.key("weightsmith.json"))
     before = memory.contents(OUT.prefix)
     for check in (lambda: open_out("new", overwrite=True), lambda: check_free(OUT, overwrite=True, reads=[])):
-        with pytest.raises(OutputExists, match=r"will not be overwritten: (files were changed|weightsmith did not make it)"):
+        with pytest.raises(OutputExists, match=r"will not be overwritten: (files in it were changed|weightsmith did not make it)"):
             check()
     assert memory.contents(OUT.prefix) == before
 

@@ -30,8 +30,8 @@ from weightsmith._execution.output import check_options
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.adapters.recipes import assemble_merge
 from weightsmith._outputs.hub import repository
-from weightsmith._outputs.hub.address import parse_hub_address
 from weightsmith._outputs.hub.files import FILLED, UPLOADS, StreamedUploads
+from weightsmith._outputs.hub.place import parse_hub_address
 from weightsmith._outputs.hub.repository import Content, HubRepository
 from weightsmith._outputs.local.backend import FolderBackend
 from weightsmith._outputs.local.place import LocalFolder
@@ -251,7 +251,7 @@ def test_a_card_that_somebody_wrote_stays_if_the_output_has_none(here: Path, hub
 def test_a_manifest_that_was_edited_lists_nothing(here: Path, hub: FakeHub) -> None:
     run("linear")
     hub.put("org/out", {"weightsmith.json": b"{}"})
-    with pytest.raises(OutputExists, match="its manifest cannot be used"):
+    with pytest.raises(OutputExists, match=r"its weightsmith\.json cannot be used"):
         run(overwrite=True)
 
 
@@ -665,7 +665,7 @@ def test_every_byte_on_the_hub_is_verified(here: Path, hub: FakeHub) -> None:
     with pytest.raises(weightsmith.Corrupt) as caught:
         weightsmith.verify(f"{OUT}@v2")
     text = str(caught.value)
-    assert "config.json: differs" in text
+    assert "config.json: has 2 bytes, not the 346" in text
     assert f"differs from what was written ({name})" in text
     with pytest.raises(weightsmith.NotFound, match="there is no manifest"):
         weightsmith.verify(OUT)

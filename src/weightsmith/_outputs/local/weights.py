@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from weightsmith._files.containers import Layout
 from weightsmith._outputs.checksum import grain_bytes
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.weight_file import WeightFile
-from weightsmith._outputs.reread import Stored, reread
+from weightsmith._outputs.reread import Stored, read_at, reread
 from weightsmith.abc.output import Progress
 
 if TYPE_CHECKING:
@@ -97,8 +98,12 @@ class Weights:
     def checksums(self, names: Iterable[str], threads: int, progress: Progress | None) -> dict[str, str]:
         """The checksums of these tensors as they are on disk; names that the layout does not have are left out."""
         wanted = set(names)
-        specs = [spec for shard in self.layout.shards for spec in shard.tensors if spec.name in wanted]
-        stored = [Stored(s.name, *self.location(s.name), self.layout.places[s.name].nbytes, grain_bytes(s)) for s in specs]
+        stored = [
+            Stored(spec.name, partial(read_at, file.fd), self.layout.places[spec.name].offset, spec.nbytes, grain_bytes(spec))
+            for file, shard in zip(self._files, self.layout.shards, strict=True)
+            for spec in shard.tensors
+            if spec.name in wanted
+        ]
         return reread(stored, threads=threads, progress=progress) if stored else {}
 
     def problems(self) -> list[str]:
