@@ -717,8 +717,9 @@ def test_an_output_that_was_changed_is_not_replaced(memory: MemoryBucket, change
     else:
         memory.delete(OUT.key("weightsmith.json"))
     before = memory.contents(OUT.prefix)
+    why = "will not be overwritten: (files in it were changed|weightsmith did not make it)"
     for check in (lambda: open_out("new", overwrite=True), lambda: check_free(OUT, overwrite=True, reads=[])):
-        with pytest.raises(OutputExists, match=r"will not be overwritten: (files in it were changed|weightsmith did not make it)"):
+        with pytest.raises(OutputExists, match=why):
             check()
     assert memory.contents(OUT.prefix) == before
 
