@@ -83,7 +83,7 @@ def without_stages(stages: Sequence[Merged]) -> list[Finding]:
 def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks, helpers: Helpers | None) -> Merged:
     """Write the result of one recipe for others, unless it is there."""
     from weightsmith._outputs.manifest import read_manifest
-    from weightsmith._outputs.verify import verify
+    from weightsmith._outputs.places import verify
 
     began, plan = time.monotonic(), prepared.plan
     more = {STAGE: not options.keep_stages}

@@ -116,7 +116,7 @@ def _addresses(read: str) -> Iterator[Address]:
 
 
 def verify_bucket(address: Prefix, progress: Progress | None) -> Verified:
-    """See `outputs.verify`."""
+    """See `places.verify`."""
     bucket = open_bucket(address)
     manifest = manifest_of(bucket, address)
     return compare(str(address), manifest, names_in(bucket, address), _reader(bucket, address), progress)

@@ -40,7 +40,7 @@ def find_uploads(address: Prefix) -> Iterator[Unfinished]:
         if lock is None and found is None:
             continue
         age = next(each.age_seconds for each in (found, lock) if each is not None)
-        state = found.state if found is not None else State("", "", {}, "")
+        state = found.state if found is not None else State()
         nbytes = sum(
             size for file, upload in state.uploads.items() for _, size in (bucket.parts(out.key(file), upload) or {}).values()
         )

@@ -78,7 +78,7 @@ def holds(found: Mapping[str, Content], wanted: Mapping[str, Content], *, other:
 
 
 def verify_hub(address: HubAddress, progress: Progress | None) -> Verified:
-    """See `outputs.verify`."""
+    """See `places.verify`."""
     repository = open_repository(address.repo, address.branch)
     present = {name: nbytes for name, nbytes in repository.sizes.items() if name != ATTRIBUTES}
     if UNKNOWN in present.values():

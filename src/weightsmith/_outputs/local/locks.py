@@ -13,14 +13,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Busy, Finding, StoreError
 from weightsmith._base.files import read_all
-from weightsmith._outputs.journal import Entries, read_journal
+from weightsmith._outputs.journal import Entries, read_further, read_journal
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.claim import JOURNAL, LOCK, OWNER, PARTS, check_kinds, check_made_by_us
 
@@ -243,6 +243,24 @@ def read_journals(folder: Path, names: Collection[str] | None = None) -> Entries
 def part_journals(folder: Path) -> list[Path]:
     """The journals of parts."""
     return sorted((folder / PARTS).glob("journal-*"))
+
+
+class FollowedJournals:
+    """Follows the journals of parts as they grow. On a network file system, what they show may be some seconds old."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: the staging folder."""
+        self._folder = folder
+        self._read: dict[str, int] = {}
+
+    def look(self, parts: Iterable[str]) -> set[str]:
+        """The tensors of these parts (labels) that have been finished since the last call for them."""
+        names: set[str] = set()
+        for part in parts:
+            with suppress(OSError):
+                entries, self._read[part] = read_further(self._folder / PARTS / f"journal-{part}", self._read.get(part, 0))
+                names.update(entries.tensors)
+        return names
 
 
 def _open(path: Path, flags: int = 0) -> FileIO:

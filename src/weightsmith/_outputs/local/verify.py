@@ -19,7 +19,7 @@ from weightsmith.abc.output import Progress, Verified
 
 
 def verify_folder(folder: str | os.PathLike[str], *, threads: int, progress: Progress | None) -> Verified:
-    """Re-read a checkpoint in a folder; see `outputs.verify`."""
+    """Re-read a checkpoint in a folder; see `places.verify`."""
     root = expand_user(folder)
     if is_folder(root) and not os.access(root, os.X_OK):
         raise CheckpointError("cannot be read: you may not enter it", where=str(root), fix="change its permissions")
