@@ -25,8 +25,8 @@ from weightsmith._outputs.bucket.journal import read_state
 from weightsmith._outputs.bucket.place import Prefix
 from weightsmith._outputs.bucket.unfinished import check_free, find_uploads
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.staging import Staging
-from weightsmith._outputs.verify import verify
 from weightsmith._plans import Product
 from weightsmith.abc.output import Finished
 

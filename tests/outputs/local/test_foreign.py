@@ -21,8 +21,8 @@ from weightsmith._outputs.local import disk, target
 from weightsmith._outputs.local.area import StagingArea, staging_folder
 from weightsmith._outputs.local.backend import staged_plan
 from weightsmith._outputs.local.products import product_path, read_product, write_product
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_model
-from weightsmith._outputs.verify import verify
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from weightsmith._base.errors import OutputExists, StoreError
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.other_files import OtherFiles
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.reread import Stored, reread
 from weightsmith._outputs.save import save_model
-from weightsmith._outputs.verify import verify
 
 
 @pytest.fixture

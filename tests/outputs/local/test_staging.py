@@ -23,9 +23,9 @@ from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.backend import FolderBackend, staged_plan
 from weightsmith._outputs.local.locks import Locks
-from weightsmith._outputs.local.weights import Weights
+from weightsmith._outputs.local.weight_file import Weights
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.staging import Staging
-from weightsmith._outputs.verify import verify
 from weightsmith._plans import Product
 from weightsmith.abc.output import Finished
 
