@@ -10,6 +10,7 @@ A lock is a file locked with flock. Closing the file releases it, so the lock of
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -156,8 +157,8 @@ class Locks:
             what, fix = "this machine does not see the folder of the driver", "write to a folder that all machines share"
         raise StoreError(f"{what}, or the driver has ended", where=str(self.folder), fix=fix)
 
-    def _wait(self, file: FileIO, seconds: float) -> None:
-        """Lock a file alone. Raises Busy if another process holds the lock so long."""
+    def _wait(self, file: FileIO, seconds: float, waiting: Callable[[], None] | None = None) -> None:
+        """Lock a file alone. Raises Busy if another process holds the lock so long. waiting: called once if one does."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -166,6 +167,9 @@ class Locks:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise self._taken() from None
+                if waiting is not None:
+                    waiting()
+                    waiting = None
                 time.sleep(0.05)
 
     def _no_locks(self) -> StoreError:
@@ -198,15 +202,7 @@ class Locks:
     def products(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
         """Wait for the lock on the products, and hold it. waiting: called once if another process holds it."""
         with FileIO(disk.open_own(self.folder / PARTS / "lock-products", os.O_RDWR), "r+") as file:
-            while True:
-                try:
-                    disk.lock(file.fileno())
-                    break
-                except BlockingIOError:
-                    if waiting is not None:
-                        waiting()
-                        waiting = None
-                    time.sleep(0.1)
+            self._wait(file, math.inf, waiting)
             yield
 
     def close(self) -> None:
