@@ -61,7 +61,6 @@ BESIDE = {
     "_app/cli/run.py": ["execution/test_run.py", "app/cli/test_plan.py"],
     "_base/citations.py": ["app/cli/test_methods.py", "execution/test_cards.py"],
     "_files/containers": ["outputs"],
-    "_files/containers/peft.py": ["features/adapters"],
     "_activations": [
         "features/quantisation/test_calibration.py",
         "features/quantisation/test_losses.py",

@@ -44,9 +44,9 @@ from weightsmith._methods.user import block_method as block_method
 from weightsmith._methods.user import tensor_method as tensor_method
 from weightsmith._models.checkpoint import Checkpoint as Checkpoint
 from weightsmith._models.checkpoint import open_checkpoint as open_checkpoint
+from weightsmith._outputs.places import verify as verify
 from weightsmith._outputs.save import save_file as save_file
 from weightsmith._outputs.save import save_model as save_model
-from weightsmith._outputs.verify import verify as verify
 from weightsmith._plans import Plan as Plan
 from weightsmith._reports.look.comparison import Comparison as Comparison
 from weightsmith._reports.look.diff import diff as diff

@@ -208,7 +208,6 @@ for name in {*sys.modules} - planned | {"weightsmith._models.checkpoint"}:
         "_outputs.bucket",
         "_outputs.hub",
         "_outputs.places",
-        "_outputs.verify",
     )
     assert {"_models.checkpoint", "_engine.local", "_methods.ties"} <= modules
     assert {name for name in loaded - modules if not name.startswith(others)} == set()

@@ -25,9 +25,9 @@ from weightsmith._base.errors import CannotResume, OutputExists, StoreError
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPES
 from weightsmith._files import views
 from weightsmith._outputs.local.area import StagingArea
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_file, save_model
 from weightsmith._outputs.staging import Staging
-from weightsmith._outputs.verify import verify
 
 
 def read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -43,7 +43,7 @@ from weightsmith._outputs.local.claim import JOURNAL
 from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._outputs.local.unfinished import remove_work
 from weightsmith._outputs.manifest import read_manifest
-from weightsmith._outputs.verify import verify
+from weightsmith._outputs.places import verify
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.loading import Beside
 from weightsmith._plans import Made, PlanDraft

@@ -352,26 +352,20 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
             details=(f"file  {error.filename}",) if error.filename else (),
             fix="Free space there, or set HF_HOME to a folder on another disk.",
         )
-    stays = None if _answered(error) else lasting(error, "HF_ENDPOINT")
-    if stays is not None and cached is None:
-        return CheckpointError(f"the download stopped: {stays.what}", where=where, details=details, fix=stays.fix)
-    if not _answered(error):
-        return NotFound(
-            "neither a local path nor a model in the hub cache" if cached is not None else "the download stopped",
-            where=where,
-            details=(_reason(error), *details, *((f"cache  {cached}",) if cached is not None else ())),
-            fix="Check the path, the network connection and HF_ENDPOINT."
-            if cached is not None
-            else "Run the same command again to resume: what has arrived is kept in the cache.",
+    again = "Run the same command again to resume: what has arrived is kept in the cache."
+    if _answered(error):
+        passing = passes(getattr(getattr(error, "response", None), "status_code", 500))
+        fix = again if passing else "Check the model's name, your token and HF_ENDPOINT."
+        return CheckpointError("the hub answered with an error", where=where, details=details, fix=fix)
+    if cached is not None:
+        what, fix = (
+            "neither a local path nor a model in the hub cache",
+            "Check the path, the network connection and HF_ENDPOINT.",
         )
-    return CheckpointError(
-        "the hub answered with an error",
-        where=where,
-        details=details,
-        fix="Run the same command again to resume: what has arrived is kept in the cache."
-        if passes(getattr(getattr(error, "response", None), "status_code", 500))
-        else "Check the model's name, your token and HF_ENDPOINT.",
-    )
+        return NotFound(what, where=where, details=(_reason(error), *details, f"cache  {cached}"), fix=fix)
+    if stays := lasting(error, "HF_ENDPOINT"):
+        return CheckpointError(f"the download stopped: {stays.what}", where=where, details=details, fix=stays.fix)
+    return NotFound("the download stopped", where=where, details=(_reason(error), *details), fix=again)
 
 
 def _command(where: str) -> str:

@@ -41,7 +41,6 @@ class StoredView:
     spec           name, dtype, shape
     file           the file, as it was opened
     offset         of the storage's first byte, from the start of the file
-    storage_bytes  size of the storage
     first          offset of the tensor's first element in the storage, in elements
     strides        in elements, one for each dimension, none negative; 0 where a dimension was expanded
     """
@@ -49,7 +48,6 @@ class StoredView:
     spec: TensorSpec
     file: Path
     offset: int
-    storage_bytes: int
     first: int
     strides: tuple[int, ...]
 
@@ -348,7 +346,7 @@ def _check_tensor(
             f"its last element is number {last:,} of a storage of {record.nbytes // dtype.itemsize:,} "
             f"(shape {show(shape)}, strides {show(strides)}, offset {first:,})"
         )
-    return StoredView(TensorSpec(name, dtype, shape), path, record.offset, record.nbytes, first, strides)
+    return StoredView(TensorSpec(name, dtype, shape), path, record.offset, first, strides)
 
 
 def _dtype(name: str) -> DType:

@@ -124,21 +124,23 @@ def pieces(view: View, tile: Bytes) -> Iterator[memoryview]:
 
     Extra memory: the tile, 128 KiB of scratch, and one piece on the device.
     """
-    if view.spec.nbytes == 0:
+    array, width, size = view.array, view.spec.dtype.itemsize, view.spec.size
+    if not size:
         return
-    if view.array is None:
-        yield from _remote_pieces(view, tile)
-        return
-    array = view.array
-    if array.flags.c_contiguous and array.dtype.isnative:
+    if array is not None and array.flags.c_contiguous and array.dtype.isnative:
         flat = array.reshape(-1).view(np.uint8).data
         for start in range(0, flat.nbytes, TILE_BYTES):
             yield flat[start : start + TILE_BYTES]
         return
-    native = array.dtype.newbyteorder("=")
-    for part in _cut(array, view.spec.dtype.itemsize):
-        out = tile[: part.size * native.itemsize]
-        _copy(out.view(native).reshape(part.shape), part)
+    run = 1  # elements of a piece: as many whole rows, matrices and so on as fit
+    for length in reversed(view.spec.shape):
+        if run * length * width > TILE_BYTES:
+            break
+        run *= length
+    run *= TILE_BYTES // width // run
+    for start in range(0, size, run):
+        out = tile[: min(run, size - start) * width]
+        read_into(view, start, out)
         yield out.data
 
 
@@ -180,21 +182,6 @@ def _run(array: Any, first: int, end: int) -> Iterator[Any]:
         yield from _run(array[last], 0, end - last * row)
 
 
-def _cut(array: Any, itemsize: int) -> Iterator[Any]:
-    """Sub-views of at most a tile in row-major order, of a numpy array or torch tensor."""
-    if array.ndim == 0 or _elements(array.shape) * itemsize <= TILE_BYTES:
-        yield array
-        return
-    row_bytes = _elements(array.shape[1:]) * itemsize
-    if row_bytes > TILE_BYTES:
-        for row in array:
-            yield from _cut(row, itemsize)
-        return
-    rows = TILE_BYTES // row_bytes
-    for start in range(0, array.shape[0], rows):
-        yield array[start : start + rows]
-
-
 def _elements(shape: tuple[int, ...]) -> int:
     size = 1
     for length in shape:
@@ -226,13 +213,6 @@ def _copy(out: NDArray[Any], part: NDArray[Any]) -> None:
         turned = scratch[: block.shape[-1]]
         np.copyto(turned, block.transpose([part.ndim - 1, *order]))
         np.copyto(out[..., start : start + width], turned.transpose(back))
-
-
-def _remote_pieces(view: View, tile: Bytes) -> Iterator[memoryview]:
-    for part in _cut(view.remote, view.spec.dtype.itemsize):
-        out = tile[: part.numel() * view.spec.dtype.itemsize]
-        _fetch(out, part)
-        yield out.data
 
 
 def _fetch(out: Bytes, part: Any) -> None:

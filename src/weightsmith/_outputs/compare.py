@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from weightsmith._base.errors import Corrupt
+import xxhash
+
+from weightsmith._base.errors import CheckpointError, Corrupt, NotFound
 from weightsmith._files.copied import is_loaded
-from weightsmith._outputs.checksum import combine, hash_bytes, hash_grains
+from weightsmith._outputs.checksum import hash_bytes
 from weightsmith._outputs.manifest import MANIFEST_NAME, Manifest
+from weightsmith._outputs.reread import Stored, reread
 from weightsmith.abc.output import Progress, Verified
 
 READS = 8
@@ -18,15 +20,32 @@ READS = 8
 RANGE_BYTES = 16 << 20
 """Read at a time, by each of them."""
 
+Read = Callable[[str, int, int], bytes | memoryview]
+"""Bytes of a file, from a byte on: fewer if it ends. Called from many threads."""
+Present = Mapping[str, int | str]
+"""The files of an output: their sizes, or why one cannot be read."""
 
-def verdict(where: Path | str, manifest: Manifest, present: Collection[str], problems: Sequence[str]) -> Verified:
-    """What `verify` returns. present: names of all files; problems: found in those of the manifest.
 
-    Raises Corrupt if there are any, or a file that is not in the manifest and that a loader would read.
+def compare(
+    where: Path | str,
+    manifest: Manifest,
+    present: Present,
+    read: Read,
+    progress: Progress | None,
+    *,
+    threads: int = READS,
+    piece_bytes: int = RANGE_BYTES,
+) -> Verified:
+    """Compare the files of an output with its manifest: what `verify` returns.
+
+    Raises Corrupt if any differs or is missing, or if there is one that is not in the manifest and that a loader would read.
     """
-    stray = {*present} - {MANIFEST_NAME, *manifest.weights, *manifest.files}
+    stray = present.keys() - manifest.names
     loadable = {name for name in stray if is_loaded(name)}
-    found = [*(f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)), *problems]
+    found = [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
+    found += [f"{name}: is missing" for name in sorted({*manifest.files, *manifest.weights} - present.keys())]
+    found += differences(manifest, present, read)
+    found += damaged(manifest, present, read, progress, threads=threads, piece_bytes=piece_bytes)
     if found:
         raise Corrupt(
             f"{len(found):,} problem{'s' if len(found) > 1 else ''} found",
@@ -39,84 +58,83 @@ def verdict(where: Path | str, manifest: Manifest, present: Collection[str], pro
     return Verified(where, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, extra)
 
 
-def compare(
-    where: str,
-    manifest: Manifest,
-    present: Mapping[str, int],
-    read: Callable[[str, int, int], bytes],
-    progress: Progress | None,
-) -> Verified:
-    """Compare the files of an output elsewhere with its manifest; see `verify`.
+def differences(manifest: Manifest, present: Present, read: Read) -> list[str]:
+    """Where files differ from those of a manifest, apart from the tensors: one line for each difference.
 
-    present  names and sizes of its files
-    read     bytes of a file, from a byte on: fewer if it ends. Called from many threads
+    present  those that are missing are no difference
     """
-    problems = [f"{name}: is missing" for name in sorted({*manifest.files, *manifest.weights} - present.keys())]
-    problems += differences(manifest, present, read)
-    problems += _tensor_problems(manifest, present, read, progress)
-    return verdict(where, manifest, present, problems)
+    problems = []
+    sizes = {name: file.nbytes for name, file in manifest.files.items()}
+    sizes |= {name: weight.nbytes for name, weight in manifest.weights.items()}
+    for name, nbytes in sizes.items():
+        if name not in present:
+            continue
+        found, weight = present[name], manifest.weights.get(name)
+        if isinstance(found, str):
+            problems.append(f"{name}: {found}")
+            continue
+        if found != nbytes:
+            problems.append(f"{name}: has {found:,} bytes, not the {nbytes:,} that were written")
+        try:
+            if weight is not None:
+                if hash_bytes(read(name, 0, weight.header_bytes) if found else b"") != weight.header_xxh3_128:
+                    problems.append(f"{name}: its header differs from what was written")
+            elif found == nbytes and _hash(partial(read, name), nbytes) != manifest.files[name].xxh3_128:
+                problems.append(f"{name}: differs from what was written")
+        except OSError as error:
+            problems.append(f"{name}: cannot be read ({error.strerror})")
+    return problems
 
 
-def _tensor_problems(
-    manifest: Manifest, present: Mapping[str, int], read: Callable[[str, int, int], bytes], progress: Progress | None
+def _hash(read: Callable[[int, int], bytes | memoryview], nbytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    for start in range(0, nbytes, RANGE_BYTES):
+        digest.update(read(start, min(RANGE_BYTES, nbytes - start)))
+    return digest.hexdigest()
+
+
+def damaged(
+    manifest: Manifest, present: Present, read: Read, progress: Progress | None = None, *, threads: int, piece_bytes: int
 ) -> list[str]:
-    total = sum(tensor.nbytes for tensor in manifest.tensors.values())
-    done = 0
-    lock = threading.Lock()
-
-    def digests(place: tuple[str, int, int]) -> bytes:
-        nonlocal done
-        name, start, nbytes = place
+    """The tensors that are not what was written: one line for each."""
+    stored, problems = [], []
+    for name, tensor in manifest.tensors.items():
+        found = present.get(tensor.file, "is missing")
+        if isinstance(found, str):
+            problems.append(f"tensor {name}: lost with {tensor.file}")
+        elif tensor.nbytes and found < tensor.offset + tensor.nbytes:
+            problems.append(f"tensor {name}: differs from what was written ({tensor.file})")
+        else:
+            stored.append(Stored(name, partial(read, tensor.file), tensor.offset, tensor.nbytes, tensor.grain_bytes))
+    checksums = reread(stored, threads=threads, progress=progress, piece_bytes=piece_bytes)
+    for name, checksum in checksums.items():
         tensor = manifest.tensors[name]
-        data = read(tensor.file, tensor.offset + start, nbytes) if nbytes else b""
-        with lock:
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-        return hash_grains(data, tensor.grain_bytes)
-
-    readable = [
-        (name, tensor)
-        for name, tensor in manifest.tensors.items()
-        if present.get(tensor.file, -1) >= tensor.offset + tensor.nbytes
-    ]
-    problems = [
-        f"tensor {name}: lost with {manifest.tensors[name].file}" for name in manifest.tensors.keys() - dict(readable).keys()
-    ]
-    places = [(name, *each) for name, tensor in readable for each in _ranges(tensor.nbytes, tensor.grain_bytes)]
-    found: dict[str, list[bytes]] = {name: [] for name, _ in readable}
-    with ThreadPoolExecutor(READS) as pool:
-        for (name, _, _), runs in zip(places, pool.map(digests, places), strict=True):
-            found[name].append(runs)
-    for name, tensor in readable:
-        if combine(b"".join(found[name])) != tensor.checksum:
+        if checksum != tensor.checksum:
             problems.append(f"tensor {name}: differs from what was written ({tensor.file})")
     return problems
 
 
-def _ranges(nbytes: int, grain_bytes: int) -> Sequence[tuple[int, int]]:
-    """Start and length of runs of whole grains."""
-    step = grain_bytes * max(1, RANGE_BYTES // grain_bytes)
-    return [(start, min(step, nbytes - start)) for start in range(0, nbytes, step)]
+def check_ours(
+    manifest: Callable[[], Manifest],
+    unlisted: Callable[[Manifest], Sequence[str]],
+    changed: Callable[[Manifest], Sequence[str]],
+    refused: Callable[[str, Sequence[str]], Exception],
+) -> Manifest:
+    """The manifest of an output that holds what weightsmith has written, and nothing else.
 
-
-def differences(manifest: Manifest, present: Mapping[str, int], read: Callable[[str, int, int], bytes]) -> list[str]:
-    """Where files elsewhere differ from those of a manifest, apart from the tensors: one line for each difference.
-
-    present  names and sizes of the files; those that are missing are no difference
-    read     bytes of a file, from a byte on: fewer if it ends
+    manifest  reads it
+    unlisted  the first few names of files that are not in it
+    changed   where the files in it are not what was written
+    refused   the error for any other output: why it is not ours, and what would be lost
     """
-    problems = []
-    for name, file in manifest.files.items():
-        if name in present:
-            data = read(name, 0, max(1, file.nbytes)) if present[name] else b""
-            if present[name] != file.nbytes or hash_bytes(data) != file.xxh3_128:
-                problems.append(f"{name}: differs from what was written")
-    for name, weight in manifest.weights.items():
-        if name in present:
-            if present[name] != weight.nbytes:
-                problems.append(f"{name}: has {present[name]:,} bytes, not the {weight.nbytes:,} that were written")
-            header = read(name, 0, weight.header_bytes)
-            if hash_bytes(header) != weight.header_xxh3_128:
-                problems.append(f"{name}: its header differs from what was written")
-    return problems
+    try:
+        found = manifest()
+    except NotFound:
+        raise refused(f"weightsmith did not make it: it has no {MANIFEST_NAME}", ()) from None
+    except (CheckpointError, Corrupt) as error:
+        raise refused(f"its {MANIFEST_NAME} cannot be used: {error.finding.what}", ()) from error
+    if lost := unlisted(found):
+        raise refused("it holds files that weightsmith did not write, and these would be lost", lost)
+    if lost := changed(found):
+        raise refused("files in it were changed after weightsmith wrote them, and these changes would be lost", lost)
+    return found

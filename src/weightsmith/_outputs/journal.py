@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -19,8 +19,11 @@ from typing import Any
 
 import xxhash
 
+from weightsmith._base.errors import CannotResume
 from weightsmith._base.files import read_all
 from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._files.containers import Layout
+from weightsmith._outputs.checksum import hash_bytes
 from weightsmith._outputs.local import disk
 from weightsmith.abc.output import Finished
 
@@ -42,6 +45,7 @@ class Entries:
     products      checksums of finished products by name
     published     (device, inode) of the folder that was about to be renamed to its final name, or None
     notes         what an output elsewhere needs to resume, by key: see `FolderBackend.note`
+    others        lines of other kinds
     lines         number of readable lines
     """
 
@@ -52,6 +56,7 @@ class Entries:
     products: dict[str, str] = field(default_factory=dict)
     published: tuple[int, int] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    others: list[Any] = field(default_factory=list)
     lines: int = 0
 
 
@@ -99,15 +104,9 @@ def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
                 found.published = (device, inode)
             case ["note", str(key), value]:
                 found.notes[key] = value
+            case _:
+                found.others.append(entry)
     return found
-
-
-def decoded(data: bytes) -> Iterator[Any]:
-    """The JSON value of each readable line."""
-    for line in BytesIO(data):
-        entry = _decode(line)
-        if entry is not None:
-            yield entry
 
 
 def encoded(entry: Sequence[object]) -> bytes:
@@ -211,3 +210,64 @@ class Journal:
                 self._torn = False
                 return
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # Linux writes part of the line if only that fits
+
+
+# may this run resume the work?
+
+
+def layout_hash(layout: Layout) -> str:
+    """Hash of all headers and the index."""
+    return hash_bytes(b"".join(shard.header for shard in layout.shards) + (layout.index or b""))
+
+
+def is_resumable(entries: Entries, plan_hash: str, layout: Layout, facts: Mapping[str, str], folder: Path | str) -> bool:
+    """True if the work is of this very plan, False if nothing in it is finished.
+
+    facts   of this run: what the plan was made from
+    folder  where the work is, for messages
+
+    Raises CannotResume if the work is of another plan and something in it is finished.
+    """
+    if (entries.plan, entries.layout) == (plan_hash, layout_hash(layout)):
+        return True
+    if not (entries.tensors or entries.products):
+        return False
+    details: list[str] = []
+    if not entries.plan:
+        what = "unfinished work is here, but the first line of its journal is unreadable"
+    elif entries.plan == plan_hash:
+        what = "unfinished work of this plan is here, but its files are laid out otherwise (another version?)"
+    else:
+        what = "the unfinished work here does not match this run"
+        details = changes(entries.facts, facts) if entries.facts else []
+    lost = f"{len(entries.tensors):,} of {len(layout.places):,} tensors" if entries.tensors else "a computed product"
+    raise CannotResume(
+        what,
+        where=str(folder),
+        details=(*details, f"discarding it would lose: {lost}"),
+        fix="undo the change and run again to resume, discard the work with --no-resume (resume=False), "
+        "or choose another output folder",
+        state=f"Nothing was written. The unfinished work stays in {folder}",
+    )
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between two sets of facts, the first 20 of them.
+
+    >>> changes({"parameters.t": "0.3", "files of ./b": "#51f0"}, {"parameters.t": "0.4", "files of ./b": "#77aa", "seed": "1"})
+    ['parameters.t: 0.3 -> 0.4', 'files of ./b: changed', 'seed: not set -> 1']
+    """
+    found = []
+    for term in dict.fromkeys([*before, *now]):
+        old, new = before.get(term, "not set"), now.get(term, "not set")
+        if old != new:
+            opaque = old.startswith("#") and new.startswith("#")
+            found.append(f"{term}: changed" if opaque else f"{term}: {_short(old)} -> {_short(new)}")
+    found = found or ["other details of the plan: comments in the recipe, or an option"]
+    return [*found[:20], *([f"and {len(found) - 20:,} more"] if len(found) > 20 else [])]
+
+
+def _short(value: str) -> str:
+    if value.startswith("#"):
+        return "other"
+    return value if len(value) <= 60 else f"{value[:57]}..."

@@ -68,6 +68,11 @@ class Manifest:
     tensors: dict[str, TensorRecord]
     data: dict[str, Any]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The files of the output."""
+        return frozenset((MANIFEST_NAME, *self.weights, *self.files))
+
 
 def encode_manifest(
     layout: Layout,

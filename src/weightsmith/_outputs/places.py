@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
-from weightsmith._base.errors import NOTHING_WRITTEN, StoreError, UnknownName
+from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, StoreError, UnknownName
+from weightsmith._base.files import is_folder
 from weightsmith._base.plugins import Plugins
 from weightsmith._outputs.local.place import LocalFolder
 from weightsmith._outputs.local.target import is_address
+from weightsmith._outputs.local.unfinished import find_folders
 from weightsmith._outputs.staging import Staging
-from weightsmith.abc.output import OutputScheme, OutputSpec, Place
+from weightsmith.abc.output import OutputScheme, OutputSpec, Place, Progress, Unfinished, Verified
 
 SCHEMES = Plugins(
     "scheme of outputs",
@@ -51,3 +55,30 @@ def scheme_of(address: str) -> OutputScheme:
 def open_output(out: str | os.PathLike[str], spec: OutputSpec) -> Staging:
     """Open an output that is to be built: see `Staging.open`."""
     return Staging.open(place_of(out).backend(spec), spec)
+
+
+def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
+    """Re-read a checkpoint whole and compare it with its manifest.
+
+    folder    a folder, or an address: `s3://bucket/prefix`, `hf://org/name[@branch]`
+    threads   threads that read and hash, 4 MiB of memory each; of an address 8 read, 16 MiB each
+    progress  called with (bytes of tensors done, in all)
+
+    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and files that are not of the
+    checkpoint and that a loader would read (weights, adapters, a tokenizer); NotFound when there is no manifest, FormatError
+    when weightsmith did not write it.
+    """
+    return place_of(folder).verify(threads=threads, progress=progress)
+
+
+def find_unfinished(where: str) -> Iterator[Unfinished]:
+    """The unfinished work for outputs in a folder, or at an address: under a prefix of a bucket, for a model on the Hub.
+
+    Nothing is changed, and no lock is held afterwards. Raises NotFound, StoreError.
+    """
+    if is_address(where):
+        yield from scheme_of(where).unfinished(where)
+    elif is_folder(Path(where)):
+        yield from find_folders(Path(where))
+    else:
+        raise NotFound("no such folder", where=where, fix="write the folder that the output folder is in")

@@ -1,34 +1,44 @@
-"""Re-reads tensors from disk to verify their checksums, on a few threads with a bounded buffer each."""
+"""Re-reads tensors to verify their checksums, on a few threads, in pieces of bounded size."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+import numpy as np
 
 from weightsmith._base.files import read_all
 from weightsmith._outputs.checksum import GrainHasher, combine, hash_grains
 from weightsmith.abc.output import Progress
 
-BUFFER_BYTES = 1 << 22
+PIECE_BYTES = 1 << 22
 PART_BYTES = 1 << 26  # the unit of work of a thread
 
 
 class Stored(NamedTuple):
-    """A tensor on disk: `nbytes` from byte `offset` of the open file `fd`."""
+    """A stored tensor: `nbytes` from byte `offset` of a file. read: bytes of it, from a byte on; fewer if the file ends."""
 
     name: str
-    fd: int
+    read: Callable[[int, int], bytes | memoryview]
     offset: int
     nbytes: int
     grain_bytes: int
 
 
-def reread(tensors: Sequence[Stored], *, threads: int = 2, progress: Progress | None = None) -> dict[str, str]:
-    """The checksum of each tensor on disk; "" for one that cannot be read completely.
+def read_at(fd: int, start: int, nbytes: int) -> memoryview:
+    """Bytes of an open file, from a byte on; fewer if it ends."""
+    out = np.empty(nbytes, np.uint8).data  # not filled with zeros
+    return out[: read_all(fd, out, start)]
 
-    Memory: `threads` buffers of 4 MiB.
+
+def reread(
+    tensors: Sequence[Stored], *, threads: int = 2, progress: Progress | None = None, piece_bytes: int | None = None
+) -> dict[str, str]:
+    """The checksum of each tensor as it is stored; "" for one that cannot be read completely.
+
+    Memory: `threads` pieces of `piece_bytes` (4 MiB).
     """
     total = sum(tensor.nbytes for tensor in tensors)
     digests: list[dict[int, bytes | None]] = [{} for _ in tensors]
@@ -39,14 +49,13 @@ def reread(tensors: Sequence[Stored], *, threads: int = 2, progress: Progress | 
 
     def work() -> None:
         nonlocal done
-        buffer = memoryview(bytearray(BUFFER_BYTES))
         while not stop.is_set():
             with lock:
                 part = next(parts, None)
             if part is None:
                 return
             number, start, nbytes = part
-            found = _digests(tensors[number], start, nbytes, buffer)
+            found = _digests(tensors[number], start, nbytes, piece_bytes or PIECE_BYTES)
             with lock:
                 digests[number][start] = found
                 done += nbytes
@@ -79,24 +88,18 @@ def _parts(tensors: Sequence[Stored]) -> Iterator[tuple[int, int, int]]:
             yield number, start, min(step, tensor.nbytes - start)
 
 
-def _digests(tensor: Stored, start: int, nbytes: int, buffer: memoryview) -> bytes | None:
-    if nbytes <= BUFFER_BYTES:
-        piece = buffer[:nbytes]
-        return hash_grains(piece, tensor.grain_bytes) if _read(tensor, start, piece) else None
+def _digests(tensor: Stored, start: int, nbytes: int, piece_bytes: int) -> bytes | None:
+    """The digests of a run of grains; None if some of its bytes cannot be read."""
     hasher = GrainHasher(tensor.grain_bytes)
-    end = start + nbytes
-    while start < end:
-        piece = buffer[: min(BUFFER_BYTES, end - start)]
-        if not _read(tensor, start, piece):
+    for at in range(start, start + nbytes, piece_bytes):
+        wanted = min(piece_bytes, start + nbytes - at)
+        try:
+            piece = memoryview(tensor.read(tensor.offset + at, wanted))
+        except OSError:  # a bad sector counts as damage: the tensor is reported and the rest is still checked
             return None
+        if piece.nbytes < wanted:
+            return None
+        if wanted == nbytes:
+            return hash_grains(piece, tensor.grain_bytes)
         hasher.update(piece)
-        start += piece.nbytes
     return hasher.digests()
-
-
-def _read(tensor: Stored, start: int, piece: memoryview) -> bool:
-    """Fill the piece; False if the file ends or cannot be read."""
-    try:
-        return read_all(tensor.fd, piece, tensor.offset + start) == piece.nbytes
-    except OSError:  # a bad sector counts as damage: the tensor is reported and the rest is still checked
-        return False

@@ -230,20 +230,16 @@ def _with_aliases(metadata: Mapping[str, str] | None, aliases: Mapping[str, str]
 
 def _check_file(target: Path, overwrite: bool) -> None:
     if target.is_dir():
-        raise OutputExists(
-            "a folder has this name", where=str(target), fix="name a file, or use save_model", state=NOTHING_WRITTEN
-        )
-    if target.is_symlink():
-        raise OutputExists(
-            f"a symbolic link to {target.readlink()}, and links are not followed",
-            where=str(target),
-            fix="name the file itself",
-            state=NOTHING_WRITTEN,
-        )
-    if target.exists() and not target.is_file():
-        raise OutputExists("not a file, but a pipe or device", where=str(target), fix="name a file", state=NOTHING_WRITTEN)
-    if target.exists() and not overwrite:
+        what, fix = "a folder has this name", "name a file, or use save_model"
+    elif target.is_symlink():
+        what, fix = f"a symbolic link to {target.readlink()}, and links are not followed", "name the file itself"
+    elif target.exists() and not target.is_file():
+        what, fix = "not a file, but a pipe or device", "name a file"
+    elif target.exists() and not overwrite:
         raise _exists(target)
+    else:
+        return
+    raise OutputExists(what, where=str(target), fix=fix, state=NOTHING_WRITTEN)
 
 
 def _make_folder(target: Path) -> None:

@@ -221,7 +221,7 @@ class Place(Protocol):
         """Sets of tensors, each of which one process must build."""
 
     def verify(self, *, threads: int, progress: Progress | None) -> Verified:
-        """See `outputs.verify.verify`."""
+        """See `outputs.places.verify`."""
 
 
 class Followed(Protocol):

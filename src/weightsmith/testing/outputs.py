@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError
+from weightsmith._base.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import Layout, make_layout
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
@@ -135,7 +135,7 @@ class OutputTests:
             pass
 
     def test_overwrite_replaces_what_weightsmith_wrote(self, case: OutputCase) -> None:
-        _build(case, seed=1)
+        _build(case, seed=1, files={"sub/old.json": b"{}"})  # which the new output lacks
         with _raises(OutputExists), _open(case, plan_hash="other"):
             pass
         _build(case, overwrite=True, plan_hash="other")
@@ -151,6 +151,30 @@ class OutputTests:
             case.place().check_free(overwrite=True, protected=(), reads=())
         assert dict(case.files()) == before
 
+    def test_files_that_others_write_meanwhile_are_kept(self, case: OutputCase) -> None:
+        with _open(case) as staging:
+            _put(staging)
+            case.put("notes.txt", b"mine")
+            with _raises(StoreError):
+                staging.publish({})
+        assert case.files()["notes.txt"] == b"mine"
+
+    def test_hostile_names_are_escaped(self, case: OutputCase) -> None:
+        case.put("a\x1b[2J, mine\n", b"")
+        case.put("b" * 200 + "\x1b", b"")
+        for overwrite in (False, True):
+            with _raises(OutputExists) as caught:
+                _open(case, overwrite=overwrite).close()
+            assert "\x1b" not in caught[0]
+            assert len(caught[0]) < 1000
+
+    def test_verify_names_files_that_a_loader_would_take_for_the_models(self, case: OutputCase) -> None:
+        _build(case)
+        case.put("model-more.safetensors", b"")
+        with _raises(Corrupt) as caught:
+            case.place().verify(threads=1, progress=None)
+        assert "model-more.safetensors" in caught[0]
+
     def test_discarded_work_is_gone(self, case: OutputCase) -> None:
         with _open(case) as staging:
             _put(staging, ["a", "b"])
@@ -160,11 +184,13 @@ class OutputTests:
 
 
 @contextmanager
-def _raises(kind: type[Exception]) -> Iterator[None]:
-    """pytest is not needed to import this module."""
+def _raises(kind: type[Exception]) -> Iterator[list[str]]:
+    """The text of the error, at the end. pytest is not needed to import this module."""
+    caught: list[str] = []
     try:
-        yield
-    except kind:
+        yield caught
+    except kind as error:
+        caught.append(str(error))
         return
     raise AssertionError(f"{kind.__name__} was not raised")
 
@@ -193,9 +219,18 @@ def _put(staging: Staging, names: Iterable[str] = _NAMES, seed: int = 0) -> None
             staging.finish(name, Finished(combine(hash_grains(raw, grain_bytes(specs[name])))))
 
 
-def _build(case: OutputCase, *, plan_hash: str = "plan", seed: int = 0, overwrite: bool = False) -> None:
+def _build(
+    case: OutputCase,
+    *,
+    plan_hash: str = "plan",
+    seed: int = 0,
+    overwrite: bool = False,
+    files: Mapping[str, bytes] = {},
+) -> None:
     with _open(case, plan_hash=plan_hash, overwrite=overwrite) as staging:
         _put(staging, seed=seed)
+        for name, data in files.items():
+            staging.add_file(name, data)
         staging.publish({})
 
 

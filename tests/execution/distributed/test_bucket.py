@@ -29,7 +29,7 @@ from weightsmith._features.any_recipe import prepare_any
 from weightsmith._outputs.bucket import lock, parts, uploads
 from weightsmith._outputs.bucket.backend import together
 from weightsmith._outputs.bucket.journal import FollowedParts, State
-from weightsmith._outputs.bucket.prefix import parse_prefix
+from weightsmith._outputs.bucket.place import parse_prefix
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Plan
 from weightsmith._plans.parts import parts_of
@@ -384,7 +384,7 @@ def test_a_slow_part_is_done_by_a_second_worker_and_both_upload(
 def test_progress_counts_what_workers_have_finished_of_their_parts(here: Path, memory: MemoryBucket) -> None:
     done = Finished("0" * 32)
     for label, names in (("1-of-2", "ab"), ("2-of-2", "c")):
-        state = State("plan", "layout", {}, "token", tensors=dict.fromkeys(names, done))
+        state = State("plan", "layout", token="token", tensors=dict.fromkeys(names, done))
         memory.put(f"{STAGING}/parts/journal-{label}", state.encode())
     followed = FollowedParts(MemoryBucket("bkt"), f"{STAGING}/parts/journal-")
     seen = [followed.look(["2-of-2", "1-of-2"]) for _ in range(2)]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from safetensors.numpy import load_file, save
 
 from tests.cli_help import Ran
 from tests.fake_hub import COMMIT, FakeHub, Files, cache, environment, serve, silent
+from tests.fork_help import forked_cli
 from weightsmith._files.remote import files
 
 WEIGHTS = "model.safetensors"
@@ -54,9 +53,7 @@ def hub() -> Iterator[FakeHub]:
 
 def weightsmith(hub: FakeHub | None, home: Path, *args: object, **env: str) -> Ran:
     given = (environment(home) if hub is None else hub.environment(home)) | env
-    command = [sys.executable, "-m", "weightsmith", *map(str, args)]
-    done = subprocess.run(command, env=given, cwd=home, capture_output=True, text=True, timeout=120, check=False)
-    return Ran(done.returncode, done.stdout, done.stderr)
+    return forked_cli(*args, env=given, cwd=home)
 
 
 def recipe(folder: Path, *models: str, weight: str = "0.5") -> Path:
@@ -70,7 +67,6 @@ def cached(home: Path) -> set[str]:
     return {path.name for path in home.glob("hub/*/snapshots/*/*")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("other", ["org/tuned", "org/torch"])
 def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other: str, hub: FakeHub, tmp_path: Path) -> None:
     path = recipe(tmp_path, "org/base", other)
@@ -108,7 +104,6 @@ def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other
     assert hub.downloads() == set()
 
 
-@pytest.mark.slow
 def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     made: dict[tuple[str, str], Files] = {}
@@ -136,13 +131,11 @@ def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> No
     np.testing.assert_array_equal(rows[3], embedding[2])
 
 
-@pytest.mark.slow
 def test_a_plan_says_in_words_what_would_be_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
     assert "download 2.46 MB in 6 files, before the merge begins; only headers were read" in planned.out
 
 
-@pytest.mark.slow
 def test_mistakes_cost_no_download(hub: FakeHub, tmp_path: Path) -> None:
     wrong = weightsmith(hub, tmp_path, "merge", recipe(tmp_path, "org/base", "org/tuned", weight="heavy"), "out")
     assert wrong.code == 1
@@ -155,7 +148,6 @@ def test_mistakes_cost_no_download(hub: FakeHub, tmp_path: Path) -> None:
     assert cached(tmp_path) == {"config.json"}
 
 
-@pytest.mark.slow
 def test_parts_of_a_file_on_the_hub_are_its_bytes_in_few_requests() -> None:
     size = 3 * files.HEAD_BYTES
     data = np.random.default_rng(0).bytes(size)
@@ -190,7 +182,6 @@ def test_parts_of_a_file_on_the_hub_are_its_bytes_in_few_requests() -> None:
         assert asked == ([] if request is None else [request])
 
 
-@pytest.mark.slow
 def test_a_hub_without_byte_ranges_is_read_from_the_start_only(hub: FakeHub, tmp_path: Path) -> None:
     hub.ranges = False
     assert weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned")).code == 0
@@ -200,7 +191,6 @@ def test_a_hub_without_byte_ranges_is_read_from_the_start_only(hub: FakeHub, tmp
     assert cached(tmp_path) == {"config.json"}
 
 
-@pytest.mark.slow
 def test_a_hub_that_lists_no_sizes_is_asked_for_them(hub: FakeHub, tmp_path: Path) -> None:
     hub.sizes = False
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
@@ -209,7 +199,6 @@ def test_a_hub_that_lists_no_sizes_is_asked_for_them(hub: FakeHub, tmp_path: Pat
     assert hub.whole() == {"config.json"}
 
 
-@pytest.mark.slow
 def test_a_dry_run_leaves_the_cache_usable_without_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     old = "0" * 40
     for name in ("org/base", "org/tuned"):
@@ -267,7 +256,6 @@ def test_a_revision_is_not_written_outside_the_cache(tmp_path: Path) -> None:
     assert (tmp_path / "models--org--x/refs/pr/1").read_text() == COMMIT
 
 
-@pytest.mark.slow
 def test_a_hub_that_never_answers_is_an_error_or_the_cache(tmp_path: Path) -> None:
     path = recipe(tmp_path, "org/base", "org/tuned")
     with silent() as hub:
@@ -311,7 +299,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     assert asked == ["org/one", "org/one", "org/two"]
 
 
-@pytest.mark.slow
 def test_every_request_of_huggingface_hub_has_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -330,7 +317,6 @@ def test_every_request_of_huggingface_hub_has_a_timeout(monkeypatch: pytest.Monk
             assert type(caught.value).__name__ == "ReadTimeout"
 
 
-@pytest.mark.slow
 def test_offline_without_the_model_says_how_to_get_it(tmp_path: Path) -> None:
     refused = weightsmith(None, tmp_path, "plan", recipe(tmp_path, "org/base@v1", "org/tuned"), HF_HUB_OFFLINE="1")
     assert refused.code == 1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,12 @@ import torch
 from safetensors.numpy import save
 
 from tests.fake_hub import COMMIT, FakeHub, cache, environment, serve, silent
+from tests.fork_help import forked
+from weightsmith._base.errors import CheckpointError, WeightsmithError
 from weightsmith._files.hub import _explain, _first_lines
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._planning.planner.inputs import open_models
+from weightsmith._planning.recipe.references import parse_reference
 
 OLD = "0" * 40
 INDEX = "model.safetensors.index.json"
@@ -84,48 +88,58 @@ def hub() -> Iterator[FakeHub]:
         yield hub
 
 
-SCRIPT = """
-import json, sys
-from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._base.errors import WeightsmithError
-try:
-    with open_checkpoint(sys.argv[1], **json.loads(sys.argv[2])) as c:
-        print(json.dumps({
+def opened(ref: str, **options: Any) -> dict[str, Any]:
+    with open_checkpoint(ref, **options) as c:
+        return {
             "revision": c.revision, "folder": str(c.folder), "files": c.files, "ignored": c.ignored, "config": c.config,
-            "weights": c.weights, "tensors": {n: c.read(n).tolist() for n in c.specs},
-            "cached": sorted(p.name for p in c.folder.iterdir()), "notes": [n.what for n in c.notes],
-        }))
-except WeightsmithError as error:
-    print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-"""
+            "weights": c.weights, "tensors": {name: c.read(name).tolist() for name in c.specs},
+            "cached": sorted(path.name for path in c.folder.iterdir()), "notes": [note.what for note in c.notes],
+        }  # fmt: skip
 
 
-APPLIED = """
-import json, sys
-from contextlib import ExitStack
-from weightsmith._planning.planner.inputs import open_models
-from weightsmith._planning.recipe.references import parse_reference
-with ExitStack() as stack:
-    (model,), problems = open_models([parse_reference(sys.argv[1], "")], stack)
-    if model is not None:
+def applied(ref: str) -> dict[str, Any]:
+    """A model with an adapter."""
+    with ExitStack() as stack:
+        (model,), problems = open_models([parse_reference(ref, "")], stack)
+        if model is None:
+            return {"error": [str(problem) for problem in problems]}
         model.download()
-    found = {"error": [str(p) for p in problems]} if model is None else {n: model.read(n).tolist() for n in model.specs}
-    print(json.dumps(found | ({} if model is None else {"revision": model.revision})))
-"""
+        return {name: model.read(name).tolist() for name in model.specs} | {"revision": model.revision}
+
+
+def later(ref: str) -> dict[str, Any]:
+    """Tensors that are read before and after the download."""
+    with open_checkpoint(ref, download=False) as c:
+        try:
+            found: dict[str, Any] = {"read": c.read("a").tolist()}
+        except CheckpointError as error:
+            found = {"error": str(error)}
+        found["missing"] = {path.name: nbytes for path, nbytes in c.missing.items()}
+        planned = c.identity
+        c.download()
+        with open_checkpoint(ref) as fresh:
+            found["same"] = (planned, c.state) == (fresh.identity, fresh.state)
+        return found | {"a": c.read("a").tolist(), "left": list(c.missing)}
 
 
 def run(
-    hub: FakeHub | None, home: Path, ref: str, *, cwd: Path | None = None, script: str = SCRIPT, **kwargs: Any
+    hub: FakeHub | None, home: Path, ref: str, *, look: Callable[..., dict[str, Any]] = opened, **options: Any
 ) -> dict[str, Any]:
-    """Open `ref` in a fresh process (huggingface_hub reads its environment once) and tell what came of it."""
+    """What a process of its own sees of `ref`: huggingface_hub reads its environment once."""
     env = environment(home) | {"HF_HUB_OFFLINE": "1"}
     if hub is not None:
         hub.seen.clear()
         env = hub.environment(home)
-    command = [sys.executable, "-c", script, ref, json.dumps(kwargs)]
-    done = subprocess.run(command, env=env, cwd=cwd or home, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
+
+    def work() -> None:
+        try:
+            print(json.dumps(look(ref, **options)))
+        except WeightsmithError as error:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+
+    done = forked(work, env, home)
+    assert done.code == 0, done.err
+    result: dict[str, Any] = json.loads(done.out)
     return result
 
 
@@ -133,7 +147,6 @@ def downloads(hub: FakeHub) -> set[str]:
     return hub.downloads()
 
 
-@pytest.mark.slow
 def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good")
     assert got["tensors"] == {"a": A.tolist(), "b": (A + 1).tolist()}
@@ -155,27 +168,24 @@ def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub: FakeHub, tmp
     assert run(None, tmp_path, f"org/good@{COMMIT}") == offline
 
 
-@pytest.mark.slow
 def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     expected = {"w.weight": [[0.0, 1.0], [2.0, 5.0]], "revision": f"{COMMIT}+{COMMIT}"}
-    assert run(hub, tmp_path, f"org/matrix+org/adapter@{COMMIT}", script=APPLIED) == expected
+    assert run(hub, tmp_path, f"org/matrix+org/adapter@{COMMIT}", look=applied) == expected
     assert downloads(hub) == {"model.safetensors", "adapter_config.json", "adapter_model.safetensors", "README.md"}
-    assert run(None, tmp_path, f"org/matrix+org/adapter@{COMMIT}", script=APPLIED) == expected
-    (no_adapter,) = run(hub, tmp_path, "org/matrix+org/good", script=APPLIED)["error"]
+    assert run(None, tmp_path, f"org/matrix+org/adapter@{COMMIT}", look=applied) == expected
+    (no_adapter,) = run(hub, tmp_path, "org/matrix+org/good", look=applied)["error"]
     assert "org/good: not a PEFT adapter: it has no adapter_config.json and no adapter_model.safetensors" in no_adapter
-    (gone,) = run(hub, tmp_path, "org/matrix+org/none", script=APPLIED)["error"]
+    (gone,) = run(hub, tmp_path, "org/matrix+org/none", look=applied)["error"]
     assert "org/none: neither a local path nor a model on the hub" in gone
 
 
-@pytest.mark.slow
 def test_an_adapter_without_safetensors_is_downloaded_as_a_pickle(hub: FakeHub, tmp_path: Path) -> None:
-    expected = run(hub, tmp_path, "org/matrix+org/adapter", script=APPLIED)
-    assert run(hub, tmp_path, "org/matrix+org/old-adapter", script=APPLIED) == expected
+    expected = run(hub, tmp_path, "org/matrix+org/adapter", look=applied)
+    assert run(hub, tmp_path, "org/matrix+org/old-adapter", look=applied) == expected
     assert downloads(hub) == {"adapter_config.json", "adapter_model.bin"}
-    assert run(None, tmp_path, "org/matrix+org/old-adapter", script=APPLIED) == expected
+    assert run(None, tmp_path, "org/matrix+org/old-adapter", look=applied) == expected
 
 
-@pytest.mark.slow
 def test_of_pytorch_files_those_of_the_model_are_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/torch")
     assert got["tensors"] == {"a": A.tolist(), "b": (A + 1).tolist()}
@@ -184,7 +194,6 @@ def test_of_pytorch_files_those_of_the_model_are_downloaded(hub: FakeHub, tmp_pa
     assert run(None, tmp_path, "org/torch") == got | {"ignored": []}
 
 
-@pytest.mark.slow
 def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good@v1")
     assert (got["revision"], got["tensors"], got["config"]) == (OLD, {"old": A.tolist()}, None)
@@ -194,7 +203,6 @@ def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
     assert gone["message"].startswith("org/good@v9: the hub model exists, but not this revision")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("repo", "error", "words"),
     [
@@ -213,7 +221,6 @@ def test_a_model_that_cannot_be_used_is_refused_before_weights_are_downloaded(
     assert downloads(hub) <= {"config.json", INDEX}
 
 
-@pytest.mark.slow
 def test_a_damaged_gguf_file_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/gguf")
     assert got["error"] == "FormatError"
@@ -253,7 +260,6 @@ def test_offline_and_not_cached(tmp_path: Path) -> None:
     assert "did you mean 'llama-medic'?" in got["message"]
 
 
-@pytest.mark.slow
 def test_a_hub_that_is_not_reached_is_an_error_or_the_cache(tmp_path: Path) -> None:
     with silent() as dead:
         pass  # the port is known, and nobody listens
@@ -269,27 +275,8 @@ def test_a_hub_that_is_not_reached_is_an_error_or_the_cache(tmp_path: Path) -> N
     )
 
 
-LATER = """
-import json, sys
-from weightsmith import open_checkpoint
-from weightsmith._base.errors import CheckpointError
-with open_checkpoint(sys.argv[1], download=False) as c:
-    try:
-        found = {"read": c.read("a").tolist()}
-    except CheckpointError as error:
-        found = {"error": str(error)}
-    found["missing"] = {path.name: nbytes for path, nbytes in c.missing.items()}
-    planned = c.identity
-    c.download()
-    with open_checkpoint(sys.argv[1]) as fresh:
-        found["same"] = (planned, c.state) == (fresh.identity, fresh.state)
-    print(json.dumps(found | {"a": c.read("a").tolist(), "left": list(c.missing)}))
-"""
-
-
-@pytest.mark.slow
 def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> None:
-    got = run(hub, tmp_path, "org/good", script=LATER)
+    got = run(hub, tmp_path, "org/good", look=later)
     assert "not downloaded: only its header was read from the hub" in got["error"]
     assert got["missing"] == {name: len(GOOD[name]) for name in (ONE, TWO, "tokenizer.json", "README.md")}
     assert (got["a"], got["left"], got["same"]) == (A.tolist(), [], True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,9 @@ from tests.cli_help import Ran
 from tests.execution.test_cards import RECIPE
 from tests.execution.test_cards import here as here
 from tests.fake_hub import ATTRIBUTES, FakeHub, environment, serve, silent, use
+from tests.fork_help import forked, forked_cli
 from weightsmith._base.errors import PushFailed
 from weightsmith._outputs.hub.push import check_push, push
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -31,10 +30,7 @@ def hub() -> Iterator[FakeHub]:
 
 
 def run(hub: FakeHub, here: Path, *args: object, **env: str) -> Ran:
-    given = hub.environment(here / "home", HF_TOKEN="hf_good") | env
-    command = [sys.executable, "-m", "weightsmith", *map(str, args)]
-    done = subprocess.run(command, env=given, cwd=here, capture_output=True, text=True, timeout=120, check=False)
-    return Ran(done.returncode, done.stdout, done.stderr)
+    return forked_cli(*args, env=hub.environment(here / "home", HF_TOKEN="hf_good") | env, cwd=here)
 
 
 def recipe(here: Path) -> str:
@@ -85,15 +81,14 @@ def test_a_failed_upload_leaves_the_output_and_says_how_to_push_it_again(fails: 
     (command,) = re.findall(r"Upload it again: `(.*)`", done.err)
     hf, *args = shlex.split(command)
     assert (hf, args[0], args[-1]) == ("hf", "upload", "--private")
-    again = subprocess.run(
-        [Path(sys.executable).with_name(hf), *args],
-        env=hub.environment(here / "home", HF_TOKEN="hf_good"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert again.returncode == 0, again.stderr
+
+    def upload() -> None:
+        (command,) = entry_points(group="console_scripts", name=hf)
+        sys.argv = [hf, *args]
+        command.load()()
+
+    again = forked(upload, hub.environment(here / "home", HF_TOKEN="hf_good"), here)
+    assert again.code == 0, again.err
     assert hub.pushed == {"org/merged": files(here / "out")}
 
 
@@ -143,11 +138,8 @@ def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path) -> None:
 
 
 def test_push_is_an_option_of_python(hub: FakeHub, here: Path) -> None:
-    code = f"import json, weightsmith; m = weightsmith.merge({RECIPE!r}, 'out', push='org/merged'); print(m.url)"
     env = hub.environment(here / "home", HF_TOKEN="hf_good")
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=here, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout.strip() == f"{hub.url}/org/merged", done.stderr
+    done = forked(lambda: print(weightsmith.merge(RECIPE, "out", push="org/merged", progress=False).url), env, here)
+    assert done.out.strip() == f"{hub.url}/org/merged", done.err
     assert hub.pushed == {"org/merged": files(here / "out")}
     assert environment(here)["HF_HUB_DISABLE_XET"] == "1"

@@ -161,7 +161,7 @@ def _clients(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> lis
     from weightsmith._outputs.bucket.azure import AzureBucket
     from weightsmith._outputs.bucket.gcs import GoogleBucket
     from weightsmith._outputs.bucket.s3 import S3Bucket
-    from weightsmith._outputs.hub.address import parse_hub_address
+    from weightsmith._outputs.hub.place import parse_hub_address
     from weightsmith._outputs.hub.repository import HubRepository
 
     for name, value in {
@@ -214,8 +214,8 @@ def test_what_passes_is_asked_again_by_every_client(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_bound_of_buckets_is_for_what_passes() -> None:
-    assert isinstance(client.unanswered(TimeoutError(), "s3://b", "AWS_ENDPOINT_URL", "run again"), client.TransientError)
-    stays = client.unanswered(ValueError("no"), "s3://b", "AWS_ENDPOINT_URL", "run again")
+    assert isinstance(client.unanswered(TimeoutError(), "s3://b", "AWS_ENDPOINT_URL"), client.TransientError)
+    stays = client.unanswered(ValueError("no"), "s3://b", "AWS_ENDPOINT_URL")
     assert not isinstance(stays, client.TransientError)
     assert "run again" not in str(stays)
     with pytest.raises(Again):

@@ -24,7 +24,7 @@ from tests.bucket_help import (
     environment_of,
     serving,
 )
-from weightsmith._outputs.bucket import backend, unfinished, verify
+from weightsmith._outputs.bucket import backend, contents, unfinished
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def spool(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryBucket]:
     """The bucket `bkt` in memory."""
     MemoryBucket.stores.clear()
-    for module in (backend, unfinished, verify):
+    for module in (backend, contents, unfinished):
         monkeypatch.setattr(module, "open_bucket", MemoryBucket.open)
     yield MemoryBucket("bkt")
     MemoryBucket.stores.clear()

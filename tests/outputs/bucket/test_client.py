@@ -12,11 +12,20 @@ from tests.bucket_help import AZURITE, GOOGLE, MOTO, SEAWEED, MemoryBucket, Serv
 from weightsmith._base.errors import ParameterError, StoreError
 from weightsmith._files.remote import retries
 from weightsmith._outputs.bucket import azure, client, gcs
-from weightsmith._outputs.bucket.client import Bucket, Damaged, Empty, Missing, NoConditions, Refused, TransientError, md5_of
+from weightsmith._outputs.bucket.client import (
+    Bucket,
+    Damaged,
+    Empty,
+    Missing,
+    NoConditions,
+    Refused,
+    TransientError,
+    md5_of,
+    open_bucket,
+)
 from weightsmith._outputs.bucket.lock import Lock
-from weightsmith._outputs.bucket.prefix import parse_prefix
+from weightsmith._outputs.bucket.place import parse_prefix
 from weightsmith._outputs.bucket.s3 import S3Bucket
-from weightsmith._outputs.bucket.stores import open_bucket
 
 MEMORY = "memory"
 
@@ -198,7 +207,7 @@ def in_json(reason: str, message: str = "") -> str:
     ],
 )
 def test_what_answers_of_google_mean(status: int, text: str, kind: type[StoreError], what: str) -> None:
-    found = gcs._failed("PUT", Answer(status, text), "gs://b/o")
+    found = gcs.answered("PUT", Answer(status, text), "gs://b/o")
     assert type(found) is kind
     assert what in str(found)
     assert "S3CRET" not in str(found)

@@ -15,4 +15,9 @@ class TestLocalFolder(OutputTests):
     @pytest.fixture
     def case(self, tmp_path: Path) -> OutputCase:
         out = tmp_path / "out"
-        return OutputCase(lambda: LocalFolder(str(out)), lambda: tree(out), lambda name, data: (out / name).write_bytes(data))
+
+        def put(name: str, data: bytes) -> None:
+            out.mkdir(exist_ok=True)
+            (out / name).write_bytes(data)
+
+        return OutputCase(lambda: LocalFolder(str(out)), lambda: tree(out), put)

@@ -16,7 +16,7 @@ from tests.output_help import NAMES, build, layout, open_staging, put, tree
 from weightsmith._base.errors import OutputExists
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import StagingArea, staging_folder
-from weightsmith._outputs.verify import verify
+from weightsmith._outputs.places import verify
 
 CALLS = ("mkdir", "rename", "unlink", "rmdir", "write", "pwrite", "ftruncate", "fsync", "fdatasync")
 
@@ -76,14 +76,19 @@ def build_more(out: Path) -> Path:
         return staging.publish({}, fsync=False)
 
 
+STEPS = [pytest.param(5, id="some"), pytest.param(1, id="all", marks=pytest.mark.sweep)]
+"""How far the calls before which a run is killed lie apart."""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_killed_at_any_point_of_an_overwrite(tmp_path: Path, can_exchange: bool) -> None:
+def test_killed_at_any_point_of_an_overwrite(tmp_path: Path, can_exchange: bool, step: int) -> None:
     old = tree(build_more(tmp_path / "old"))
     new = tree(build(tmp_path / "new", "new", seed=2))
     out = tmp_path / "work" / "out"
     reached = False
-    for call_number in range(1 if can_exchange else 30, 1000):  # up to there both ways are the same
+    for call_number in range(1 if can_exchange else 30, 1000, step):  # up to there both ways are the same
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir()
         shutil.copytree(tmp_path / "old", out)
@@ -110,11 +115,12 @@ def test_killed_at_any_point_of_an_overwrite(tmp_path: Path, can_exchange: bool)
 
 
 @pytest.mark.slow
-def test_killed_at_any_point_of_a_first_build_keeps_what_was_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_at_any_point_of_a_first_build_keeps_what_was_finished(tmp_path: Path, step: int) -> None:
     whole = tree(build(tmp_path / "whole"))
     out = tmp_path / "work" / "out"
     most = 0
-    for call_number in range(1, 1000):
+    for call_number in range(1, 1000, step):
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir()
         if not killed(lambda: build(out), call_number):

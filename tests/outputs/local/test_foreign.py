@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from weightsmith._outputs.local import disk, target
 from weightsmith._outputs.local.area import StagingArea, staging_folder
 from weightsmith._outputs.local.backend import staged_plan
 from weightsmith._outputs.local.products import product_path, read_product, write_product
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_model
-from weightsmith._outputs.verify import verify
 
 
 @pytest.fixture
@@ -338,15 +339,15 @@ def test_a_folder_that_cannot_be_removed_is_an_error_of_ours(tmp_path: Path, no_
 
 def test_what_is_added_while_the_replaced_checkpoint_is_removed_stays(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(out, "old")
-    checked = target.foreign
+    checked = target.check_made_here
 
-    def late(path: Path) -> object:
-        found = checked(path)
+    def late(path: Path, refused: Any) -> object:
+        found = checked(path, refused)
         if path.name == "content":
             (path / "thesis.txt").write_text("years of work")
         return found
 
-    monkeypatch.setattr(target, "foreign", late)
+    monkeypatch.setattr(target, "check_made_here", late)
     with open_staging(out, layout(), "new", overwrite=True) as staging:
         put(staging)
         staging.publish({}, fsync=False)

@@ -19,9 +19,9 @@ from weightsmith._base.errors import OutputExists, StoreError
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.other_files import OtherFiles
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.reread import Stored, reread
 from weightsmith._outputs.save import save_model
-from weightsmith._outputs.verify import verify
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: P
         read[0] += len(tensors)
         return reread(tensors, **more)
 
-    monkeypatch.setattr(sys.modules["weightsmith._outputs.local.verify"], "reread", counted)
+    monkeypatch.setattr(sys.modules["weightsmith._outputs.compare"], "reread", counted)
     merge("out", a)
     assert read[0] == 0, "nothing has touched it"
     merge("copy", a)

@@ -22,8 +22,8 @@ from weightsmith._base import files
 from weightsmith._base.errors import Busy, StoreError
 from weightsmith._engine.local import Resources, processors
 from weightsmith._outputs.local import disk
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_file
-from weightsmith._outputs.verify import verify
 
 RECIPE: dict[str, Any] = {
     "merge_method": "ties",

@@ -19,8 +19,8 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import make_layout
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_file, save_model
-from weightsmith._outputs.verify import verify
 
 MIB = 1 << 20
 

@@ -23,9 +23,9 @@ from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.backend import FolderBackend, staged_plan
 from weightsmith._outputs.local.locks import Locks
-from weightsmith._outputs.local.weights import Weights
+from weightsmith._outputs.local.weight_file import Weights
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.staging import Staging
-from weightsmith._outputs.verify import verify
 from weightsmith._plans import Product
 from weightsmith.abc.output import Finished
 
@@ -58,14 +58,6 @@ def test_written_bytes_are_at_their_place(out: Path) -> None:
     for name, place in layout().places.items():
         raw = files[layout().shards[place.shard].name]
         assert raw[place.offset : place.offset + place.nbytes] == data(name).tobytes()
-
-
-def test_the_final_name_does_not_exist_until_publish(out: Path) -> None:
-    with open_staging(out, layout(), "plan") as staging:
-        put(staging)
-        assert not out.exists()
-        staging.publish({}, fsync=False)
-    assert out.exists()
 
 
 def test_the_manifest_is_json_and_holds_what_the_caller_gave(out: Path) -> None:
@@ -540,20 +532,6 @@ def test_threads_write_and_finish_at_once(out: Path) -> None:
     assert verify(out).tensors == count
 
 
-@pytest.mark.parametrize("start", [-1, 1, 33])
-def test_writing_outside_a_tensor_is_a_bug_and_writes_nothing(out: Path, start: int) -> None:
-    with open_staging(out, layout(), "plan") as staging, pytest.raises(ValueError, match="of 32 bytes"):
-        staging.write("norm", start, bytes(32))
-
-
-def test_finish_refuses_unknown_names_and_odd_checksums(out: Path) -> None:
-    with open_staging(out, layout(), "plan") as staging:
-        with pytest.raises(KeyError):
-            staging.finish("nobody", Finished(ZERO))
-        with pytest.raises(ValueError, match="32 hex digits"):
-            staging.finish("norm", Finished("abc"))
-
-
 # other files
 
 
@@ -610,13 +588,6 @@ def test_a_weight_file_that_is_a_link_is_replaced_and_not_followed(out: Path, tm
     shard.symlink_to(tmp_path / "victim")
     open_staging(out, layout(), "plan").close()
     assert (tmp_path / "victim").read_text() == "precious"
-
-
-def test_one_name_is_added_once(out: Path) -> None:
-    with open_staging(out, layout(), "plan") as staging:
-        staging.add_file("README.md", b"donor's")
-        with pytest.raises(StoreError, match="already"):
-            staging.add_file("README.md", b"ours")
 
 
 def test_a_source_file_that_is_missing_is_named(out: Path, tmp_path: Path) -> None:

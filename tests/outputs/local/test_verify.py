@@ -13,8 +13,8 @@ from tests.output_help import NAMES, build, layout, tree
 from weightsmith._base.errors import Corrupt, FormatError, NotFound, Unsupported, WeightsmithError
 from weightsmith._outputs.checksum import hash_bytes
 from weightsmith._outputs.manifest import MANIFEST_NAME
+from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_model
-from weightsmith._outputs.verify import verify
 
 
 def flip(path: Path, bit: int) -> None:

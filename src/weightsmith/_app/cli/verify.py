@@ -24,7 +24,7 @@ def verify(
     """
     with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
         from weightsmith._execution.progress import Reading, meter
-        from weightsmith._outputs.verify import verify as check
+        from weightsmith._outputs.places import verify as check
 
         with meter(quiet=quiet) as shown:
             report = check(

@@ -21,8 +21,8 @@ from weightsmith._base.options import RunOptions, named
 from weightsmith._execution.execute import PRODUCTS_LABEL, PartDone, execute_part, execute_products
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._files.collector import collector_paused
+from weightsmith._outputs.journal import changes
 from weightsmith._outputs.local.target import is_address
-from weightsmith._outputs.resume import changes
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import plan_from_json

@@ -13,8 +13,8 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.containers.base import Layout as Layout
 from weightsmith._files.containers.base import ShardLayout as ShardLayout
 from weightsmith._files.containers.base import TensorPlace as TensorPlace
-from weightsmith._files.containers.peft import make_layout as make_peft_layout
 from weightsmith._files.containers.safetensors import make_layout as make_layout
+from weightsmith._files.containers.safetensors import make_peft_layout
 
 SAFETENSORS = "safetensors"
 GGUF = "gguf"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from json.encoder import encode_basestring as quote  # JSON string, non-ASCII unchanged
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ from weightsmith._files.containers.base import Layout, ShardLayout, TensorPlace,
 DATA_ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library rejects longer headers
 INDEX_NAME = "model.safetensors.index.json"
+PEFT_NAME = "adapter_model.safetensors"
 PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})  # transformers rejects files without it
 
 
@@ -69,6 +71,18 @@ def make_layout(
     index = _index(shards, places, index_metadata or {}) if len(shards) > 1 else None
     total = sum(shard.nbytes for shard in shards) + (len(index) if index else 0)
     return Layout(tuple(shards), MappingProxyType(places), index, total)
+
+
+def make_peft_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes = b"") -> Layout:
+    """Lay out a PEFT adapter: all tensors in one file, whatever the maximum, for PEFT reads no other.
+
+    Raises StoreError as `make_layout`.
+
+    >>> make_peft_layout([], 1).shards[0].name
+    'adapter_model.safetensors'
+    """
+    layout = make_layout(specs, sum(spec.nbytes for spec in specs) + 1)
+    return replace(layout, shards=tuple(replace(shard, name=PEFT_NAME) for shard in layout.shards))
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -10,43 +10,38 @@ from __future__ import annotations
 import base64
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
-from functools import partial
 from typing import Any, NamedTuple
 
-from weightsmith._base.errors import StoreError, WeightsmithError, first_line, legible
+from weightsmith._base.errors import StoreError
 from weightsmith._files.remote.access import azure, azure_identity, azure_token
-from weightsmith._files.remote.environment import check_network
-from weightsmith._files.remote.failures import no_panic, passes
 from weightsmith._outputs.bucket.client import (
+    AGAIN,
     TOKEN,
-    Answer,
+    Bucket,
     Damaged,
     Empty,
     Head,
     Missing,
     Object,
+    Page,
     Refused,
     Run,
-    TransientError,
-    check_tls,
+    age,
     etag_of,
-    not_installed,
-    pages,
-    retry,
-    too_long,
+    refusal,
     unanswered,
-    written_before,
 )
 
 _ENDPOINT = "the endpoint of the account"
-_AGAIN = "run again: what is uploaded is kept"
-_MISSING = frozenset({"BlobNotFound", "ResourceNotFound", "InvalidBlockList"})
-_REFUSED = frozenset({"BlobAlreadyExists", "ConditionNotMet", "TargetConditionNotMet", "UncommittedBlob"})
-_DAMAGED = frozenset({"Md5Mismatch"})
+_KINDS: Mapping[type[StoreError], tuple[str, ...]] = {
+    Missing: ("BlobNotFound", "ResourceNotFound", "InvalidBlockList"),
+    Refused: ("BlobAlreadyExists", "ConditionNotMet", "TargetConditionNotMet", "UncommittedBlob"),
+    Damaged: ("Md5Mismatch",),
+    StoreError: ("ContainerNotFound",),
+}
 _CREDENTIALS = (
     "check the credentials: AZURE_STORAGE_CONNECTION_STRING, the key or SAS of the account, or az login; and the clock"
 )
@@ -77,31 +72,28 @@ class _Block(NamedTuple):
         return base64.b64encode(self.id + self.number.to_bytes(_NUMBER_BYTES, "big") + self.md5).decode()
 
 
-class AzureBucket:
-    """See `client.Bucket`. The bucket is a container of the account that the environment names."""
+class AzureBucket(Bucket):
+    """See `Bucket`. The bucket is a container of the account that the environment names."""
 
-    equal_parts = False
+    scheme = "az"
 
     def __init__(self, name: str) -> None:
-        """Sends nothing. Raises StoreError without azure-storage-blob, and if no account is named."""
-        where = f"az://{name}"
-        try:
+        """See `Bucket`. Raises StoreError also if no account is named."""
+        super().__init__(name)
+        where = self._shown("")
+        with self._importing("writing to Azure", "azure-storage-blob", "azure"):
             from azure.core import MatchConditions, exceptions
             from azure.storage.blob import BlobBlock, BlobServiceClient
-        except ImportError as error:
-            raise not_installed("writing to Azure", "azure-storage-blob", "azure", where) from error
-        self.name = name
-        self._error, self._response_error = exceptions.AzureError, exceptions.HttpResponseError
-        self._credential_error = exceptions.ClientAuthenticationError
+        self._response_error, self._credential_error = exceptions.HttpResponseError, exceptions.ClientAuthenticationError
         self._same, self._absent = MatchConditions.IfNotModified, MatchConditions.IfMissing
         self._block = BlobBlock
-        check_network("az")
         access = azure()
         if access is None:
             fix = "set AZURE_STORAGE_ACCOUNT_NAME, or AZURE_STORAGE_CONNECTION_STRING"
             raise StoreError("the environment does not name the account of the container", where=where, fix=fix)
-        check_tls(access.endpoint, where)
+        self._check_tls(access.endpoint)
         self._access = access
+        self.shows_requests = bool(access.sas)  # the addresses have it
         self._identity: Any = None
         if not access.key and not access.sas:
             try:
@@ -110,141 +102,79 @@ class AzureBucket:
                 fix = "give the key of the account, or install azure-identity: pip install 'weightsmith[azure]'"
                 raise StoreError("an identity of Azure requires azure-identity", where=where, fix=fix) from error
         key = {"account_name": access.account, "account_key": access.key} if access.key else None
-        try:
-            with no_panic():
-                self._service = BlobServiceClient(
-                    access.endpoint,
-                    credential=key or access.sas or self._identity,
-                    retry_total=0,  # `retry` repeats
-                    connection_timeout=10,
-                    read_timeout=60,
-                    max_single_put_size=1 << 30,
-                    max_single_get_size=64 << 20,
-                )
-                self._container = self._service.get_container_client(name)
-        except Exception as error:
-            what = f"the store cannot be opened: {type(error).__name__}: {first_line(error)}"
-            raise StoreError(what, where=where, fix=f"correct {_ENDPOINT}; {_CREDENTIALS}") from None
+        with self._opening(f"correct {_ENDPOINT}; {_CREDENTIALS}"):
+            self._service = BlobServiceClient(
+                access.endpoint,
+                credential=key or access.sas or self._identity,
+                retry_total=0,  # `retry` repeats
+                connection_timeout=10,
+                read_timeout=60,
+                max_single_put_size=1 << 30,
+                max_single_get_size=64 << 20,
+            )
+            self._container = self._service.get_container_client(name)
 
     # small objects
 
-    def read(self, key: str, max_bytes: int) -> Object | None:
-        """See `client.Bucket`."""
-        try:
-            return self._read(key, max_bytes, offset=0, length=max_bytes + 1)
-        except Missing:
-            return None
-        except Empty:
-            return self._read(key, max_bytes)
-
-    def _read(self, key: str, max_bytes: int, **span: int) -> Object:
+    def _get(self, key: str, nbytes: int | None) -> Object:
         now: list[str] = []
+        span = {} if nbytes is None else {"offset": 0, "length": nbytes}
 
         def get() -> Any:
             seen = {"raw_response_hook": lambda answer: now.append(answer.http_response.headers.get("Date", ""))}
             found = self._blob(key).download_blob(**span, **seen)
             return found.readall(), found.properties
 
-        data, about = self._call("Get Blob", key, get)
-        if len(data) > max_bytes:
-            raise too_long(max_bytes, self._shown(key))
-        age = (parsedate_to_datetime(now[-1]) - about.last_modified).total_seconds() if now and now[-1] else 0.0
-        return Object(data, about.etag, age)
+        data, about = self._ask("Get Blob", key, get)
+        return Object(data, about.etag, age(now[-1] if now else None, about.last_modified))
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
-        """See `client.Bucket`."""
-        return bytes(self._call("Get Blob", key, lambda: self._blob(key).download_blob(offset=start, length=nbytes).readall()))
+        """See `Bucket`."""
+        return bytes(self._ask("Get Blob", key, lambda: self._blob(key).download_blob(offset=start, length=nbytes).readall()))
 
-    def put(self, key: str, data: bytes, token: str = "") -> str:
-        """See `client.Bucket`."""
-        return self._put(key, data, overwrite=True, metadata={TOKEN: token} if token else None)
+    def _put(self, key: str, data: bytes, token: str, etag: str | None) -> str:
+        more: dict[str, Any] = {"etag": etag, "match_condition": self._same} if etag else {}
+        put, metadata = self._blob(key).upload_blob, {TOKEN: token} if token else None
+        sent = {"overwrite": etag != "", "metadata": metadata, "validate_content": True, **more}
+        return str(self._ask("Put Blob", key, lambda: put(data, **sent))["etag"])
 
-    def create(self, key: str, data: bytes) -> str | None:
-        """See `client.Bucket`."""
-        try:
-            return self._put(key, data, overwrite=False)
-        except Refused:
-            return written_before(self, key, data)
-
-    def replace(self, key: str, data: bytes, etag: str) -> str | None:
-        """See `client.Bucket`."""
-        try:
-            return self._put(key, data, overwrite=True, etag=etag, match_condition=self._same)
-        except (Refused, Missing):
-            return written_before(self, key, data)
-
-    def _put(self, key: str, data: bytes, **more: Any) -> str:
-        put = self._blob(key).upload_blob
-        return str(self._call("Put Blob", key, lambda: put(data, validate_content=True, **more))["etag"])
-
-    def head(self, key: str) -> Head | None:
-        """See `client.Bucket`."""
-        try:
-            found = self._call("Get Blob Properties", key, self._blob(key).get_blob_properties)
-        except Missing:
-            return None
+    def _head(self, key: str) -> Head:
+        found = self._ask("Get Blob Properties", key, self._blob(key).get_blob_properties)
         return Head(found.size, (found.metadata or {}).get(TOKEN, ""))
 
-    def delete(self, key: str) -> None:
-        """See `client.Bucket`."""
-        try:
-            self._call("Delete Blob", key, self._blob(key).delete_blob)
-        except Missing:
-            pass
+    def _delete(self, key: str) -> None:
+        self._ask("Delete Blob", key, self._blob(key).delete_blob)
 
-    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `client.Bucket`."""
-        yield from ((each.name, each.size) for each in self._list(lambda: self._container.list_blobs(name_starts_with=prefix)))
-
-    def folders(self, prefix: str) -> Iterator[str]:
-        """See `client.Bucket`."""
-        walk = self._container.walk_blobs
-        yield from (each.name for each in self._list(lambda: walk(name_starts_with=prefix)) if each.name.endswith("/"))
-
-    def _list(self, begin: Callable[[], Any]) -> Iterator[Any]:
-        """The entries of a list, page by page."""
-        listed = begin().by_page()
-
-        def ask(_marker: dict[str, str]) -> tuple[list[Any], dict[str, str] | None]:
-            page = self._call("List Blobs", "", lambda: [*next(listed)])
-            following = listed.continuation_token
-            return page, {"marker": following} if following else None
-
-        for page in pages(ask, self._shown("")):
-            yield from page
+    def _list(self, prefix: str, marker: Any, *, folders: bool) -> Page:
+        begin = self._container.walk_blobs if folders else self._container.list_blobs
+        listed = begin(name_starts_with=prefix).by_page(marker)
+        found = self._ask("List Blobs", prefix, lambda: [*next(listed)])
+        if folders:
+            return Page([each.name for each in found if each.name.endswith("/")], listed.continuation_token or None)
+        return Page([(each.name, each.size) for each in found], listed.continuation_token or None)
 
     # uploads in parts
 
     def begin(self, key: str, token: str) -> str:
-        """See `client.Bucket`. Sends nothing."""
+        """See `Bucket`. Sends nothing."""
         return f"{secrets.token_hex(_ID_BYTES)}.{token}"
 
     def upload(self, key: str, upload: str, number: int, data: bytes | bytearray, md5: bytes) -> str:
-        """See `client.Bucket`."""
+        """See `Bucket`."""
         block, stage = _Block(_id_of(upload), number, md5), self._blob(key).stage_block
-        self._call("Put Block", key, lambda: stage(block.name, bytes(data), validate_content=True))
+        self._ask("Put Block", key, lambda: stage(block.name, bytes(data), validate_content=True))
         return etag_of(md5)
 
     def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int, md5: bytes) -> str:
-        """See `client.Bucket`."""
+        """See `Bucket`."""
         block, stage = _Block(_id_of(upload), number, md5), self._blob(key).stage_block_from_url
-        try:
+        span = {"source_offset": run.start, "source_length": nbytes}
+        sums = {"source_content_md5": bytearray(md5)}  # so it need not be the version that was read
+        with suppress(StoreError):  # no permission, changed, not possible here: uploading says what is wrong
             url, more = self._source(run)
-            self._call(
-                "Put Block From URL",
-                key,
-                lambda: stage(
-                    block.name,
-                    url,
-                    source_offset=run.start,
-                    source_length=nbytes,
-                    source_content_md5=bytearray(md5),  # so it need not be the version that was read
-                    **more,
-                ),
-            )
-        except StoreError:  # no permission, changed, not possible here: the bytes are here, and uploading says what is wrong
-            return ""
-        return etag_of(md5)
+            self._ask("Put Block From URL", key, lambda: stage(block.name, url, **span, **sums, **more))
+            return etag_of(md5)
+        return ""
 
     def _source(self, run: Run) -> tuple[str, Mapping[str, str]]:
         """The address at which the store reads what it copies, and by whose right."""
@@ -265,29 +195,24 @@ class AzureBucket:
         )
         return f"{blob.url}?{signed}", {}
 
-    def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
-        """See `client.Bucket`. There is no such upload once it is complete."""
+    def _parts(self, key: str, upload: str, marker: Any) -> Page:
+        gone = Missing("there is no such upload", where=self._shown(key))
         if not _UPLOAD.fullmatch(upload):  # of a journal that is not ours
-            return None
+            raise gone
         committed, waiting = self._blocks(key)
         own = _id_of(upload)
-        if any(block.id == own for block, _ in committed):
-            return None
-        return {block.number: (etag_of(block.md5), nbytes) for block, nbytes in waiting if block.id == own}
+        if any(block.id == own for block, _ in committed):  # it is complete
+            raise gone
+        return Page([(block.number, (etag_of(block.md5), size)) for block, size in waiting if block.id == own], None)
 
-    def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
-        """See `client.Bucket`."""
+    def _complete(self, key: str, upload: str, etags: Sequence[str]) -> None:
         names = [_Block(_id_of(upload), i, bytes.fromhex(etag.strip('"'))).name for i, etag in enumerate(etags, 1)]
         blocks, metadata = [self._block(name) for name in names], {TOKEN: upload.partition(".")[2]}
         commit = self._blob(key).commit_block_list
-        try:
-            self._call("Put Block List", key, lambda: commit(blocks, metadata=metadata, validate_content=True))
-            return True
-        except Missing:
-            return False
+        self._ask("Put Block List", key, lambda: commit(blocks, metadata=metadata, validate_content=True))
 
-    def abort(self, key: str, upload: str) -> None:
-        """See `client.Bucket`. Blocks stay for a week where there is a blob of this name, or another upload of it."""
+    def _abort(self, key: str, upload: str) -> None:
+        """Blocks stay for a week where there is a blob of this name, or another upload of it."""
         if self.parts(key, upload) in (None, {}) or self.head(key) is not None:
             return
         _, waiting = self._listed(key)
@@ -295,12 +220,11 @@ class AzureBucket:
             return  # what follows would discard the blocks of others too
         blob = self._blob(key)
         with suppress(Refused):  # of no blocks: an empty blob, for a moment
-            self._call("Put Block List", key, lambda: blob.commit_block_list([], match_condition=self._absent))
-        with suppress(Refused, Missing):  # another program may have written it meanwhile
-            found = self._call("Get Blob Properties", key, blob.get_blob_properties)
+            self._ask("Put Block List", key, lambda: blob.commit_block_list([], match_condition=self._absent))
+        with suppress(Refused):  # another program may have written it meanwhile
+            found = self._ask("Get Blob Properties", key, blob.get_blob_properties)
             if not found.size:
-                delete = partial(blob.delete_blob, etag=found.etag, match_condition=self._same)
-                self._call("Delete Blob", key, delete)
+                self._ask("Delete Blob", key, lambda: blob.delete_blob(etag=found.etag, match_condition=self._same))
 
     def _blocks(self, key: str) -> tuple[list[tuple[_Block, int]], list[tuple[_Block, int]]]:
         """The blocks of a blob that are ours, and their sizes: those that it consists of, and others."""
@@ -310,7 +234,7 @@ class AzureBucket:
     def _listed(self, key: str) -> tuple[list[Any], list[Any]]:
         """All blocks of a blob: those that it consists of, and others."""
         try:
-            committed, waiting = self._call("Get Block List", key, lambda: self._blob(key).get_block_list("all"))
+            committed, waiting = self._ask("Get Block List", key, lambda: self._blob(key).get_block_list("all"))
         except Missing:
             return [], []
         return committed, waiting
@@ -320,42 +244,19 @@ class AzureBucket:
     def _blob(self, key: str) -> Any:
         return self._container.get_blob_client(key)
 
-    def _call(self, operation: str, key: str, call: Callable[[], Answer]) -> Answer:
-        def once() -> Answer:
-            try:
-                with no_panic():
-                    return call()
-            except (WeightsmithError, StopIteration):
-                raise
-            except Exception as error:  # those of azure-core, and what it lets through
-                cause = None if self._access.sas else error  # whose text may have the address, and with it the SAS
-                raise self._failed(error, operation, self._shown(key)) from cause
-
-        return retry(once)
-
     def _failed(self, error: Any, operation: str, where: str) -> StoreError:
-        """The error for a request that failed."""
+        """Of azure-core, and what it lets through."""
         answered = isinstance(error, self._response_error) and error.status_code is not None
         if isinstance(error, self._credential_error) and not answered:
             fix = f"run `az login`, or {_CREDENTIALS}"
             return StoreError("there are no usable credentials for the store", where=where, fix=fix)
         if not answered:
-            return unanswered(error, where, _ENDPOINT, _AGAIN)
+            return unanswered(error, where, _ENDPOINT)
         status, found = error.status_code, getattr(error, "error_code", None)  # an enum or a text
         code = str(getattr(found, "value", found) or "unknown")
-        fix = _FIXES.get(code, _CREDENTIALS if status in (401, 403) else _AGAIN)
-        if passes(status):
-            return TransientError(
-                f"the store kept answering {legible(code, 80)} ({status}) to {operation}", where=where, fix=fix
-            )
-        kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged}
-        kind = next((kind for codes, kind in kinds.items() if code in codes), None)
-        if kind is None and code != "ContainerNotFound":
-            kind = {404: Missing, 412: Refused, 416: Empty}.get(status)
-        return (kind or StoreError)(f"the store refused {operation}: {legible(code, 80)} ({status})", where=where, fix=fix)
-
-    def _shown(self, key: str) -> str:
-        return f"az://{self.name}/{key}"
+        kind = next((kind for kind, codes in _KINDS.items() if code in codes), None)
+        kind = kind or {404: Missing, 412: Refused, 416: Empty}.get(status)
+        return refusal(kind, operation, code, status, where, _FIXES.get(code, _CREDENTIALS if status in (401, 403) else AGAIN))
 
 
 def _id_of(upload: str) -> bytes:

@@ -38,22 +38,21 @@ from weightsmith._base.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith._files.containers import Layout, make_layout
 from weightsmith._files.containers.safetensors import INDEX_NAME
 from weightsmith._files.remote.spool import spool_folder
-from weightsmith._outputs.bucket.client import UPLOADS, Bucket
+from weightsmith._outputs.bucket.client import UPLOADS, Bucket, open_bucket
 from weightsmith._outputs.bucket.contents import check_vacant, is_published, marked
 from weightsmith._outputs.bucket.journal import FollowedParts, State, read_state
 from weightsmith._outputs.bucket.lock import LeaderLock, Lock
 from weightsmith._outputs.bucket.parts import cut
-from weightsmith._outputs.bucket.prefix import CAPABILITIES, Prefix
+from weightsmith._outputs.bucket.place import CAPABILITIES, Prefix
 from weightsmith._outputs.bucket.products import get_product, put_product
-from weightsmith._outputs.bucket.stores import open_bucket
 from weightsmith._outputs.bucket.uploads import Uploads, discard
 from weightsmith._outputs.checksum import byte_view, hash_bytes
+from weightsmith._outputs.journal import is_resumable, layout_hash
 from weightsmith._outputs.local.area import left_behind
 from weightsmith._outputs.local.backend import FolderBackend
 from weightsmith._outputs.local.other_files import open_source, read_source
 from weightsmith._outputs.local.rename import Rename
 from weightsmith._outputs.manifest import MANIFEST_NAME
-from weightsmith._outputs.resume import is_resumable, layout_hash
 from weightsmith._outputs.staging import Staging
 from weightsmith.abc.output import Built, Finished, OtherFile, OutputSpec, Progress
 
@@ -82,7 +81,7 @@ class BucketBackend:
         self._bucket = open_bucket(out)
         self.lock = (LeaderLock if spec.part else Lock)(self._bucket, f"{out.staging}/{LOCK}", str(out))
         self._journal = f"{out.staging}/{PARTS}/{JOURNAL}-{spec.part}" if spec.part else f"{out.staging}/{JOURNAL}"
-        self.state = State(spec.plan_hash, layout_hash(spec.layout), spec.facts, secrets.token_hex(16))
+        self.state = State(spec.plan_hash, layout_hash(spec.layout), dict(spec.facts), token=secrets.token_hex(16))
         self._before: State | None = None
         self._uploads: Uploads | None = None
         self._files: dict[str, bytes | Path] = {}
@@ -132,8 +131,8 @@ class BucketBackend:
         found = read_state(self._bucket, self._journal)
         unwanted: Mapping[str, str] = {}
         if found is not None:
-            state, entries, _ = found
-            if spec.resume and is_resumable(entries, spec.plan_hash, spec.layout, spec.facts, self.folder) and state.token:
+            state = found.state
+            if spec.resume and is_resumable(state, spec.plan_hash, spec.layout, spec.facts, self.folder) and state.token:
                 self.state = state
                 self._absorb(ours_in(self._bucket, f"{self.out.staging}/{PARTS}/"))
             else:
@@ -156,7 +155,7 @@ class BucketBackend:
             what = "another run has taken the unfinished work, or published it"
             raise StoreError(what, where=self.folder, fix="run again", state=NOTHING_WRITTEN)
         self.state = found.state
-        self.state.facts = self.spec.facts
+        self.state.facts = dict(self.spec.facts)
         self._absorb([self._journal])
         self._begin(self.spec.names)
         self.weights.write_headers()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -12,16 +12,16 @@ from weightsmith._base.errors import (
     CheckpointError,
     Corrupt,
     NotFound,
-    OutputExists,
     StoreError,
     WeightsmithError,
 )
 from weightsmith._files.remote.addresses import Address, parse_address
-from weightsmith._outputs.bucket.client import UPLOADS, Bucket
-from weightsmith._outputs.bucket.prefix import Prefix
-from weightsmith._outputs.compare import differences
+from weightsmith._outputs.bucket.client import UPLOADS, Bucket, open_bucket
+from weightsmith._outputs.bucket.place import Prefix
+from weightsmith._outputs.compare import Read, check_ours, compare, differences
 from weightsmith._outputs.local.target import is_address, occupied
 from weightsmith._outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from weightsmith.abc.output import Progress, Verified
 
 _MOST = 100_000
 
@@ -76,19 +76,13 @@ def check_vacant(
         fix = "choose another prefix, or replace this output with --overwrite (overwrite=True)"
         raise occupied("the output already exists", address, fix, holds=others)
     if others:
-        try:
-            manifest = manifest_of(bucket, address)
-        except NotFound:
-            raise _kept(address, f"weightsmith did not make it: it has no {MANIFEST_NAME}", others) from None
-        except WeightsmithError as error:
-            raise _kept(address, f"its manifest cannot be used: {error.finding.what}") from error
-        else:
-            listed = {MANIFEST_NAME, *manifest.weights, *manifest.files}
-        if lost := [name for name in others if name not in listed]:
-            raise _kept(address, "it holds what no manifest of weightsmith lists, and that would be lost", lost)
-        there = {name: nbytes for name, nbytes in found.items() if name in others}
-        if changed := differences(manifest, there, lambda name, *span: bucket.read_range(address.key(name), *span)):
-            raise _kept(address, "files were changed after weightsmith wrote them, and these changes would be lost", changed)
+        there, fix = {name: found[name] for name in others}, "choose another prefix, or remove these objects yourself"
+        check_ours(
+            lambda: manifest_of(bucket, address),
+            lambda manifest: [name for name in others if name not in manifest.names],
+            lambda manifest: differences(manifest, there, _reader(bucket, address)),
+            lambda why, lost: occupied(f"will not be overwritten: {why}", address, fix, lost=lost or others),
+        )
     return tuple(found)
 
 
@@ -97,11 +91,6 @@ def marked(bucket: Bucket, address: Prefix, names: Collection[str]) -> set[str]:
     with ThreadPoolExecutor(UPLOADS) as pool:
         heads = pool.map(lambda name: bucket.head(address.key(name)), names)
         return {name for name, head in zip(names, heads, strict=True) if head is not None and head.token}
-
-
-def _kept(address: Prefix, reason: str, lost: Sequence[str] = ()) -> OutputExists:
-    fix = "choose another prefix, or remove these objects yourself"
-    return occupied(f"will not be overwritten: {reason}", address, fix, lost=lost)
 
 
 def check_not_read(address: Prefix, reads: Iterable[str]) -> None:
@@ -124,3 +113,14 @@ def _addresses(read: str) -> Iterator[Address]:
         if is_address(text):
             with suppress(WeightsmithError):  # not an address as a whole
                 yield parse_address(text)
+
+
+def verify_bucket(address: Prefix, progress: Progress | None) -> Verified:
+    """See `places.verify`."""
+    bucket = open_bucket(address)
+    manifest = manifest_of(bucket, address)
+    return compare(str(address), manifest, names_in(bucket, address), _reader(bucket, address), progress)
+
+
+def _reader(bucket: Bucket, address: Prefix) -> Read:
+    return lambda name, start, nbytes: bucket.read_range(address.key(name), start, nbytes)

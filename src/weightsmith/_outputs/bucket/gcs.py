@@ -9,9 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import quote
 from xml.etree import ElementTree
@@ -19,32 +18,28 @@ from xml.etree import ElementTree
 from weightsmith._base.errors import StoreError, legible
 from weightsmith._files.remote import retries
 from weightsmith._files.remote.access import GOOGLE_ENDPOINT, google_credentials, google_endpoint
-from weightsmith._files.remote.environment import check_network
-from weightsmith._files.remote.failures import no_panic, passes
 from weightsmith._outputs.bucket.client import (
+    AGAIN,
     TOKEN,
     UPLOADS,
+    Bucket,
     Damaged,
     Empty,
     Head,
     Missing,
     Object,
+    Page,
     Refused,
     Run,
     TransientError,
-    check_tls,
+    age,
     md5_of,
-    not_installed,
-    pages,
-    retry,
-    too_long,
+    refusal,
     unanswered,
-    written_before,
 )
 
 _SECONDS = (10, 60)
 """To connect, and without a byte."""
-_AGAIN = "run again: what is uploaded is kept"
 _FIXES = {
     401: "check the credentials: gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS",
     403: "use credentials that may list, read, write and delete there",
@@ -55,82 +50,54 @@ _META = "x-goog-meta-"
 _Found = TypeVar("_Found")
 
 
-class GoogleBucket:
-    """See `client.Bucket`."""
+class GoogleBucket(Bucket):
+    """See `Bucket`."""
 
-    equal_parts = False
+    scheme = "gs"
 
     def __init__(self, name: str) -> None:
-        """Sends nothing to the store. Raises StoreError without google-auth, or without credentials."""
-        where = f"gs://{name}"
-        try:
+        """See `Bucket`. Raises StoreError also without credentials."""
+        super().__init__(name)
+        with self._importing("writing to Google Cloud Storage", "google-auth", "gcs"):
             import requests
             from google.auth import exceptions
             from google.auth.transport.requests import AuthorizedSession
-        except ImportError as error:
-            raise not_installed("writing to Google Cloud Storage", "google-auth", "gcs", where) from error
-        self.name = name
-        check_network("gs")
         self._endpoint = google_endpoint() or GOOGLE_ENDPOINT
-        check_tls(self._endpoint, where)
+        self._check_tls(self._endpoint)
         self._refused_credentials = exceptions.GoogleAuthError
         self._unreached = exceptions.TransportError
         try:
             self._session = AuthorizedSession(google_credentials())
         except (exceptions.GoogleAuthError, ValueError, OSError) as error:
-            raise self._no_credentials(where) from error
+            raise _no_credentials(f"gs://{name}") from error
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=2 * UPLOADS)
         self._session.mount("https://", adapter)
         self._session.mount("http://", adapter)
 
     # objects: the JSON API
 
-    def read(self, key: str, max_bytes: int) -> Object | None:
-        """See `client.Bucket`."""
+    def _get(self, key: str, nbytes: int | None) -> Object:
         for _ in range(retries.PATIENCE.failures + 1):
+            about = self._call("GET", self._object(key), key)
+            size, generation, written = self._json(
+                about, key, lambda f: (int(f["size"]), str(f["generation"]), datetime.fromisoformat(f["updated"]))
+            )
+            version = {"alt": "media", "generation": generation}
+            span = {"Range": f"bytes=0-{nbytes - 1}"} if nbytes is not None and nbytes < size else None
             try:
-                about = self._call("GET", self._object(key), key)
-                nbytes, generation, written = self._json(
-                    about, key, lambda f: (int(f["size"]), str(f["generation"]), datetime.fromisoformat(f["updated"]))
-                )
-                if nbytes > max_bytes:
-                    raise too_long(max_bytes, self._shown(key))
-                version = {"alt": "media", "generation": generation}
-                data = self._call("GET", self._object(key), key, version).content
+                data = self._call("GET", self._object(key), key, version, span).content
             except Missing:
-                if self.head(key) is None:
-                    return None
-                continue  # replaced between the two requests
-            now = about.headers.get("Date")
-            age = max(0.0, (parsedate_to_datetime(now) - written).total_seconds()) if now else 0.0  # dates are in whole seconds
-            return Object(data, generation, age)
-        raise TransientError("the object is replaced again and again", where=self._shown(key), fix=_AGAIN)
+                continue  # replaced between the two requests, or deleted
+            return Object(data, generation, age(about.headers.get("Date"), written))
+        raise TransientError("the object is replaced again and again", where=self._shown(key), fix=AGAIN)
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
-        """See `client.Bucket`."""
+        """See `Bucket`."""
         span = {"Range": f"bytes={start}-{start + nbytes - 1}"}
         return bytes(self._call("GET", self._object(key), key, {"alt": "media"}, span).content)
 
-    def put(self, key: str, data: bytes, token: str = "") -> str:
-        """See `client.Bucket`."""
-        return self._write(key, data, token)
-
-    def create(self, key: str, data: bytes) -> str | None:
-        """See `client.Bucket`."""
-        try:
-            return self._write(key, data, ifGenerationMatch="0")
-        except Refused:
-            return written_before(self, key, data)
-
-    def replace(self, key: str, data: bytes, etag: str) -> str | None:
-        """See `client.Bucket`."""
-        try:
-            return self._write(key, data, ifGenerationMatch=etag)
-        except (Refused, Missing):
-            return written_before(self, key, data)
-
-    def _write(self, key: str, data: bytes, token: str = "", **condition: str) -> str:
-        """Write an object with its MD5, which the store compares: its generation."""
+    def _put(self, key: str, data: bytes, token: str, etag: str | None) -> str:
+        condition = {} if etag is None else {"ifGenerationMatch": etag or "0"}
         md5 = base64.b64encode(md5_of(data)).decode()
         border = secrets.token_hex(16)
         about = json.dumps({"name": key, "md5Hash": md5} | ({"metadata": {TOKEN: token}} if token else {}))
@@ -144,40 +111,23 @@ class GoogleBucket:
         path = f"/upload/storage/v1/b/{quote(self.name, safe='')}/o"
         return self._json(self._call("POST", path, key, query, kind, body), key, lambda f: str(f["generation"]))
 
-    def head(self, key: str) -> Head | None:
-        """See `client.Bucket`."""
-        try:
-            found = self._call("GET", self._object(key), key)
-        except Missing:
-            return None
+    def _head(self, key: str) -> Head:
+        found = self._call("GET", self._object(key), key)
         return self._json(found, key, lambda f: Head(int(f["size"]), str(f.get("metadata", {}).get(TOKEN, ""))))
 
-    def delete(self, key: str) -> None:
-        """See `client.Bucket`."""
-        try:
-            self._call("DELETE", self._object(key), key)
-        except Missing:
-            pass
+    def _delete(self, key: str) -> None:
+        self._call("DELETE", self._object(key), key)
 
-    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `client.Bucket`."""
-        yield from self._list(prefix, lambda f: [(str(each["name"]), int(each["size"])) for each in f.get("items", ())])
+    def _list(self, prefix: str, marker: Any, *, folders: bool) -> Page:
+        query = {"prefix": prefix, "fields": "items(name,size),prefixes,nextPageToken"}
+        query |= {"delimiter": "/"} if folders else {}
+        query |= {} if marker is None else {"pageToken": marker}
 
-    def folders(self, prefix: str) -> Iterator[str]:
-        """See `client.Bucket`."""
-        yield from self._list(prefix, lambda f: [str(each) for each in f.get("prefixes", ())], delimiter="/")
+        def page(found: Any) -> Page:
+            objects = [(str(each["name"]), int(each["size"])) for each in found.get("items", ())]
+            return Page([*map(str, found.get("prefixes", ()))] if folders else objects, found.get("nextPageToken") or None)
 
-    def _list(self, prefix: str, pick: Callable[[Any], list[_Found]], **more: str) -> Iterator[_Found]:
-        """What `pick` finds in each page of a list."""
-        query = {"prefix": prefix, "fields": "items(name,size),prefixes,nextPageToken", **more}
-
-        def ask(marker: dict[str, str]) -> tuple[list[_Found], dict[str, str] | None]:
-            answer = self._call("GET", self._object(), "", query | marker)
-            page, following = self._json(answer, "", lambda f: (pick(f), f.get("nextPageToken")))
-            return page, {"pageToken": str(following)} if following else None
-
-        for page in pages(ask, self._shown(prefix)):
-            yield from page
+        return self._json(self._call("GET", self._object(), prefix, query), prefix, page)
 
     def _json(self, answer: Any, key: str, pick: Callable[[Any], _Found]) -> _Found:
         """What `pick` finds in an answer in JSON."""
@@ -188,7 +138,7 @@ class GoogleBucket:
 
     def _unexpected(self, kind: str, key: str) -> StoreError:
         what = f"the answer of the store is not as expected ({kind})"
-        return StoreError(what, where=self._shown(key), fix=f"check GOOGLE_BASE_URL, and {_AGAIN}")
+        return StoreError(what, where=self._shown(key), fix=f"check GOOGLE_BASE_URL, and {AGAIN}")
 
     def _object(self, key: str = "") -> str:
         """The path of an object, or of the list of them."""
@@ -197,68 +147,47 @@ class GoogleBucket:
     # uploads in parts: the XML API
 
     def begin(self, key: str, token: str) -> str:
-        """See `client.Bucket`."""
+        """See `Bucket`."""
         found = self._xml("POST", key, {"uploads": ""}, {_META + TOKEN: token})
         if not (upload := _text(found, "UploadId")):
             raise self._unexpected("XML", key)
         return upload
 
     def upload(self, key: str, upload: str, number: int, data: bytes | bytearray, md5: bytes) -> str:
-        """See `client.Bucket`."""
+        """See `Bucket`."""
         query = {"partNumber": str(number), "uploadId": upload}
         sums = {"Content-MD5": base64.b64encode(md5).decode()}
         return _quoted(self._call("PUT", self._path(key), key, query, sums, data).headers.get("ETag", ""))
 
     def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int, md5: bytes) -> str:
-        """See `client.Bucket`."""
+        """See `Bucket`."""
         return ""
 
-    def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
-        """See `client.Bucket`."""
-        found: dict[int, tuple[str, int]] = {}
+    def _parts(self, key: str, upload: str, marker: Any) -> Page:
+        page = self._xml("GET", key, {"uploadId": upload} | ({} if marker is None else {"part-number-marker": marker}))
+        following = _text(page, "NextPartNumberMarker") if _text(page, "IsTruncated") == "true" else None
         try:
-            for page in self._pages(key, {"uploadId": upload}, "part-number-marker"):
-                for each in page.iter("Part"):
-                    found[int(_text(each, "PartNumber"))] = _quoted(_text(each, "ETag")), int(_text(each, "Size"))
+            found = [
+                (int(_text(each, "PartNumber")), (_quoted(_text(each, "ETag")), int(_text(each, "Size"))))
+                for each in page.iter("Part")
+            ]
         except ValueError as error:
             raise self._unexpected("XML", key) from error
-        except Missing:
-            return None
-        return found
+        return Page(found, following)
 
-    def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
-        """See `client.Bucket`."""
+    def _complete(self, key: str, upload: str, etags: Sequence[str]) -> None:
         listed = ElementTree.Element("CompleteMultipartUpload")
         for number, etag in enumerate(etags, 1):
             part = ElementTree.SubElement(listed, "Part")
             ElementTree.SubElement(part, "PartNumber").text = str(number)
             ElementTree.SubElement(part, "ETag").text = etag
-        try:
-            self._xml("POST", key, {"uploadId": upload}, {"Content-Type": "application/xml"}, ElementTree.tostring(listed))
-            return True
-        except Missing:
-            return False
+        self._xml("POST", key, {"uploadId": upload}, {"Content-Type": "application/xml"}, ElementTree.tostring(listed))
 
-    def abort(self, key: str, upload: str) -> None:
-        """See `client.Bucket`."""
-        try:
-            self._call("DELETE", self._path(key), key, {"uploadId": upload})
-        except Missing:
-            pass
+    def _abort(self, key: str, upload: str) -> None:
+        self._call("DELETE", self._path(key), key, {"uploadId": upload})
 
     def _path(self, key: str) -> str:
-        return f"/{quote(self.name, safe='')}" + (f"/{quote(key, safe='/~')}" if key else "")
-
-    def _pages(self, key: str, query: Mapping[str, str], *markers: str) -> Iterator[ElementTree.Element]:
-        """The pages of a list. markers: where the next one begins, as the request for it says."""
-        names = {name: f"Next{name.title().replace('-', '')}" for name in markers}
-
-        def ask(marker: dict[str, str]) -> tuple[ElementTree.Element, dict[str, str] | None]:
-            page = self._xml("GET", key, {**query, **marker})
-            following = {name: found for name, tag in names.items() if (found := _text(page, tag))}
-            return page, following if _text(page, "IsTruncated") == "true" else None
-
-        return pages(ask, self._shown(key))
+        return f"/{quote(self.name, safe='')}/{quote(key, safe='/~')}"
 
     def _xml(self, method: str, key: str, query: Any, headers: Any = None, body: bytes | None = None) -> ElementTree.Element:
         """The answer to a request to the XML API, its tags without a namespace."""
@@ -271,7 +200,7 @@ class GoogleBucket:
             each.tag = each.tag.rpartition("}")[2]
         if root.tag == "Error":  # after the store has begun to answer with 200
             raise StoreError(
-                f"the store refused {method}: {legible(_text(root, 'Code'), 80)}", where=self._shown(key), fix=_AGAIN
+                f"the store refused {method}: {legible(_text(root, 'Code'), 80)}", where=self._shown(key), fix=AGAIN
             )
         return root
 
@@ -286,49 +215,46 @@ class GoogleBucket:
         headers: Mapping[str, str] | None = None,
         body: bytes | bytearray | None = None,
     ) -> Any:
-        return retry(lambda: self._once(method, path, key, query, headers, body))
-
-    def _once(self, method: str, path: str, key: str, query: Any, headers: Any, body: Any) -> Any:
-        where = self._shown(key)
-        try:
-            with no_panic():
-                answer = self._session.request(
-                    method,
-                    self._endpoint + path,
-                    params=query,
-                    headers=headers,
-                    data=body,
-                    timeout=_SECONDS,
-                    allow_redirects=False,
-                )
-        except Exception as error:  # those of requests and google-auth, and what they let through
-            if isinstance(error, self._refused_credentials) and not isinstance(error, self._unreached):
-                raise self._no_credentials(where) from error
-            raise unanswered(error, where, "GOOGLE_BASE_URL", _AGAIN) from error
-        if 200 <= answer.status_code < 300:
+        def request() -> Any:
+            answer = self._session.request(
+                method,
+                self._endpoint + path,
+                params=query,
+                headers=headers,
+                data=body,
+                timeout=_SECONDS,
+                allow_redirects=False,
+            )
+            if not 200 <= answer.status_code < 300:
+                raise answered(method, answer, self._shown(key))
             return answer
-        raise _failed(method, answer, where)
 
-    def _no_credentials(self, where: str) -> StoreError:
-        fix = "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
-        return StoreError("there are no usable credentials for the store", where=where, fix=fix)
+        return self._ask(method, key, request)
 
-    def _shown(self, key: str) -> str:
-        return f"gs://{self.name}/{key}"
+    def _failed(self, error: Any, operation: str, where: str) -> StoreError:
+        """Of requests and google-auth, and what they let through."""
+        if isinstance(error, self._refused_credentials) and not isinstance(error, self._unreached):
+            return _no_credentials(where)
+        return unanswered(error, where, "GOOGLE_BASE_URL")
 
 
-def _failed(method: str, answer: Any, where: str) -> StoreError:
+def _no_credentials(where: str) -> StoreError:
+    fix = "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
+    return StoreError("there are no usable credentials for the store", where=where, fix=fix)
+
+
+def answered(method: str, answer: Any, where: str) -> StoreError:
     """The error for an answer that is none."""
     status, code, message = answer.status_code, *_reason(answer)
-    what = f"the store refused {method}: {legible(code, 80)} ({status})"
-    if passes(status) or code in _SLOW:
-        return TransientError(f"the store kept answering {legible(code, 80)} ({status}) to {method}", where=where, fix=_AGAIN)
+    fix = _FIXES.get(status, AGAIN)
     if code == "NoSuchBucket" or (status == 404 and "bucket does not exist" in message):
         return StoreError(f"the store refused {method}: NoSuchBucket", where=where, fix=_FIXES[404])
-    if code == "BadDigest" or (status == 400 and "MD5" in message):
-        return Damaged(what, where=where, fix=_AGAIN)
-    kind = {404: Missing, 412: Refused, 416: Empty}.get(status, StoreError)
-    return kind(what, where=where, fix=_FIXES.get(status, _AGAIN))
+    kind = {404: Missing, 412: Refused, 416: Empty}.get(status)
+    if code in _SLOW:
+        kind, fix = TransientError, AGAIN
+    elif code == "BadDigest" or (status == 400 and "MD5" in message):
+        kind = Damaged
+    return refusal(kind, method, code, status, where, fix)
 
 
 def _reason(answer: Any) -> tuple[str, str]:

@@ -12,7 +12,7 @@ The lines are those of a local journal (`outputs.journal`), and further ones:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +23,6 @@ from weightsmith._outputs.bucket.parts import GroupKey
 from weightsmith._outputs.journal import (
     MAX_JOURNAL_BYTES,
     Entries,
-    decoded,
     encoded,
     plan_line,
     product_line,
@@ -31,31 +30,23 @@ from weightsmith._outputs.journal import (
     tensor_line,
 )
 from weightsmith._outputs.manifest import fits_name
-from weightsmith.abc.output import Finished
 
 CHECKSUM = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(slots=True)
-class State:
-    """The contents of a journal.
+class State(Entries):
+    """The contents of a journal. `tensors` are those of finished groups, `products` those that are uploaded.
 
     token       of this work, in the metadata of the weight files: which objects it has completed
     uploads     weight file → id of its upload
     groups      group → ETags of the parts
-    tensors     the finished tensors of these groups
-    products    checksums of the products that are uploaded, by name
     publishing  files of the output, and files that they replace, from when the first of them is written; None before that
     """
 
-    plan: str
-    layout: str
-    facts: Mapping[str, str]
-    token: str
+    token: str = ""
     uploads: dict[str, str] = field(default_factory=dict)
     groups: dict[GroupKey, tuple[str, ...]] = field(default_factory=dict)
-    tensors: dict[str, Finished] = field(default_factory=dict)
-    products: dict[str, str] = field(default_factory=dict)
     publishing: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def encode(self) -> bytes:
@@ -80,10 +71,9 @@ class State:
 
 
 class Written(NamedTuple):
-    """A journal. entries: those that a local one has too; age_seconds: since it was written."""
+    """A journal. age_seconds: since it was written."""
 
     state: State
-    entries: Entries
     age_seconds: float
 
 
@@ -97,8 +87,8 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
         return None
     entries = read_lines(found.data)
     tensors = {name: done for name, done in entries.tensors.items() if CHECKSUM.fullmatch(done.checksum)}
-    state = State(entries.plan, entries.layout, entries.facts, "", tensors=tensors, products=entries.products)
-    for entry in decoded(found.data):
+    state = State(entries.plan, entries.layout, entries.facts, tensors, entries.products, lines=entries.lines)
+    for entry in entries.others:
         match entry:
             case ["token", str(token)]:
                 state.token = token
@@ -110,7 +100,7 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
                 state.publishing = tuple(names), tuple(replaced)
     if not (state.plan and state.token):
         raise not_ours(key)
-    return Written(state, entries, found.age_seconds)
+    return Written(state, found.age_seconds)
 
 
 class FollowedParts:

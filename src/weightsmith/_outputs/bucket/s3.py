@@ -1,53 +1,51 @@
 """S3 and stores with its API, through botocore.
 
 botocore finds credentials, region and endpoint in the standard places (environment, ~/.aws, AWS_ENDPOINT_URL) and verifies TLS.
-`client.retry` repeats requests, as for every store.
 """
 
 from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from email.utils import parsedate_to_datetime
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from weightsmith._base.errors import StoreError, WeightsmithError, first_line, legible
+from weightsmith._base.errors import StoreError
 from weightsmith._files.remote.access import aws_endpoint, aws_region
-from weightsmith._files.remote.environment import check_network
-from weightsmith._files.remote.failures import no_panic, passes
 from weightsmith._outputs.bucket.client import (
+    AGAIN,
     TOKEN,
     UPLOADS,
+    Bucket,
     Damaged,
     Empty,
     Head,
     Missing,
     NoConditions,
     Object,
+    Page,
     Refused,
     Run,
     TransientError,
-    check_tls,
+    age,
     md5_of,
-    not_installed,
-    pages,
-    retry,
-    too_long,
+    refusal,
     unanswered,
-    written_before,
 )
 
 _EQUAL_PARTS = ".r2.cloudflarestorage.com"
 """Hosts of a store that takes parts of one size only."""
-_DAMAGED = frozenset({"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"})
-"""Codes for a body that was damaged or cut on its way."""
-_SLOW = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"})
 _ENDPOINT = "AWS_ENDPOINT_URL"
-_MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
-_REFUSED = frozenset({"409", "412", "PreconditionFailed", "ConditionalRequestConflict"})
-_EMPTY = frozenset({"416", "InvalidRange"})
-_UNSUPPORTED = frozenset({"501", "NotImplemented"})
+_KINDS: Mapping[type[StoreError], tuple[str, ...]] = {
+    Missing: ("404", "NoSuchKey", "NoSuchUpload", "NotFound"),
+    Refused: ("409", "412", "PreconditionFailed", "ConditionalRequestConflict"),
+    Damaged: ("BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"),
+    NoConditions: ("501", "NotImplemented"),
+    Empty: ("416", "InvalidRange"),
+    TransientError: ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"),
+}
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError")
 _FIXES = {
     "NoSuchBucket": "create the bucket, or correct its name",
     "AccessDenied": "use credentials that may list, read, write and delete there",
@@ -59,21 +57,19 @@ _FIXES = {
 }
 
 
-class S3Bucket:
-    """See `client.Bucket`."""
+class S3Bucket(Bucket):
+    """See `Bucket`."""
+
+    scheme = "s3"
 
     def __init__(self, name: str) -> None:
-        """Sends nothing. Raises StoreError without botocore, and for settings that cannot be used."""
-        try:
+        """See `Bucket`."""
+        super().__init__(name)
+        with self._importing("writing to a bucket", "botocore", "remote"):
             import botocore.session
+            from botocore import exceptions
             from botocore.config import Config
-        except ImportError as error:
-            raise not_installed("writing to a bucket", "botocore", "remote", f"s3://{name}") from error
-        from botocore import exceptions
-
-        self.name = name
         self._client_error = exceptions.ClientError
-        check_network("s3")
         aws_endpoint()  # and the keys, before botocore sees them
         session = botocore.session.get_session()
         config = Config(
@@ -83,113 +79,67 @@ class S3Bucket:
             max_pool_connections=2 * UPLOADS,
             request_checksum_calculation="when_required",  # Content-MD5 instead, which every store compares
             response_checksum_validation="when_required",
-            s3={"addressing_style": "path"}
-            if aws_endpoint(session)
-            else None,  # stores other than Amazon's may have no names of buckets
+            # stores other than Amazon's may have no names of buckets
+            s3={"addressing_style": "path"} if aws_endpoint(session) else None,
         )
-        try:
-            with no_panic():
+        with self._opening(f"correct {_ENDPOINT}, or AWS_REGION"):
+            try:
                 self._client = session.create_client("s3", region_name=aws_region(session) or None, config=config)
-        except WeightsmithError:
-            raise
-        except (exceptions.BotoCoreError, exceptions.HTTPClientError) as error:
-            raise self._failed(error, "") from error
-        except Exception as error:  # an endpoint or a region that botocore takes apart
-            what = f"the store cannot be opened: {type(error).__name__}: {first_line(error)}"
-            raise StoreError(what, where=f"s3://{name}", fix=f"correct {_ENDPOINT}, or AWS_REGION") from error
+            except (exceptions.BotoCoreError, exceptions.HTTPClientError) as error:
+                raise self._failed(error, "", self._shown("")) from error
         endpoint = self._client.meta.endpoint_url
-        check_tls(endpoint, f"s3://{name}")
+        self._check_tls(endpoint)
         self.equal_parts = _EQUAL_PARTS in endpoint or bool(os.environ.get("WEIGHTSMITH_EQUAL_PARTS"))
 
-    # small objects
-
-    def read(self, key: str, max_bytes: int) -> Object | None:
-        """See `client.Bucket`."""
-        try:
-            answer, data = self._get(key, Range=f"bytes=0-{max_bytes}")
-        except Missing:
-            return None
-        except Empty:
-            answer, data = self._get(key)
-        if len(data) > max_bytes:
-            raise too_long(max_bytes, self._shown(key))
+    def _get(self, key: str, nbytes: int | None) -> Object:
+        answer = self._read(key, {} if nbytes is None else {"Range": f"bytes=0-{nbytes - 1}"})
         now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-        age = (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
-        return Object(data, answer["ETag"], age)
+        return Object(answer["Body"], answer["ETag"], age(now, answer["LastModified"]))
 
     def read_range(self, key: str, start: int, nbytes: int) -> bytes:
-        """See `client.Bucket`."""
-        return self._get(key, Range=f"bytes={start}-{start + nbytes - 1}")[1]
+        """See `Bucket`."""
+        return bytes(self._read(key, {"Range": f"bytes={start}-{start + nbytes - 1}"})["Body"])
 
-    def _get(self, key: str, **more: str) -> tuple[Mapping[str, Any], bytes]:
-        def once() -> tuple[Mapping[str, Any], bytes]:
-            answer = self._once("get_object", key, more)
-            try:
-                with no_panic():
-                    return answer, bytes(answer["Body"].read())
-            except Exception as error:  # a body that was cut off
-                raise self._failed(error, key) from error
+    def _read(self, key: str, more: Mapping[str, str]) -> Mapping[str, Any]:
+        """The answer to a request for bytes, and the bytes in it; a body that was cut off is an error of the request."""
 
-        return retry(once)
+        def get() -> Mapping[str, Any]:
+            answer = self._client.get_object(Bucket=self.name, Key=key, **more)
+            return {**answer, "Body": answer["Body"].read()}
 
-    def put(self, key: str, data: bytes, token: str = "") -> str:
-        """See `client.Bucket`."""
-        more = {"Metadata": {TOKEN: token}} if token else {}
-        return str(self._send("put_object", key, data, md5_of(data), **more)["ETag"])
+        return self._ask("get_object", key, get)
 
-    def create(self, key: str, data: bytes) -> str | None:
-        """See `client.Bucket`."""
-        return self._conditional(key, data, IfNoneMatch="*")
+    def _put(self, key: str, data: bytes, token: str, etag: str | None) -> str:
+        more: dict[str, Any] = {"Metadata": {TOKEN: token}} if token else {}
+        if etag is not None:
+            more |= {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
+        return self._send("put_object", key, data, md5_of(data), **more)
 
-    def replace(self, key: str, data: bytes, etag: str) -> str | None:
-        """See `client.Bucket`."""
-        return self._conditional(key, data, IfMatch=etag)
-
-    def _conditional(self, key: str, data: bytes, **condition: str) -> str | None:
-        try:
-            return str(self._send("put_object", key, data, md5_of(data), **condition)["ETag"])
-        except (Refused, Missing):
-            return written_before(self, key, data)
-
-    def head(self, key: str) -> Head | None:
-        """See `client.Bucket`."""
-        try:
-            found = self._call("head_object", key)
-        except Missing:
-            return None
+    def _head(self, key: str) -> Head:
+        found = self._call("head_object", key)
         return Head(found["ContentLength"], found["Metadata"].get(TOKEN, ""))
 
-    def delete(self, key: str) -> None:
-        """See `client.Bucket`."""
-        try:
-            self._call("delete_object", key)
-        except Missing:
-            pass
+    def _delete(self, key: str) -> None:
+        self._call("delete_object", key)
 
-    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `client.Bucket`."""
-        for page in self._pages("list_objects_v2", None, "ContinuationToken", Prefix=prefix):
-            yield from ((each["Key"], each["Size"]) for each in page.get("Contents", ()))
-
-    def folders(self, prefix: str) -> Iterator[str]:
-        """See `client.Bucket`."""
-        for page in self._pages("list_objects_v2", None, "ContinuationToken", Prefix=prefix, Delimiter="/"):
-            yield from (each["Prefix"] for each in page.get("CommonPrefixes", ()))
-
-    # uploads in parts
+    def _list(self, prefix: str, marker: Any, *, folders: bool) -> Page:
+        more = {"Prefix": prefix, "Delimiter": "/"} if folders else {"Prefix": prefix}
+        found, following = self._page("list_objects_v2", None, "ContinuationToken", marker, more)
+        if folders:
+            return Page([each["Prefix"] for each in found.get("CommonPrefixes", ())], following)
+        return Page([(each["Key"], each["Size"]) for each in found.get("Contents", ())], following)
 
     def begin(self, key: str, token: str) -> str:
-        """See `client.Bucket`."""
+        """See `Bucket`."""
         return str(self._call("create_multipart_upload", key, Metadata={TOKEN: token})["UploadId"])
 
     def upload(self, key: str, upload: str, number: int, data: bytes | bytearray, md5: bytes) -> str:
-        """See `client.Bucket`."""
-        return str(self._send("upload_part", key, data, md5, UploadId=upload, PartNumber=number)["ETag"])
+        """See `Bucket`."""
+        return self._send("upload_part", key, data, md5, UploadId=upload, PartNumber=number)
 
     def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int, md5: bytes) -> str:
-        """See `client.Bucket`."""
-        last = run.start + nbytes - 1
-        try:
+        """See `Bucket`."""
+        with suppress(StoreError):  # another store, no permission, changed: uploading says what is wrong
             copied = self._call(
                 "upload_part_copy",
                 key,
@@ -197,87 +147,46 @@ class S3Bucket:
                 PartNumber=number,
                 CopySource={"Bucket": run.bucket, "Key": run.key},
                 CopySourceIfMatch=run.etag,
-                CopySourceRange=f"bytes={run.start}-{last}",
+                CopySourceRange=f"bytes={run.start}-{run.start + nbytes - 1}",
             )
-        except StoreError:  # another store, no permission, changed: the bytes are here, and uploading says what is wrong
-            return ""
-        return str(copied["CopyPartResult"]["ETag"])
+            return str(copied["CopyPartResult"]["ETag"])
+        return ""
 
-    def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
-        """See `client.Bucket`."""
-        try:
-            listed = [*self._pages("list_parts", key, "PartNumberMarker", UploadId=upload)]
-        except Missing:
-            return None
-        return {each["PartNumber"]: (each["ETag"], each["Size"]) for page in listed for each in page.get("Parts", ())}
+    def _parts(self, key: str, upload: str, marker: Any) -> Page:
+        found, following = self._page("list_parts", key, "PartNumberMarker", marker, {"UploadId": upload})
+        return Page([(each["PartNumber"], (each["ETag"], each["Size"])) for each in found.get("Parts", ())], following)
 
-    def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
-        """See `client.Bucket`."""
+    def _complete(self, key: str, upload: str, etags: Sequence[str]) -> None:
         listed = [{"PartNumber": i, "ETag": etag} for i, etag in enumerate(etags, 1)]
-        try:
-            self._call("complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": listed})
-            return True
-        except Missing:
-            return False
+        self._call("complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": listed})
 
-    def abort(self, key: str, upload: str) -> None:
-        """See `client.Bucket`."""
-        try:
-            self._call("abort_multipart_upload", key, UploadId=upload)
-        except Missing:
-            pass
+    def _abort(self, key: str, upload: str) -> None:
+        self._call("abort_multipart_upload", key, UploadId=upload)
 
     # requests
 
-    def _pages(self, operation: str, key: str | None, *markers: str, **more: str) -> Iterator[Mapping[str, Any]]:
-        """The pages of a list. markers: where the next one begins, as the request for it says."""
+    def _page(
+        self, operation: str, key: str | None, name: str, marker: Any, more: Mapping[str, str]
+    ) -> tuple[Mapping[str, Any], Any]:
+        """A page of a list, and the marker of the next one. name: of the marker, in the request for a page."""
+        found = self._call(operation, key, **more, **({} if marker is None else {name: marker}))
+        return found, found.get(f"Next{name}", "") if found.get("IsTruncated") else None
 
-        def ask(marker: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
-            page = self._call(operation, key, **more, **marker)
-            following = {name: page[f"Next{name}"] for name in markers if page.get(f"Next{name}")}
-            return page, following if page.get("IsTruncated") else None
-
-        return pages(ask, self._shown(key or more["Prefix"]))
-
-    def _send(self, operation: str, key: str, data: bytes | bytearray, md5: bytes, **more: Any) -> Mapping[str, Any]:
+    def _send(self, operation: str, key: str, data: bytes | bytearray, md5: bytes, **more: Any) -> str:
         more |= {"Body": data, "ContentMD5": base64.b64encode(md5).decode()}
-        return self._call(operation, key, **more)
+        return str(self._call(operation, key, **more)["ETag"])
 
     def _call(self, operation: str, key: str | None, **more: Any) -> Mapping[str, Any]:
-        return retry(lambda: self._once(operation, key, more))
+        own = more if key is None else {**more, "Key": key}
+        return self._ask(operation, key or "", lambda: getattr(self._client, operation)(Bucket=self.name, **own))
 
-    def _once(self, operation: str, key: str | None, more: Mapping[str, Any]) -> Mapping[str, Any]:
-        own = dict(more) if key is None else {**more, "Key": key}
-        try:
-            with no_panic():
-                answer: Mapping[str, Any] = getattr(self._client, operation)(Bucket=self.name, **own)
-            return answer
-        except Exception as error:
-            raise self._failed(error, key or "") from error
-
-    def _failed(self, error: Any, key: str) -> StoreError:
-        """The error for a request that failed for good."""
-        where = self._shown(key)
-        again = "run again: what is uploaded is kept"
+    def _failed(self, error: Any, operation: str, where: str) -> StoreError:
         if not isinstance(error, self._client_error):
-            kind = type(error).__name__
-            if kind in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"):
+            if type(error).__name__ in _NO_CREDENTIALS:
                 fix = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in: aws sso login"
                 return StoreError("there are no usable credentials for the store", where=where, fix=fix)
-            return unanswered(error, where, _ENDPOINT, again)
-        code = _code(error)
-        kinds = {_MISSING: Missing, _REFUSED: Refused, _DAMAGED: Damaged, _UNSUPPORTED: NoConditions, _EMPTY: Empty}
-        kind_of = next((kind for codes, kind in kinds.items() if code in codes), StoreError)
+            return unanswered(error, where, _ENDPOINT)
+        code = str(error.response.get("Error", {}).get("Code", "unknown"))
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        what = f"the store refused {error.operation_name}: {legible(code, 80)}"
-        if kind_of is StoreError and (passes(status) or code in _SLOW):
-            kind_of = TransientError
-            what = f"the store kept answering {legible(code, 80)} ({status}) to {error.operation_name}"
-        return kind_of(what, where=where, fix=_FIXES.get(code, again))
-
-    def _shown(self, key: str) -> str:
-        return f"s3://{self.name}/{key}"
-
-
-def _code(error: Any) -> str:
-    return str(error.response.get("Error", {}).get("Code", "unknown"))
+        kind = next((kind for kind, codes in _KINDS.items() if code in codes), None)
+        return refusal(kind, error.operation_name, code, status, where, _FIXES.get(code, AGAIN))

@@ -9,12 +9,11 @@ from functools import partial
 
 from weightsmith._base.errors import StoreError
 from weightsmith._outputs.bucket.backend import JOURNAL, LOCK, discard_parts
-from weightsmith._outputs.bucket.client import Bucket, not_ours
+from weightsmith._outputs.bucket.client import Bucket, not_ours, open_bucket
 from weightsmith._outputs.bucket.contents import check_vacant, is_published, marked
 from weightsmith._outputs.bucket.journal import State, read_state
 from weightsmith._outputs.bucket.lock import Lock, is_held, is_lock
-from weightsmith._outputs.bucket.prefix import Prefix
-from weightsmith._outputs.bucket.stores import open_bucket
+from weightsmith._outputs.bucket.place import Prefix
 from weightsmith._outputs.bucket.uploads import discard
 from weightsmith._outputs.local.area import STAGING_SUFFIX
 from weightsmith.abc.output import Unfinished
@@ -41,7 +40,7 @@ def find_uploads(address: Prefix) -> Iterator[Unfinished]:
         if lock is None and found is None:
             continue
         age = next(each.age_seconds for each in (found, lock) if each is not None)
-        state = found.state if found is not None else State("", "", {}, "")
+        state = found.state if found is not None else State()
         nbytes = sum(
             size for file, upload in state.uploads.items() for _, size in (bucket.parts(out.key(file), upload) or {}).values()
         )

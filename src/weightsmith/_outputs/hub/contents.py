@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 
-from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, PushFailed, WeightsmithError
+from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PushFailed
+from weightsmith._files.hub import UNKNOWN, open_repository
 from weightsmith._files.remote.addresses import is_address
-from weightsmith._outputs.hub.address import MAIN, SCHEME, HubAddress, is_hub_address
+from weightsmith._files.remote.files import RemoteFile
+from weightsmith._outputs.compare import check_ours, compare
+from weightsmith._outputs.hub.place import HUB, MAIN, HubAddress, is_hub_address
 from weightsmith._outputs.hub.repository import Content, HubRepository
 from weightsmith._outputs.local.target import occupied
-from weightsmith._outputs.manifest import MANIFEST_NAME
+from weightsmith._outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from weightsmith.abc.output import Progress, Verified
 
 ATTRIBUTES = ".gitattributes"
 """What the Hub keeps in LFS: it creates this file, and no output replaces it."""
@@ -30,23 +35,23 @@ def check_vacant(repository: HubRepository, commit: str, *, overwrite: bool) -> 
     if not overwrite:
         fix = "choose another name or branch, or replace this model with --overwrite (overwrite=True)"
         raise occupied("the repository already holds files", address, fix, holds=names)
-    listed: set[str] = set()
-    if MANIFEST_NAME in found:
-        try:
-            manifest = repository.manifest(commit)
-        except PushFailed:
-            raise
-        except WeightsmithError as error:
-            raise _kept(address, f"its manifest cannot be used: {error.finding.what}") from error
-        listed = {MANIFEST_NAME, *manifest.weights, *manifest.files}
-    if lost := [name for name in names if name not in listed and name != CARD]:
-        raise _kept(address, "it holds what no manifest of weightsmith lists, and that would be lost", lost)
-    return tuple(name for name in names if name in listed)
+    others = [name for name in names if name != CARD]
+    if not others:
+        return ()
 
+    def manifest() -> Manifest:
+        if MANIFEST_NAME not in found:
+            raise NotFound("there is no manifest", where=str(address))
+        return repository.manifest(commit)
 
-def _kept(address: HubAddress, reason: str, lost: Sequence[str] = ()) -> OutputExists:
     fix = "choose another name or branch, or remove these files yourself"
-    return occupied(f"will not be overwritten: {reason}", address, fix, lost=lost)
+    ours = check_ours(
+        manifest,
+        lambda manifest: [name for name in others if name not in manifest.names],
+        lambda manifest: (),
+        lambda why, lost: occupied(f"will not be overwritten: {why}", address, fix, lost=lost or others),
+    )
+    return tuple(name for name in names if name in ours.names)
 
 
 def check_not_read(address: HubAddress, reads: Iterable[str]) -> None:
@@ -61,7 +66,7 @@ def _models(read: str) -> Iterator[HubAddress]:
     """The models on the Hub that a name may mean: a model, and its adapter after a `+`."""
     for text in read.split("+"):
         if is_hub_address(text) or not is_address(text):
-            repo, _, branch = (text[len(SCHEME) :] if is_hub_address(text) else text).partition("@")
+            repo, _, branch = (text[len(HUB) :] if is_hub_address(text) else text).partition("@")
             yield HubAddress(repo.strip("/"), branch or MAIN)
 
 
@@ -70,3 +75,28 @@ def holds(found: Mapping[str, Content], wanted: Mapping[str, Content], *, other:
     return all(name in found and content.is_same(found[name]) for name, content in wanted.items()) and not (
         found.keys() - wanted.keys() - {*other}
     )
+
+
+def verify_hub(address: HubAddress, progress: Progress | None) -> Verified:
+    """See `places.verify`."""
+    repository = open_repository(address.repo, address.branch)
+    present = {name: nbytes for name, nbytes in repository.sizes.items() if name != ATTRIBUTES}
+    if UNKNOWN in present.values():
+        fix = "download the model, and verify its folder"
+        raise NotFound("the hub does not list the sizes of the files", where=str(address), fix=fix)
+    where = f"{address}/{MANIFEST_NAME}"
+    if present.get(MANIFEST_NAME, MAX_MANIFEST_BYTES + 1) > MAX_MANIFEST_BYTES:
+        fix = "name a model that weightsmith wrote"
+        raise NotFound("there is no manifest, so nothing to compare with", where=where, fix=fix)
+
+    @cache
+    def file(name: str) -> RemoteFile:
+        return RemoteFile(repository.ranges(name))
+
+    def read(name: str, start: int, nbytes: int) -> bytes:
+        data = bytearray(max(0, min(nbytes, present[name] - start)))
+        file(name).read_into(start, memoryview(data))
+        return bytes(data)
+
+    manifest = decode_manifest(read(MANIFEST_NAME, 0, present[MANIFEST_NAME]), where)
+    return compare(str(address), manifest, present, read, progress)

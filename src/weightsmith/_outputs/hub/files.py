@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -19,7 +20,7 @@ from weightsmith._outputs.checksum import grain_bytes
 from weightsmith._outputs.hub.repository import Content
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.weight_file import WeightFile
-from weightsmith._outputs.reread import Stored, reread
+from weightsmith._outputs.reread import Stored, read_at, reread
 from weightsmith.abc.output import Finished, Progress
 
 UPLOADS = 2
@@ -156,7 +157,7 @@ class StreamedUploads:
         shards = self.layout.shards
         found = {name: self._checksums[name] for name in wanted if shards[self.layout.places[name].shard].name in self.uploaded}
         stored = [
-            Stored(spec.name, file.fd, self.layout.places[spec.name].offset, spec.nbytes, grain_bytes(spec))
+            Stored(spec.name, partial(read_at, file.fd), self.layout.places[spec.name].offset, spec.nbytes, grain_bytes(spec))
             for number, file in self._files.items()
             for spec in shards[number].tensors
             if spec.name in wanted

@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsmith._base.errors import NOTHING_WRITTEN, Busy, Finding, NoSpace, StoreError
 from weightsmith._base.files import FULL
 from weightsmith._files.containers.safetensors import INDEX_NAME
-from weightsmith._outputs.journal import Entries, Journal, read_journal
+from weightsmith._outputs.journal import Entries, Journal, is_resumable, layout_hash, read_journal
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import StagingArea, staging_folder
 from weightsmith._outputs.local.claim import JOURNAL, PARTS, PRODUCTS, SPACE
-from weightsmith._outputs.local.followed import FollowedJournals
-from weightsmith._outputs.local.locks import part_journals, read_journals
+from weightsmith._outputs.local.locks import FollowedJournals, part_journals, read_journals
 from weightsmith._outputs.local.other_files import OtherFiles
 from weightsmith._outputs.local.products import create_product, read_product, remove_parts, remove_product, write_product
 from weightsmith._outputs.local.target import check_out, check_vacant
 from weightsmith._outputs.manifest import MANIFEST_NAME
-from weightsmith._outputs.resume import is_resumable, layout_hash
 from weightsmith._outputs.staging import BOOKKEEPING_BYTES
 from weightsmith.abc.output import Built, Capabilities, Finished, OtherFile, OutputSpec, Progress, WeightFiles
 

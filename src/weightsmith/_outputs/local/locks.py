@@ -10,17 +10,18 @@ A lock is a file locked with flock. Closing the file releases it, so the lock of
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Busy, Finding, StoreError
 from weightsmith._base.files import read_all
-from weightsmith._outputs.journal import Entries, read_journal
+from weightsmith._outputs.journal import Entries, read_further, read_journal
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.claim import JOURNAL, LOCK, OWNER, PARTS, check_kinds, check_made_by_us
 
@@ -156,8 +157,8 @@ class Locks:
             what, fix = "this machine does not see the folder of the driver", "write to a folder that all machines share"
         raise StoreError(f"{what}, or the driver has ended", where=str(self.folder), fix=fix)
 
-    def _wait(self, file: FileIO, seconds: float) -> None:
-        """Lock a file alone. Raises Busy if another process holds the lock so long."""
+    def _wait(self, file: FileIO, seconds: float, waiting: Callable[[], None] | None = None) -> None:
+        """Lock a file alone. Raises Busy if another process holds the lock so long. waiting: called once if one does."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -166,6 +167,9 @@ class Locks:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise self._taken() from None
+                if waiting is not None:
+                    waiting()
+                    waiting = None
                 time.sleep(0.05)
 
     def _no_locks(self) -> StoreError:
@@ -198,15 +202,7 @@ class Locks:
     def products(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
         """Wait for the lock on the products, and hold it. waiting: called once if another process holds it."""
         with FileIO(disk.open_own(self.folder / PARTS / "lock-products", os.O_RDWR), "r+") as file:
-            while True:
-                try:
-                    disk.lock(file.fileno())
-                    break
-                except BlockingIOError:
-                    if waiting is not None:
-                        waiting()
-                        waiting = None
-                    time.sleep(0.1)
+            self._wait(file, math.inf, waiting)
             yield
 
     def close(self) -> None:
@@ -243,6 +239,24 @@ def read_journals(folder: Path, names: Collection[str] | None = None) -> Entries
 def part_journals(folder: Path) -> list[Path]:
     """The journals of parts."""
     return sorted((folder / PARTS).glob("journal-*"))
+
+
+class FollowedJournals:
+    """Follows the journals of parts as they grow. On a network file system, what they show may be some seconds old."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: the staging folder."""
+        self._folder = folder
+        self._read: dict[str, int] = {}
+
+    def look(self, parts: Iterable[str]) -> set[str]:
+        """The tensors of these parts (labels) that have been finished since the last call for them."""
+        names: set[str] = set()
+        for part in parts:
+            with suppress(OSError):
+                entries, self._read[part] = read_further(self._folder / PARTS / f"journal-{part}", self._read.get(part, 0))
+                names.update(entries.tensors)
+        return names
 
 
 def _open(path: Path, flags: int = 0) -> FileIO:

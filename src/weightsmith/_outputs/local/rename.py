@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weightsmith._base.errors import StoreError
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import left_behind
-from weightsmith._outputs.local.weights import Weights
+from weightsmith._outputs.local.weight_file import Weights
 from weightsmith.abc.output import Capabilities
 
 if TYPE_CHECKING:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, StoreError, WeightsmithError
+from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, StoreError
 from weightsmith._base.files import FileState, expand_user, real_path, show
 from weightsmith._files.remote import addresses
-from weightsmith._outputs.local.verify import differences
+from weightsmith._outputs.compare import check_ours, damaged, differences
+from weightsmith._outputs.local.verify import file_states, reading
 from weightsmith._outputs.manifest import MANIFEST_NAME, Manifest, read_manifest
+from weightsmith._outputs.reread import PIECE_BYTES
 
 _VERSION_CONTROL = (".git", ".hg", ".svn", ".jj")
 _SHOWN = 6  # names of an existing folder that a message lists
@@ -116,8 +118,7 @@ def check_vacant(path: Path, *, overwrite: bool, protected: Sequence[Path] = ())
 
     protected  every file and folder that the run reads
 
-    With `overwrite`, a folder is replaced only if `foreign` finds nothing in it that weightsmith has not written; never if it
-    is under version control.
+    With `overwrite`, a folder is replaced only if `check_made_here` accepts it; never if it is under version control.
     """
     try:
         if not path.is_dir():
@@ -132,11 +133,14 @@ def check_vacant(path: Path, *, overwrite: bool, protected: Sequence[Path] = ())
     if not overwrite:
         fix = "choose another folder, or replace this one with --overwrite (overwrite=True)"
         raise occupied("the output folder already exists and is not empty", path, fix, holds=names)
-    tracked = [name for name in _VERSION_CONTROL if (path / name).exists()]
-    why, found = (f"it holds {tracked[0]}, whose history would be lost", ()) if tracked else foreign(path)
-    if why:
-        fix = "choose another folder, or remove this one yourself"
-        raise occupied(f"will not be overwritten: {why}", path, fix, holds=names, lost=found)
+    fix = "choose another folder, or remove this one yourself"
+
+    def refused(why: str, lost: Sequence[str]) -> OutputExists:
+        return occupied(f"will not be overwritten: {why}", path, fix, holds=names, lost=lost)
+
+    if tracked := [name for name in _VERSION_CONTROL if (path / name).exists()]:
+        raise refused(f"it holds {tracked[0]}, whose history would be lost", ())
+    check_made_here(path, refused)
 
 
 def occupied(what: str, where: object, fix: str, *, holds: Sequence[str] = (), lost: Sequence[str] = ()) -> OutputExists:
@@ -145,24 +149,19 @@ def occupied(what: str, where: object, fix: str, *, holds: Sequence[str] = (), l
     return OutputExists(what, where=str(where), details=details, fix=fix, state=NOTHING_WRITTEN)
 
 
-def foreign(path: Path) -> tuple[str, Sequence[str]]:
-    """Why a folder is not, or not only, what weightsmith has written: the reason, and the first few names; "" if it is.
+def check_made_here(path: Path, refused: Callable[[str, Sequence[str]], Exception]) -> Manifest:
+    """The manifest of a folder that holds what weightsmith has written, and nothing else; see `compare.check_ours`.
 
-    Every file must be in its manifest, and be what was written: its size, the checksums of headers and of all files that are
+    Every file must be in the manifest, and be what was written: its size, the checksums of headers and of all files that are
     not weights. A weight file is read as a whole only if it, or what the file system knows of it, was changed after the
     manifest, which is written last. A listed file may be missing, or be a link, of which nothing but the link would be lost.
     """
-    if not os.path.lexists(path / MANIFEST_NAME):
-        return f"weightsmith did not make it: it has no {MANIFEST_NAME}", ()
-    try:
-        manifest = read_manifest(path)
-    except WeightsmithError as error:
-        return f"its {MANIFEST_NAME} cannot be used: {error.finding.what}", ()
-    if lost := list(itertools.islice(_unlisted(path, manifest), _SHOWN + 1)):
-        return "it holds files that weightsmith did not write, and these would be lost", lost
-    if changed := _changed(path, manifest):
-        return "files in it were changed after weightsmith wrote them, and these changes would be lost", changed
-    return "", ()
+    return check_ours(
+        lambda: read_manifest(path),
+        lambda manifest: list(itertools.islice(_unlisted(path, manifest), _SHOWN + 1)),
+        lambda manifest: _changed(path, manifest),
+        refused,
+    )
 
 
 def _changed(path: Path, manifest: Manifest) -> list[str]:
@@ -171,15 +170,10 @@ def _changed(path: Path, manifest: Manifest) -> list[str]:
     made = str(manifest.data["checksum"])
     states = {name: (made, FileState.of(about)) for name, about in there.items() if _is_later(about, written)}
     later = {name for name, state in states.items() if state not in _compared}
-    found = differences(
-        path,
-        replace(
-            manifest,
-            weights={name: record for name, record in manifest.weights.items() if name in there},
-            files={name: record for name, record in manifest.files.items() if name in there},
-            tensors={name: record for name, record in manifest.tensors.items() if record.file in later},
-        ),
-    )
+    read_again = replace(manifest, tensors={name: each for name, each in manifest.tensors.items() if each.file in later})
+    present = file_states(path, there)
+    with reading(path, manifest) as read:
+        found = differences(manifest, present, read) + damaged(read_again, present, read, threads=2, piece_bytes=PIECE_BYTES)
     if not found:
         _compared.update(states.values())
     return found
@@ -205,15 +199,15 @@ def remove_checkpoint(path: Path) -> None:
     Does nothing if there is no folder, or an empty one is left of it. Raises StoreError if anything else is in it, and for what
     cannot be deleted.
     """
+
+    def refused(why: str, found: Sequence[str]) -> StoreError:
+        return StoreError(f"it is not removed: {why}", where=str(path), details=[some(found)] if found else [], fix=_MOVE)
+
     try:
         if path.is_symlink() or not path.is_dir():
             return
         if any(path.iterdir()):
-            why, found = foreign(path)
-            if why:
-                details = [some(found)] if found else []
-                raise StoreError(f"it is not removed: {why}", where=str(path), details=details, fix=_MOVE)
-            manifest = read_manifest(path)
+            manifest = check_made_here(path, refused)
             names = [*map(PurePosixPath, (*manifest.weights, *manifest.files))]
             for name in names:
                 (path / name).unlink(missing_ok=True)
@@ -291,7 +285,7 @@ def some(names: Sequence[str]) -> str:
 
 def _unlisted(path: Path, manifest: Manifest) -> Iterator[str]:
     """Relative names of the files, and folders (with a `/`), that a manifest does not list."""
-    listed = frozenset((MANIFEST_NAME, *manifest.weights, *manifest.files))
+    listed = manifest.names
     folders = {parent.as_posix() for name in listed for parent in PurePosixPath(name).parents}
 
     def walk(folder: Path, prefix: str) -> Iterator[str]:

@@ -29,7 +29,7 @@ from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
 from weightsmith._models.formats.gguf.reading import open_files
 from weightsmith._models.formats.gguf.writing import TYPES
-from weightsmith._outputs.verify import verify
+from weightsmith._outputs.places import verify
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import Table, plan_from_json
 
