@@ -32,7 +32,7 @@ from weightsmith._planning.planner.companions import carried, lacking
 from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.decide import decide
 from weightsmith._planning.planner.donor import choose_donor
-from weightsmith._planning.planner.dtypes import DTypes, kept_specs
+from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import analyse_all, at, number_models, open_models
 from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import ModelNames
@@ -264,7 +264,7 @@ class _Assembler:
             raise request.refusal(self.problems)
         donor, names = self.inputs[opened.donor], [n for n in self.matched.names if n is not None]
         account = Account(self.labels, names)
-        dtypes = DTypes(request.dtype, [kept_specs(c) for c in self.inputs])
+        dtypes = DTypes(request.dtype, [c.kept_specs for c in self.inputs])
         resolver = Resolver(method, self.labels, request.audit.wrong)
         outputs = Outputs(self._models(names), method, resolver, account, dtypes)
         outputs.make(placements)

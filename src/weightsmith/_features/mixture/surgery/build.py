@@ -24,7 +24,7 @@ from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import EXPERT_COUNTS, sections, whole_numbers
 from weightsmith._planning.planner.config import output_config
-from weightsmith._planning.planner.dtypes import DTypes, kept_specs
+from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import Assembled
@@ -114,7 +114,7 @@ class _Surgeon:
         self.problems: list[WeightsmithError] = []
         self.warnings: list[Finding] = [*recipe.findings, *checkpoint.notes]
         self.specs = dict(checkpoint.specs)
-        self.dtypes = DTypes(asked, [kept_specs(checkpoint)])
+        self.dtypes = DTypes(asked, [checkpoint.kept_specs])
         self.settings: dict[tuple[float, ...], int] = {}
         self.products: list[Product] = []
         merge = recipe.merge.values if recipe.merge is not None else {}
