@@ -13,6 +13,7 @@ dtypes.py      the dtype of each output tensor
 mismatch.py    tensors that do not go together
 account.py     used, or left out for a reason: no tensor is lost
 decide.py      what a tensor is to the method, and which products it waits for
+statistics.py  what the method knows of the models from a text: products, and what each step reads of them
 logical.py     a tensor that holds several matrices, as pieces
 outputs.py     the steps
 config.py      config.json of the output

@@ -43,6 +43,7 @@ from weightsmith._planning.planner.patterns import match_patterns
 from weightsmith._planning.planner.placement import Placement, Placer
 from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
 from weightsmith._planning.planner.segments import Region, SegmentMaker
+from weightsmith._planning.planner.statistics import Measured, measure
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import Made, PlanDraft, Step
@@ -279,6 +280,7 @@ class _Assembler:
         ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
         ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
         steps, products = decide(ordered, resolver.settings, method)
+        measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
@@ -292,9 +294,9 @@ class _Assembler:
         draft = PlanDraft(
             made=made_by(method),
             models=[replace(model_input(c), ref=label) for label, c in zip(self.labels, self.inputs, strict=True)],
-            steps=steps,
+            steps=measured.steps,
             settings=list(resolver.settings),
-            products=list(products),
+            products=[*products, *measured.products],
             tables=list(tables),
             dropped=list(dropped),
             config=config,
@@ -308,8 +310,19 @@ class _Assembler:
             recipe=self.recipe.text,
         )
         draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), draft.held)
-        named, loading = [*code_files(draft), *aligned.named], self._loading(draft, donor, outputs)
+        named = [*code_files(draft), *aligned.named, *measured.files]
+        loading = self._loading(draft, donor, outputs)
         return Assembled(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+
+    def _measured(self, method: Method, steps: Sequence[Step], resolver: Resolver) -> Measured:
+        """The steps with what the method knows of the models from a text."""
+        request = self.request
+        found = measure(
+            method, self.recipe, request.models, self.inputs, self.labels, steps, resolver.settings, request.options.seed
+        )
+        self.problems += found.problems
+        self.warnings += found.findings
+        return found
 
     def _models(self, names: Sequence[ModelNames]) -> Models:
         base = self.recipe.base_model

@@ -229,6 +229,9 @@ class _Stored:
 
 
 def _sampled(prepared: Prepared, threads: int | None) -> _Looked:
+    if any(leaf.statistics for step in prepared.plan.steps for leaf in step.leaves):
+        what = f"{prepared.plan.made.name} measures the models on a text, which a preview does not"
+        raise Unsupported(what, fix="merge, and compare: weightsmith diff --base BASE MERGED A B")
     sampled = sample(prepared.plan)
     stored = {step.out.name: _Stored(step.out) for step in sampled.plan.steps}
     run(sampled.plan, prepared.inputs, MemoryOutput(stored), Resources(threads or 0), Workload(allow_nonfinite=True))
