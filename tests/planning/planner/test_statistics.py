@@ -14,12 +14,13 @@ import weightsmith
 from tests.plan_help import model
 from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
 from weightsmith._base.options import RecipeOptions
+from weightsmith._features.quantisation.calibration.plan import without_measuring
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._planning.planner.inputs import number_models
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._planning.planner.statistics import own_texts
 from weightsmith._planning.recipe import parse
-from weightsmith._plans import Plan, plan_from_json
+from weightsmith._plans import Plan, PlanDraft, plan_from_json
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -209,6 +210,13 @@ def test_what_measures_cannot_be_previewed_or_merged_in_memory() -> None:
         weightsmith.preview(recipe(text=short("all")), progress=False)
     with pytest.raises(PlanError, match="regmean measures the models on a text, and state dicts have none"):
         weightsmith.merge_state_dicts("regmean", [{}, {}], base={})
+
+
+def test_a_quantised_merge_keeps_what_it_measures_itself() -> None:
+    plan = plan_of(recipe(text=short("all")))
+    draft = PlanDraft.of(plan)
+    assert without_measuring(draft) == []
+    assert tuple(draft.products) == plan.products
 
 
 def test_the_seed_chooses_the_rows() -> None:

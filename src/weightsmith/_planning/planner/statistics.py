@@ -63,9 +63,10 @@ def measure(
     """
     found = Measured(list(steps))
     own = own_texts(recipe, models, found.problems)
+    required = [method.requires(each.shared) for each in settings]
     wanted: dict[int, dict[str, None]] = {}
-    for leaf in (leaf for step in steps for leaf in step.leaves):
-        for each, i in _wanted(method, leaf, settings):
+    for leaf in (leaf for step in steps for leaf in step.leaves if any(required)):
+        for each, i in _wanted(leaf, required):
             wanted.setdefault(leaf.inputs[i].model, {})[each.kind] = None
     _refuse_unread(method, recipe, own, wanted, labels, found)
     missing = [number for number in wanted if own.get(number, recipe.measured) is None]
@@ -89,7 +90,7 @@ def measure(
         return found
     found.products = statistic_products(known.__getitem__, requests.values())
     found.files = _files(request.text for request in requests.values())
-    reader = _Reader(method, settings, inputs, requests, found.products)
+    reader = _Reader(required, inputs, requests, found.products)
     found.steps = [_each_leaf(step, reader) for step in steps]
     if reader.without:
         found.findings.append(_without(reader.without))
@@ -109,12 +110,11 @@ def own_texts(recipe: Recipe, models: Mapping[ModelRef, int], problems: list[Wei
     return found
 
 
-def _wanted(method: Method, leaf: Step, settings: Sequence[Settings]) -> list[tuple[Requirement, int]]:
-    """The statistics that a leaf's merge looks at, each with the number of the input."""
+def _wanted(leaf: Step, required: Sequence[Sequence[Requirement]]) -> list[tuple[Requirement, int]]:
+    """The statistics that a leaf's merge looks at, each with the number of the input. required: by settings."""
     if not leaf.merges or leaf.role != "linear" or not leaf.out.size:
         return []
-    required = method.requires(settings[leaf.settings].shared)
-    return [(each, i) for each in required for i in each.inputs(len(leaf.inputs), base=leaf.base)]
+    return [(each, i) for each in required[leaf.settings] for i in each.inputs(len(leaf.inputs), base=leaf.base)]
 
 
 def _refuse_unread(
@@ -178,14 +178,13 @@ class _Reader:
 
     def __init__(
         self,
-        method: Method,
-        settings: Sequence[Settings],
+        required: Sequence[Sequence[Requirement]],
         inputs: Sequence[Checkpoint],
         requests: Mapping[tuple[int, str], StatisticRequest],
         products: Sequence[Product],
     ) -> None:
         self.without: list[str] = []
-        self._method, self._settings, self._inputs, self._requests = method, settings, inputs, requests
+        self._required, self._inputs, self._requests = required, inputs, requests
         self._weights = {
             (product.settings["base"]["model"], weight)
             for product in products
@@ -195,7 +194,7 @@ class _Reader:
 
     def measured(self, leaf: Step) -> Step:
         """The leaf with its statistics; as it is if one of them is missing."""
-        wanted = _wanted(self._method, leaf, self._settings)
+        wanted = _wanted(leaf, self._required)
         reads = [self._read(each.kind, leaf.inputs[i], i) for each, i in wanted]
         found = tuple(read for read in reads if read is not None)
         if len(found) < len(wanted):

@@ -15,7 +15,7 @@ from weightsmith._features.quantisation.calibration.measured import shape_of
 from weightsmith._features.quantisation.calibration.schemes import takes_hessian
 from weightsmith._features.quantisation.calibration.work import BlocksWork, MeasureWork, QuantisedStatesWork, QuantisedWork
 from weightsmith._planning.planner import Assembled
-from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step
+from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, arrays_of, needs_of
 
 NONE = "none"
 """`--calibration none`: round to nearest."""
@@ -77,8 +77,12 @@ MEASURED_ROWS = 32
 
 
 def without_measuring(draft: PlanDraft) -> list[Product]:
-    """Remove the measurement from the draft to which it was added; its products."""
-    own = [product for product in draft.products if product.op in MEASURING]
+    """Remove the measurement from the draft to which it was added; its products. A merge keeps what it measures itself."""
+    maker = arrays_of(draft.products)
+    kept = {name for step in draft.steps for name in needs_of(step, maker)}
+    for product in reversed(draft.products):
+        kept.update(product.needs if product.name in kept else ())
+    own = [product for product in draft.products if product.op in MEASURING and product.name not in kept]
     draft.then, draft.products = None, [product for product in draft.products if product not in own]
     return own
 
