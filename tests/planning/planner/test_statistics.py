@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import weightsmith
+from tests.cli_help import Cli
 from tests.plan_help import model
 from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
 from weightsmith._base.options import RecipeOptions
@@ -217,6 +218,18 @@ def test_a_quantised_merge_keeps_what_it_measures_itself() -> None:
     draft = PlanDraft.of(plan)
     assert without_measuring(draft) == []
     assert tuple(draft.products) == plan.products
+
+
+def test_the_plan_says_what_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    Path("by_text.yml").write_text(json.dumps(recipe(a=short("a"), text=short("all", rows=5))))
+    run = Cli(monkeypatch, capsys)
+    printed = run("plan", "by_text.yml").out
+    # Three inputs of each of two layers: q and up of 4 features, down of 6.
+    for text, rows, name in (("a", 4, "a"), ("all", 5, "b")):
+        read = f"{rows} rows of 16 tokens of {folder}/{text}.txt, through ./{name}: second_moments, 544 bytes on disk until the end"
+        assert read in " ".join(printed.split())
+    summary = json.loads(run("plan", "by_text.yml", "--json").out)["summary"]["texts"]
+    assert [(text["model"], text["rows"], text["bytes"]) for text in summary] == [("./a", 4, 544), ("./b", 5, 544)]
 
 
 def test_the_seed_chooses_the_rows() -> None:
