@@ -226,7 +226,7 @@ def test_the_plan_says_what_is_measured(folder: Path, monkeypatch: pytest.Monkey
     printed = run("plan", "by_text.yml").out
     # Three inputs of each of two layers: q and up of 4 features, down of 6.
     for text, rows, name in (("a", 4, "a"), ("all", 5, "b")):
-        read = f"{rows} rows of 16 tokens of {folder}/{text}.txt, through ./{name}: second_moments, 544 bytes on disk until the end"
+        read = f"{rows} rows of 16 tokens of {folder}/{text}.txt, through ./{name}: second_moments, 544 bytes on disk"
         assert read in " ".join(printed.split())
     summary = json.loads(run("plan", "by_text.yml", "--json").out)["summary"]["texts"]
     assert [(text["model"], text["rows"], text["bytes"]) for text in summary] == [("./a", 4, 544), ("./b", 5, 544)]
