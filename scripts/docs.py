@@ -200,6 +200,13 @@ def _flags(command: Any, options: Mapping[str, Option]) -> list[tuple[str, str, 
 # ---- the methods
 
 
+def _text(method: Method) -> list[str]:
+    """What the method measures, if it always looks at a text."""
+    defaults = {p.name: p.default for p in method.parameters}
+    kinds = [f"`{each.kind}` of {'each model' if each.of == 'models' else 'the base'}" for each in method.requires(defaults)]
+    return [f"**Measures on a [text](../statistics.md):** {', '.join(kinds)}.", ""] if kinds else []
+
+
 def method_page(method: Method) -> str:
     """The page of one method."""
     base = "" if method.base == "input" else " in addition to the base"
@@ -219,6 +226,7 @@ def method_page(method: Method) -> str:
             "",
             f"**Models:** {models(method)}{base}; {_base(method.base)}.",
             "",
+            *_text(method),
             "## Parameters",
             "",
             table(

@@ -313,11 +313,14 @@ _YAML = (
     '"\\UFFFFFFFF"',
     "/dev/zero",
     "/proc/self/environ",
+    "{file: built-in, rows: 2, tokens: 8}",
+    "regmean",
 )
 _RECIPE_KEYS = """
     merge_method base_model models model slices sources layer_range parameters weight density t normalize lambda dtype
     out_dtype tokenizer_source tokenizer modules filter value embed_slerp int8_mask experts source_model gate_mode
     positive_prompts prune_experts merge_experts keep groups saliency architecture experts_per_token shared_experts <<
+    text file rows tokens prior prior_parameters mu aim
 """.split()
 
 

@@ -171,7 +171,12 @@ def parameter_names() -> list[str]:
 
 
 @pytest.mark.parametrize("block", of_language("yaml"), ids=str)
-def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(block: Block, folder: Path) -> None:
+def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(
+    block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fr", "de"):
+        (folder / f"{name}.txt").write_text("a text of its own kind")
+    monkeypatch.setattr("weightsmith._activations.model.rows_of", lambda text, *_: range(text.rows or 10))
     if block.wrong:
         with pytest.raises(PlanError):
             prepare(block.text)

@@ -16,7 +16,7 @@ import transformers
 from safetensors.numpy import load_file
 
 import weightsmith
-from tests.calibration_help import captured, changed, rows_for, save_model, settings
+from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_model, settings
 from weightsmith._activations.model import array_name, input_of, result_of, statistic_products, text_for
 from weightsmith._activations.statistics import STATISTICS, fisher, gram
 from weightsmith._base.errors import CheckpointError, PlanError, UnknownName
@@ -119,11 +119,12 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
     with prepare(recipe) as prepared:
         requests = [*requests_for(prepared, given, KINDS, 0), *requests_for(prepared, shorter, KINDS, 1)]
         found = computed(with_statistics(prepared, requests))
-    assert len(found) == 2 * 2 * (4 + 4 + 7)  # four inputs of linear layers, seven weights
+    assert len(found) == 2 * 2 * (4 * 4 + 7)  # four inputs of linear layers, seven weights
     for number, (name, own) in enumerate((("a", given), ("b", shorter))):
         whole = Whole(tmp_path / name, own)
         fisher = whole.fisher()
-        grams, moments, squares = requests[3 * number : 3 * number + 3]
+        count = len(KINDS)
+        grams, _, moments, _, squares = requests[count * number : count * (number + 1)]
         for i in range(2):
             for module in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
                 weight = f"model.layers.{i}.{module}.weight"
@@ -131,6 +132,37 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
                 assert_near(found[array_name(grams, weight)], x.T @ x)
                 assert_near(found[array_name(moments, weight)], x.square().mean(0))
                 assert_near(found[array_name(squares, weight)], fisher[weight])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "biased"])
+def test_statistics_of_every_family_are_those_of_float64(family: str, tmp_path: Path) -> None:
+    """To 1e-5 of their norm: of every linear layer that is a module of transformers' own model."""
+    save_model(tmp_path / "a", family)
+    given = settings(tmp_path)
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "a")}]}
+    with prepare(recipe) as prepared:
+        requests = requests_for(prepared, given, KINDS, 0)
+        found = computed(with_statistics(prepared, requests))
+    whole = Whole(tmp_path / "a", given)
+    information, modules = whole.fisher(), dict(whole.model.named_modules())
+    inside = [step.out.name for step in prepared.plan.steps if ".layers." in step.out.name]
+    weights = [w for w in inside if isinstance(modules.get(w.removesuffix(".weight")), torch.nn.Linear)]
+    assert len(weights) >= 8
+    for weight in weights:
+        x = whole.entering(weight.removesuffix(".weight"))
+        expected = {
+            "gram": x.T @ x,
+            "second_moments": x.T @ x / len(x),
+            "moments": x.square().mean(0),
+            "magnitudes": x.abs().mean(0),
+            "fisher": information[weight],
+        }
+        assert set(expected) == set(KINDS)
+        for request in requests:
+            own = torch.from_numpy(found[array_name(request, weight)]).double()
+            error = float((own - expected[request.kind]).norm() / expected[request.kind].norm())
+            assert error < 1e-5, (weight, request.kind, error)
 
 
 @pytest.mark.slow
@@ -154,9 +186,9 @@ def test_each_expert_has_the_statistics_of_the_tokens_that_reach_it(tmp_path: Pa
             assert not any(found[array_name(request, weights["w1"])].any() for request in requests)
             continue
         assert_near(found[array_name(requests[0], weights["w3"])], own.T @ own)
-        assert_near(found[array_name(requests[1], weights["w1"])], own.square().mean(0))
+        assert_near(found[array_name(requests[KINDS.index("moments")], weights["w1"])], own.square().mean(0))
         for part, weight in weights.items():
-            assert_near(found[array_name(requests[2], weight)], expected[part])
+            assert_near(found[array_name(requests[KINDS.index("fisher")], weight)], expected[part])
     assert min(reached) < max(reached)
 
 
@@ -242,7 +274,7 @@ def test_a_run_is_resumed_with_the_statistics_that_it_has(tmp_path: Path, monkey
     weightsmith.run(tmp_path / "plan.json", tmp_path / "again", progress=False)
     weights = "model.safetensors"
     assert (found / weights).read_bytes() == (tmp_path / "again" / weights).read_bytes()
-    assert len(load_file(found / weights)) == 2 * (4 + 4 + 7)
+    assert len(load_file(found / weights)) == 2 * (4 * 4 + 7)
 
 
 def test_a_text_or_a_tokenizer_that_has_changed_is_an_error(tmp_path: Path) -> None:

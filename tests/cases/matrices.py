@@ -125,6 +125,14 @@ def svc_case(name: str, alpha: float | None, weights: list[float]) -> Case:
     return Case(name, "svc", {"alpha": alpha, "lambda": 0.9}, [{}, *[{"weight": w} for w in weights]], reference)
 
 
+def unmeasured(method: str, shared: dict[str, Any], weights: list[float]) -> Case:
+    """A method that looks at a text, without one: the mean of the weighted deltas."""
+    return Case(
+        f"{method}, no text", method, shared, [{}, *[{"weight": w} for w in weights]],
+        lambda a: merged(a, weights, lambda ds, raw: np.mean(ds, axis=0), shared["lambda"]),
+    )  # fmt: skip
+
+
 def cart(arrays: Arrays) -> Array:
     xs = f64(arrays)
     mean = np.mean(xs, axis=0)
@@ -163,5 +171,9 @@ CASES = (
         "resmerge", "resmerge", {"head_rank": 1, "head_share": 0.2, "beta_min": 0.7, "beta_max": 1.0, "lambda": 1.0},
         [1.0, 0.5], lambda ds: resmerge(ds, 0.2, 0.7, 1.0),
     ),
+    unmeasured(
+        "regmean", {"alpha": 1.0, "ridge": 0.1, "prior": "none", "prior_parameters": None, "mu": 0.3, "lambda": 0.9}, [1.0, 0.5]
+    ),
+    unmeasured("fisher", {"floor": 0.1, "lambda": 0.9}, [1.0, 0.5]),
     Case("cart", "cart", {"rank": 0.1, "lambda": 0.7}, [{}, {}, {}], cart, base=False),
 )  # fmt: skip

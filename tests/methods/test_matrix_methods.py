@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests import cli_help
 from tests.cases.case import deltas, f64, fine_tunes
 from tests.mini import run_method, write_checkpoint
 from weightsmith import _methods as methods
+from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import CannotResume, ParameterError, PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.active import ActivePass, ActiveStep, LeafPass
@@ -579,7 +581,10 @@ def test_jobs_that_are_not_portable_are_those_whose_methods_say_so() -> None:
         places = tuple(range(count))
         models = ({} if base else own, *[own] * (count - 1))
         codes = np.zeros(count, np.int64)
+        ones = {each.kind: np.ones(find_statistic(each.kind).shape(8, 8)) for each in method.requires(shared)}
+        known = {kind: dict.fromkeys(places, array) for kind, array in ones.items()}
         matrix = Matrix("w", 64, 8, 64, codes, 0, base, shared, models, 0, places, places, (), (8, 8), "linear")
+        matrix = replace(matrix, statistics=known)
         try:
             job = method.job(matrix)
         except (IndexError, KeyError, ValueError):  # it reads a product

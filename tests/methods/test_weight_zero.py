@@ -45,7 +45,8 @@ def float32(count: int) -> list[Model]:
 
 
 def weighted(method: Method) -> bool:
-    return any(p.name == "weight" and p.scope == "model" for p in method.parameters)
+    """It has weights, and merges in memory, where there is no text."""
+    return not method.requires({}) and any(p.name == "weight" and p.scope == "model" for p in method.parameters)
 
 
 def merge(case: Case, models: list[Model], own: list[Any], **more: Any) -> Model:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weightsmith._activations.work import GradientWork
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._models.structure.vocabulary import is_head
+from weightsmith._models.structure.vocabulary import is_embedding, is_head
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 
@@ -42,6 +43,12 @@ def _compute(bench: ProductContext) -> Arrays:
     return _of_head(bench, work) if work.layer == work.base.layers else _of_layer(bench, work)
 
 
+def _head(product: Product) -> TensorSpec | None:
+    """The head, or the embedding that is the head too; None if there is neither."""
+    specs = [step.out for step in product.steps if len(step.out.shape) == 2]
+    return next((spec for is_one in (is_head, is_embedding) for spec in specs if is_one(spec)), None)
+
+
 def _of_head(bench: ProductContext, work: GradientWork) -> Arrays:
     """The gradients of what leaves the last layer."""
     import torch
@@ -50,7 +57,8 @@ def _of_head(bench: ProductContext, work: GradientWork) -> Arrays:
 
     rows = rows_of_states(bench, work, 0, 0, back=True)
     [gradients] = bench.create()
-    head = next(step.out for step in bench.product.steps if is_head(step.out))
+    head = _head(bench.product)
+    assert head is not None
     numbers = np.empty(head.shape, np.float32)
     bench.fill({head.name: numbers})
     weight = torch.from_numpy(numbers).to(rows.device)
@@ -159,7 +167,7 @@ def _check(product: Product) -> str:
     if not outs or outs[0][0] != "F32" or len(outs[0][1]) != 3:
         return "it does not make gradients"
     if work.layer == work.base.layers:
-        if len(outs) != 1 or not any(is_head(step.out) and len(step.out.shape) == 2 for step in product.steps):
+        if len(outs) != 1 or _head(product) is None:
             return "it has no step for the head, or other arrays"
         return ""
     specs = {step.out.name: step.out.shape for step in product.steps}

@@ -25,7 +25,6 @@ from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.configs import count_of
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
-from weightsmith._planning.planner.dtypes import kept_specs
 from weightsmith._plans import CAST, COPY, FileRead, PlanDraft, Product, Read, Step
 from weightsmith._plans.statistics import StatisticRequest, TextSource
 from weightsmith._plans.values import arrays_of, needs_of
@@ -83,7 +82,7 @@ def input_of(inputs: Sequence[Checkpoint], number: int, instead: str = "") -> Te
     """An input of a plan, by its index."""
     checkpoint = inputs[number]
     steps = []
-    for name, kept in kept_specs(checkpoint).items():
+    for name, kept in checkpoint.kept_specs.items():
         op = COPY if kept.dtype is checkpoint.specs[name].dtype else CAST
         steps.append(Step(kept, op, (Read(number, name),)))
     structure = analyse([step.out for step in steps], checkpoint.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +114,18 @@ class Reader:
             role=step.role,
             layer=step.layer,
             device=self._device,
+            statistics=self._statistics(step),
         )
+
+    def _statistics(self, step: Step) -> dict[str, dict[int, npt.NDArray[Any]]]:
+        """The statistics of a step's inputs, by kind and input; zeros while they are not made."""
+        found: dict[str, dict[int, npt.NDArray[Any]]] = {}
+        for each in step.statistics:
+            array, view = self.results.array_or_zeros(each.read.tensor), each.read.view
+            if isinstance(view, Block):
+                array = array.reshape(-1)[view.offset : view.offset + view.rows * view.cols].reshape(-1, array.shape[-1])
+            found.setdefault(each.kind, {})[each.input] = array
+        return found
 
     def job(self, step: Step) -> Job:
         """The job of a step that is not copied."""
@@ -123,7 +135,7 @@ class Reader:
         """Statistics passes, and bytes held between passes, of the job of a step; asked once for each kind of step."""
         if step.op == COPY or not step.out.size:
             return 0, 0
-        key = step.op, step.settings, step.base, step.out.shape, step.role
+        key = step.op, step.settings, step.base, step.out.shape, step.role, bool(step.statistics)
         if key not in self._facts:
             job = self.job(step)
             self._facts[key] = job.passes(), job.resident_bytes

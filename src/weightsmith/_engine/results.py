@@ -80,12 +80,14 @@ class Results:
         """One array of a finished product."""
         return self._arrays[name]
 
+    def array_or_zeros(self, name: str) -> npt.NDArray[Any]:
+        """One array; zeros while it is not made, so that jobs can be asked for their passes."""
+        return self._arrays[name] if name in self._arrays else np.zeros(self.specs[name].shape, self.specs[name].dtype.numpy)
+
     def of(self, name: str) -> Result:
-        """What a job sees of a product; zeros while it is not made, so that jobs can be asked for their passes."""
+        """What a job sees of a product, whose arrays are those of `array_or_zeros`."""
         product = self._products[name]
-        arrays = tuple(
-            self._arrays[out.name] if out.name in self._arrays else np.zeros(out.shape, out.dtype.numpy) for out in product.outs
-        )
+        arrays = tuple(self.array_or_zeros(out.name) for out in product.outs)
         return Result(product.settings, product.models, arrays)
 
     # ---- as a source of tensors

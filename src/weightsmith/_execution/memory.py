@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._base.errors import Finding, WeightsmithError
+from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.tensors import DType
 from weightsmith._engine.constants import copied
 from weightsmith._engine.local import Resources, Workload, run
@@ -67,6 +67,9 @@ def merge_state_dicts(
     with nullcontext(get(method)) if isinstance(method, str) else at_hand(method) as found:
         planned = plan_state_dicts(found, models, base, parameters, out_dtype, seed)
         plan, first = planned.plan, planned.donor
+        if any(found.requires(settings.shared) for settings in plan.settings):
+            what, fix = f"{found.name} measures the models on a text", "write a recipe, with the text, and merge checkpoints"
+            raise PlanError([Unsupported(f"{what}, and state dicts have none", fix=fix)])
         output = _Output(plan, planned.models[first])
         inputs = [StateDict(views, model.ref) for views, model in zip(planned.views, plan.models, strict=True)]
         try:

@@ -54,6 +54,22 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Requirement:
+    """A statistic that a method looks at, for the weight of each linear layer.
+
+    kind  a name of `weightsmith._activations.statistics.STATISTICS`
+    of    `models`: of each model besides the base, on that model's text; `base`: of the base
+    """
+
+    kind: str
+    of: Literal["models", "base"] = "models"
+
+    def inputs(self, count: int, *, base: bool) -> range:
+        """The places of the inputs that it is of, of so many. base: the first is the base."""
+        return range(int(base)) if self.of == "base" else range(int(base), count)
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """One merge method.
 
@@ -80,6 +96,7 @@ class Method:
                 perhaps on the whole model, but not on the matrix it is in: fused matrices then need not be taken apart
     on_device   says whether, with these parameters (of the tensor), torch computes linear layers on the device of the run
     otherwise   of a method of linear layers' weights: what is done with all other tensors, `averaged`; "" for other methods
+    requires    the statistics that it looks at, with these parameters (of the tensor); the recipe names the text
     """
 
     name: str
@@ -104,3 +121,4 @@ class Method:
     elementwise: Callable[[Parameters], bool] = lambda shared: False
     on_device: Callable[[Parameters], bool] = lambda shared: False
     otherwise: str = ""
+    requires: Callable[[Parameters], Sequence[Requirement]] = lambda shared: ()

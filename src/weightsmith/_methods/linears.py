@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
+
+if TYPE_CHECKING:
+    from weightsmith._methods.jobs.matrix import Deltas
 
 matrix_method = partial(
     merge_method,
@@ -30,11 +33,12 @@ def linears_job(
     matrix: Matrix,
     weight: Sequence[float],
     factor: float,
-    merge: Callable[[Sequence[Any]], Any],
+    merge: Callable[[Deltas], Any],
     *,
     calibrates: bool = False,
     copies: int = 8,
     side: int | None = None,
+    known: bool = True,
 ) -> Job:
     """base + λ · merge(weighted deltas) for a linear layer, base + λ · their mean for all else.
 
@@ -44,13 +48,13 @@ def linears_job(
     calibrates  merge gets the deltas without their weights; tensors that are not linear layers take their weighted sum
     copies      maximum number of float64 matrices that it holds, not counting square ones
     side        of the largest square matrix it makes; None: the shorter side of the matrix
+    known       it is a linear layer of which merge knows what it needs: otherwise it is merged like all else
     """
     weights = np.asarray(weight)
-    if matrix.role != "linear":
-        from weightsmith._methods.jobs.combination import CombinationJob
+    if matrix.role != "linear" or not known:
+        from weightsmith._methods.jobs.combination import sum_of_deltas
 
-        share = factor * weights if calibrates else factor * weights / len(weights)
-        return CombinationJob(matrix, np.concatenate([[1.0 - share.sum()], share]))
+        return sum_of_deltas(matrix, factor * weights if calibrates else factor * weights / len(weights))
     from weightsmith._methods.jobs.matrix import MatrixJob
 
     taken = np.ones(len(weights)) if calibrates else weights

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import numpy as np
 
 from weightsmith._base.errors import MethodError
-from weightsmith._methods.base import BaseRole, Method, Parameter, ParameterType
+from weightsmith._methods.base import BaseRole, Method, Parameter, ParameterType, Requirement
 from weightsmith._plans import Parameters, Product, Settings, Step
 from weightsmith.abc.job import Job
 
@@ -210,12 +210,13 @@ def merge_method(
     elementwise: Callable[..., bool] = lambda: False,
     on_device: bool = False,
     otherwise: str = "",
+    requires: Callable[..., Sequence[Requirement]] = lambda: (),
 ) -> Callable[[Callable[..., Job]], Method]:
     """Make a merge method of a function from one logical matrix, `matrix`, and its parameters to the job that merges it.
 
-    Its name is the function's; `Method` says what the rest is. `check`, `copies`, `needs` and `elementwise` take parameters of
-    the method by name, as many as they want to know; `keeps_base` also the tensor's `role`. A model whose `weight` is 0 is left
-    out. Raises MethodError for a signature that is wrong.
+    Its name is the function's; `Method` says what the rest is. `check`, `copies`, `needs`, `elementwise` and `requires` take
+    parameters of the method by name, as many as they want to know; `keeps_base` also the tensor's `role`. A model whose
+    `weight` is 0 is left out. Raises MethodError for a signature that is wrong.
     """
 
     def make(function: Callable[..., Job]) -> Method:
@@ -223,7 +224,7 @@ def merge_method(
         job = bound(function, parameters, skip=("matrix",))
         checked, copied = bound(check, parameters), bound(copies, parameters)
         needed, by_element = bound(needs, parameters), bound(elementwise, parameters)
-        kept = bound(keeps_base, parameters, skip=("role",))
+        kept, required = bound(keeps_base, parameters, skip=("role",)), bound(requires, parameters)
         return Method(
             name=function.__name__,
             title=title,
@@ -247,6 +248,7 @@ def merge_method(
             elementwise=lambda shared: by_element(shared=shared),
             on_device=lambda shared: on_device,
             otherwise=otherwise,
+            requires=lambda shared: required(shared=shared),
         )
 
     return make

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from weightsmith._methods.base import Method
+import numpy as np
+
+from weightsmith._methods.base import Method, Requirement
 from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._methods.signature import Bounds, bound, parameters_of
 from weightsmith.abc.job import Job, Matrix
@@ -33,6 +35,13 @@ def _job(
         "the least repetition assumed, by default 1/K for K models; 1 only weakens.",
         Bounds(0.0, 1.0),
     ] = None,
+    aim: Annotated[
+        float | None,
+        "Scale the columns of each linear layer's merged delta down to this share, the more the more enters them in the base "
+        "model: by 1 - (1 - aim) a / max a, with a the mean magnitude of an input on the base's text (AIM, arXiv 2502.02421; "
+        "0.4 there). The recipe names the text.",
+        Bounds(0.0, 1.0),
+    ] = None,
     norm_match: Annotated[
         Literal["none", "mean", "max", "task_arithmetic"],
         "Give each tensor's merged delta the Frobenius norm of: the inputs' deltas, on average (`mean`) or at most (`max`), or "
@@ -42,14 +51,22 @@ def _job(
         float, "Factor on the merged delta, after all else. A gradient over the layers is LiNeS: shallow layers change less."
     ] = 1.0,
 ) -> Job:
-    """The job that `make` makes, with the steps after it that are asked for; `spectrum` only of a linear layer's weight."""
+    """The job that `make` makes, with the steps after it that are asked for; `spectrum` and `aim` only of a linear layer."""
 
-    def changed(matrix: Matrix) -> Job:
+    def spectral(matrix: Matrix) -> Job:
         if spectrum == "none" or matrix.role != "linear":
             return make(matrix)
         from weightsmith._methods.jobs.steps import SpectrumJob
 
         return SpectrumJob(matrix, make, spectrum, spectrum_strength)
+
+    def changed(matrix: Matrix) -> Job:
+        if aim is None or MAGNITUDES.kind not in matrix.statistics:
+            return spectral(matrix)
+        from weightsmith._methods.jobs.columns import ColumnsJob
+
+        sizes = np.array(matrix.statistics[MAGNITUDES.kind][0], np.float64)
+        return ColumnsJob(matrix, spectral, 1.0 - (1.0 - aim) * sizes / max(sizes.max(), np.finfo(np.float64).tiny))
 
     if norm_match == "none" and delta_scale == 1.0:
         return changed(matrix)
@@ -57,6 +74,8 @@ def _job(
 
     return ScaledJob(matrix, changed, norm_match, delta_scale)
 
+
+MAGNITUDES = Requirement("magnitudes", of="base")
 
 PARAMETERS = parameters_of(_job, skip=("matrix", "make"))
 
@@ -71,7 +90,8 @@ def with_steps(method: Method) -> Method:
     job = bound(_job, PARAMETERS, skip=("matrix", "make"))
     check = bound(lambda spectrum: needs_torch() if spectrum != "none" else "", PARAMETERS)
     decomposed = bound(lambda spectrum: spectrum != "none", PARAMETERS)
-    unchanged = bound(lambda spectrum, norm_match: spectrum == norm_match == "none", PARAMETERS)
+    aims = bound(lambda aim: aim is not None, PARAMETERS)
+    unchanged = bound(lambda spectrum, aim, norm_match: spectrum == norm_match == "none" and aim is None, PARAMETERS)
     return replace(
         method,
         parameters=method.parameters + PARAMETERS,
@@ -79,4 +99,5 @@ def with_steps(method: Method) -> Method:
         check=lambda shared, models: method.check(shared, models) or check(shared=shared),
         elementwise=lambda shared: method.elementwise(shared) and unchanged(shared=shared),
         on_device=lambda shared: method.on_device(shared) or decomposed(shared=shared),
+        requires=lambda shared: (*method.requires(shared), *([MAGNITUDES] if aims(shared=shared) else ())),
     )

@@ -185,6 +185,15 @@ class Checkpoint:
         """The default output dtype of a tensor."""
         return self.source.natural_dtype(name)
 
+    @property
+    def kept_specs(self) -> dict[str, TensorSpec]:
+        """Name, dtype and shape of every tensor, with the dtypes that an output has by default."""
+        specs, found = self.specs, dict(self.specs)
+        for name, spec in specs.items():
+            if (dtype := self.natural_dtype(name)) is not spec.dtype:
+                found[name] = replace(spec, dtype=dtype)
+        return found
+
     def preferred_rows(self, name: str) -> int:
         """The number of rows to read at once so that no byte is read twice."""
         return self.source.preferred_rows(name)

@@ -27,6 +27,7 @@ from weightsmith._plans.values import Product as Product
 from weightsmith._plans.values import Read as Read
 from weightsmith._plans.values import Role as Role
 from weightsmith._plans.values import Settings as Settings
+from weightsmith._plans.values import StatisticRead as StatisticRead
 from weightsmith._plans.values import Step as Step
 from weightsmith._plans.values import Table as Table
 from weightsmith._plans.values import Value as Value

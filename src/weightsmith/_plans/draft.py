@@ -13,6 +13,7 @@ from weightsmith._plans.values import (
     JOIN,
     PLAIN,
     PRODUCTS,
+    Block,
     Dropped,
     Gather,
     Made,
@@ -180,6 +181,11 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
             raise invalid(at, f"there are no settings {leaf.settings}")
         if leaf.merges and len(plan.settings[leaf.settings].models) != len(leaf.inputs):
             raise invalid(at, f"settings {leaf.settings} are for a different number of inputs")
+        for found in leaf.statistics:
+            if found.read.model != PRODUCTS or not 0 <= found.input < len(leaf.inputs):
+                raise invalid(at, f"the statistic {found.read.tensor!r} is not of an input, or no product's array")
+            if found.read.view is not None and not (isinstance(found.read.view, Block) and found.read.view.whole_rows):
+                raise invalid(at, f"the statistic {found.read.tensor!r} is not read by whole rows")
         for read in leaf.all_inputs:
             if read.model == PRODUCTS:
                 if read.tensor not in arrays:

@@ -29,7 +29,7 @@ class TextSource:
 class StatisticRequest:
     """A statistic of one model on one text.
 
-    kind   a name of `weightsmith._activations.statistics.STATISTICS`: `gram`, `moments`, `fisher`
+    kind   a name of `weightsmith._activations.statistics.STATISTICS`
     model  its index in the plan
     text   with as many rows as it has; `weightsmith._activations.text_for` makes it
     """

@@ -170,6 +170,20 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class StatisticRead:
+    """A statistic of what enters the weight that a step reads of one model, or of its gradients. Its job gets all of it.
+
+    kind   a name of `weightsmith._activations.statistics.STATISTICS`
+    input  place among the inputs of the step
+    read   the array of a product: all of it, or whole rows
+    """
+
+    kind: str
+    input: int
+    read: Read
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """How to compute one output tensor.
 
@@ -185,6 +199,7 @@ class Step:
     encoding  how its values are stored
     stored    the tensors to write, if the encoding is not `plain`
     weighted  index into `Plan.tables` of the importances that the encoding takes; -1: none
+    statistics  what its method knows of the inputs from a text; () for a tensor of which a text tells nothing
     """
 
     out: TensorSpec
@@ -199,6 +214,7 @@ class Step:
     encoding: str = field(default=PLAIN, metadata=OMITTED)
     stored: tuple[TensorSpec, ...] = field(default=(), metadata=OMITTED)
     weighted: int = field(default=-1, metadata=OMITTED)
+    statistics: tuple[StatisticRead, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def outs(self) -> tuple[TensorSpec, ...]:
@@ -217,11 +233,12 @@ class Step:
 
     @property
     def all_inputs(self) -> Iterator[Read]:
-        """Its inputs, and what replaces rows that they lack. Not those of its pieces."""
+        """Its inputs, what replaces rows that they lack, and statistics. Not those of its pieces."""
         for read in self.inputs:
             yield read
             if isinstance(read.view, Gather):
                 yield from read.view.fallback
+        yield from (statistic.read for statistic in self.statistics)
 
     @property
     def merges(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,8 @@ class Matrix:
     role          how methods treat it
     layer         prefix of its layer; "" outside the layers
     device        where whole matrices are computed, as torch names it
+    statistics    what is known of the inputs from a text: by kind, by the number of the input. Read-only, may be mapped from
+                  a file; {} for a tensor of which a text tells nothing
     """
 
     name: str
@@ -70,6 +72,7 @@ class Matrix:
     role: Role = "other"
     layer: str = ""
     device: str = "cpu"
+    statistics: Mapping[str, Mapping[int, npt.NDArray[Any]]] = field(default_factory=dict)
 
     @property
     def row(self) -> int:

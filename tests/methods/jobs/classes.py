@@ -16,10 +16,12 @@ from weightsmith._base.tensors import DTYPES, grain_elements
 from weightsmith._engine.tiles import Cut, cut
 from weightsmith._kernels.elementwise import merge_clipped
 from weightsmith._methods.jobs.axes import Axes
+from weightsmith._methods.jobs.columns import ColumnsJob
 from weightsmith._methods.jobs.combination import ColumnJob, CombinationJob, GramJob, RowJob
 from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob
 from weightsmith._methods.jobs.matrix import MatrixJob, mean
 from weightsmith._methods.jobs.operations import FillJob, PerturbedJob
+from weightsmith._methods.jobs.shares import SharesJob
 from weightsmith._methods.jobs.steps import ScaledJob, SpectrumJob
 from weightsmith._methods.jobs.task_vectors import TaskVectorJob
 from weightsmith.abc.job import Job, Matrix, Scratch, Tile
@@ -58,6 +60,8 @@ def _matrix(matrix: Matrix) -> Job:
     return MatrixJob(matrix, mean, np.array([1.0, 0.0, 0.0]), np.ones(2), 0.7)
 
 
+SHARES = [np.random.default_rng(i).random(SHAPE, np.float32) ** 4 for i in range(2)]
+
 JOBS = {
     "CombinationJob": Made(lambda m: CombinationJob(m, np.array([0.2, 0.3, 0.5])), base=False),
     "GramJob": Made(lambda m: GramJob(m, _equal, deltas=True)),
@@ -73,6 +77,8 @@ JOBS = {
     "MatrixJob": Made(_matrix),
     "ScaledJob": Made(lambda m: ScaledJob(m, ties, "mean", 1.2)),
     "SpectrumJob": Made(lambda m: SpectrumJob(m, ties, "flatten", 0.5)),
+    "ColumnsJob": Made(lambda m: ColumnsJob(m, ties, np.linspace(0.4, 1, SHAPE[1]))),
+    "SharesJob": Made(lambda m: SharesJob(m, SHARES, [1.0, 0.5], 0.1, 0.9)),
     "PerturbedJob": Made(PerturbedJob, inputs=1, base=False),
     "FillJob": Made(FillJob, inputs=0, base=False),
 }

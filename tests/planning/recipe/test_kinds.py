@@ -94,5 +94,5 @@ def test_these_keys_must_be_given() -> None:
     assert required == {
         *("recipe.merge_method", "input.model", "slice.sources", "source.model", "source.layer_range", "condition.value"),
         *("reference.model", "path.path", "upcycling.base_model", "upcycling.experts", "expert.source_model", "surgery.model"),
-        "row.kind",
+        *("row.kind", "text_file.file"),
     }

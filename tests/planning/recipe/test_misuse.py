@@ -22,7 +22,7 @@ def lenient(text: str) -> Recipe:
 
 
 SILENT = "; mergekit silently ignored it\n"
-INPUT_KEYS = "  -> Write one of model, parameters; keys of your own start with x- or _."
+INPUT_KEYS = "  -> Write one of model, parameters, text; keys of your own start with x- or _."
 
 # (what stands at the top level, the error)
 AT_THE_TOP = [
@@ -69,7 +69,7 @@ AT_THE_TOP = [
         "zzz: 1",
         f"UnknownKey: r.yml:3:1: unknown key 'zzz' at the top level{SILENT}"
         "  -> Write one of merge_method, base_model, models, slices, modules, parameters, dtype, out_dtype, name, "
-        "tokenizer_source, tokenizer, chat_template; keys of your own start with x- or _.",
+        "tokenizer_source, tokenizer, chat_template, text; keys of your own start with x- or _.",
     ),
     (
         "embed_slerp: true",

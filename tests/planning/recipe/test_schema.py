@@ -112,6 +112,7 @@ ACCEPTED = [
     "merge_method: ties\nmodels: [{model: a}]\nparameters: {rescale: [{filter: m, value: [none, l1]}, {value: l1}]}\n",
     "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, 8]}], residual_weight: 1}]\n",
     LINEAR + "tokenizer_source: union\nchat_template: auto\n",
+    "merge_method: linear\nmodels: [{model: a, text: {file: a.txt, rows: 4, tokens: 128}}, {model: b}]\ntext: built-in\n",
     LINEAR + "tokenizer_source: {model: {path: a}}\n",
     LINEAR + "tokenizer: {source: a, tokens: {<x>: {source: a, force: true}, <y>: }, pad_to_multiple_of: 8}\n",
     LINEAR + "tokenizer: {tokens: {<x>: {source: {kind: model_token, model: a, token_id: 3}}, <y>: {source: {kind: zero}}}}\n",
@@ -122,6 +123,8 @@ REFUSED = [
     LINEAR + "weight: 1\n",
     LINEAR + "dtype: auto\n",
     LINEAR + "tokenizer_source: 3\n",
+    LINEAR + "text: {file: a.txt, rows: 0}\n",
+    LINEAR + "text: {rows: 4}\n",
     LINEAR + "tokenizer: {tokens: []}\n",
     LINEAR + "slices: [{sources: [{model: a, layer_range: [0, 8]}]}]\n",
     "models: [{model: a}]\n",
@@ -189,7 +192,7 @@ def test_the_schema_also_knows_the_methods_and_their_parameters(validator: Any, 
 def test_every_key_has_a_description_and_every_mapping_refuses_strangers() -> None:
     made = schema(METHODS)
     levels = [made, *(d for name, d in made["$defs"].items() if not name.startswith(("setting_", "names_of_")))]
-    assert len(levels) == 14
+    assert len(levels) == 15
     for level in levels:
         named = level in (made["$defs"]["parameters"], made["$defs"]["model_parameters"])  # by `names_of_parameters`
         assert level["additionalProperties"] is False or named

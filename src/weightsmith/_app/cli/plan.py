@@ -118,6 +118,9 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         nbytes = f"{count(stage.tensors, 'tensor')}, {size(stage.nbytes)}"
         how = f"written first, because {stage.why}" if stage.why else "computed on the fly"
         fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
+    for i, text in enumerate(summary.texts):
+        read = f"{count(text.rows, 'row')} of {text.tokens:,} tokens of {text.text}, through {text.model}"
+        fact("" if i else "measured", f"{read}: {', '.join(text.kinds)}, {size(text.nbytes)} on disk until the end")
     if summary.downloads:
         nbytes = size(sum(d.nbytes for d in summary.downloads))
         fact(
@@ -143,7 +146,8 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     over = "; this is the minimum" if max_memory is not None and memory.peak_bytes > max_memory else ""
     fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
     if memory.calibrates:
-        fact("", "plus the calibration: torch, transformers, a layer in float32 and its inputs")
+        doing = "measurement" if summary.texts else "calibration"
+        fact("", f"plus the {doing}: torch, transformers, a layer in float32 and its inputs")
     section("output tensors by op")
     ops = [(t.op, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
     show_table(("op", "tensors", "" if summary.measured else "bytes"), ops, right={1, 2})
@@ -242,6 +246,7 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
             "threads": summary.memory.threads,
             "downloads": _records(summary.downloads),
             "stages": _records(summary.stages),
+            "texts": _records(summary.texts),
             "ops": _records(summary.ops),
             "stored": _records(summary.stored),
             "modules": _records(summary.modules),

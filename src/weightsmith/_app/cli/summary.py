@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from weightsmith._activations.work import EmbeddingWork, StatisticWork
 from weightsmith._base.options import RunOptions
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import Resources
@@ -128,6 +129,21 @@ class StageFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class TextFacts:
+    """A text that a model is measured on, for the merge method.
+
+    nbytes  statistics that are kept beside the output until it is complete
+    """
+
+    model: str
+    text: str
+    rows: int
+    tokens: int
+    kinds: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Totals of a plan.
 
@@ -141,6 +157,7 @@ class Summary:
     passes       maximum number of times that a tensor is read
     downloads    files of Hub models that are neither cached nor streamed
     transfer     streamed bytes
+    texts        what models are measured on first, for the merge method
     stages       other recipes whose results it reads, in the order of their dependencies
     """
 
@@ -161,6 +178,7 @@ class Summary:
     transfer: TransferEstimate
     downloads: tuple[Download, ...] = ()
     stages: tuple[StageFacts, ...] = ()
+    texts: tuple[TextFacts, ...] = ()
 
 
 def summarise(prepared: Prepared, options: RunOptions) -> Summary:
@@ -213,6 +231,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         transfer=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
         downloads=_downloads(prepared),
         stages=_stages(prepared),
+        texts=_texts(plan),
         memory=_memory(plan, options.threads, options.max_memory_bytes, [reader.job_facts(leaf)[1] for leaf in leaves]),
     )
 
@@ -236,6 +255,23 @@ def _stages(prepared: Prepared) -> tuple[StageFacts, ...]:
         )
         for stage in found
     )
+
+
+def _texts(plan: Plan) -> tuple[TextFacts, ...]:
+    wanted = {plan.maker[each.read.tensor] for step in plan.steps for leaf in step.leaves for each in leaf.statistics}
+    found: dict[str, TextFacts] = {}
+    chain: dict[str, str] = {}
+    for product in plan.products:  # a model's states come from one embedding, layer after layer
+        if product.op == "embedding":
+            work = EmbeddingWork.of(product)
+            text, label = work.text, plan.models[work.base.model].ref
+            found[product.name] = TextFacts(label, text.source, text.rows, text.tokens, (), 0)
+        chain[product.name] = next((chain[need] for need in product.needs if need in chain), product.name)
+        if product.name in wanted:
+            own, kind = found[chain[product.name]], StatisticWork.of(product).kind
+            kinds, nbytes = tuple(dict.fromkeys((*own.kinds, kind))), sum(out.nbytes for out in product.outs)
+            found[chain[product.name]] = replace(own, kinds=kinds, nbytes=own.nbytes + nbytes)
+    return tuple(facts for facts in found.values() if facts.kinds)
 
 
 def _downloads(prepared: Prepared) -> tuple[Download, ...]:

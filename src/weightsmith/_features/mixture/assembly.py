@@ -13,7 +13,6 @@ from weightsmith._features.mixture.layouts.dense_config import semantics
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.fused import fused_parts
-from weightsmith._planning.planner.dtypes import kept_specs
 from weightsmith._planning.planner.match import is_buffer
 from weightsmith._planning.planner.prepared import Assembled, model_input
 from weightsmith._plans import CAST, COPY, JOIN, PRODUCTS, Block, Gather, Made, Parameters, PlanDraft, Read, Settings, Step
@@ -69,7 +68,7 @@ class Assembly:
         """The donor for a checkpoint."""
         number = self.add(checkpoint)
         steps = {}
-        for name, kept in kept_specs(checkpoint).items():
+        for name, kept in checkpoint.kept_specs.items():
             op = COPY if kept.dtype is checkpoint.specs[name].dtype else CAST
             steps[name] = Step(kept, op, (Read(number, name),))
         structure = analyse([step.out for step in steps.values()], checkpoint.config)

@@ -52,6 +52,11 @@ class CombinationJob(Job):
         combine(tile.raw, m.codes, self.coefficients, tile.size, out, m.out_code, rows, tile.scratch.sums(1))
 
 
+def sum_of_deltas(matrix: Matrix, shares: Vector) -> CombinationJob:
+    """base + Σ shares[i] · (input i - base)."""
+    return CombinationJob(matrix, np.concatenate([[1.0 - shares.sum()], shares]))
+
+
 class GramJob(CombinationJob):
     """Coefficients from inner products.
 

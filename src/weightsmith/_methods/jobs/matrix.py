@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,12 @@ class Deltas(Sequence[Tensor]):
     def _wide(self, i: int) -> Tensor:
         return self._rows[i].to(self._device, self._kind)
 
+    def weighted(self, weights: Vector) -> Deltas:
+        """The same deltas with other factors."""
+        found = copy(self)
+        found._weights = weights
+        return found
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -115,7 +122,7 @@ class MatrixJob(Job):
     def __init__(
         self,
         matrix: Matrix,
-        merge: Callable[[Sequence[Tensor]], Tensor],
+        merge: Callable[[Deltas], Tensor],
         coefficients: Vector,
         weights: Vector,
         factor: float,

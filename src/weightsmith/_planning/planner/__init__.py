@@ -11,6 +11,7 @@ dtypes.py      the dtype of each output tensor
 mismatch.py    tensors that do not go together
 account.py     used, or left out for a reason: no tensor is lost
 decide.py      what a tensor is to the method, which products it waits for, and its pieces if it holds several matrices
+statistics.py  what the method knows of the models from a text: products, and what each step reads of them
 outputs.py     the steps
 config.py      config.json of the output, and which layer of the donor describes each of its layers
 agreement.py   what models disagree on though their tensors have equal shapes

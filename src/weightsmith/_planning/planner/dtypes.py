@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from weightsmith._base.errors import Finding
 from weightsmith._base.tensors import DType, TensorSpec, promote
-from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Read
 
 
@@ -21,15 +19,6 @@ def main_dtype(specs: Iterable[TensorSpec]) -> DType | None:
         for spec in specs:
             nbytes[spec.dtype.name] += spec.nbytes
     return max(found.values(), key=lambda d: nbytes[d.name]) if found else None
-
-
-def kept_specs(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
-    """The tensors of a model, by name, in the dtypes that it keeps them in."""
-    specs = checkpoint.specs
-    wide = {
-        name: checkpoint.natural_dtype(name) for name, spec in specs.items() if checkpoint.natural_dtype(name) is not spec.dtype
-    }
-    return {**specs, **{name: replace(specs[name], dtype=dtype) for name, dtype in wide.items()}}
 
 
 class DTypes:

@@ -31,7 +31,7 @@ from weightsmith._planning.planner.audit import Audit
 from weightsmith._planning.planner.companions import carried, lacking
 from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.decide import decide
-from weightsmith._planning.planner.dtypes import DTypes, kept_specs
+from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import analyse_all, at, choose_donor, number_models, open_models
 from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import ModelNames, Models
@@ -41,6 +41,7 @@ from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.patterns import match_patterns
 from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
 from weightsmith._planning.planner.segments import Placement, Placer, Region, SegmentMaker
+from weightsmith._planning.planner.statistics import Measured, measure
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import Made, PlanDraft, Step
@@ -260,7 +261,7 @@ class _Assembler:
             raise request.refusal(self.problems)
         donor, names = self.inputs[opened.donor], [n for n in self.matched.names if n is not None]
         account = Account(self.labels, names)
-        dtypes = DTypes(request.dtype, [kept_specs(c) for c in self.inputs])
+        dtypes = DTypes(request.dtype, [c.kept_specs for c in self.inputs])
         resolver = Resolver(method, self.labels, request.audit.wrong)
         base = None if self.recipe.base_model is None else request.models[self.recipe.base_model]
         configs, structures = [c.config for c in self.inputs], [n.structure for n in names]
@@ -278,6 +279,7 @@ class _Assembler:
         ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
         ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
         steps, products = decide(ordered, resolver.settings, method)
+        measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
@@ -291,9 +293,9 @@ class _Assembler:
         draft = PlanDraft(
             made=made_by(method),
             models=[replace(model_input(c), ref=label) for label, c in zip(self.labels, self.inputs, strict=True)],
-            steps=steps,
+            steps=measured.steps,
             settings=list(resolver.settings),
-            products=list(products),
+            products=[*products, *measured.products],
             tables=list(tables),
             dropped=list(dropped),
             config=config,
@@ -307,8 +309,19 @@ class _Assembler:
             recipe=self.recipe.text,
         )
         draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), draft.held)
-        named, loading = [*code_files(draft), *aligned.named], self._loading(draft, donor, outputs)
+        named = [*code_files(draft), *aligned.named, *measured.files]
+        loading = self._loading(draft, donor, outputs)
         return Assembled(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+
+    def _measured(self, method: Method, steps: Sequence[Step], resolver: Resolver) -> Measured:
+        """The steps with what the method knows of the models from a text."""
+        request = self.request
+        found = measure(
+            method, self.recipe, request.models, self.inputs, self.labels, steps, resolver.settings, request.options.seed
+        )
+        self.problems += found.problems
+        self.warnings += found.findings
+        return found
 
     def _add_mismatches(self, outputs: Outputs, alike: Sequence[Model]) -> None:
         """The problems of the tensors, without those that follow from vocabularies that could not be aligned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsmith import _methods as methods
+from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import CheckpointError, FormatError, PlanError, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
@@ -268,6 +270,7 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
 
 def _check_leaf(plan: Plan, leaf: Step, inputs: list[Checkpoint], arrays: dict[str, TensorSpec]) -> None:
     _check_settings(plan, leaf)
+    _check_statistics(plan, leaf, arrays)
     for read in leaf.inputs:
         specs = arrays if read.model == PRODUCTS else inputs[read.model].specs
         if read.tensor not in specs:
@@ -282,6 +285,21 @@ def _check_leaf(plan: Plan, leaf: Step, inputs: list[Checkpoint], arrays: dict[s
             raise _wrong(leaf, f"{read.tensor} is {spec.dtype}, and cannot be copied as {leaf.out.dtype}")
         if leaf.op != COPY and (spec.dtype.code < 0 or leaf.out.dtype.code < 0):
             raise _wrong(leaf, f"{leaf.op} computes with numbers, and {read.tensor} is {spec.dtype}")
+
+
+def _check_statistics(plan: Plan, leaf: Step, arrays: dict[str, TensorSpec]) -> None:
+    """The statistics are those that the method looks at, each of the shape that it has for the tensor; or there are none."""
+    if not leaf.statistics:
+        return
+    required = methods.get(leaf.op).requires(plan.settings[leaf.settings].shared) if leaf.merges else ()
+    wanted = [(each.kind, i) for each in required for i in each.inputs(len(leaf.inputs), base=leaf.base)]
+    if len(leaf.out.shape) != 2 or [(each.kind, each.input) for each in leaf.statistics] != wanted:
+        raise _wrong(leaf, f"{leaf.op} looks at other statistics of it")
+    for each in leaf.statistics:
+        spec, shape = arrays[each.read.tensor], find_statistic(each.kind).shape(*leaf.out.shape)
+        size = _size(plan, leaf, each.read, spec, arrays)
+        if spec.dtype.name != "F32" or spec.shape[-1:] != shape[-1:] or size != math.prod(shape):
+            raise _wrong(leaf, f"{each.read.tensor} does not have the shape of its {each.kind}")
 
 
 def _check_fallback(

@@ -30,6 +30,7 @@ from weightsmith._planning.recipe.records import Recipe as Recipe
 from weightsmith._planning.recipe.records import Section as Section
 from weightsmith._planning.recipe.records import Slice as Slice
 from weightsmith._planning.recipe.records import Surgery as Surgery
+from weightsmith._planning.recipe.records import TextRef as TextRef
 from weightsmith._planning.recipe.records import Tokenizer as Tokenizer
 from weightsmith._planning.recipe.records import TokenRule as TokenRule
 from weightsmith._planning.recipe.records import Upcycling as Upcycling

@@ -13,7 +13,7 @@ from weightsmith._planning.recipe.kinds import UNUSED, Key, Kind, Level, Walk, l
 from weightsmith._planning.recipe.nodes import Node, Pair, plain
 from weightsmith._planning.recipe.parameters import CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
 from weightsmith._planning.recipe.records import Input, ModelRef, Module, Recipe, Section, Slice, Tokenizer
-from weightsmith._planning.recipe.references import MODEL, PATH, REFERENCE
+from weightsmith._planning.recipe.references import MEASURED_ON, MODEL, PATH, REFERENCE, TEXT_FILE
 from weightsmith._planning.recipe.single import DTYPE, LAYER_RANGE, METHOD_NAME, TEXT
 from weightsmith._planning.recipe.tokenizers import LEVELS as TOKENIZER_LEVELS
 from weightsmith._planning.recipe.tokenizers import SOURCE_OF_TOKENIZER, TOKENIZER
@@ -66,14 +66,19 @@ _MODEL = Key("model", MODEL_OR_RECIPE, _MODEL_DOC, required=True)
 def _input(section: Section) -> Input:
     layers = section.values.get("layer_range")
     at = section.at("layer_range") if layers else ""
-    return Input(section.values["model"], layers, section.values.get("parameters", {}), section.where, at)
+    values = section.values
+    return Input(values["model"], layers, values.get("parameters", {}), section.where, at, measured=values.get("text"))
 
 
 INPUT = Level(
     "input",
     "in an entry of 'models'",
     "One model of the merge, whole, or all that a pattern matches.",
-    (_MODEL, Key("parameters", MODEL_PARAMETERS, "Parameters of this model alone; they win over all others.")),
+    (
+        _MODEL,
+        Key("parameters", MODEL_PARAMETERS, "Parameters of this model alone; they win over all others."),
+        Key("text", MEASURED_ON, "The text that this model is measured on; wins over the recipe's."),
+    ),
     make=_input,
 )
 
@@ -157,11 +162,12 @@ RECIPE = Level(
             TEXT,
             "`auto` (the most frequent one), a [name](tokenizers.md#chat-templates), a file, or Jinja text.",
         ),
+        Key("text", MEASURED_ON, "What models are measured on, for methods that look at a [text](statistics.md)."),
     ),
     one_of=("models", "slices", "modules"),
 )
 
-LEVELS = (RECIPE, INPUT, SLICE, SOURCE, MODULE, *TOKENIZER_LEVELS, REFERENCE, PATH, CONDITION, SCHEDULE)
+LEVELS = (RECIPE, INPUT, SLICE, SOURCE, MODULE, *TOKENIZER_LEVELS, REFERENCE, PATH, TEXT_FILE, CONDITION, SCHEDULE)
 """Every kind of mapping, outermost first."""
 
 
@@ -182,5 +188,6 @@ def read_recipe(root: Node, text: str, walk: Walk) -> Recipe | None:
         walk.problem("'tokenizer' and 'tokenizer_source' exclude each other", positions["tokenizer_source"], fix)
     elif source is not None:
         values["tokenizer"] = Tokenizer(source, found.at("tokenizer_source"))
-    given = {**values, "text": text, "filename": walk.filename, "findings": tuple(walk.findings)}
+    values |= {"measured": values.get("text"), "text": text}  # `Recipe.text` is the recipe itself
+    given = {**values, "filename": walk.filename, "findings": tuple(walk.findings)}
     return Recipe(**given, positions=positions, stages=walk.stages)

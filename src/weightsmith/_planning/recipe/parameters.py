@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import cast
 
@@ -10,7 +11,7 @@ from weightsmith._planning.recipe.kinds import Key, Kind, Level, Walk, list_sche
 from weightsmith._planning.recipe.nodes import Node, Pair, Scalar, describe, float_of
 from weightsmith._planning.recipe.records import Section
 from weightsmith._planning.recipe.single import DECAY, FILTER, SHARE, count
-from weightsmith._planning.recipe.values import Entry, Rule, Schedule, Setting
+from weightsmith._planning.recipe.values import NESTED, Entry, Rule, Schedule, Setting, numeric
 
 # ---- schedules
 
@@ -119,6 +120,8 @@ def _entries(name: str, pair: Pair, walk: Walk) -> tuple[Entry, ...]:
         fix = f"Write {name}: and a value, or remove the line."
         walk.problem(f"the parameter {name!r} has no value", pair.where, fix, ParameterError)
         return ()
+    if name == NESTED and isinstance(node.value, dict):
+        return _nested(name, node, walk)
     items = node.value if isinstance(node.value, tuple) else (node,)
     conditions = [item for item in items if isinstance(item.value, dict)]
     entries: list[Entry | None]
@@ -132,6 +135,18 @@ def _entries(name: str, pair: Pair, walk: Walk) -> tuple[Entry, ...]:
     else:
         entries = [_condition(item, walk) for item in items]
     return tuple(e for e in entries if e) if len(walk.problems) == before else ()
+
+
+def _nested(name: str, node: Node, walk: Walk) -> tuple[Entry, ...]:
+    """A mapping of plain values, as one value."""
+    assert isinstance(node.value, dict)
+    before, values = len(walk.problems), dict[str, Scalar]()
+    for inner, pair in node.value.items():
+        value = _scalar(pair.value, f"{inner!r} in {name!r}", walk)
+        if value is not None:
+            number = numeric(value) if isinstance(value, str) else None
+            values[inner] = value if number is None else number
+    return (Entry(json.dumps(values), None, node.where),) if len(walk.problems) == before else ()
 
 
 def _parameters(pair: Pair, key: Key, walk: Walk) -> dict[str, Setting] | None:

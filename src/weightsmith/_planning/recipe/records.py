@@ -43,10 +43,27 @@ class ModelRef:
 
 
 @dataclass(frozen=True, slots=True)
+class TextRef:
+    """A text that models are measured on.
+
+    path    a file, or `built-in`
+    rows    of tokens that are read; None: as many as the text has, with a limit
+    tokens  of a row; None: the default of a calibration
+    where   position
+    """
+
+    path: str
+    rows: int | None = None
+    tokens: int | None = None
+    where: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Input:
     """An entry of `models` (no layer_range) or of `sources` (layers first, one past the last).
 
     matched  of an entry that a pattern stood for: the number of this match, oldest first, and how many there are
+    measured the text that this model is measured on, of an entry of `models`
     """
 
     model: ModelRef
@@ -55,6 +72,7 @@ class Input:
     where: str
     range_where: str = ""
     matched: tuple[int, int] | None = None
+    measured: TextRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +136,7 @@ class Recipe:
 
     name       by which other recipes of the file use its result as a model; "" when there is none
     tokenizer  None: the donor's files are copied, and rows are merged by number
+    measured   the text that models are measured on, for methods that look at one
     chat_template  "" for the tokenizer's own, `auto`, a name, a path, or the template
     text       the recipe byte for byte (for a Python mapping: as YAML)
     filename   as shown in positions
@@ -139,6 +158,7 @@ class Recipe:
     out_dtype: DType | None = None
     name: str = ""
     tokenizer: Tokenizer | None = None
+    measured: TextRef | None = None
     chat_template: str = ""
     findings: tuple[Finding, ...] = ()
     positions: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -1,4 +1,4 @@
-"""How a model is named: `path_or_hub_id[@revision][+adapter[@revision]]`, or a mapping; and these kinds of values."""
+"""How a model is named: `path_or_hub_id[@revision][+adapter[@revision]]`, or a mapping; how a text is; and these kinds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from weightsmith._base.errors import SyntaxProblem, WeightsmithError
 from weightsmith._planning.recipe.kinds import UNUSED, Key, Kind, Level, Walk
 from weightsmith._planning.recipe.nodes import Pair, short
-from weightsmith._planning.recipe.records import ModelRef, Section
-from weightsmith._planning.recipe.single import TEXT
+from weightsmith._planning.recipe.records import ModelRef, Section, TextRef
+from weightsmith._planning.recipe.single import TEXT, count
 
 _MAPPING_FORM = "A folder whose name holds '+' or '@' is written model: {model: {path: ...}}."
 
@@ -104,3 +104,34 @@ REFERENCE = Level(
 )
 
 MODEL = _kind(parse_reference, r"^[^+@]+(@[^+@]+)?([+][^+@]+(@[^+@]+)?)?$", REFERENCE, "a [model](#models)")
+
+# ---- texts
+
+
+def _text(pair: Pair, key: Key, walk: Walk) -> TextRef | None:
+    if isinstance(pair.value.value, dict):
+        found: TextRef | None = walk.mapping(pair.value, TEXT_FILE)
+        return found
+    path: str | None = TEXT.read(pair, key, walk)
+    return None if path is None else TextRef(path, where=pair.value.where)
+
+
+def _text_file(section: Section) -> TextRef:
+    values = section.values
+    return TextRef(values["file"], values.get("rows"), values.get("tokens"), section.where)
+
+
+TEXT_FILE = Level(
+    "text_file",
+    "in a text",
+    "A text that models are measured on, and how much of it.",
+    (
+        Key("file", TEXT, "A .txt, .jsonl or .parquet file, or `built-in`.", required=True),
+        Key("rows", count(), "Rows of tokens that are read; by default as many as the text has, at most 128."),
+        Key("tokens", count(), "Tokens of a row; 512 by default."),
+    ),
+    make=_text_file,
+)
+
+_WORDS = "a path, `built-in`, or a [text_file](#text_file)"
+MEASURED_ON = Kind(_text, {"anyOf": [TEXT.schema, TEXT_FILE.schema]}, _WORDS, TEXT_FILE)

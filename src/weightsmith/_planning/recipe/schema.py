@@ -15,7 +15,7 @@ from weightsmith._planning.recipe.kinds import Level, Schema
 from weightsmith._planning.recipe.moe_grammar import MOE_LEVELS, SURGERY, UPCYCLING
 from weightsmith._planning.recipe.parameters import ANY_SCALAR, CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
 from weightsmith._planning.recipe.single import NUMERAL
-from weightsmith._planning.recipe.values import SCHEDULED
+from weightsmith._planning.recipe.values import NESTED, SCHEDULED
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _OWN_METHOD = {"type": "string", "pattern": r"\.py:[A-Za-z_]\w*$"}
@@ -116,6 +116,8 @@ def _setting(name: str, parameters: Sequence[Parameter]) -> dict[str, Any]:
 
     parameters  of this name, one for each method that has it; none for one that only its own method's code knows
     """
+    if name == NESTED:
+        return {"type": "object", "additionalProperties": ANY_SCALAR}
     scalars: list[Schema] = []
     for parameter in parameters:
         scalars += [s for s in _scalars(parameter) if s not in scalars]

@@ -24,6 +24,9 @@ Rule = Literal["ema", "lawa", "wsm"]
 SCHEDULED = "weight"
 """The parameter of each model that may be a schedule."""
 
+NESTED = "prior_parameters"
+"""The parameter that is a mapping of another method's parameters. Its value is the mapping as JSON."""
+
 DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: (1.0 + math.cos(math.pi * x)) / 2.0,

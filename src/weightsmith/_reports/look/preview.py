@@ -218,6 +218,9 @@ def _look(prepared: Prepared, threads: int | None, *, full: bool) -> _Looked:
         draft.steps = [replace(step, encoding=PLAIN, stored=(), weighted=-1) for step in draft.steps]
         plan = draft.finish(stored=False)
         sizes = {leaf.out.name: leaf.out.size for leaf in merging_leaves(plan)}
+    elif any(leaf.statistics for step in prepared.plan.steps for leaf in step.leaves):
+        what = f"{prepared.plan.made.name} measures the models on a text, which a sample does not"
+        raise Unsupported(what, fix="add --full; or merge, and compare: weightsmith diff --base BASE MERGED A B")
     else:
         sampled = sample(prepared.plan)
         plan, sizes, left_out = sampled.plan, sampled.sizes, sampled.left_out

@@ -23,7 +23,7 @@ from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import EXPERT_COUNTS, sections, whole_numbers
 from weightsmith._planning.planner.config import output_config
-from weightsmith._planning.planner.dtypes import DTypes, kept_specs
+from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import Assembled, model_input
@@ -103,7 +103,7 @@ class _Surgeon:
         self.blocks, self.selection, self.problems = selection.blocks, selection, selection.problems
         self.asked = asked
         self.specs = dict(checkpoint.specs)
-        self.dtypes = DTypes(asked, [kept_specs(checkpoint)])
+        self.dtypes = DTypes(asked, [checkpoint.kept_specs])
         self.draft = PlanDraft(
             _PRUNED if recipe.prune is not None else _MERGED,
             models=[model_input(checkpoint)],

@@ -1,0 +1,56 @@
+"""fisher: the mean of the deltas in which each weight counts as much as the model's predictions depend on it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+
+from weightsmith._methods.base import Requirement
+from weightsmith._methods.family import Lambda, Weight
+from weightsmith._methods.signature import Bounds, always, merge_method
+from weightsmith.abc.job import Job, Matrix
+
+KIND = "fisher"
+
+
+@merge_method(
+    title="Fisher-weighted mean",
+    summary="""Averages the deltas weight by weight. A model counts there by its Fisher information: how much its predictions on
+its own text depend on this weight. It is the mean square of the gradients of the model's log-probabilities, for labels drawn
+from its own predictions. The recipe names the texts. `floor` keeps the ratio of two tiny numbers from
+deciding. Other tensors, and weights of which a text tells nothing (experts that are one tensor), take the mean of the deltas.
+Measuring takes torch, and a pass back through the model.""",
+    use="""As a more careful mean. No element is larger than the models' own, so fine-tunes in different directions come out
+short, as with any mean: try a `lambda` above 1.""",
+    passes="One, after the statistics; the largest matrix of Fisher information is held for each model.",
+    source="Matena and Raffel 2021, Merging Models with Fisher-Weighted Averaging, section 3, https://arxiv.org/abs/2111.09832",
+    formula="out = base + λ Σ wᵢ max(Fᵢ, f) δᵢ / Σ max(Fᵢ, f),  f = floor · mean F",
+    example="""merge_method: fisher
+base_model: ./base
+models:
+  - model: ./fr
+    text: fr.txt
+  - model: ./de
+    text: de.txt
+dtype: bfloat16
+""",
+    elementwise=always,
+    otherwise="averaged",
+    requires=lambda: (Requirement(KIND),),
+)
+def fisher(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    floor: Annotated[
+        float, "The least information that counts, as a share of the mean of the matrix and the models.", Bounds(0.0)
+    ] = 0.01,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    from weightsmith._methods.jobs.combination import sum_of_deltas
+    from weightsmith._methods.jobs.shares import SharesJob
+
+    known = matrix.statistics.get(KIND)
+    if known is None:
+        return sum_of_deltas(matrix, lambda_ * np.asarray(weight) / len(weight))
+    return SharesJob(matrix, [known[i] for i in range(1, len(matrix.codes))], weight, floor, lambda_)

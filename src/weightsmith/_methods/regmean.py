@@ -1,0 +1,186 @@
+"""regmean: the delta whose outputs are nearest to those of each model on its own text, pulled towards another merge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+
+from weightsmith._base.errors import ParameterError, nearest
+from weightsmith._methods.base import Parameter, Requirement
+from weightsmith._methods.family import Lambda, Weight
+from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._methods.linears import linears_job, matrix_method
+from weightsmith._methods.signature import Bounds
+from weightsmith.abc.job import Job, Matrix
+
+if TYPE_CHECKING:
+    from weightsmith._methods.jobs.matrix import Deltas, MatrixJob
+
+KIND = "second_moments"
+
+Prior = Literal["none", "tsv_m", "svc", "wudi", "star", "iso_c", "iso_cts", "resmerge"]
+
+
+def solve(
+    deltas: Sequence[Any],
+    moments: Callable[[int], Any],
+    alpha: float,
+    ridge: float,
+    mu: float,
+    prior: Any,
+    where: str,
+) -> Any:
+    """(Σ δᵢ Gᵢ + μ m Δ₀) (Σ Gᵢ + (μ + ridge) m I)⁻¹, with m the mean of the diagonal of Σ Gᵢ.
+
+    deltas   float64 [rows, cols] each; the result is of that shape
+    moments  number of a model → Gᵢ, float64 [cols, cols], a tensor of its own
+    alpha    factor on what is not on the diagonal of each Gᵢ
+    prior    Δ₀; None: none, and μ counts as 0
+    where    the tensor, for errors
+
+    By Cholesky in float64: summed, the Gᵢ of a real layer reach a condition of 2e9, where an inverse in float32 is noise.
+    Directions in which nothing enters take the prior, or 0. Raises ParameterError if the sum is singular: with `ridge` 0.
+    """
+    import torch
+
+    total, target = None, torch.zeros_like(deltas[0])
+    for i in range(len(deltas)):
+        gram = moments(i)
+        if alpha != 1.0:
+            diagonal = gram.diagonal().clone()
+            gram.mul_(alpha).diagonal().copy_(diagonal)
+        target.addmm_(deltas[i], gram)
+        total = gram if total is None else total.add_(gram)
+    assert total is not None
+    mean = float(total.diagonal().mean())
+    if mean == 0:  # no token reached the layer
+        return prior if prior is not None else sum(deltas[i] for i in range(len(deltas))) / len(deltas)
+    if prior is not None:
+        target.add_(prior, alpha=mu * mean)
+    total.diagonal().add_((ridge + (mu if prior is not None else 0.0)) * mean)
+    factor, failed = torch.linalg.cholesky_ex(total)
+    if int(failed):
+        what = "the texts do not determine this matrix: fewer tokens reach it than it has columns, or some columns get nothing"
+        raise ParameterError(what, where=where, fix="set ridge to 0.001, or give longer texts")
+    return torch.cholesky_solve(target.T, factor).T
+
+
+def _check(prior: str, prior_parameters: str | None, mu: float) -> str:
+    if prior == "none":
+        return "prior_parameters are of no method: write prior: and its name" if prior_parameters else needs_torch()
+    found = _given(prior, prior_parameters)
+    return needs_torch() if isinstance(found, dict) else found
+
+
+def _given(prior: str, text: str | None) -> dict[str, Any] | str:
+    """The parameters of the prior that the recipe gives, or what is wrong with them."""
+    from weightsmith import _methods as methods
+    from weightsmith._methods.steps import PARAMETERS
+
+    try:
+        given = json.loads(text or "{}")
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        return "prior_parameters takes a mapping, {lambda: 0.8}"
+    steps = {p.name for p in PARAMETERS}
+    known = {p.name: p for p in methods.get(prior).parameters if p.scope == "tensor" and p.name not in steps}
+    for name, value in given.items():
+        if name not in known:
+            return f"prior_parameters: {prior} has no parameter '{name}'{nearest(name, known)}: write one of {', '.join(known)}"
+        if problem := _problem(known[name], value):
+            return f"prior_parameters: {name} {problem}, not {value!r}"
+    return given
+
+
+def _problem(parameter: Parameter, value: object) -> str:
+    """Why a parameter cannot have this value, or ""."""
+    kinds: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
+    if not isinstance(value, kinds[parameter.kind]) or isinstance(value, bool) != (parameter.kind == "bool"):
+        return {"float": "must be a number", "int": "must be a whole number"}.get(parameter.kind, f"must be a {parameter.kind}")
+    if parameter.choices and value not in parameter.choices:
+        return f"must be one of {', '.join(parameter.choices)}"
+    if isinstance(value, int | float) and parameter.minimum is not None and value < parameter.minimum:
+        return f"must be at least {parameter.minimum:g}"
+    if isinstance(value, int | float) and parameter.maximum is not None and value > parameter.maximum:
+        return f"must be at most {parameter.maximum:g}"
+    return ""
+
+
+def _prior_job(matrix: Matrix, prior: str, prior_parameters: str | None) -> MatrixJob | None:
+    """The job of the prior, of which only `merge` is called."""
+    from weightsmith import _methods as methods
+    from weightsmith._methods.jobs.matrix import MatrixJob
+
+    if prior == "none" or matrix.role != "linear":
+        return None
+    method, given = methods.get(prior), _given(prior, prior_parameters)
+    assert isinstance(given, dict)
+    shared = {p.name: p.default for p in method.parameters if p.scope == "tensor"} | given
+    own = {p.name: p.default for p in method.parameters if p.scope == "model"}
+    models = tuple({**own, **{k: v for k, v in model.items() if k in own}} for model in matrix.own)
+    job = method.job(replace(matrix, shared=shared, models=(*matrix.models[: int(matrix.base)], *models), statistics={}))
+    assert isinstance(job, MatrixJob)
+    return job
+
+
+@matrix_method(
+    title="regression mean",
+    summary="""For each weight of a linear layer, the merged delta that comes nearest to what each model's own delta does to the
+inputs of that layer, on that model's text: least squares in closed form, from the mean of xxᵀ of the inputs. The recipe names
+the texts. With a `prior`, the solution is pulled towards the result of another merge method instead of
+towards 0, by `mu`: what the texts say little about is merged as that method would. Other tensors, and weights of which a text
+tells nothing (experts that are one tensor), take the mean of the deltas. Takes torch.""",
+    use="""When you have a few thousand tokens of what each model is for. Use it with a prior that is good on its own. A text
+that is unlike what the model is for makes the merge worse. The solution knows each layer's inputs in the unmerged models, so
+the more layers change them, the less it fits.""",
+    source="Jin et al. 2022, Dataless Knowledge Fusion by Merging Weights of Language Models (RegMean), section 3, "
+    "https://arxiv.org/abs/2212.09849; solved for deltas; the prior is weightsmith's own",
+    formula="Gᵢ = mean xxᵀ of model i, alpha times off the diagonal;  m = mean diag(Σ Gᵢ);  Δ₀ the prior;  "
+    "out = base + λ (Σ wᵢδᵢGᵢ + μ m Δ₀)(Σ Gᵢ + (μ + ridge) m I)⁻¹",
+    example="""merge_method: regmean
+base_model: ./base
+models:
+  - model: ./fr
+    text: fr.txt
+  - model: ./de
+    text: de.txt
+parameters:
+  prior: tsv_m
+  prior_parameters: {directions: 8, lambda: 0.8}
+dtype: bfloat16
+""",
+    check=_check,
+    requires=lambda: (Requirement(KIND),),
+)
+def regmean(
+    matrix: Matrix,
+    weight: Weight = 1.0,
+    alpha: Annotated[
+        float, "Factor on the products of different inputs: 1 is least squares, 0 looks at each input alone.", Bounds(0.0, 1.0)
+    ] = 1.0,
+    ridge: Annotated[float, "Share of the mean of the diagonal that is added to it: pulls towards 0.", Bounds(0.0)] = 0.001,
+    prior: Annotated[Prior, "Another merge method, towards whose result the solution is pulled."] = "none",
+    prior_parameters: Annotated[
+        str | None, "Parameters of the prior, as a mapping: `{directions: 8, lambda: 0.8}`. Not given: its defaults."
+    ] = None,
+    mu: Annotated[float, "How strongly the prior pulls, as a share of the mean of the diagonal.", Bounds(0.0)] = 0.3,
+    lambda_: Lambda = 1.0,
+) -> Job:
+    known, towards, first = matrix.statistics.get(KIND, {}), _prior_job(matrix, prior, prior_parameters), int(matrix.base)
+
+    def merge(deltas: Deltas) -> Any:
+        import torch
+
+        def moments(i: int) -> Any:
+            return torch.from_numpy(np.array(known[first + i], np.float64)).to(matrix.device)
+
+        found = None if towards is None else towards.merge(deltas.weighted(towards.weights)) * towards.factor
+        return solve(deltas, moments, alpha, ridge, mu, found, matrix.name)
+
+    copies = 8 + 2 * len(matrix.codes)
+    return linears_job(matrix, weight, lambda_, merge, copies=copies, side=matrix.cols, known=bool(known))

@@ -1,0 +1,217 @@
+"""What a method knows of its models from a text: the products of a plan that measure them, and what each step reads of these.
+
+A method says which statistics it looks at (`Method.requires`), and the recipe names the texts. Statistics are of the linear
+layers of a decoder; a tensor of which a text tells nothing is merged without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from weightsmith._activations.model import TextModel, array_name, input_of, statistic_products, text_for
+from weightsmith._activations.rows import BUILT_IN
+from weightsmith._activations.statistics import find_statistic
+from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
+from weightsmith._methods.base import Method, Requirement
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._planning.planner.inputs import at
+from weightsmith._planning.recipe import ModelRef, Recipe, TextRef
+from weightsmith._plans import PRODUCTS, Block, Product, Read, Settings, StatisticRead, Step
+from weightsmith._plans.statistics import StatisticRequest, TextSource
+
+INSTEAD = "; or use a merge method that looks at no text"
+
+_OPTION = "--calibration"
+"""What messages about a text name where it is given on the command line."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """Steps with what their method knows of the models.
+
+    products  that measure
+    files     texts that are read, besides the built-in one
+    """
+
+    steps: list[Step]
+    products: tuple[Product, ...] = ()
+    files: list[Path] = field(default_factory=list)
+    problems: list[WeightsmithError] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def measure(
+    method: Method,
+    recipe: Recipe,
+    models: Mapping[ModelRef, int],
+    inputs: Sequence[Checkpoint],
+    labels: Sequence[str],
+    steps: Sequence[Step],
+    settings: Sequence[Settings],
+    seed: int,
+) -> Measured:
+    """The steps of a merge with the statistics that its method looks at.
+
+    models  index of each reference
+    labels  of the models, by index
+    steps   with their roles
+    seed    of the rows that are chosen, and of the labels that are drawn
+
+    Cost: tokenizes each text with the tokenizer of each model.
+    """
+    found = Measured(list(steps))
+    own = own_texts(recipe, models, found.problems)
+    required = [method.requires(each.shared) for each in settings]
+    wanted: dict[int, dict[str, None]] = {}
+    for leaf in (leaf for step in steps for leaf in step.leaves if any(required)):
+        for each, i in _wanted(leaf, required):
+            wanted.setdefault(leaf.inputs[i].model, {})[each.kind] = None
+    _refuse_unread(method, recipe, own, wanted, labels, found)
+    missing = [number for number in wanted if own.get(number, recipe.measured) is None]
+    if missing:
+        found.problems.append(_no_text(method, recipe, [labels[number] for number in missing], len(wanted)))
+    if found.problems:
+        return found
+    known: dict[int, TextModel] = {}
+    requests: dict[tuple[int, str], StatisticRequest] = {}
+    for number, kinds in sorted(wanted.items()):
+        given = own.get(number) or recipe.measured
+        assert given is not None
+        known[number] = input_of(inputs, number, INSTEAD)
+        try:
+            text = text_for(known[number], given.path, given.rows, given.tokens, seed)
+        except PlanError as error:
+            found.problems += [_placed(problem, given) for problem in error.problems]
+            continue
+        requests |= {(number, kind): StatisticRequest(kind, number, text) for kind in kinds}
+    if found.problems or not requests:
+        return found
+    found.products = statistic_products(known.__getitem__, requests.values())
+    found.files = _files(request.text for request in requests.values())
+    reader = _Reader(required, inputs, requests, found.products)
+    found.steps = [_each_leaf(step, reader) for step in steps]
+    if reader.without:
+        found.findings.append(_without(reader.without))
+    return found
+
+
+def own_texts(recipe: Recipe, models: Mapping[ModelRef, int], problems: list[WeightsmithError]) -> dict[int, TextRef]:
+    """The texts of single models, by index."""
+    found: dict[int, TextRef] = {}
+    for entry in (*recipe.models, *(entry for module in recipe.modules for entry in module.models)):
+        if entry.measured is None:
+            continue
+        first = found.setdefault(models[entry.model], entry.measured)
+        if first != entry.measured:
+            what = f"{entry.model} has two texts, {first.path} and {entry.measured.path}"
+            problems.append(ParameterError(what, where=entry.measured.where, fix="write the same text in each entry"))
+    return found
+
+
+def _wanted(leaf: Step, required: Sequence[Sequence[Requirement]]) -> list[tuple[Requirement, int]]:
+    """The statistics that a leaf's merge looks at, each with the number of the input. required: by settings."""
+    if not leaf.merges or leaf.role != "linear" or not leaf.out.size:
+        return []
+    return [(each, i) for each in required[leaf.settings] for i in each.inputs(len(leaf.inputs), base=leaf.base)]
+
+
+def _refuse_unread(
+    method: Method,
+    recipe: Recipe,
+    own: Mapping[int, TextRef],
+    wanted: Collection[int],
+    labels: Sequence[str],
+    found: Measured,
+) -> None:
+    """A problem for a text where the method looks at none; a warning for one of a model that is not measured."""
+    texts = [*own.values(), *([] if recipe.measured is None else [recipe.measured])]
+    if texts and not wanted:
+        what = f"merge_method {method.name} looks at no text with these parameters"
+        found.problems.append(ParameterError(what, where=texts[0].where, fix="remove 'text'"))
+        return
+    for number, text in own.items():
+        if number not in wanted:
+            what = f"the text of {labels[number]} is not read: {method.name} does not measure this model"
+            found.findings.append(Finding(what, text.where, fix="remove it"))
+
+
+def _no_text(method: Method, recipe: Recipe, labels: Sequence[str], count: int) -> WeightsmithError:
+    every = len(labels) == count
+    fix = "write text: and a file, or text: built-in, at the top level" + ("" if every else " or in the entry of the model")
+    what = f"merge_method {method.name} measures the models on a text, and the recipe names none"
+    if not every:
+        what = f"merge_method {method.name} measures {' and '.join(labels)} on a text, and the recipe names none"
+    return ParameterError(what, where=recipe.at("merge_method"), fix=fix)
+
+
+def _without(names: Sequence[str]) -> Finding:
+    what = "a weight of a linear layer is" if len(names) == 1 else f"{len(names):,} weights of linear layers are"
+    why = "a text tells nothing of experts that are one tensor, or of layers outside the decoder"
+    return Finding(f"{what} merged without statistics", names[0], (why,))
+
+
+def _placed(problem: WeightsmithError, text: TextRef) -> WeightsmithError:
+    """A problem of a text, at its place in the recipe."""
+    found = problem.finding
+    if found.where.startswith(_OPTION):
+        problem.finding = replace(found, where="")
+    return at(problem, text.where)
+
+
+def _files(texts: Iterable[TextSource]) -> list[Path]:
+    return [Path(source) for source in dict.fromkeys(text.source for text in texts) if source != BUILT_IN]
+
+
+def _each_leaf(step: Step, reader: _Reader) -> Step:
+    if not step.pieces:
+        return reader.measured(step)
+    return replace(step, pieces=tuple(map(reader.measured, step.pieces)))
+
+
+class _Reader:
+    """Says which arrays a step reads.
+
+    without  tensors that would read some, and of which the text tells nothing
+    """
+
+    def __init__(
+        self,
+        required: Sequence[Sequence[Requirement]],
+        inputs: Sequence[Checkpoint],
+        requests: Mapping[tuple[int, str], StatisticRequest],
+        products: Sequence[Product],
+    ) -> None:
+        self.without: list[str] = []
+        self._required, self._inputs, self._requests = required, inputs, requests
+        self._weights = {
+            (product.settings["base"]["model"], weight)
+            for product in products
+            if product.op == "statistic"
+            for weight in product.settings["weights"]
+        }
+
+    def measured(self, leaf: Step) -> Step:
+        """The leaf with its statistics; as it is if one of them is missing."""
+        wanted = _wanted(leaf, self._required)
+        reads = [self._read(each.kind, leaf.inputs[i], i) for each, i in wanted]
+        found = tuple(read for read in reads if read is not None)
+        if len(found) < len(wanted):
+            self.without.append(leaf.out.name)
+            return leaf
+        return replace(leaf, statistics=found)
+
+    def _read(self, kind: str, read: Read, i: int) -> StatisticRead | None:
+        """The statistic of an input; None if there is none."""
+        if (read.model, read.tensor) not in self._weights:
+            return None
+        array, view = array_name(self._requests[read.model, kind], read.tensor), read.view
+        if view is None:
+            return StatisticRead(kind, i, Read(PRODUCTS, array))
+        shape, (n, k) = find_statistic(kind).shape, self._inputs[read.model].specs[read.tensor].shape
+        if not isinstance(view, Block) or not view.whole_rows:
+            return None
+        if shape(1, k) == shape(n, k):  # the parts of the weight have the same input
+            return StatisticRead(kind, i, Read(PRODUCTS, array))
+        return StatisticRead(kind, i, Read(PRODUCTS, array, view)) if shape(n, k) == (n, k) else None

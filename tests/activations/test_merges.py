@@ -1,0 +1,193 @@
+"""Merges that look at a text: their results are those of the closed forms, on what transformers computes in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import weightsmith
+from tests.activations.test_statistics import Whole
+from tests.calibration_help import TEXT, changed, save_model
+from weightsmith._base.options import QuantizeSettings, RunOptions
+from weightsmith._execution.execute import execute
+from weightsmith._outputs.staging import Staging
+from weightsmith._planning.planner import prepare
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays
+
+Weights = dict[str, torch.Tensor]
+ROWS, TOKENS = 6, 16
+WEIGHTS = [
+    f"model.layers.{i}.{name}.weight"
+    for i in range(2)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and two models, and two texts."""
+    made = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("base", "a", "b")):
+        save_model(made / name, seed=seed)
+        changed(made / name, o_proj=8, down_proj=8, lm_head=20, embed_tokens=20)
+    (made / "a.txt").write_text(TEXT)
+    (made / "b.txt").write_text(TEXT.upper()[::-1])
+    return made
+
+
+def recipe(folder: Path, method: str, **parameters: Any) -> dict[str, Any]:
+    return {
+        "merge_method": method,
+        "base_model": str(folder / "base"),
+        "models": [{"model": str(folder / name), "text": text_of(folder, name)} for name in "ab"],
+        "parameters": parameters,
+        "dtype": "float32",
+    }
+
+
+def text_of(folder: Path, name: str) -> dict[str, Any]:
+    return {"file": str(folder / f"{name}.txt"), "rows": ROWS, "tokens": TOKENS}
+
+
+def merged(folder: Path, out: Path, method: str, **parameters: Any) -> Weights:
+    weightsmith.merge(recipe(folder, method, **parameters), out, card=False, progress=False)
+    return load_file(out / "model.safetensors")
+
+
+def stored(folder: Path) -> Weights:
+    return {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def whole(folder: Path, name: str, text: str = "") -> Whole:
+    source = str(folder / f"{text or name}.txt")
+    return Whole(folder / name, QuantizeSettings(calibration=source, calibration_rows=ROWS, calibration_tokens=TOKENS))
+
+
+def assert_merged(found: Weights, expected: Callable[[str], torch.Tensor], folder: Path) -> None:
+    """The weights of linear layers are as expected; the others have the mean of the deltas."""
+    base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
+    for name in WEIGHTS:
+        torch.testing.assert_close(found[name].double() - base[name], expected(name), rtol=1e-3, atol=1e-4)
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"):
+        torch.testing.assert_close(found[name].double(), (a[name] + b[name]) / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "alpha", "mu"),
+    [
+        ({"ridge": 0.05}, 1.0, 0.0),
+        ({"ridge": 0, "alpha": 0.9}, 0.9, 0.0),
+        ({"ridge": 0.05, "prior": "tsv_m", "prior_parameters": {"directions": 8, "lambda": 0.7}, "mu": 0.5}, 1.0, 0.5),
+    ],
+)
+def test_regmean_is_the_closed_form(given: dict[str, Any], alpha: float, mu: float, folder: Path, tmp_path: Path) -> None:
+    found = merged(folder, tmp_path / "out", "regmean", **given)
+    models = [whole(folder, name) for name in "ab"]
+    base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
+    prior = {name: torch.zeros(()) for name in base}
+    if mu:
+        other = recipe(folder, "tsv_m", directions=8, **{"lambda": 0.7})
+        other["models"] = [{"model": str(folder / name)} for name in "ab"]
+        weightsmith.merge(other, tmp_path / "prior", card=False, progress=False)
+        prior = {name: tensor - base[name] for name, tensor in stored(tmp_path / "prior").items()}
+
+    def expected(name: str) -> torch.Tensor:
+        grams = []
+        for model in models:
+            x = model.entering(name.removesuffix(".weight"))
+            gram = x.T @ x / len(x)
+            grams.append(alpha * gram + (1 - alpha) * torch.diag(gram.diagonal()))
+        total = sum(grams)
+        m, one = total.diagonal().mean(), torch.eye(len(total), dtype=torch.float64)
+        if given["ridge"] == 0:  # the authors' form: of weights, without the base
+            return (a[name] @ grams[0] + b[name] @ grams[1]) @ torch.linalg.inv(total) - base[name]
+        deltas = (a[name] - base[name]) @ grams[0] + (b[name] - base[name]) @ grams[1]
+        return (deltas + mu * m * prior[name]) @ torch.linalg.inv(total + (mu + given["ridge"]) * m * one)
+
+    assert_merged(found, expected, folder)
+
+
+@pytest.mark.slow
+def test_fisher_is_the_weighted_mean(folder: Path, tmp_path: Path) -> None:
+    found = merged(folder, tmp_path / "out", "fisher", floor=0.1)
+    information = [whole(folder, name).fisher() for name in "ab"]
+    base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
+
+    def expected(name: str) -> torch.Tensor:
+        own = torch.stack([each[name] for each in information])
+        own = own.clamp(min=0.1 * own.mean())
+        return (own[0] * (a[name] - base[name]) + own[1] * (b[name] - base[name])) / own.sum(0)
+
+    assert_merged(found, expected, folder)
+
+
+@pytest.mark.slow
+def test_aim_scales_the_columns_of_any_merge_by_what_enters_the_base(folder: Path, tmp_path: Path) -> None:
+    asked = recipe(folder, "task_arithmetic", weight=0.5, aim=0.4, delta_scale=0.5)
+    asked["models"] = [{"model": str(folder / name)} for name in "ab"]
+    asked["text"] = text_of(folder, "a")
+    weightsmith.merge(asked, tmp_path / "out", card=False, progress=False)
+    found, model = stored(tmp_path / "out"), whole(folder, "base", "a")
+    base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
+    for name in base:
+        delta = (0.5 * (a[name] + b[name]) - base[name]) * 0.5
+        if name in WEIGHTS:
+            sizes = model.entering(name.removesuffix(".weight")).abs().mean(0)
+            delta *= 1 - 0.6 * sizes / sizes.max()
+        if name in WEIGHTS or "norm" in name or "embed" in name:
+            torch.testing.assert_close(found[name] - base[name], delta, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["regmean", "fisher"])
+def test_threads_kills_and_plans_from_json_change_no_byte(
+    method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep, made = Staging.keep, list[str]()
+
+    def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        if len(made) == 6:
+            raise KeyboardInterrupt
+        made.append(product.name)
+        return keep(staging, product, arrays)
+
+    asked = recipe(folder, method)
+    weightsmith.merge(asked, tmp_path / "one", threads=1, card=False, progress=False)
+    with prepare(asked) as prepared:
+        (tmp_path / "plan.json").write_text(json.dumps(prepared.plan.to_json()))
+        monkeypatch.setattr(Staging, "keep", stop)
+        with pytest.raises(KeyboardInterrupt):
+            execute(prepared, tmp_path / "two", RunOptions(threads=2, card=False))
+        monkeypatch.undo()
+    weightsmith.merge(asked, tmp_path / "two", threads=2, card=False, progress=False)
+    weightsmith.run(tmp_path / "plan.json", tmp_path / "three", progress=False)
+    one, two, three = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two", "three"))
+    assert one == two == three
+
+
+@pytest.mark.slow
+def test_experts_that_no_token_reaches_and_fused_weights_are_merged_too(tmp_path: Path) -> None:
+    """phi-3 stores q, k and v as one matrix; a short text leaves experts of mixtral without a token."""
+    for family in ("phi3", "mixtral"):
+        made = tmp_path / family
+        for seed, name in enumerate(("base", "a", "b")):
+            save_model(made / name, family, seed=seed)
+        for name in "ab":
+            (made / f"{name}.txt").write_text(TEXT)
+        for method in ("regmean", "fisher"):
+            asked = recipe(made, method)
+            for entry in asked["models"]:
+                entry["text"]["rows"] = 1
+            with prepare(asked) as prepared:
+                leaves = [leaf for step in prepared.plan.steps for leaf in step.leaves if leaf.role == "linear"]
+                assert all(len(leaf.statistics) == 2 for leaf in leaves)
+            weightsmith.merge(asked, made / method, card=False, progress=False)
+            assert all(bool(tensor.isfinite().all()) for tensor in load_file(made / method / "model.safetensors").values())

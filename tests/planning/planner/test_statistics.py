@@ -1,0 +1,237 @@
+"""What a recipe says of texts, and what the plan makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import weightsmith
+from tests.cli_help import Cli
+from tests.plan_help import model
+from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._features.quantisation.calibration.plan import without_measuring
+from weightsmith._planning.planner import Prepared, prepare
+from weightsmith._planning.planner.inputs import number_models
+from weightsmith._planning.planner.reopen import reopen
+from weightsmith._planning.planner.statistics import own_texts
+from weightsmith._planning.recipe import parse
+from weightsmith._plans import Plan, PlanDraft, plan_from_json
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    for seed, name in enumerate(("base", "a", "b")):
+        model(made / name, vocab=256, seed=seed, settings={"vocab_size": 256, "hidden_size": 4})
+        tokenizer.save(str(made / name / "tokenizer.json"))
+    for name in ("a", "b", "all"):
+        (made / f"{name}.txt").write_text(name + TEXT)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def short(name: str, rows: int = 4) -> dict[str, Any]:
+    return {"file": f"{name}.txt", "rows": rows, "tokens": 16}
+
+
+def recipe(method: str = "regmean", a: Any = None, b: Any = None, text: Any = None, **parameters: Any) -> dict[str, Any]:
+    entries = [{"model": f"./{name}", **({} if own is None else {"text": own})} for name, own in (("a", a), ("b", b))]
+    found: dict[str, Any] = {"merge_method": method, "base_model": "./base", "models": entries, "parameters": parameters}
+    return found if text is None else found | {"text": text}
+
+
+def plan_of(source: Mapping[str, Any]) -> Plan:
+    with prepare(source) as prepared:
+        return prepared.plan
+
+
+def refused(source: Mapping[str, Any]) -> list[str]:
+    with pytest.raises(PlanError) as caught:
+        prepare(source)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_a_models_own_text_wins_over_that_of_the_recipe() -> None:
+    plan = plan_of(recipe(a=short("a"), text=short("all", rows=5)))
+    texts = [product.settings["text"] for product in plan.products if product.op == "embedding"]
+    assert [(Path(text["source"]).name, text["rows"]) for text in texts] == [("a.txt", 4), ("all.txt", 5)]
+    step = next(step for step in plan.steps if step.out.name == DOWN)
+    assert [(each.kind, each.input) for each in step.statistics] == [("second_moments", 1), ("second_moments", 2)]
+    assert all(plan.maker[each.read.tensor] in plan.needs(step) for each in step.statistics)
+    assert not any(step.statistics for step in plan.steps if step.role != "linear")
+
+
+def test_the_built_in_text_is_named_built_in() -> None:
+    plan = plan_of(recipe(text={"file": "built-in", "rows": 2, "tokens": 8}))
+    assert {product.settings["text"]["source"] for product in plan.products if product.op == "embedding"} == {"built-in"}
+
+
+def test_a_method_without_a_text_says_what_to_write() -> None:
+    assert refused(recipe()) == [
+        "merge_method: merge_method regmean measures the models on a text, and the recipe names none\n"
+        "  -> Write text: and a file, or text: built-in, at the top level."
+    ]
+    (one,) = refused(recipe(a=short("a")))
+    assert one == (
+        "merge_method: merge_method regmean measures ./b on a text, and the recipe names none\n"
+        "  -> Write text: and a file, or text: built-in, at the top level or in the entry of the model."
+    )
+
+
+def test_a_text_that_the_method_does_not_look_at_is_an_error() -> None:
+    for source in (recipe("task_arithmetic", text=short("all"), weight=1), recipe("task_arithmetic", a=short("a"), weight=1)):
+        (one,) = refused(source)
+        assert "merge_method task_arithmetic looks at no text with these parameters\n  -> Remove 'text'." in one
+
+
+def test_a_text_of_a_model_that_is_not_measured_is_a_warning() -> None:
+    source = recipe("fisher", a=short("a"), b=short("b"))
+    source["models"][1]["parameters"] = {"weight": 0}
+    assert any("the text of ./b is not read" in str(finding) for finding in plan_of(source).warnings)
+
+
+def test_every_problem_of_the_texts_is_reported_at_once_where_it_is() -> None:
+    source = recipe(a={"file": "a.md"}, b=short("b", rows=400), alpha=2)
+    found = refused(source)
+    assert len(found) == 3, found
+    assert any(each.startswith("models[0].text: the calibration text 'a.md' is of an unknown kind") for each in found)
+    assert any(each.startswith("models[1].text: the calibration text has") for each in found)
+
+
+def test_a_text_that_is_not_there_is_one_error() -> None:
+    (one,) = refused(recipe(text="nowhere.txt"))
+    assert "nowhere.txt" in one
+
+
+def test_a_model_with_two_texts_is_an_error() -> None:
+    modules = "{text: {models: [{model: a, text: a.txt}]}, vision: {models: [{model: a, text: b.txt}]}}"
+    found, _ = parse(f"merge_method: regmean\nbase_model: b\nmodules: {modules}\n", "r.yml")
+    assert found is not None
+    problems: list[WeightsmithError] = []
+    own_texts(found, number_models(found)[0], problems)
+    assert [str(problem) for problem in problems] == [
+        "r.yml:3:89: a has two texts, a.txt and b.txt\n  -> Write the same text in each entry."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"prior_parameters": {"directions": 2}}, "prior_parameters are of no method"),
+        (
+            {"prior": "tsv_m", "prior_parameters": {"direction": 2}},
+            "tsv_m has no parameter 'direction' (did you mean 'directions'?)",
+        ),
+        ({"prior": "tsv_m", "prior_parameters": {"directions": 0.5}}, "directions must be a whole number, not 0.5"),
+        ({"prior": "tsv_m", "prior_parameters": {"flatten": 2}}, "flatten must be at most 1, not 2"),
+        ({"prior": "tsv_m", "prior_parameters": {"flatten": True}}, "flatten must be a number, not True"),
+        ({"prior": "tsv_m", "prior_parameters": {"spectrum": "floor"}}, "tsv_m has no parameter 'spectrum'"),
+        ({"prior": "tsv_m", "prior_parameters": "{"}, "prior_parameters takes a mapping"),
+        ({"prior": "ties"}, "prior must be one of none, tsv_m"),
+    ],
+)
+def test_the_parameters_of_a_prior_are_checked(given: dict[str, Any], words: str) -> None:
+    assert any(words in each for each in refused(recipe(text=short("all"), **given)))
+
+
+def test_slices_and_modules_are_measured_too() -> None:
+    sliced = recipe(text=short("all"))
+    del sliced["models"]
+    layers = [{"sources": [{"model": f"./{name}", "layer_range": [i, i + 1]} for name in ("base", "a", "b")]} for i in (1, 0)]
+    sliced["slices"] = layers
+    plan = plan_of(sliced)
+    first = next(step for step in plan.steps if step.out.name == "model.layers.0.mlp.down_proj.weight")
+    assert all("layers.1.mlp.down_proj" in each.read.tensor for each in first.statistics)
+    modules = recipe(text=short("all"))
+    modules["modules"] = {"default": {"models": modules.pop("models")}}
+    assert sum(len(step.statistics) for step in plan_of(modules).steps) == 2 * 2 * 3
+
+
+def test_aim_measures_the_base_alone() -> None:
+    plan = plan_of(recipe("ties", text=short("all"), weight=1, density=0.5, aim=0.4))
+    step = next(step for step in plan.steps if step.out.name == DOWN)
+    assert [(each.kind, each.input) for each in step.statistics] == [("magnitudes", 0)]
+
+
+def test_a_stage_that_measures_is_written_first() -> None:
+    inner = recipe(text=short("all"))
+    outer = {"merge_method": "linear", "models": [{"model": inner, "parameters": {"weight": 1}}, {"model": "./a"}]}
+    outer["models"][1]["parameters"] = {"weight": 1}
+    with prepare(outer) as prepared:
+        assert [stage.why for stage in prepared.stages] == ["regmean looks at the whole model first"]
+
+
+def _changed(prepared: Prepared, change: Any) -> Plan:
+    data = json.loads(json.dumps(prepared.plan.to_json()))
+    change(next(step for step in data["steps"] if step["name"] == DOWN))
+    return plan_from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda step: step["statistics"].pop(), "looks at other statistics of it"),
+        (lambda step: step["statistics"][0].update(kind="gram"), "looks at other statistics of it"),
+        (lambda step: step["statistics"][0].update(input=9), "is not of an input"),
+        (lambda step: step["statistics"][0]["read"].__setitem__(0, 0), "is not of an input, or no product's array"),
+        (
+            lambda step: step["statistics"][0]["read"].__setitem__(
+                1, step["statistics"][0]["read"][1].replace("mlp.down_proj", "mlp.gate_up")
+            ),
+            "does not have the shape of its second_moments",
+        ),
+    ],
+)
+def test_a_plan_from_elsewhere_is_checked(change: Any, words: str) -> None:
+    with prepare(recipe(text=short("all"))) as prepared:
+        reopen(_changed(prepared, lambda step: None)).close()
+        with pytest.raises((PlanError, FormatError)) as caught:
+            reopen(_changed(prepared, change))
+    assert words in str(caught.value)
+
+
+def test_what_measures_cannot_be_previewed_or_merged_in_memory() -> None:
+    with pytest.raises(weightsmith.WeightsmithError, match="regmean measures the models on a text, which a preview does not"):
+        weightsmith.preview(recipe(text=short("all")), progress=False)
+    with pytest.raises(PlanError, match="regmean measures the models on a text, and state dicts have none"):
+        weightsmith.merge_state_dicts("regmean", [{}, {}], base={})
+
+
+def test_a_quantised_merge_keeps_what_it_measures_itself() -> None:
+    plan = plan_of(recipe(text=short("all")))
+    draft = PlanDraft.of(plan)
+    assert without_measuring(draft) == []
+    assert tuple(draft.products) == plan.products
+
+
+def test_the_plan_says_what_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    Path("by_text.yml").write_text(json.dumps(recipe(a=short("a"), text=short("all", rows=5))))
+    run = Cli(monkeypatch, capsys)
+    printed = run("plan", "by_text.yml").out
+    # Three inputs of each of two layers: q and up of 4 features, down of 6.
+    for text, rows, name in (("a", 4, "a"), ("all", 5, "b")):
+        read = f"{rows} rows of 16 tokens of {folder}/{text}.txt, through ./{name}: second_moments, 544 bytes on disk"
+        assert read in " ".join(printed.split())
+    summary = json.loads(run("plan", "by_text.yml", "--json").out)["summary"]["texts"]
+    assert [(text["model"], text["rows"], text["bytes"]) for text in summary] == [("./a", 4, 544), ("./b", 5, 544)]
+
+
+def test_the_seed_chooses_the_rows() -> None:
+    with prepare(recipe(text=short("all")), RecipeOptions(seed=3)) as prepared:
+        assert {p.settings["text"]["seed"] for p in prepared.plan.products if p.op == "embedding"} == {3}
