@@ -87,11 +87,16 @@ class Work:
 
 @contextmanager
 def working(
-    doing: str, *, out: str = "", quiet: bool = False, as_json: bool = False, page: Path | None = None
+    doing: str, *, out: str = "", quiet: bool = False, as_json: bool = False, page: Path | None = None, resumes: bool = False
 ) -> Iterator[Work]:
-    """Errors as messages, and a status line. doing: until there is a progress bar."""
+    """Errors as messages, and a status line.
+
+    doing    until there is a progress bar
+    resumes  a command without output keeps its unfinished work
+    """
     work = Work(out, quiet, as_json, time.monotonic(), page)
-    message = (lambda: interrupted(out)) if out else (lambda: "Interrupted.")
+    kept = f" Finished layers are kept.\n  -> Resume with the same command: {_command()}" if resumes else ""
+    message = (lambda: interrupted(out)) if out else (lambda: f"Interrupted.{kept}")
     with failures(as_json=as_json, interrupted=message), status_line(doing, quiet=quiet or as_json):
         if quiet or not is_terminal(sys.stderr):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
@@ -162,15 +167,12 @@ def _to_json(merged: Merged) -> dict[str, Any]:
 def interrupted(out: str) -> str:
     """The message after Ctrl-C: the place of the finished tensors, and the command that resumes."""
     import glob
-    import shlex
 
     from weightsmith._base.errors import WeightsmithError
     from weightsmith._outputs.local.area import staging_folder
     from weightsmith._outputs.places import place_of
 
-    # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
-    command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
-    resume = f"\n  -> Resume with the same command: {command}"
+    resume = f"\n  -> Resume with the same command: {_command()}"
     nothing = "Interrupted. No unfinished work was left."
     try:
         place = place_of(out)
@@ -186,3 +188,10 @@ def interrupted(out: str) -> str:
     if not folder.exists():
         return nothing
     return f"Interrupted. Finished tensors are kept in {folder}{resume}"
+
+
+def _command() -> str:
+    """The command that resumes this one's work. With --no-resume it would discard it."""
+    import shlex
+
+    return shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])

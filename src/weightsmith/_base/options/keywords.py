@@ -96,6 +96,14 @@ class TransplantKeywords(RunKeywords, total=False):
     report_text: str | os.PathLike[str] | None
 
 
+class EvaluateKeywords(RunKeywords, total=False):
+    """`EvaluateSettings` and those of runs."""
+
+    rows: int | None
+    tokens: int | None
+    work: str | os.PathLike[str] | None
+
+
 class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):
     """Those of a plan."""
 
