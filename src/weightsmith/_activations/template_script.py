@@ -27,7 +27,7 @@ def main() -> None:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class Generation(Extension):  # type: ignore[misc,unused-ignore]  # Jinja counts as having no types
         """`{% generation %}`: marks answers for training, and writes what is in it."""
 
         tags = {"generation"}  # noqa: RUF012  Jinja reads it so
@@ -55,9 +55,10 @@ def main() -> None:
         template = environment.from_string(asked["template"])
 
         def render(messages: list[Any], prompts: bool) -> str:
-            return template.render(
+            found: str = template.render(
                 messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **asked["names"]
             )
+            return found
 
         for talk in asked["talks"]:
             found = _placed(talk, render)

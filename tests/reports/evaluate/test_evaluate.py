@@ -200,3 +200,60 @@ def test_row_sums_are_those_of_each_text() -> None:
     assert (one.nats.tolist(), one.tokens.tolist(), one.nbytes.tolist()) == ([7], [2], [2])
     assert (two.nats.tolist(), two.tokens.tolist(), two.nbytes.tolist()) == ([5], [1], [1])
     assert replace(two, tokenized="").divergences is None
+
+
+@pytest.mark.slow
+def test_a_merge_and_a_quantised_model_are_evaluated_before_they_are_published(work: Path, cli: Cli) -> None:
+    """As stored, beside the source. The numbers are those of `weightsmith eval`."""
+    ran = cli("quantize", "a", "codes", "--format", "fp8-dynamic", "--evaluate", "t.txt", "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)["evaluation"]
+    manifest = json.loads((work / "codes/weightsmith.json").read_text())
+    assert manifest["evaluation"] == found
+    assert (found["models"], found["reference"]) == (["a", "the result"], "a")
+    again = weightsmith.evaluate("a", "codes", text="t.txt", reference="a", progress=False).to_json()
+    assert again["totals"] == found["totals"]
+    card = (work / "codes/README.md").read_text()
+    assert "## Evaluation" in card
+    assert "tokens of t.txt, in rows of 64." in card
+    assert cli("verify", "codes").code == 0
+    assert left(work) == []
+    merged = weightsmith.merge("ties.yml", "merged", evaluate="t.txt", max_shard_bytes=100_000, progress=False)
+    assert len(merged.plan.layout.shards) > 1
+    own = json.loads((work / "merged/weightsmith.json").read_text())["evaluation"]
+    assert own["models"] == ["a", "the result"]
+    assert cli("verify", "merged").code == 0
+    shown = weightsmith.merge("ties.yml", "plain", max_shard_bytes=100_000, progress=False).out
+    for file in sorted(Path(str(shown)).glob("*.safetensors")):
+        assert file.read_bytes() == (work / "merged" / file.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_a_result_that_is_interrupted_resumes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = Staging.keep
+
+    def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        if product.name == "losses":
+            raise KeyboardInterrupt
+        return keep(staging, product, arrays)
+
+    monkeypatch.setattr(Staging, "keep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge("ties.yml", "merged", evaluate="t.txt", progress=False)
+    assert not (work / "merged").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(work)
+    merged = weightsmith.merge("ties.yml", "merged", evaluate="t.txt", progress=False)
+    assert merged.resumed == len(merged.plan.steps)
+    assert "evaluation" in json.loads((work / "merged/weightsmith.json").read_text())
+    assert left(work) == []
+
+
+def test_a_result_that_cannot_be_evaluated_is_refused_before_work(work: Path, cli: Cli) -> None:
+    ran = cli("merge", "ties.yml", "merged", "--evaluate", "none.txt")
+    assert ran.code != 0
+    assert "none.txt" in ran.err
+    ran = cli("quantize", "a", "s3://bucket/out", "--format", "fp8-dynamic", "--evaluate", "t.txt")
+    assert "--evaluate reads the result before it is published" in ran.err
+    assert not (work / "merged").exists()
+    assert not list(work.glob(".merged*"))

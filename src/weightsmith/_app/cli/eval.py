@@ -10,7 +10,7 @@ import typer
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import EvaluateSettings, RecipeOptions, RunOptions
+from weightsmith._base.options import EvaluateSettings, RunOptions
 from weightsmith._base.text import fact, result, say, section, show_table
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def evaluate(
     doing = "reading the models' headers"
     with working(doing, quiet=quiet, as_json=as_json, page=report, resumes=True) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.evaluate.measure import evaluation
+        from weightsmith._reports.evaluate.measure import evaluation, named
         from weightsmith._reports.evaluate.pages import evaluation_page
 
         with meter(quiet=quiet) as shown:
-            found = evaluation(models, reference, RecipeOptions(), settings, running, shown)
+            found = evaluation(named(models, reference), reference is not None, settings, running, shown)
         work.present(lambda: evaluation_page(found), found.to_json, lambda: _show(found))
 
 

@@ -53,6 +53,7 @@ class RunKeywords(TypedDict, total=False):
     keep_stages: bool
     stream: bool
     max_spool_bytes: int
+    evaluate: str | os.PathLike[str] | None
     push: str | None
     public: bool
     commit_message: str | None

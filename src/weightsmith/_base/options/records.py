@@ -238,6 +238,14 @@ class RunOptions:
         least=1,
         commands=RUNNING,
     )
+    evaluate: str | None = option(
+        None,
+        "--evaluate FILE",
+        "Measure how well the result predicts a text, before OUT is created: a txt, jsonl or parquet file, or built-in",
+        path=True,
+        more="Perplexity, and KL divergence from the source: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",
+        commands=("merge", "quantize"),
+    )
     push: str | None = option(
         None,
         "--push ORG/NAME[@BRANCH]",

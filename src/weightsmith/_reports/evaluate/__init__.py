@@ -7,4 +7,5 @@ in a staging folder, so that an interrupted evaluation resumes. The reference co
     opening.py  a model or a recipe, with what cuts its texts into tokens
     values.py   scores, with standard errors: `Evaluation`
     pages.py    what was found as a page, for --report
+    result.py   the result of a merge before it is published, for --evaluate
 """

@@ -17,7 +17,7 @@ from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
 from weightsmith._activations.scoring import Known, Scored, scored
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
-from weightsmith._base.options import EvaluateSettings, RecipeOptions, RunOptions, assignment, option_error, read_options
+from weightsmith._base.options import EvaluateSettings, RunOptions, assignment, option_error, read_options
 from weightsmith._base.options.keywords import EvaluateKeywords
 from weightsmith._base.text import count
 from weightsmith._engine.local import Progress
@@ -62,31 +62,30 @@ def evaluate(
     texts = [text] if isinstance(text, str | os.PathLike) else list(text)
     given = {"text": [os.fspath(each) for each in texts], **options}
     settings, running = read_options("evaluate", given, EvaluateSettings, RunOptions)
-    return evaluation(models, reference, RecipeOptions(), settings, running, progress)
+    return evaluation(named(models, reference), reference is not None, settings, running, progress)
+
+
+def named(models: Sequence[Named], reference: Named | None) -> dict[str, Named]:
+    """Models by name, the reference first."""
+    return {name_of(model): model for model in (*([] if reference is None else [reference]), *models)}
 
 
 def evaluation(
-    models: Sequence[Named],
-    reference: Named | None,
-    planning: RecipeOptions,
-    settings: EvaluateSettings,
-    running: RunOptions,
-    progress: Watching,
+    asked: Mapping[str, Named], compared: bool, settings: EvaluateSettings, running: RunOptions, progress: Watching
 ) -> Evaluation:
-    """See `evaluate`."""
-    asked = {name_of(model): model for model in ([] if reference is None else [reference])} | {name_of(m): m for m in models}
+    """See `evaluate`. asked: models by name; compared: the first is the reference of the others."""
     if not asked:
         raise ParameterError("no model is given", fix="name one or more models or recipes")
     if not settings.text:
         raise option_error("text", "no text is given", "name a .txt, .jsonl or .parquet file")
     with ExitStack() as stack:
-        ready = _open(asked, planning, stack)
+        ready = _open(asked, stack)
         tokens = _row_tokens(ready, settings)
         parts = _cut(ready, settings, tokens)
         check_families([TextRun(one.model, TextSource("", "", 1, 1, 0)).base for one in ready])
         rows = [together(own) for own in parts]
         shown = stack.enter_context(_watching(progress))
-        found = _losses(ready, rows, reference is not None, settings, running, shown)
+        found = _losses(ready, rows, compared, settings, running, shown)
     own_rows = [[len(part.ids) for part in own] for own in parts]
     losses = [_by_text(each, own, counts) for each, own, counts in zip(found, rows, own_rows, strict=True)]
     scores = tuple(
@@ -94,15 +93,15 @@ def evaluation(
         for i, each in enumerate(losses)
     )
     names = tuple(asked)
-    notes = _notes(names, settings, parts, found, reference is not None)
-    return Evaluation(names, settings.text, names[0] if reference is not None else None, scores, tokens, notes)
+    notes = _notes(names, settings, parts, found, compared)
+    return Evaluation(names, settings.text, names[0] if compared else None, scores, tokens, notes)
 
 
-def _open(asked: Mapping[str, Named], planning: RecipeOptions, stack: ExitStack) -> list[Opened]:
+def _open(asked: Mapping[str, Named], stack: ExitStack) -> list[Opened]:
     problems, ready = list[WeightsmithError](), list[Opened]()
     for name, model in asked.items():
         try:
-            ready.append(opened(name, stack.enter_context(prepare_named(model, planning))))
+            ready.append(opened(name, stack.enter_context(prepare_named(model))))
         except PlanError as error:
             if len(asked) == 1:
                 raise

@@ -49,15 +49,15 @@ def name_of(model: Named) -> str:
     return str(model.get("name", "recipe")) if isinstance(model, Mapping) else os.fspath(model)
 
 
-def prepare_named(model: Named, options: RecipeOptions) -> Prepared:
+def prepare_named(model: Named) -> Prepared:
     """The plan of a model or a recipe. Raises PlanError.
 
     The result of a recipe has the dtypes that it would be written in. Codes of a quantised model are decoded to float32, so
     that nothing is rounded.
     """
     if isinstance(model, Mapping) or Path(model).suffix in _RECIPES:
-        return prepare_any(model, options, QuantizeSettings())
-    return prepare_copy(model, replace(options, out_dtype=DTYPES["F32"], settings={}), QuantizeSettings())
+        return prepare_any(model, RecipeOptions(), QuantizeSettings())
+    return prepare_copy(model, RecipeOptions(out_dtype=DTYPES["F32"]), QuantizeSettings())
 
 
 def opened(name: str, prepared: Prepared) -> Opened:

@@ -17,9 +17,9 @@ def evaluation_page(found: Evaluation) -> Page:
     blocks: list[Block] = [Facts("Settings", tuple(facts))]
     if len(found.texts) > 1:
         about = "Means over the texts; of the perplexity the geometric one."
-        blocks.append(_table("All texts", found, found.totals, about))
+        blocks.append(score_table("All texts", found, found.totals, about))
     for number, text in enumerate(found.texts):
-        blocks.append(_table(text, found, [own[number] for own in found.scores]))
+        blocks.append(score_table(text, found, [own[number] for own in found.scores]))
     texts = [word for text in found.texts for word in ("--text", text)]
     reference = [] if found.reference is None else ["--reference", found.reference]
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "eval", *found.models, *texts, *reference])))
@@ -27,7 +27,8 @@ def evaluation_page(found: Evaluation) -> Page:
     return Page(title, found.reading, tuple(blocks), found.to_json())
 
 
-def _table(title: str, found: Evaluation, scores: Sequence[Score], about: str = "") -> Table:
+def score_table(title: str, found: Evaluation, scores: Sequence[Score], about: str = "") -> Table:
+    """The scores of all models on a text, or on all."""
     columns = [
         Column("model"),
         Column("perplexity", "number", "exp of the mean loss of a token"),
