@@ -124,6 +124,10 @@ def _misuse() -> str:
 # ---- options
 
 
+NAMED = (("Extract", "dtype"), ("Evaluate", "text"))
+"""Options that are parameters of their function."""
+
+
 def keywords_module() -> str:
     """The options as types of keywords."""
     lines = [
@@ -137,10 +141,10 @@ def keywords_module() -> str:
     ]
     for record in option_records():
         name = record.__name__.removesuffix("Options").removesuffix("Settings")
-        parent = "RunKeywords" if name in ("Extract", "Transplant") else "TypedDict"
+        parent = "RunKeywords" if name in ("Extract", "Transplant", "Evaluate") else "TypedDict"
         more = " and those of runs" if parent == "RunKeywords" else ""
         lines += ["", "", f"class {name}Keywords({parent}, total=False):", f'    """`{record.__name__}`{more}."""', ""]
-        own = [each for each in options_of(record).values() if not (name == "Extract" and each.name == "dtype")]
+        own = [each for each in options_of(record).values() if (name, each.name) not in NAMED]
         lines += [f"    {each.name}: {_typed(each)}" for each in own]
     for name, parents, what in (
         ("PlanKeywords", "RecipeKeywords, QuantizeKeywords", "Those of a plan."),

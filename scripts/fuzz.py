@@ -969,6 +969,7 @@ PRODUCTS = {
     "losses": ("states", "gradients", "measured_layer"),
     "errors": ("measured_blocks",),
     "importances": ("statistic",),
+    "evaluated": ("given", "embedded_rows", "losses"),
 }
 """The plans that are mutated, and the kinds of products that each of them is there for; together all of `products.KINDS`."""
 
@@ -977,11 +978,14 @@ def _make_products() -> None:
     """`products/NAME.json` for each of `PRODUCTS`; `m`, a model that transformers builds."""
     import weightsmith
     from tests.calibration_help import save_model, settings
+    from weightsmith._activations.model import input_of
+    from weightsmith._activations.scored_rows import ScoredRows
+    from weightsmith._activations.scoring import scored
     from weightsmith._base.options import ExtractSettings, RecipeOptions, TransplantSettings
     from weightsmith._features.adapters.extract import prepare_extraction
     from weightsmith._features.mixture.build import prepare_moe
     from weightsmith._features.transplant.plan import prepare_transplant
-    from weightsmith._planning.planner import Prepared
+    from weightsmith._planning.planner import Prepared, prepare
     from weightsmith._plans import COPY, Plan, Read, Step
     from weightsmith._reports.look.comparison import alignments
     from weightsmith._reports.look.differences import differences
@@ -1016,6 +1020,15 @@ def _make_products() -> None:
         products = tuple(make(name, steps[name]) for name, make in made.items())
         return dataclasses.replace(plan, products=products)
 
+    def evaluated() -> Plan:
+        """An evaluation, which is part of no plan that is written."""
+        import numpy as np
+
+        with prepare(copy) as prepared:
+            rows = ScoredRows(*np.ones((2, 2, 8), np.int32))
+            products = scored(input_of(prepared.inputs, 0), rows).products
+            return dataclasses.replace(prepared.plan, products=products)
+
     makers: dict[str, Callable[[], Plan]] = {
         "scope": lambda: weightsmith.plan(ties),
         "active": lambda: weightsmith.plan({"merge_method": "ramplus", "base_model": "a", "models": [{"model": "b"}]}),
@@ -1033,6 +1046,7 @@ def _make_products() -> None:
         "losses": lambda: weightsmith.plan(copy, quantize="exl2", bits=4.1, **calibration),
         "errors": lambda: weightsmith.plan(copy, quantize="exl2", bits=4.1, measure="full", **calibration),
         "importances": lambda: weightsmith.plan(copy, quantize="gguf-q4_k_m", **calibration),
+        "evaluated": evaluated,
     }
     Path("products").mkdir()
     for name, ops in PRODUCTS.items():

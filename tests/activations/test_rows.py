@@ -45,7 +45,7 @@ def test_a_text_that_cannot_be_encoded_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("b")
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    with pytest.raises(FormatError, match="the tokenizer cannot encode the calibration text"):
+    with pytest.raises(FormatError, match="the tokenizer cannot encode the text"):
         rows_of(text_source(str(tmp_path / "t.txt"), None, 5, 0), tmp_path, 256, None)
 
 
@@ -86,7 +86,7 @@ def test_a_long_text_is_encoded_in_pieces_until_there_are_enough_tokens(
     monkeypatch.setattr(rows, "PIECE_CHARACTERS", 60)
     monkeypatch.setattr(rows, "MAX_ROWS", 4)
     tokenizer = Recorded(llama)
-    monkeypatch.setattr(rows, "_tokenizer", lambda folder: tokenizer)
+    monkeypatch.setattr(rows, "load_tokenizer", lambda path: tokenizer)
     calibration = text_source(str(tmp_path / f"t.{kind}"), None, 5, 0)
     planned = rows_of(calibration, llama, 256, None)
     assert tokenizer.texts == ["One line.\nAnother one.\n\n" * 2] * 4  # 48 tokens each; 8 · 4 · 5 are enough
@@ -133,7 +133,7 @@ def test_a_parquet_file_is_read_and_a_damaged_one_is_one_error(llama: Path, tmp_
     data = path.read_bytes()
     for damaged in (data[:-20], data[:40] + bytes(80) + data[120:], b"PAR1", b""):
         path.write_bytes(damaged)
-        with pytest.raises(FormatError, match="the calibration text cannot be read") as caught:
+        with pytest.raises(FormatError, match="the text cannot be read") as caught:
             rows_of(text_source(str(path), None, 5, 0), llama, 256, None)
         assert "Make the file again" in str(caught.value)
 

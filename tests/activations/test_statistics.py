@@ -282,7 +282,7 @@ def test_a_text_or_a_tokenizer_that_has_changed_is_an_error(tmp_path: Path) -> N
     text, tokenizer = tmp_path / "text.txt", tmp_path / "a/tokenizer.json"
     with prepare(recipe) as prepared:
         asked = arrays_as_output(with_statistics(prepared, requests_for(prepared, given, ("moments",), 0)))
-        for file, what in ((text, "the calibration text has changed"), (tokenizer, "the file has changed since")):
+        for file, what in ((text, "the text has changed"), (tokenizer, "the file has changed since")):
             before = file.read_bytes()
             file.write_bytes(before + b" ")
             with pytest.raises(CheckpointError, match=what):

@@ -19,6 +19,7 @@ from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork
 from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import read_bounded
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.products import find_kind
 from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
@@ -101,7 +102,7 @@ def text_for(
 
     Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
     """
-    problems = missing(PACKAGES, "calibration texts", "calibration", model.instead)
+    problems = missing(PACKAGES, "texts", "calibration", model.instead)
     found = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
     text = TextSource("", "", 0, 0, 0)
     try:
@@ -132,7 +133,7 @@ def _tokenizer_hash(model: TextModel) -> str:
     checkpoint = model.checkpoint
     if TOKENIZER not in checkpoint.files:
         fix = f"put the model's tokenizer.json next to its weights{model.instead}"
-        raise NotFound("a calibration text needs the model's tokenizer.json", where=checkpoint.ref, fix=fix)
+        raise NotFound("a text needs the model's tokenizer.json", where=checkpoint.ref, fix=fix)
     checkpoint.fetch([TOKENIZER])
     return hashlib.sha256(read_bounded(checkpoint.folder / TOKENIZER, MAX_COPIED_BYTES)).hexdigest()
 
@@ -253,6 +254,16 @@ class TextRun:
             leaving, gradients = gradients, self.gradients(layer, states[layer], gradients, weights(layer))
             products += [gradients, *measure(layer, states[layer], gradients, leaving)]
         return _needed(products)
+
+    def add_to(self, draft: PlanDraft, products: Iterable[Product]) -> None:
+        """Add products to a draft, after those of the merge, whose own steps are then theirs alone."""
+        draft.products = [*map(self._surveyed, draft.products), *products]
+
+    def _surveyed(self, product: Product) -> Product:
+        """A product of the merge, which looks at the steps that need it: these are no longer steps of the plan."""
+        if product.steps or find_kind(product.op).reduce is None:
+            return product
+        return replace(product, steps=tuple(step for step in self._model.steps if product.name in self._model.needs(step)))
 
     def rows(self, name: str) -> TensorSpec:
         """The array of states or gradients: float32 [rows, tokens, hidden]."""

@@ -58,8 +58,10 @@ SPARE = 8
 """A text is read until it has so many times the tokens that the rows take."""
 
 
-def text_source(path: str | None, rows: int | None, tokens: int | None, seed: int) -> TextSource:
+def text_source(path: str | None, rows: int | None, tokens: int | None, seed: int, option: str = "calibration") -> TextSource:
     """A text file, not yet cut by a tokenizer; None or `built-in`: the built-in text. rows: 0 until they are counted.
+
+    option  that names the file, for messages
 
     Raises WeightsmithError for an unusable file.
     """
@@ -70,8 +72,8 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
         return TextSource(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
     file = expand_user(path).absolute()
     if file.suffix not in _READERS:
-        what = f"the calibration text {show(path)} is of an unknown kind"
-        raise option_error("calibration", what, f"use a file that ends in {', '.join(_READERS)}, or none")
+        what = f"the text {show(path)} is of an unknown kind"
+        raise option_error(option, what, f"use a file that ends in {', '.join(_READERS)}, or {BUILT_IN}")
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"
         raise Unsupported(what, where=path, fix="run pip install pyarrow, or convert the text to .jsonl")
@@ -88,8 +90,8 @@ def rows_of(text: TextSource, folder: Path, vocabulary: int, bos: int | None) ->
     Raises ParameterError if the text is too short; CheckpointError if it has changed; NotFound without a tokenizer; FormatError
     for a text that cannot be read or encoded.
     """
-    status("tokenizing the calibration text")
-    tokenizer = _tokenizer(folder)
+    status("tokenizing the text")
+    tokenizer = load_tokenizer(folder / TOKENIZER)
     enough, ids = SPARE * (text.rows or MAX_ROWS) * text.tokens, []
     count = 0
     with contextlib.closing(read_pieces(text)) as texts:
@@ -97,7 +99,7 @@ def rows_of(text: TextSource, folder: Path, vocabulary: int, bos: int | None) ->
             try:
                 found = np.array(tokenizer.encode(piece, add_special_tokens=False).ids, np.int32)
             except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
-                what = f"the tokenizer cannot encode the calibration text: {first_line(error)}"
+                what = f"the tokenizer cannot encode the text: {first_line(error)}"
                 raise FormatError(what, where=str(folder / TOKENIZER), fix="use another text") from error
             ids.append(found)
             count += len(found)
@@ -110,7 +112,7 @@ def rows_of(text: TextSource, folder: Path, vocabulary: int, bos: int | None) ->
     if not 0 < rows <= available:
         need = max(rows, 1) * text.tokens
         wants = f"{max(rows, 1):,} rows of {text.tokens:,} take {need:,}"
-        what = f"the calibration text has {len(stream):,} tokens, but {wants}"
+        what = f"the text has {len(stream):,} tokens, but {wants}"
         raise ParameterError(what, where=where, fix="give a longer text, or fewer or shorter rows")
     if stream.max() >= vocabulary:
         what = f"the tokenizer produces token {stream.max()}, but the embedding has {vocabulary} rows"
@@ -137,7 +139,7 @@ def read_pieces(text: TextSource) -> Generator[str, None, None]:
         return
     path = Path(text.source)
     if path.suffix not in _READERS:
-        raise FormatError("a calibration text of an unknown kind", where=str(path), fix="plan again")
+        raise FormatError("a text of an unknown kind", where=str(path), fix="plan again")
     _check(_sha256(path), text)
     with open_bounded(path, MAX_TEXT_BYTES) as file:
         yield from _READERS[path.suffix](file, path)
@@ -164,7 +166,7 @@ def pieces(document: Iterable[str]) -> Iterator[str]:
 
 def _check(found: str, text: TextSource) -> None:
     if found != text.sha256:
-        raise CheckpointError("the calibration text has changed", where=text.source, fix="plan again")
+        raise CheckpointError("the text has changed", where=text.source, fix="plan again")
 
 
 def _built_in() -> list[str]:
@@ -190,14 +192,27 @@ def _decoded(file: io.FileIO, path: Path) -> Iterator[str]:
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            what = f"the calibration text is not UTF-8: byte 0x{error.object[error.start]:02x} at offset"
+            what = f"the text is not UTF-8: byte 0x{error.object[error.start]:02x} at offset"
             raise FormatError(f"{what} {at - kept + error.start:,}", where=str(path), fix="save it as UTF-8") from error
         yield text
         at += len(data)
 
 
+def read_lines(text: TextSource) -> Iterator[tuple[int, Any]]:
+    """The number and the JSON value of each line of a .jsonl file. Raises as `read_pieces`."""
+    path = Path(text.source)
+    _check(_sha256(path), text)
+    with open_bounded(path, MAX_TEXT_BYTES) as file:
+        yield from _json_values(file, path)
+
+
 def _json_lines(file: io.FileIO, path: Path) -> Iterator[str]:
     """The `text` of each line, or all of its strings."""
+    for _, value in _json_values(file, path):
+        yield from pieces([_text_of(value)])
+
+
+def _json_values(file: io.FileIO, path: Path) -> Iterator[tuple[int, Any]]:
     with io.BufferedReader(file) as lines:
         for number in itertools.count(1):
             line = lines.readline(MAX_MEMORY)  # a longer one is more than `parse` takes
@@ -210,7 +225,7 @@ def _json_lines(file: io.FileIO, path: Path) -> Iterator[str]:
                 value = parse(line, unique=False)
             except JsonError as error:
                 raise FormatError(f"line {number} {error}", where=str(path), fix="correct the line, or delete it") from error
-            yield from pieces([_text_of(value)])
+            yield number, value
 
 
 def _text_of(value: object) -> str:
@@ -244,7 +259,7 @@ def _parquet(file: io.FileIO, path: Path) -> Iterator[str]:
     else:
         why = lines[-1][:500] if lines else f"the process that decodes it ended with status {status}"
     fix = "make the file again, with smaller rows, or use another text"
-    raise FormatError(f"the calibration text cannot be read: {why}", where=str(path), fix=fix)
+    raise FormatError(f"the text cannot be read: {why}", where=str(path), fix=fix)
 
 
 def _documents(stream: IO[bytes], path: Path) -> Iterator[str]:
@@ -260,7 +275,7 @@ def _documents(stream: IO[bytes], path: Path) -> Iterator[str]:
                 return
             nbytes += length
             if nbytes > MAX_TEXT_BYTES:
-                what = f"the calibration text has more than {MAX_TEXT_BYTES:,} bytes when it is decompressed"
+                what = f"the text has more than {MAX_TEXT_BYTES:,} bytes when it is decompressed"
                 raise FormatError(what, where=str(path), fix="use a part of it")
             yield _exactly(stream, length).decode()
 
@@ -280,15 +295,15 @@ _SCRIPT = Path(__file__).with_name("parquet_script.py")
 _READERS = {".txt": _plain, ".jsonl": _json_lines, ".parquet": _parquet}
 
 
-def _tokenizer(folder: Path) -> Any:
-    path = folder / TOKENIZER
-    if problems := missing(("tokenizers",), "calibration texts", "calibration"):
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a tokenizer.json. Raises NotFound, FormatError, and Unsupported without the package."""
+    if problems := missing(("tokenizers",), "texts", "calibration"):
         raise problems[0]
     from tokenizers import Tokenizer
 
     if not path.is_file():
         fix = "put the model's tokenizer.json next to its weights"
-        raise NotFound("a calibration text needs the model's tokenizer.json", where=show(str(path)), fix=fix)
+        raise NotFound("a text needs the model's tokenizer.json", where=show(str(path)), fix=fix)
     try:
         with no_panic():
             tokenizer = Tokenizer.from_file(str(path))

@@ -127,10 +127,10 @@ class Rows:
         """Raise NonFinite, with the layer and the row, unless all numbers have finite squares."""
         if not bool(torch.isfinite(x.abs().max() ** 2)):
             raise NonFinite(
-                f"{what} is NaN, infinite or too large in row {row} of the calibration text",
+                f"{what} is NaN, infinite or too large in row {row} of the text",
                 where=self.base.label,
                 fix=f"check the model with another program{self.base.instead}",
-                state="Nothing was published. Finished layers are kept; with a changed model or calibration, add --no-resume.",
+                state="Nothing was published. Finished layers are kept; with a changed model or text, add --no-resume.",
             )
 
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weightsmith._base.options import (
@@ -28,6 +29,8 @@ from weightsmith._plans import Plan
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
+    from weightsmith._execution.run import Evaluated
+    from weightsmith._reports.look.models import Watching
 
 _ALL = RecipeOptions, QuantizeSettings, RunOptions
 
@@ -68,7 +71,7 @@ def merge(
     began = time.monotonic()
     planning, settings, running = read_options("merge", options, *_ALL)
     with quantised(lambda: assemble_merge(recipe, planning), planning.quantize, settings).finish() as prepared:
-        with _watched("merging", progress, rechecking) as watching:
+        with _watched("merging", progress, rechecking, out, running) as watching:
             return execute(prepared, out, running, watching, began=began)
 
 
@@ -155,7 +158,7 @@ def _copy(
     began = time.monotonic()
     planning, settings, running = read_options(function, options, *_ALL)
     with prepare_copy(model, planning, settings) as prepared:
-        with _watched(doing, progress, rechecking) as watching:
+        with _watched(doing, progress, rechecking, out, running) as watching:
             return execute(prepared, out, running, watching, began=began)
 
 
@@ -254,14 +257,28 @@ def run(
 
 @contextmanager
 def _watched(
-    doing: str, progress: Callable[[Progress], None] | bool, rechecking: Callable[[int, int], None] | None
+    doing: str,
+    progress: Callable[[Progress], None] | bool,
+    rechecking: Callable[[int, int], None] | None,
+    out: str | os.PathLike[str] = "",
+    running: RunOptions = RunOptions(),  # noqa: B008  frozen
 ) -> Iterator[Callbacks]:
-    """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks."""
+    """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks. out: whose result is evaluated."""
     if not isinstance(progress, bool):
-        yield Callbacks(progress, rechecking)
+        yield Callbacks(progress, rechecking, evaluating=_evaluator(running, out, progress))
     elif not progress:
-        yield Callbacks(None, rechecking)
+        yield Callbacks(None, rechecking, evaluating=_evaluator(running, out, progress))
     else:
         with watched_meter() as shown:
             own = callbacks(shown, doing)
-            yield Callbacks(own[0], rechecking or own[1], *own[2:])
+            yield Callbacks(own[0], rechecking or own[1], *own[2:], _evaluator(running, out, shown))
+
+
+def _evaluator(
+    running: RunOptions, out: str | os.PathLike[str], progress: Watching
+) -> Callable[[Plan, Path], Evaluated] | None:
+    if running.evaluate is None:
+        return None
+    from weightsmith._reports.evaluate.result import evaluator
+
+    return evaluator(running, out, progress)

@@ -41,6 +41,8 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
         _refuse("parts of a plan share a local folder", "run the whole plan, with --ray on several machines")
     if options.push is not None and not is_folder:
         _refuse("--push uploads a local folder", "write to a folder, or leave --push out")
+    if options.evaluate is not None and not is_folder:
+        _refuse("--evaluate reads the result before it is published", "write to a folder, or leave --evaluate out")
     if options.keep_stages and not is_folder:
         _refuse("results of stages are kept in local folders", "write to a folder, or leave --keep-stages out")
     if options.commit_message is not None and options.push is None and place.capabilities.publication != "commit":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,15 +19,17 @@ from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, 
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
 from weightsmith._execution.output import check_options, check_output, models_read
 from weightsmith._methods.jobs.requires import named_device, usable_device
+from weightsmith._models.checkpoint import CARD_NAME
+from weightsmith._outputs.local.claim import CONTENT
 from weightsmith._outputs.places import open_output
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.output import Address, OutputSpec
+from weightsmith.abc.product import Report
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress, Resources
-    from weightsmith._engine.products import Report
     from weightsmith._engine.results import Results
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
@@ -64,6 +67,17 @@ class Merged:
     fetched_bytes: int = 0
 
 
+class Evaluated(Report, Protocol):
+    """What an evaluation of the output has found."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest."""
+
+
+EVALUATION = "evaluation"
+"""Key of the manifest, and name of the report."""
+
+
 @dataclass(frozen=True, slots=True)
 class Callbacks:
     """Callbacks during a run, from the calling thread.
@@ -72,12 +86,14 @@ class Callbacks:
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     waiting     called when another process computes the products that this part of a plan needs
     uploading   called with (bytes done, total bytes) while the last weight files are uploaded to the hub
+    evaluating  makes a report of the output, a folder with all but the card, before it is published
     """
 
     progress: Callable[[Progress], None] | None = None
     rechecking: Callable[[int, int], None] | None = None
     waiting: Callable[[], None] | None = None
     uploading: Callable[[int, int], None] | None = None
+    evaluating: Callable[[Plan, Path], Evaluated] | None = None
 
 
 NO_CALLBACKS = Callbacks()
@@ -201,12 +217,21 @@ def run_plan(
         found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
         shown = [*plan.warnings, *found]
         repo = place.spec if hub is None else hub.address.spec
-        named = other_files(prepared, place.name, repo, outcome.distances, distance, reports, shown, options)
-        for name, data in {**named, **following.files}.items():
-            staging.add_file(name, data)
+        files = partial(other_files, prepared, place.name, repo, outcome.distances, distance, found=shown)
+        early = {}
+        measured: dict[str, Any] = {MEASUREMENT: following.measurement} if following.measurement else {}
+        if callbacks.evaluating is not None:
+            early = {**files(reports={}, options=replace(options, card=False, report=False)), **following.files}
+            early.pop(CARD_NAME, None)
+            for name, data in early.items():
+                staging.add_file(name, data)
+            evaluated = callbacks.evaluating(plan, Path(staging.folder) / CONTENT)
+            reports[EVALUATION], measured[EVALUATION] = evaluated, evaluated.to_json()
+        for name, data in {**files(reports=reports, options=options), **following.files}.items():
+            if name not in early:
+                staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
-        measured = {MEASUREMENT: following.measurement} if following.measurement else {}
         published = staging.publish({**provenance(plan, distance), **measured, **more}, fsync=options.fsync)
         found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
     message = options.commit_message or plan.made.title

@@ -115,6 +115,7 @@ def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Cal
     began, plan = time.monotonic(), prepared.plan
     more = {STAGE: not options.keep_stages}
     options = replace(options, push=None, commit_message=None)
+    callbacks = replace(callbacks, evaluating=None)
     with suppress(WeightsmithError):  # not there, or damaged: it is made
         found = read_manifest(folder)
         if found.data.get(STAGE) is True:

@@ -21,6 +21,7 @@ COMMANDS = (
     "preview",
     "inspect",
     "diff",
+    "eval",
     "studio",
     "quantize",
     "dequantize",

@@ -38,6 +38,9 @@ READ: dict[str, Callable[[str], list[str]]] = {
     "run": lambda path: ["run", path, "out"],
     "inspect": lambda path: ["inspect", path],
     "diff": lambda path: ["diff", "a", path],
+    "eval": lambda path: ["eval", "a", path, "--text", "built-in"],
+    "eval --text": lambda path: ["eval", "a", "--text", path],
+    "eval --reference": lambda path: ["eval", "a", "--text", "built-in", "--reference", path],
     "quantize": lambda path: ["quantize", path, "out", "--format", "fp8-dynamic"],
     "dequantize": lambda path: ["dequantize", path, "out"],
     "extract-lora": lambda path: ["extract-lora", path, "a", "out"],
@@ -47,6 +50,7 @@ READ: dict[str, Callable[[str], list[str]]] = {
     "transplant-tokenizer --report-text": lambda path: ["transplant-tokenizer", "a", "b", "out", "--report-text", path],
     "quantize --measurement": lambda path: ["quantize", "a", "out", *EXL2, "--measurement", path],
     "quantize --imatrix": lambda path: ["quantize", "a", "out", "--format", "gguf-q4_0", "--imatrix", path],
+    "quantize --evaluate": lambda path: ["quantize", "a", "out", "--format", "fp8-dynamic", "--evaluate", path],
     "quantize --calibration": lambda path: ["quantize", "a", "out", *EXL2, "--calibration", path],
     "adapter": lambda path: ["dequantize", f"a+{path}", "out"],
     "model of a recipe": written(ONE),
@@ -72,6 +76,8 @@ WRITTEN: dict[str, Callable[[str], list[str]]] = {
     "inspect --report": lambda path: ["inspect", "a", "--report", path],
     "diff --report": lambda path: ["diff", "a", "b", "--report", path],
     "preview --report": lambda path: ["preview", "linear.yml", "--report", path],
+    "eval --report": lambda path: ["eval", "a", "--text", "built-in", "--report", path],
+    "eval --work": lambda path: ["eval", "a", "--text", "built-in", "--tokens", "8", "--rows", "1", "--work", path],
     "init": lambda path: ["init", path, "--preset", "ties-paper"],
 }
 NAMES = {

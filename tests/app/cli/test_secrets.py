@@ -44,6 +44,7 @@ SUCCEEDING: dict[str, list[list[str]]] = {
     "preview": [["linear.yml", "--report", "page.html"]],
     "inspect": [["a", "--stats", "--report", "page.html"]],
     "diff": [["a", "b", "--report", "page.html"]],
+    "eval": [["a", "--text", "built-in", "--report", "page.html"]],
     "quantize": [["a", "out", "--format", "fp8-dynamic"]],
     "dequantize": [["a", "out"]],
     "extract-lora": [["a", "b", "out"]],

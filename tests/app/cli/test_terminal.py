@@ -270,6 +270,7 @@ STARTED: dict[str, list[str]] = {
     "preview": ["linear.yml"],
     "inspect": ["a", "--stats"],
     "diff": ["a", "b"],
+    "eval": ["a", "--text", "built-in"],
     "studio": ["nowhere"],
     "quantize": ["a", "OUT", "--format", "fp8-dynamic"],
     "dequantize": ["a", "OUT"],

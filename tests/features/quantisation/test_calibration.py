@@ -521,9 +521,7 @@ def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(NonFinite) as caught:
         quantise(folder, tmp_path / "out", settings(tmp_path))
-    assert "the input of model.layers.1.mlp.down_proj is NaN, infinite or too large in row 0 of the calibration text" in str(
-        caught.value
-    )
+    assert "the input of model.layers.1.mlp.down_proj is NaN, infinite or too large in row 0 of the text" in str(caught.value)
     assert "Finished layers are kept" in str(caught.value)
     assert staging_folder(tmp_path / "out").exists()
 
@@ -559,7 +557,7 @@ def test_a_bad_text_is_one_error(
 def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(PlanError, match=r"a calibration text needs the model's tokenizer\.json"):
+    with pytest.raises(PlanError, match=r"a text needs the model's tokenizer\.json"):
         quantise(folder, tmp_path / "out", settings(tmp_path))
 
 
@@ -567,7 +565,7 @@ def test_a_text_that_changed_after_planning_is_an_error(llama: Path, tmp_path: P
     given = settings(tmp_path)
     with prepared_for(llama, given) as prepared:
         Path(str(given.calibration)).write_text("changed " * 100)
-        with pytest.raises(WeightsmithError, match="the calibration text has changed"):
+        with pytest.raises(WeightsmithError, match="the text has changed"):
             execute(prepared, tmp_path / "out", RunOptions(card=False))
 
 

@@ -8,7 +8,8 @@ is float32 on every device, whatever dtype the weights have: few CPUs have fast 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ class Decoder:
         self,
         base: Base,
         specs: Mapping[str, TensorSpec],
+        whole: Any,
         body: Any,
         layers: nn.ModuleList,
         embedding: str,
@@ -55,10 +57,12 @@ class Decoder:
         """Use `build`."""
         self._base = base
         self._specs = specs
+        self._whole = whole
         self._body = body
         self._layers = layers
         self._embedding = embedding
         self._owner, self._stack = _place(base)
+        self.head_weights = self._find_head_weights()
 
     @property
     def max_tokens(self) -> int:
@@ -151,6 +155,54 @@ class Decoder:
             put_back(layer, replaced)
 
     @contextmanager
+    def head(
+        self, source: ProductContext, device: str = "cpu", given: Mapping[str, Tensor] | None = None
+    ) -> Iterator[Callable[[Tensor], Tensor]]:
+        """What follows the last layer: states, float32 [tokens, hidden] → logits, float32 [tokens, vocabulary]. Thread-safe.
+
+        source  supplies weights, which must be among its steps
+        given   `head_weights` to use instead of the source's, by stored name
+
+        transformers' own module runs without its layers, so norms, scales, biases and caps are the model's.
+
+        Raises ShapeError if the tensors are not those of the module.
+        """
+        names, ready = self.head_weights, given or {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in ready.items()}
+        if given is None:
+            shapes = {step.out.name: step.out.shape for step in source.product.steps}
+        if wrong := _wrong_shapes({own: tuple(self._whole.get_parameter(name).shape) for name, own in names.items()}, shapes):
+            raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=f"check its config.json{self._base.instead}")
+        self._to(device)
+        with torch.no_grad(), _loaded(self._whole, names if given is None else {}, _Memory(source, device)):
+            for name, own in names.items() if given is not None else ():
+                _register(self._whole, name, ready[own].to(device))
+            with _skipped(self._layers) as leave:
+
+                def logits(states: Tensor) -> Tensor:
+                    with leave(states[None]):
+                        found: Tensor = self._whole(inputs_embeds=states[None], use_cache=False).logits[0]
+                    return found.float()
+
+                yield logits
+
+    def _find_head_weights(self) -> dict[str, str]:
+        """The parameters outside the layers that logits depend on: names in transformers' module → the model's names."""
+        table, head = self._body.get_input_embeddings(), self._whole.get_output_embeddings()
+        layers, embedding = (self._name(name) for name in (f"{self._stack}.", self._embedding))
+        found = {}
+        for name, parameter in self._whole.named_parameters(remove_duplicate=False):
+            if name.startswith(layers) or name == embedding:
+                continue
+            is_tied = parameter is table.weight or (head is not None and parameter is head.weight and self._is_tied)
+            found[name] = embedding if is_tied else name
+        return found
+
+    @property
+    def _is_tied(self) -> bool:
+        return bool(getattr(self._body.config, "tie_word_embeddings", False))
+
+    @contextmanager
     def final_norm(self, source: ProductContext, device: str = "cpu") -> Iterator[Any]:
         """The norm after the last layer, whose output enters the head: a module, with its weights."""
         norm = self._body.norm
@@ -236,7 +288,7 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
     wrong = _wrong_shapes(wanted, stored) if specs else []
     if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
         return ShapeError(_MISMATCH, where=base.label, details=wrong, fix=f"check its config.json{base.instead}")
-    return Decoder(base, specs, body, layers, embedding)
+    return Decoder(base, specs, whole, body, layers, embedding)
 
 
 _MISMATCH = "the tensors do not match the model that transformers builds from config.json"
@@ -297,6 +349,28 @@ def record(body: Any, layers: nn.ModuleList, **inputs: Tensor) -> tuple[Tensor, 
             del layer.forward
     assert len(calls) == len(layers)
     return entering[0], calls
+
+
+@contextmanager
+def _skipped(layers: nn.ModuleList) -> Iterator[Callable[[Tensor], contextlib.AbstractContextManager[None]]]:
+    """Let a body run without its layers. Gives (what leaves the last layer, on this thread) → a context to run the body in."""
+    own = threading.local()
+
+    @contextmanager
+    def leave(states: Tensor) -> Iterator[None]:
+        own.states = states
+        try:
+            yield
+        finally:
+            del own.states
+
+    try:
+        for layer in layers:
+            layer.forward = lambda *_args, **_kwargs: own.states
+        yield leave
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 _BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm")

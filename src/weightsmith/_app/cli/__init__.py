@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 WORKING = (
-    "merge", "moe", "plan", "preview", "inspect", "diff", "studio", "quantize", "dequantize", "extract-lora",
+    "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "studio", "quantize", "dequantize", "extract-lora",
     "transplant-tokenizer", "run", "verify", "clean", "doctor",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""

@@ -10,6 +10,7 @@ from weightsmith._app.cli import exits
 from weightsmith._app.cli.clean import clean
 from weightsmith._app.cli.diff import diff
 from weightsmith._app.cli.doctor import doctor
+from weightsmith._app.cli.eval import evaluate
 from weightsmith._app.cli.extract_lora import extract_lora
 from weightsmith._app.cli.init import init
 from weightsmith._app.cli.inspect import inspect
@@ -58,8 +59,11 @@ _MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused w
 app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
 app.command(cls=MoeCommand, epilog=_MERGEKIT.replace("-yaml", "-moe"))(moe)
 app.command(cls=MoeCommand)(plan)
+for command in (preview, inspect, diff):
+    app.command()(command)
+app.command("eval")(evaluate)
 for command in (
-    *(preview, inspect, diff, studio, quantize, dequantize, extract_lora, transplant_tokenizer),
+    *(studio, quantize, dequantize, extract_lora, transplant_tokenizer),
     *(run, verify, init, methods, schema, clean, doctor),
 ):
     app.command()(command)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._base.errors import printable
@@ -18,9 +18,11 @@ from weightsmith._base.text import count, duration, is_terminal, say, show_json,
 
 if TYPE_CHECKING:
     from weightsmith._base.pages import Page
-    from weightsmith._execution.run import Callbacks, Merged
+    from weightsmith._execution.progress import Meter
+    from weightsmith._execution.run import Callbacks, Evaluated, Merged
     from weightsmith._planning.planner import Prepared
     from weightsmith._plans import Plan
+    from weightsmith._reports.evaluate.result import ResultEvaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +45,27 @@ class Work:
         return not self.quiet and not self.as_json
 
     @contextmanager
-    def running(self, doing: str) -> Iterator[Callbacks]:
-        """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar."""
+    def running(self, doing: str, options: RunOptions = RunOptions()) -> Iterator[Callbacks]:  # noqa: B008  frozen
+        """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar; options: as for `make`."""
         from weightsmith._execution.progress import callbacks, meter
         from weightsmith._execution.run import Callbacks
 
         message = lambda: interrupted(self.out)  # noqa: E731
         with failures(merging=True, as_json=self.as_json, interrupted=message), meter(quiet=self.quiet) as shown:
-            yield Callbacks(*callbacks(shown, doing))
+            yield Callbacks(*callbacks(shown, doing), self._evaluator(options, shown))
+
+    def _evaluator(self, options: RunOptions, shown: Meter) -> Callable[[Plan, Path], Evaluated] | None:
+        if options.evaluate is None:
+            return None
+        from weightsmith._reports.evaluate.result import evaluator
+
+        return evaluator(options, self.out, shown)
 
     def make(self, prepared: Prepared, options: RunOptions, doing: str) -> Merged:
         """Run a plan with a progress bar, and report the result. doing: the verb of the bar."""
         from weightsmith._execution.distributed import execute
 
-        with self.running(doing) as watching:
+        with self.running(doing, options) as watching:
             status("preparing the output")
             merged = execute(prepared, self.out, options, watching, began=self.began)
             wrote(f"The output is complete: {printable(merged.url or str(merged.out))}")
@@ -89,11 +98,16 @@ class Work:
 
 @contextmanager
 def working(
-    doing: str, *, out: str = "", quiet: bool = False, as_json: bool = False, page: Path | None = None
+    doing: str, *, out: str = "", quiet: bool = False, as_json: bool = False, page: Path | None = None, resumes: bool = False
 ) -> Iterator[Work]:
-    """Errors as messages, and a status line. doing: until there is a progress bar."""
+    """Errors as messages, and a status line.
+
+    doing    until there is a progress bar
+    resumes  a command without output keeps its unfinished work
+    """
     work = Work(out, quiet, as_json, time.monotonic(), page)
-    message = (lambda: interrupted(out)) if out else (lambda: "Interrupted.")
+    kept = f" Finished layers are kept.\n  -> Resume with the same command: {_command()}" if resumes else ""
+    message = (lambda: interrupted(out)) if out else (lambda: f"Interrupted.{kept}")
     with failures(as_json=as_json, interrupted=message), status_line(doing, quiet=quiet or as_json):
         if quiet or not is_terminal(sys.stderr):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
@@ -125,10 +139,20 @@ def _summary(merged: Merged) -> str:
         done += f"\nuploaded to {printable(merged.url)}"
     for model, files in merged.plan.lacking.items():
         done += f"\nnot in the output, files of {printable(model)}: {printable(', '.join(files))}"
-    if not merged.distance:
-        return done
-    whole = merged.distance[0]
-    return f"{done}\ndistance from the base: {whole.percent()} of its norm (for each layer: weightsmith.json)"
+    if merged.distance:
+        whole = merged.distance[0]
+        done += f"\ndistance from the base: {whole.percent()} of its norm (for each layer: weightsmith.json)"
+    if (evaluated := _evaluation(merged)) is not None:
+        done += "".join(f"\n{printable(line)}" for line in evaluated.lines)
+    return done
+
+
+def _evaluation(merged: Merged) -> ResultEvaluation | None:
+    """What `--evaluate` found."""
+    from weightsmith._execution.run import EVALUATION
+
+    found: Any = merged.reports.get(EVALUATION)
+    return None if found is None else cast("ResultEvaluation", found)
 
 
 def _weights(plan: Plan) -> int:
@@ -141,8 +165,9 @@ def _weights(plan: Plan) -> int:
 def _to_json(merged: Merged) -> dict[str, Any]:
     from weightsmith._execution.distance import to_json
 
-    plan = merged.plan
+    plan, evaluated = merged.plan, _evaluation(merged)
     return {
+        **({} if evaluated is None else {"evaluation": evaluated.to_json()}),
         "out": str(merged.out),
         "url": merged.url,
         "method": plan.made.name,
@@ -164,15 +189,12 @@ def _to_json(merged: Merged) -> dict[str, Any]:
 def interrupted(out: str) -> str:
     """The message after Ctrl-C: the place of the finished tensors, and the command that resumes."""
     import glob
-    import shlex
 
     from weightsmith._base.errors import WeightsmithError
     from weightsmith._outputs.local.area import staging_folder
     from weightsmith._outputs.places import place_of
 
-    # --no-resume on this run discarded an earlier one's work; on the next it would discard this one's.
-    command = shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])
-    resume = f"\n  -> Resume with the same command: {command}"
+    resume = f"\n  -> Resume with the same command: {_command()}"
     nothing = "Interrupted. No unfinished work was left."
     try:
         place = place_of(out)
@@ -188,3 +210,10 @@ def interrupted(out: str) -> str:
     if not folder.exists():
         return nothing
     return f"Interrupted. Finished tensors are kept in {folder}{resume}"
+
+
+def _command() -> str:
+    """The command that resumes this one's work. With --no-resume it would discard it."""
+    import shlex
+
+    return shlex.join(["weightsmith", *(a for a in sys.argv[1:] if a != "--no-resume")])

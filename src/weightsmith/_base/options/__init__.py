@@ -1,6 +1,6 @@
 """Options, each said once: a dataclass field with its help, default and limits, from which all else follows.
 
-    records.py   the options, in five records
+    records.py   the options, in six records
     option.py    one option: flags, keyword, help text, and the check that command line and Python share
     keywords.py  the records as TypedDicts for type checkers, written by scripts/docs.py
 
@@ -17,6 +17,7 @@ from weightsmith._base.options.option import options_of as options_of
 from weightsmith._base.options.option import read_options as read_options
 from weightsmith._base.options.records import APPROXIMATIONS as APPROXIMATIONS
 from weightsmith._base.options.records import SPOOL_BYTES as SPOOL_BYTES
+from weightsmith._base.options.records import EvaluateSettings as EvaluateSettings
 from weightsmith._base.options.records import ExtractSettings as ExtractSettings
 from weightsmith._base.options.records import QuantizeSettings as QuantizeSettings
 from weightsmith._base.options.records import RecipeOptions as RecipeOptions

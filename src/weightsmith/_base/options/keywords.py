@@ -53,6 +53,7 @@ class RunKeywords(TypedDict, total=False):
     keep_stages: bool
     stream: bool
     max_spool_bytes: int
+    evaluate: str | os.PathLike[str] | None
     push: str | None
     public: bool
     commit_message: str | None
@@ -94,6 +95,14 @@ class TransplantKeywords(RunKeywords, total=False):
     seed: int
     max_shard_bytes: int | None
     report_text: str | os.PathLike[str] | None
+
+
+class EvaluateKeywords(RunKeywords, total=False):
+    """`EvaluateSettings` and those of runs."""
+
+    rows: int | None
+    tokens: int | None
+    work: str | os.PathLike[str] | None
 
 
 class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):

@@ -1,4 +1,4 @@
-"""The options, in five records: of recipes, quantised formats, adapters, transplanted tokenizers, and runs."""
+"""The options, in six records: of recipes, quantised formats, adapters, transplanted tokenizers, evaluations, and runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ RECIPES = ("merge", "moe", "plan", "preview")
 COPIES = ("quantize", "dequantize")
 ADAPTERS = ("merge", "plan")
 WRITING = ("merge", "moe", "plan", *COPIES, "extract_lora", "transplant_tokenizer", "run")
-LOOKING = ("inspect", "diff", "preview")
+LOOKING = ("inspect", "diff", "preview", "evaluate")
+RUNNING = (*WRITING, "evaluate")
 
 APPROXIMATIONS = (
     *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
@@ -180,7 +181,11 @@ class RunOptions:
         None, "--threads N", "Number of threads", unset="all available cores", least=1, commands=(*WRITING, *LOOKING)
     )
     max_memory_bytes: int | None = option(
-        None, "--max-memory SIZE", "Limit of resident memory, such as 500MB or 2GiB; the result does not depend on it", least=1
+        None,
+        "--max-memory SIZE",
+        "Limit of resident memory, such as 500MB or 2GiB; the result does not depend on it",
+        least=1,
+        commands=RUNNING,
     )
     overwrite: bool = option(
         False,
@@ -189,7 +194,9 @@ class RunOptions:
         more="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or changed "
         "files, or is read, is never replaced: choose another name, or remove it yourself.",
     )
-    resume: bool = option(True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it")
+    resume: bool = option(
+        True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
+    )
     fsync: bool = option(True, "--fsync/--no-fsync", "Flush the data to disk before OUT is created")
     card: bool = option(True, "--card/--no-card", "Write README.md, a model card")
     report: bool = option(
@@ -208,7 +215,7 @@ class RunOptions:
         "cpu",
         "--device DEVICE",
         "Device for whole matrices and hidden states: cpu, cuda, cuda:1 or auto",
-        commands=tuple(each for each in WRITING if each != "dequantize"),
+        commands=tuple(each for each in RUNNING if each != "dequantize"),
     )
     keep_stages: bool = option(
         False,
@@ -229,6 +236,15 @@ class RunOptions:
         "--max-spool SIZE",
         "Disk limit for streamed bytes that are read again; bytes beyond it are transferred again",
         least=1,
+        commands=RUNNING,
+    )
+    evaluate: str | None = option(
+        None,
+        "--evaluate FILE",
+        "Measure how well the result predicts a text, before OUT is created: a txt, jsonl or parquet file, or built-in",
+        path=True,
+        more="Perplexity, and KL divergence from the source: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",
+        commands=("merge", "quantize"),
     )
     push: str | None = option(
         None,
@@ -358,6 +374,23 @@ class TransplantSettings:
     report_text: str | None = option(
         None, "--report-text FILE", "Text in which the report counts the missing tokens", path=True
     )
+
+
+@option_record("evaluate")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateSettings:
+    """What `evaluate` scores."""
+
+    text: tuple[str, ...] = option(
+        (), "--text FILE", "Text to predict: a txt, jsonl or parquet file, or built-in (repeatable)", path=True
+    )
+    rows: int | None = option(
+        None, "--rows N", "Number of rows of each text, from its beginning", unset="all, at most 512", least=1
+    )
+    tokens: int | None = option(
+        None, "--tokens N", "Number of tokens in each row", unset="512, or the model's maximum", least=2
+    )
+    work: str | None = option(None, "--work FOLDER", "Folder for unfinished work", unset="the current folder", path=True)
 
 
 def output_dtype(asked: object) -> DType | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import PurePath
 
 from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.options import QuantizeSettings, assignment, named
-from weightsmith._engine.products import find_kind
 from weightsmith._features.quantisation.calibration.common import CalibratedWork, takes_hessian
 from weightsmith._features.quantisation.calibration.layer import QuantisedWork
 from weightsmith._features.quantisation.calibration.measured import MeasureWork
@@ -114,16 +113,6 @@ class Chain(TextRun):
         """Add a measurement to a draft, from which `Format.follow` makes another plan."""
         self.add_to(draft, products)
         draft.then = {"format": format, "settings": asdict(settings)}
-
-    def add_to(self, draft: PlanDraft, products: Iterable[Product]) -> None:
-        """Add products to a draft, after those of the merge, whose own steps are then theirs alone."""
-        draft.products = [*map(self._surveyed, draft.products), *products]
-
-    def _surveyed(self, product: Product) -> Product:
-        """A product of the merge, which looks at the steps that need it: these are no longer steps of the plan."""
-        if product.steps or find_kind(product.op).reduce is None:
-            return product
-        return replace(product, steps=tuple(step for step in self._model.steps if product.name in self._model.needs(step)))
 
     @property
     def described(self) -> dict[str, object]:

@@ -1,0 +1,91 @@
+"""Conversations: lines of a .jsonl file with `messages`, written as a model's chat template writes them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightsmith._activations.packages import missing
+from weightsmith._activations.rows import read_lines
+from weightsmith._base.errors import FormatError
+from weightsmith._plans.statistics import TextSource
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages: `role` and `content`, and whatever else a template reads."""
+
+ANSWERS = "assistant"
+"""The role whose messages are scored."""
+
+RENDERING_BYTES = 512 << 20
+"""Memory that rendering takes, besides Jinja's code."""
+RENDERING_SECONDS = 20
+"""Processor time that it takes, and a second more for each 100 conversations."""
+
+_SCRIPT = Path(__file__).with_name("template_script.py")
+
+
+def conversations(text: TextSource) -> Iterator[Conversation] | None:
+    """The conversations of a text; None if its first line has none. Raises FormatError for a line without one."""
+    if Path(text.source).suffix != ".jsonl":
+        return None
+    lines = read_lines(text)
+    first = next(lines, None)
+    if first is None or not isinstance(first[1], dict) or "messages" not in first[1]:
+        return None
+    return (_checked(value, number, text.source) for number, value in itertools.chain([first], lines))
+
+
+def _checked(value: Any, number: int, where: str) -> Conversation:
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        what = f"line {number} is no conversation, unlike the first"
+        raise FormatError(what, where=where, fix='write {"messages": [{"role": "user", "content": "…"}, …]} on each line')
+    return messages
+
+
+def rendered(
+    talks: Sequence[Conversation], template: str, names: Mapping[str, str], where: str
+) -> Iterator[tuple[str, list[tuple[int, int]], int]]:
+    """The text of each conversation, where its answers begin and end in it, and how many answers have no such place.
+
+    names  the special tokens that the template may use
+    where  the model, for messages
+
+    The template runs in a process with bounded memory and time. Raises FormatError if it fails or takes more; Unsupported
+    without Jinja.
+    """
+    if problems := missing(("jinja2",), "chat templates", "calibration"):
+        raise problems[0]
+    seconds = RENDERING_SECONDS + len(talks) // 100
+    asked = {"template": template, "names": dict(names), "talks": talks}
+    command = [sys.executable, "-P", str(_SCRIPT), str(RENDERING_BYTES), str(seconds)]
+    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+", errors="replace") as complaint:
+        json.dump(asked, given)
+        given.seek(0)
+        count = 0
+        with subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=complaint, text=True) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    whole, answers, without = json.loads(line)
+                    yield whole, answers, without
+                    count += 1
+                ended = process.wait()
+            finally:
+                process.kill()
+        if count == len(talks) and not ended:
+            return
+        complaint.seek(0)
+        lines = complaint.read(1 << 20).strip().splitlines()
+    if ended == -signal.SIGXCPU:
+        why = f"it takes more than {seconds} seconds"
+    else:
+        why = lines[-1][:500] if lines else f"its process ended with status {ended}"
+    raise FormatError(f"the chat template failed: {why}", where=where, fix="check the model's chat template, and the messages")

@@ -1,0 +1,35 @@
+"""The `embedded_rows` product: what enters the first layer, for given rows of tokens."""
+
+from __future__ import annotations
+
+from weightsmith._activations.states import FORWARD
+from weightsmith._activations.states import check as check_states
+from weightsmith._activations.work import LayerWork
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._models.structure.vocabulary import is_embedding
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    from weightsmith._activations.running import PhaseProgress, decoder_of
+    from weightsmith._outputs.local.products import release_pages
+
+    work = LayerWork.of(bench.product)
+    progress = PhaseProgress(bench, work.base, 0, 0, 0)
+    ids = bench.arrays(work.states)[0]
+    [states] = bench.create()
+    for row, hidden in enumerate(decoder_of(work.base).embedded(bench, ids.tolist())):
+        states[row] = hidden.numpy()
+        progress(0)
+    release_pages(states)
+    return [states]
+
+
+def _check(product: Product) -> str:
+    if problem := check_states(product):
+        return problem
+    return "" if any(is_embedding(step.out) for step in product.steps) else "it has no step for an embedding"
+
+
+KIND = ProductKind(FORWARD, compute=_compute, check=_check, transient=True)

@@ -1,0 +1,172 @@
+"""The `losses` product: how surprising each token of a text is to a model, and how far its predictions are from another's.
+
+    loss        -log p(token | those before it in the row), in nats
+    divergence  KL(p, q) = Σ p log(p / q) over the whole vocabulary; p: the reference's prediction, q: the model's
+    agreement   1 where both find the same token the most probable
+
+Logits are float32 and held for few tokens at a time. A row runs on one thread, so the arrays do not depend on the number of
+threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.work import LayerWork
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightsmith._activations.running import NumberedRow
+
+LOGITS_AT_ONCE = 1 << 23
+"""Numbers of one array of logits: 32 MiB."""
+
+TOKENS_AT_ONCE = 128
+"""The most tokens of one array of logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Another model's states and head, which were computed before.
+
+    base     the model
+    product  whose arrays are what leaves its last layer, and then the weights
+    weights  outside its layers that its logits depend on
+    """
+
+    base: Base
+    product: str
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LossesWork(LayerWork):
+    """The losses of the tokens of some rows. Its layer is the number of layers.
+
+    rows       the product of the rows: ids, and the bytes of each token; -1: not scored
+    reference  the model to compare with
+    kept       weights outside the layers that are arrays of the product, after the losses: for use as a reference
+    """
+
+    HEAD = True
+
+    rows: str
+    reference: Reference | None
+    kept: tuple[str, ...]
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, self.rows, *([] if self.reference is None else [self.reference.product])}
+
+    @classmethod
+    def of(cls, product: Product) -> Self:
+        """From the settings of a product."""
+        data = dict(product.settings)
+        other = data["reference"]
+        if other is not None:
+            other = Reference(Base(**other["base"]), other["product"], tuple(other["weights"]))
+        return cls(**data | {"base": Base(**data["base"]), "reference": other, "kept": tuple(data["kept"])})
+
+    def outs(self, prefix: str, rows: tuple[int, int], weights: Mapping[str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
+        """The arrays.
+
+        prefix   of their names
+        rows     number of rows, and of tokens in each
+        weights  shapes of those that are kept
+        """
+        kinds = {"losses": "F32"} | ({} if self.reference is None else {"divergences": "F32", "agreement": "U8"})
+        own = [TensorSpec(prefix + name, DTYPES[kind], rows) for name, kind in kinds.items()]
+        return (*own, *(TensorSpec(f"{prefix}kept {name}", DTYPES["F32"], weights[name]) for name in self.kept))
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    import torch
+
+    from weightsmith._activations.running import PhaseProgress, Rows, decoder_of, device_of
+    from weightsmith._outputs.local.products import release_pages
+
+    work, device = LossesWork.of(bench.product), device_of(bench)
+    ids, scored = bench.arrays(work.rows)
+    progress = PhaseProgress(bench, work.base, 0, 0, work.base.layers)
+    rows = Rows(bench, work.base, bench.arrays(work.states)[0], device, progress)
+    arrays = bench.create()
+    kept = dict(zip(work.kept, arrays[len(arrays) - len(work.kept) :], strict=True))
+    bench.fill(kept)
+    with ExitStack() as stack:
+        head = stack.enter_context(decoder_of(work.base).head(bench, device, _tensors(kept) if kept else None))
+        other, theirs = None, None
+        if work.reference is not None:
+            theirs, *weights = bench.arrays(work.reference.product)
+            given = _tensors(dict(zip(work.reference.weights, weights, strict=True)))
+            base = replace(work.reference.base, label=f"the reference {work.reference.base.label}")  # a module of its own
+            other = stack.enter_context(decoder_of(base).head(bench, device, given))
+        vocabulary = next(step.out.shape[0] for step in bench.product.steps if is_vocabulary(step.out))
+        at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
+
+        def measure(numbered: NumberedRow) -> None:
+            row, states = numbered
+            places = np.flatnonzero(scored[row] >= 0)
+            for start in range(0, len(places), at_once):
+                own = places[start : start + at_once]
+                logs = head(states[own - 1]).log_softmax(1)
+                targets = torch.from_numpy(ids[row, own].astype(np.int64)).to(device)
+                losses = -logs.gather(1, targets[:, None])[:, 0]
+                rows.check_finite(losses, "the prediction", row)
+                arrays[0][row, own] = losses.cpu().numpy()
+                if other is not None and theirs is not None:
+                    expected = other(torch.from_numpy(np.array(theirs[row, own - 1])).to(device)).log_softmax(1)
+                    arrays[2][row, own] = (expected.argmax(1) == logs.argmax(1)).cpu().numpy()
+                    found = torch.nn.functional.kl_div(logs, expected, reduction="none", log_target=True).sum(1)
+                    rows.check_finite(found, "the divergence from the reference", row)
+                    arrays[1][row, own] = found.cpu().numpy()
+            if theirs is not None:
+                release_pages(theirs)
+
+        with torch.no_grad():
+            for _ in rows.each(measure):
+                pass
+    return arrays
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Without a copy. Arrays that are mapped from a file are not written to."""
+    import warnings
+
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch: the array is not writable
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _check(product: Product) -> str:
+    if problem := LossesWork.check(product):
+        return problem
+    work = LossesWork.of(product)
+    if work.layer != work.base.layers:
+        return "its layer is not what follows the last one"
+    shapes = {step.out.name: step.out.shape for step in product.steps}
+    if not any(is_vocabulary(step.out) for step in product.steps) or not shapes.keys() >= set(work.kept):
+        return "it has no step for the head, or for a weight that is kept"
+    shape = product.outs[0].shape if product.outs else ()
+    if len(shape) != 2:
+        return "its arrays are not those of its rows"
+    made = work.outs("", (shape[0], shape[1]), shapes)
+    wanted = [(out.dtype.name, out.shape) for out in made]
+    return "" if [(out.dtype.name, out.shape) for out in product.outs] == wanted else "its arrays are not those of its rows"
+
+
+KIND = ProductKind("predicting the text", compute=_compute, check=_check, device=True)

@@ -1,0 +1,189 @@
+"""Rows of tokens to be scored: a text from its beginning, or conversations of which only the assistant's answers are scored.
+
+A text is cut into rows of equal length; what is left over at the end is not scored, unless it is all there is. Each row begins
+with the token that the tokenizer puts before texts, if it does so; else the first token of a row is not scored. A conversation
+is one row. Each scored token has the number of bytes of the text that it stands for, so that models with different tokenizers
+can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._activations.conversations import Conversation, conversations, rendered
+from weightsmith._activations.rows import read_pieces
+from weightsmith._base.errors import FormatError, ParameterError, Unsupported, first_line
+from weightsmith._base.text import status
+from weightsmith._plans.statistics import TextSource
+
+MAX_ROWS = 512
+"""Rows that are scored if their number is not given."""
+
+UNSCORED = -1
+"""In the place of a token's bytes."""
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRows:
+    """Rows of tokens.
+
+    ids      int32 [rows, tokens]; zeros after the end of a short row
+    nbytes   int32 [rows, tokens]: the bytes of the text that a scored token stands for; -1: not scored
+    shortened  rows that are cut off: conversations longer than a row
+    unplaced  answers that are not scored, because the chat template changes them when the conversation goes on
+    """
+
+    ids: Ints
+    nbytes: Ints
+    shortened: int = 0
+    unplaced: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of scored tokens."""
+        return int((self.nbytes >= 0).sum())
+
+    @property
+    def sha256(self) -> str:
+        """Of both arrays."""
+        shape = repr(self.ids.shape).encode()
+        return hashlib.sha256(shape + self.ids.tobytes() + self.nbytes.tobytes()).hexdigest()
+
+
+def together(parts: Sequence[ScoredRows]) -> ScoredRows:
+    """The rows of several texts, one after the other."""
+    width = max(part.ids.shape[1] for part in parts)
+
+    def padded(array: Ints, value: int) -> Ints:
+        return np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=value)
+
+    ids = np.concatenate([padded(part.ids, 0) for part in parts])
+    nbytes = np.concatenate([padded(part.nbytes, UNSCORED) for part in parts])
+    return ScoredRows(ids, nbytes, sum(part.shortened for part in parts), sum(part.unplaced for part in parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Cutter:
+    """Cuts texts into tokens.
+
+    tokenizer   of the package `tokenizers`
+    where       its file, for messages
+    vocabulary  rows of the model's embedding
+    template    the model's chat template; "" if it has none
+    names       the special tokens that a template may use: `bos_token`, …
+    """
+
+    tokenizer: Any
+    where: str
+    vocabulary: int
+    template: str = ""
+    names: Mapping[str, str] | None = None
+
+    def rows(self, text: TextSource, most_rows: int) -> ScoredRows:
+        """The rows of a text. text: with the number of tokens in a row; rows: 0 for all, but at most `most_rows`.
+
+        Raises ParameterError if it is too short; CheckpointError if it has changed; FormatError if it cannot be read, encoded
+        or rendered; Unsupported for a tokenizer that is not the model's, and for conversations without a chat template.
+        """
+        status("tokenizing the text")
+        talks = conversations(text)
+        found = (
+            self._plain(text, text.rows or most_rows) if talks is None else self._answers(talks, text, text.rows or most_rows)
+        )
+        if text.rows > len(found.ids):
+            what = f"it has {len(found.ids):,} rows of {text.tokens:,} tokens, not {text.rows:,}"
+            raise ParameterError(what, where=text.source, fix="give a longer text, or fewer or shorter rows")
+        if not found.tokens:
+            what = "it has no token to score" if talks is not None else "it has fewer than two tokens"
+            raise ParameterError(what, where=text.source, fix="give a longer text")
+        if found.ids.max() >= self.vocabulary:
+            what = f"the tokenizer produces token {found.ids.max()}, but the embedding has {self.vocabulary} rows"
+            raise Unsupported(what, where=self.where, fix="use the model's own tokenizer")
+        return found
+
+    def _plain(self, text: TextSource, most_rows: int) -> ScoredRows:
+        before = self._before()
+        width = max(1, text.tokens - len(before))
+        ids, nbytes = list[Ints](), list[Ints]()
+        with contextlib.closing(read_pieces(text)) as pieces:
+            for piece in pieces:
+                own = self._encoded(piece)
+                ids.append(np.array(own.ids, np.int32))
+                nbytes.append(_bytes_of(piece, own))
+                if sum(map(len, ids)) >= most_rows * width:
+                    break
+        stream, counts = (np.concatenate(parts) if parts else np.empty(0, np.int32) for parts in (ids, nbytes))
+        width = min(width, len(stream))
+        count = min(len(stream) // width, most_rows) if width else 0
+        shape = count, width
+        cut, own_bytes = (array[: count * width].reshape(shape) for array in (stream, counts))
+        first = np.tile(np.array(before, np.int32), (count, 1))
+        scored = np.concatenate([np.full_like(first, UNSCORED), own_bytes], axis=1)
+        if count and not before:
+            scored[:, 0] = UNSCORED
+        return ScoredRows(np.concatenate([first, cut], axis=1), scored)
+
+    def _before(self) -> list[int]:
+        """What the tokenizer puts before a text."""
+        plain, whole = (self.tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        places = range(len(whole) - len(plain) + 1)
+        at = next((i for i in places if plain and whole[i : i + len(plain)] == plain), 0)
+        return list(whole[:at])
+
+    def _answers(self, talks: Iterable[Conversation], text: TextSource, most_rows: int) -> ScoredRows:
+        chosen = list(itertools.islice(talks, most_rows))
+        if not self.template:
+            fix = "use a model with one, or a text without `messages`"
+            raise Unsupported("conversations need the model's chat template, and it has none", where=self.where, fix=fix)
+        special = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        rows, shortened, unplaced = list[tuple[Ints, Ints]](), 0, 0
+        for number, (whole, answers, missing) in enumerate(rendered(chosen, self.template, self.names or {}, self.where)):
+            own = self._encoded(whole)
+            ids, nbytes = np.array(own.ids, np.int32), _bytes_of(whole, own)
+            starts, ends = np.array(own.offsets, np.int64).reshape(-1, 2).T
+            scored = np.zeros(len(ids), bool)
+            for first, last in answers:
+                scored |= (starts >= first) & (ends <= last) & (ends > starts)
+            scored[:1] = False
+            nbytes[np.isin(ids, list(special))] = 0
+            nbytes[~scored] = UNSCORED
+            unplaced += missing
+            shortened += len(ids) > text.tokens
+            rows.append((ids[: text.tokens], nbytes[: text.tokens]))
+            status(f"tokenizing the text: conversation {number + 1:,}")
+        width = max((len(ids) for ids, _ in rows), default=0)
+        made = np.zeros((2, len(rows), width), np.int32)
+        made[1] = UNSCORED
+        for row, arrays in enumerate(rows):
+            for array, own_array in zip(made, arrays, strict=True):
+                array[row, : len(own_array)] = own_array
+        return ScoredRows(made[0], made[1], shortened, unplaced)
+
+    def _encoded(self, piece: str) -> Any:
+        try:
+            return self.tokenizer.encode(piece, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
+            what = f"the tokenizer cannot encode the text: {first_line(error)}"
+            raise FormatError(what, where=self.where, fix="use another text") from error
+
+
+def _bytes_of(piece: str, encoding: Any) -> Ints:
+    """The bytes that each token adds to those before it.
+
+    Several tokens may share a character: the first of them has its bytes.
+    """
+    characters = np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), np.uint32)
+    widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
+    upto = np.concatenate([[0], np.cumsum(widths)])
+    ends = np.maximum.accumulate(np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 1])
+    return np.diff(upto[ends], prepend=0).astype(np.int32)

@@ -1,0 +1,273 @@
+"""`weightsmith.evaluate`: models are opened, texts are cut into rows, and the losses of each model are computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._activations.model import TextRun
+from weightsmith._activations.rows import TOKENS, text_source
+from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
+from weightsmith._activations.scoring import Known, Scored, scored
+from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
+from weightsmith._base.options import EvaluateSettings, RunOptions, assignment, option_error, read_options
+from weightsmith._base.options.keywords import EvaluateKeywords
+from weightsmith._base.text import count
+from weightsmith._engine.local import Progress
+from weightsmith._execution.progress import Meter, callbacks, watched_meter
+from weightsmith._execution.run import Callbacks, kept_products, staged
+from weightsmith._outputs.staging import Staging
+from weightsmith._plans import Made, PlanDraft
+from weightsmith._plans.statistics import TextSource
+from weightsmith._reports.evaluate.opening import Named, Opened, check_families, name_of, opened, prepare_named
+from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
+from weightsmith._reports.look.models import Watching
+from weightsmith.abc.product import Arrays
+
+
+def evaluate(
+    *models: Named,
+    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    reference: Named | None = None,
+    progress: Watching = True,
+    **options: Unpack[EvaluateKeywords],
+) -> Evaluation:
+    """How well models predict texts: perplexity, bits per byte, and differences with their standard errors.
+
+    models     folders, Hub ids or `base+adapter`, stored in any format that weightsmith reads; or recipes, whose results are
+               not written: the path of a YAML file, or a mapping
+    text       a .txt, .jsonl or .parquet file, or several; `built-in`. In a .jsonl file with `messages`, the answers are scored
+    reference  a model to compare the predictions with: KL divergence and agreement. It need not be one of `models`
+    progress   called about ten times per second; True: a bar in terminals and notebooks, False: none
+    options    see `weightsmith._base.options`: `EvaluateSettings` and `RunOptions`
+
+    Weights are used as stored, activations are float32, and the numbers do not depend on the number of threads. The reference,
+    or else the first model, is the baseline of differences. An interrupted evaluation resumes with the same call.
+
+    Raises PlanError with all problems of models and texts, before tensor data is read; NonFinite.
+
+    Memory: one layer, its states of some rows, and the head. Disk: the states of all rows between two layers, twice.
+
+    >>> found = weightsmith.evaluate("base", "ties.yml", text="fr.txt", reference="base")  # doctest: +SKIP
+    >>> found.reading  # doctest: +SKIP
+    ('ties.yml is 3.1 ± 0.7 % better than base: perplexity 10.12 against 10.44, lower on 14 of 16 rows.',)
+    """
+    texts = [text] if isinstance(text, str | os.PathLike) else list(text)
+    given = {"text": [os.fspath(each) for each in texts], **options}
+    settings, running = read_options("evaluate", given, EvaluateSettings, RunOptions)
+    return evaluation(named(models, reference), reference is not None, settings, running, progress)
+
+
+def named(models: Sequence[Named], reference: Named | None) -> dict[str, Named]:
+    """Models by name, the reference first."""
+    return {name_of(model): model for model in (*([] if reference is None else [reference]), *models)}
+
+
+def evaluation(
+    asked: Mapping[str, Named], compared: bool, settings: EvaluateSettings, running: RunOptions, progress: Watching
+) -> Evaluation:
+    """See `evaluate`. asked: models by name; compared: the first is the reference of the others."""
+    if not asked:
+        raise ParameterError("no model is given", fix="name one or more models or recipes")
+    if not settings.text:
+        raise option_error("text", "no text is given", "name a .txt, .jsonl or .parquet file")
+    with ExitStack() as stack:
+        ready = _open(asked, stack)
+        tokens = _row_tokens(ready, settings)
+        parts = _cut(ready, settings, tokens)
+        check_families([TextRun(one.model, TextSource("", "", 1, 1, 0)).base for one in ready])
+        rows = [together(own) for own in parts]
+        shown = stack.enter_context(_watching(progress))
+        found = _losses(ready, rows, compared, settings, running, shown)
+    own_rows = [[len(part.ids) for part in own] for own in parts]
+    losses = [_by_text(each, own, counts) for each, own, counts in zip(found, rows, own_rows, strict=True)]
+    scores = tuple(
+        tuple(score_of(own, first if i else None) for own, first in zip(each, losses[0], strict=True))
+        for i, each in enumerate(losses)
+    )
+    names = tuple(asked)
+    notes = _notes(names, settings, parts, found, compared)
+    return Evaluation(names, settings.text, names[0] if compared else None, scores, tokens, notes)
+
+
+def _open(asked: Mapping[str, Named], stack: ExitStack) -> list[Opened]:
+    problems, ready = list[WeightsmithError](), list[Opened]()
+    for name, model in asked.items():
+        try:
+            ready.append(opened(name, stack.enter_context(prepare_named(model))))
+        except PlanError as error:
+            if len(asked) == 1:
+                raise
+            problems += error.problems
+        except WeightsmithError as error:
+            problems.append(error)
+    if problems:
+        raise PlanError(problems)
+    return ready
+
+
+def _row_tokens(ready: Sequence[Opened], settings: EvaluateSettings) -> int:
+    """Tokens in a row: as many as asked, or as all models take."""
+    least = min(ready, key=lambda one: one.positions)
+    tokens = settings.tokens or min(TOKENS, least.positions)
+    if tokens > least.positions:
+        fix = f"use {assignment('tokens', least.positions)} or less"
+        raise ParameterError(f"its rows have at most {least.positions:,} tokens, not {tokens:,}", where=least.name, fix=fix)
+    return tokens
+
+
+def _cut(ready: Sequence[Opened], settings: EvaluateSettings, tokens: int) -> list[list[ScoredRows]]:
+    """The rows of each text for each model. Raises PlanError with all problems."""
+    problems = dict[str, WeightsmithError]()
+    found: list[list[ScoredRows]] = [[] for _ in ready]
+    for path in settings.text:
+        try:
+            source = text_source(path, settings.rows, tokens, 0, "text")
+        except WeightsmithError as error:
+            problems[str(error)] = error
+            continue
+        for one, own in zip(ready, found, strict=True):
+            try:
+                own.append(one.cutter.rows(source, MAX_ROWS))
+            except WeightsmithError as error:
+                problems[str(error)] = error
+    if problems:
+        raise PlanError([*problems.values()])
+    return found
+
+
+def _losses(
+    ready: Sequence[Opened],
+    rows: Sequence[ScoredRows],
+    compare: bool,
+    settings: EvaluateSettings,
+    running: RunOptions,
+    shown: Callable[[str], Callbacks],
+) -> list[Arrays]:
+    """The arrays of the losses of each model. compare: with the first one's predictions."""
+    found = list[Arrays]()
+    with ExitStack() as stack:
+        finished = list[Staging]()
+        known: Known | None = None
+        for one, own in zip(ready, rows, strict=True):
+            first = one is ready[0]
+            usable = known if not first and _comparable(ready[0], rows[0], one, own) else None
+            made = scored(one.model, own, usable, keep=_head_weights(one, own) if first and compare else ())
+            staging, arrays, plan_hash = stack.enter_context(_computed(one, made, settings, running, shown(one.name)))
+            finished.append(staging)
+            found.append([np.array(array) for array in arrays[made.losses.name][: 1 if first else None]])
+            if first and compare:
+                known = made.reference(arrays, plan_hash)
+        for staging in finished:
+            staging.discard()
+    return found
+
+
+def _head_weights(one: Opened, rows: ScoredRows) -> tuple[str, ...]:
+    from weightsmith._activations.running import decoder_of
+
+    return tuple(dict.fromkeys(decoder_of(scored(one.model, rows).run.base).head_weights.values()))
+
+
+def _comparable(first: Opened, rows: ScoredRows, other: Opened, own: ScoredRows) -> bool:
+    """Whether two models predict the same tokens of the same vocabulary."""
+    return rows.sha256 == own.sha256 and first.model.vocabulary == other.model.vocabulary
+
+
+@contextmanager
+def _computed(
+    one: Opened, made: Scored, settings: EvaluateSettings, running: RunOptions, watching: Callbacks
+) -> Iterator[tuple[Staging, Mapping[str, Arrays], str]]:
+    """The staging folder of a model's losses, while it is open, the arrays of what is kept, and the hash of the plan."""
+    draft = PlanDraft.of(one.prepared.plan)
+    draft.made, draft.steps, draft.then = Made("evaluation"), [], None
+    made.run.add_to(draft, made.products)
+    plan = draft.finish()
+    folder = Path(settings.work or ".") / f"evaluation-{plan.hash[:12]}"
+    prepared = replace(one.prepared, plan=plan, loading=None)
+    with staged(prepared, folder, running, watching) as (staging, run):
+        try:
+            results = run(results=kept_products(plan, staging, made.given)).results
+        except WeightsmithError:
+            if not staging.products:  # what fails first leaves nothing behind
+                staging.discard()
+            raise
+        kept = [product for product in (made.losses, made.states) if not product.transient]
+        yield staging, {product.name: results.arrays(product.name) for product in kept}, plan.hash
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """Progress with the name of the model that is evaluated."""
+
+    name: str
+    show: Callable[[Progress], None]
+
+    def __call__(self, now: Progress) -> None:
+        if now.computation is not None:
+            now = replace(now, computation=replace(now.computation, doing=f"{self.name}: {now.computation.doing}"))
+        self.show(now)
+
+
+@contextmanager
+def _watching(progress: Watching) -> Iterator[Callable[[str], Callbacks]]:
+    """What shows the progress of the model of a name."""
+    if progress is False:
+        yield lambda name: Callbacks()
+    elif not isinstance(progress, bool | Meter):
+        yield lambda name: Callbacks(_Labelled(name, progress))
+    else:
+        with watched_meter() if progress is True else nullcontext(progress) as meter:
+            show, rechecking, waiting, uploading = callbacks(meter, "evaluating")
+            yield lambda name: Callbacks(_Labelled(name, show), rechecking, waiting, uploading)
+
+
+def _by_text(arrays: Arrays, rows: ScoredRows, counts: Sequence[int]) -> list[RowLosses]:
+    """The sums of the rows of each text. counts: rows of each."""
+    is_scored, losses, start = rows.nbytes >= 0, list[RowLosses](), 0
+    for n in counts:
+        own = slice(start, start + n)
+        tokens = is_scored[own].sum(1).astype(np.float64)
+        used = tokens > 0
+
+        def sums(array: npt.NDArray[Any], own: slice = own, used: npt.NDArray[Any] = used) -> Numbers:
+            found: Numbers = np.where(is_scored[own], array[own], 0).astype(np.float64).sum(1)[used]
+            return found
+
+        nats, *others = map(sums, arrays)
+        divergences, agreements = others or (None, None)
+        tokenized = ScoredRows(rows.ids[own], rows.nbytes[own]).sha256
+        losses.append(RowLosses(nats, tokens[used], sums(rows.nbytes), divergences, agreements, tokenized))
+        start += n
+    return losses
+
+
+def _notes(
+    names: Sequence[str],
+    settings: EvaluateSettings,
+    parts: Sequence[Sequence[ScoredRows]],
+    found: Sequence[Arrays],
+    compared: bool,
+) -> tuple[str, ...]:
+    notes = []
+    for text, own in zip(settings.text, parts[0], strict=True):
+        if not settings.rows and len(own.ids) == MAX_ROWS:
+            notes.append(f"Only the first {MAX_ROWS:,} rows of {text} are scored; --rows N (rows=N) scores more.")
+        if own.shortened:
+            notes.append(
+                f"{count(own.shortened, 'conversation')} of {text} cut off at the end of a row: see --tokens (tokens)."
+            )
+        if own.unplaced:
+            what = "because the chat template changes earlier turns when the conversation goes on"
+            notes.append(f"{count(own.unplaced, 'answer')} of {text} not scored, {what}.")
+    without = [name for name, arrays in zip(names[1:], found[1:], strict=True) if len(arrays) == 1]
+    if without and compared:
+        notes.append(f"No divergence for {', '.join(without)}: its vocabulary or its tokens are not those of {names[0]}.")
+    return tuple(notes)

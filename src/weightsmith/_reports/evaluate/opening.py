@@ -1,0 +1,120 @@
+"""A model, or a recipe whose result need not be written, with what cuts its texts into tokens."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.model import PACKAGES, TextModel, result_of
+from weightsmith._activations.packages import missing
+from weightsmith._activations.rows import TOKENIZER, load_tokenizer
+from weightsmith._activations.scored_rows import Cutter
+from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.options import QuantizeSettings, RecipeOptions
+from weightsmith._base.tensors import DTYPES
+from weightsmith._execution.stages import check_computable
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.copies import prepare_copy
+from weightsmith._models.structure.configs import count_of
+from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, template_of
+from weightsmith._planning.planner import Prepared
+from weightsmith._plans import PlanDraft
+
+Named = str | os.PathLike[str] | Mapping[str, Any]
+"""A model as a recipe names it; or a recipe: the path of a YAML file, or a mapping."""
+
+_SETTINGS = "tokenizer_config.json"
+_FILES = (TOKENIZER, _SETTINGS, TEMPLATE_FILE, "chat_template.json")
+_RECIPES = (".yml", ".yaml")
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A model that is evaluated. positions: the most tokens of a row."""
+
+    name: str
+    prepared: Prepared
+    model: TextModel
+    cutter: Cutter
+    positions: int
+
+
+def name_of(model: Named) -> str:
+    """The name of a model in messages and tables."""
+    return str(model.get("name", "recipe")) if isinstance(model, Mapping) else os.fspath(model)
+
+
+def prepare_named(model: Named) -> Prepared:
+    """The plan of a model or a recipe. Raises PlanError.
+
+    The result of a recipe has the dtypes that it would be written in. Codes of a quantised model are decoded to float32, so
+    that nothing is rounded.
+    """
+    if isinstance(model, Mapping) or Path(model).suffix in _RECIPES:
+        return prepare_any(model, RecipeOptions(), QuantizeSettings())
+    return prepare_copy(model, RecipeOptions(out_dtype=DTYPES["F32"]), QuantizeSettings())
+
+
+def opened(name: str, prepared: Prepared) -> Opened:
+    """A model with its tokenizer. Raises PlanError: a model that is not a decoder, or has no tokenizer."""
+    if problems := missing(PACKAGES, "evaluations", "calibration"):
+        raise PlanError(problems)
+    check_computable(prepared)
+    plan = prepared.plan
+    model = replace(result_of(PlanDraft.of(plan), prepared.inputs, plan.steps), label=name)
+    if model.structure.main is None or model.config is None:
+        raise PlanError([Unsupported("it is not a decoder with a config.json", where=name, fix="choose a decoder")])
+    donor = model.checkpoint
+    donor.fetch([file for file in _FILES if file in donor.files])
+    if TOKENIZER not in plan.files and TOKENIZER not in donor.files:
+        fix = "put the model's tokenizer.json next to its weights"
+        raise PlanError([NotFound("a text needs the model's tokenizer.json", where=name, fix=fix)])
+    return Opened(name, prepared, model, _cutter(name, model, plan.files), count_of(model.config, _POSITIONS) or 1 << 30)
+
+
+_POSITIONS = "max_position_embeddings"
+
+
+def _cutter(name: str, model: TextModel, files: Mapping[str, bytes]) -> Cutter:
+    """What cuts the texts of a model. files: that the plan makes in place of the donor's."""
+    donor = model.checkpoint
+    if TOKENIZER in files:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / TOKENIZER
+            made.write_bytes(files[TOKENIZER])
+            tokenizer = load_tokenizer(made)
+    else:
+        tokenizer = load_tokenizer(donor.folder / TOKENIZER)
+    settings = settings_in(files[_SETTINGS]) if _SETTINGS in files else settings_of(donor.folder, donor.files, _SETTINGS)
+    template = files[TEMPLATE_FILE].decode(errors="replace") if TEMPLATE_FILE in files else ""
+    if not template and _SETTINGS in files and isinstance(found := settings.get("chat_template"), str):
+        template = found
+    template = template or template_of(donor.folder, donor.files)
+    tokens = {key: _text_of(value) for key, value in settings.items() if key.endswith("_token")}
+    names = {key: text for key, text in tokens.items() if text is not None}
+    return Cutter(tokenizer, name, model.vocabulary, template, names)
+
+
+def _text_of(token: object) -> str | None:
+    """A token of tokenizer_config.json: its text, or an object with it."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def check_families(bases: Sequence[Base]) -> None:
+    """Raise PlanError for models that transformers cannot build."""
+    from weightsmith._activations.running import decoder_of
+
+    problems = list[WeightsmithError]()
+    for base in bases:
+        try:
+            decoder_of(base)
+        except PlanError as error:
+            problems += error.problems
+    if problems:
+        raise PlanError(problems)

@@ -1,0 +1,52 @@
+"""An evaluation as a page: `--report FILE.html`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from weightsmith._base.pages import Code, Column, Facts, Mark, Page, Table
+from weightsmith._base.pages.values import Block, Value
+from weightsmith._reports.evaluate.values import Evaluation, Score, of_change
+
+
+def evaluation_page(found: Evaluation) -> Page:
+    """Models on texts."""
+    facts: list[tuple[str, Value]] = [("tokens in a row", f"{found.row_tokens:,}")]
+    facts += [("reference", found.reference)] if found.reference is not None else []
+    blocks: list[Block] = [Facts("Settings", tuple(facts))]
+    if len(found.texts) > 1:
+        about = "Means over the texts; of the perplexity the geometric one."
+        blocks.append(score_table("All texts", found, found.totals, about))
+    for number, text in enumerate(found.texts):
+        blocks.append(score_table(text, found, [own[number] for own in found.scores]))
+    texts = [word for text in found.texts for word in ("--text", text)]
+    reference = [] if found.reference is None else ["--reference", found.reference]
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "eval", *found.models, *texts, *reference])))
+    title = f"{', '.join(found.models[:3])}{', …' if len(found.models) > 3 else ''} on {', '.join(found.texts[:3])}"
+    return Page(title, found.reading, tuple(blocks), found.to_json())
+
+
+def score_table(title: str, found: Evaluation, scores: Sequence[Score], about: str = "") -> Table:
+    """The scores of all models on a text, or on all."""
+    columns = [
+        Column("model"),
+        Column("perplexity", "number", "exp of the mean loss of a token"),
+        Column("loss", "number", "nats for each token"),
+        Column("±", "number", "standard error of the loss, over rows"),
+        Column("bits per byte", "number", "of the text: independent of the tokenizer"),
+        Column("against the first", "text", "perplexity, with the standard error of the differences row by row"),
+    ]
+    if found.reference is not None:
+        columns.append(Column("KL", "number", "divergence of the predictions from the reference's, nats for each token"))
+        columns.append(Column("same top token", "share", "tokens where the most probable one is the reference's"))
+    columns += [Column("rows", "count"), Column("tokens", "count"), Column("bytes", "count")]
+    return Table(title, tuple(columns), tuple(_row(*own, found) for own in zip(found.models, scores, strict=True)), about)
+
+
+def _row(name: str, score: Score, found: Evaluation) -> tuple[Value, ...]:
+    change: Value = Mark.NOTHING if score.change is None else of_change(score.change)
+    row: list[Value] = [name, score.perplexity, score.loss.value, score.loss.error, score.bits_per_byte, change]
+    if found.reference is not None:
+        row += [None if score.divergence is None else score.divergence.value, score.agreement]
+    return (*row, score.rows, score.tokens, score.nbytes)

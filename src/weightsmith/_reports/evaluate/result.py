@@ -1,0 +1,99 @@
+"""The evaluation of a result that is not published yet: `--evaluate` of merge and quantize."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weightsmith._activations.model import PACKAGES
+from weightsmith._activations.packages import missing
+from weightsmith._activations.rows import TOKENS, text_source
+from weightsmith._base.errors import Finding, PlanError
+from weightsmith._base.options import EvaluateSettings, RunOptions
+from weightsmith._base.pages.values import Block
+from weightsmith._base.text import markdown, markdown_table
+from weightsmith._execution.output import check_options, sibling
+from weightsmith._plans import Plan
+from weightsmith._reports.evaluate.measure import evaluation
+from weightsmith._reports.evaluate.opening import Named
+from weightsmith._reports.evaluate.pages import score_table
+from weightsmith._reports.evaluate.values import Evaluation, of_change, perplexity
+from weightsmith._reports.look.models import Watching
+
+RESULT = "the result"
+
+
+@dataclass(frozen=True, slots=True)
+class ResultEvaluation:
+    """How well a result predicts a text, beside its source: a report of the run that made it."""
+
+    found: Evaluation
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For the summary."""
+        [text], own = self.found.texts, self.found.totals[-1]
+        facts = [f"perplexity {perplexity(own.perplexity)}"]
+        if len(self.found.models) > 1:
+            facts[0] += f" ({perplexity(self.found.totals[0].perplexity)} for {self.found.models[0]})"
+        facts += [of_change(own.change)] if own.change is not None else []
+        if own.divergence is not None and own.agreement is not None:
+            facts += [f"KL {own.divergence.value:.5f}", f"same top token {own.agreement:.2%}"]
+        return (f"on {text}: {'; '.join(facts)}", *self.found.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest and `--json`."""
+        return self.found.to_json()
+
+    def files(self) -> Mapping[str, bytes]:
+        """None besides the manifest."""
+        return {}
+
+    def section(self) -> str:
+        """For the model card."""
+        head = ["model", "perplexity", "bits per byte", "KL", "same top token", "against the source"]
+        rows = []
+        for name, score in zip(self.found.models, self.found.totals, strict=True):
+            kl = "" if score.divergence is None else f"{score.divergence.value:.5f}"
+            same = "" if score.agreement is None else f"{score.agreement:.2%}"
+            change = "" if score.change is None else of_change(score.change)
+            rows.append((name, perplexity(score.perplexity), f"{score.bits_per_byte:.4f}", kl, same, change))
+        text, tokens = Path(self.found.texts[0]).name, self.found.totals[-1].tokens
+        about = f"On {tokens:,} tokens of {markdown(text)}, in rows of {self.found.row_tokens:,}."
+        return f"\n## Evaluation\n\n{about}\n\n{markdown_table(head, rows, right=range(1, 6))}\n"
+
+    def blocks(self) -> Sequence[Block]:
+        """For the page of the run."""
+        return [score_table(f"Evaluation on {self.found.texts[0]}", self.found, self.found.totals)]
+
+    def warnings(self, where: str) -> list[Finding]:
+        """None."""
+        return []
+
+
+def evaluator(
+    options: RunOptions, out: str | os.PathLike[str], progress: Watching
+) -> Callable[[Plan, Path], ResultEvaluation] | None:
+    """What evaluates a result as the options ask; None if they do not.
+
+    Raises PlanError for missing packages, ParameterError for a text that cannot be used or an output that is not a folder.
+    """
+    if options.evaluate is None:
+        return None
+    check_options(out, options)
+    if problems := missing(PACKAGES, "evaluations", "calibration"):
+        raise PlanError(problems)
+    text_source(options.evaluate, None, TOKENS, 0, "evaluate")
+    running = replace(options, evaluate=None, push=None, commit_message=None, ray=None, keep_stages=False, overwrite=False)
+    settings = EvaluateSettings(text=(options.evaluate,), work=str(sibling(out, "").parent))
+
+    def evaluate(plan: Plan, folder: Path) -> ResultEvaluation:
+        source = next((model.ref for model in (plan.models[plan.donor], *plan.models) if model.plan is None), None)
+        asked: dict[str, Named] = {} if source is None else {source: source}
+        asked[RESULT] = folder
+        return ResultEvaluation(evaluation(asked, source is not None, settings, running, progress))
+
+    return evaluate

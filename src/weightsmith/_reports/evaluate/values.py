@@ -1,0 +1,242 @@
+"""What `weightsmith.evaluate` finds: losses of models on texts, and how they differ, with their standard errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.text import count
+from weightsmith._reports.look.models import json_values
+
+Numbers = npt.NDArray[np.float64]
+
+TOLD_APART = 2.0
+"""A difference of fewer standard errors may be noise."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowLosses:
+    """Sums over the scored tokens of each row of a text: arrays [rows].
+
+    nats         losses
+    tokens       number of scored tokens
+    nbytes       bytes that they stand for
+    divergences  KL(reference, model); None without a reference of the same vocabulary
+    agreements   tokens where both find the same token the most probable; None as above
+    tokenized    identity of the rows' tokens: losses of the same ones can be compared row by row
+    """
+
+    nats: Numbers
+    tokens: Numbers
+    nbytes: Numbers
+    divergences: Numbers | None
+    agreements: Numbers | None
+    tokenized: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over tokens, and its standard error over rows; nan for a single row."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, sums: Numbers, tokens: Numbers) -> Mean:
+        """Of sums over the tokens of each row. Rows of different lengths: the error of a quotient of sums.
+
+        >>> Mean.of(np.array([2.0, 4.0]), np.array([2.0, 2.0]))
+        Mean(value=1.5, error=0.5)
+        """
+        value, rows = float(sums.sum() / tokens.sum()), len(sums)
+        rest = sums - value * tokens
+        error = math.sqrt(float(rest @ rest) * rows / (rows - 1)) / float(tokens.sum()) if rows > 1 else math.nan
+        return cls(value, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How much lower the perplexity of a model is than that of the baseline: 1 - perplexity / baseline's.
+
+    error   standard error of that, of the differences row by row
+    better  rows on which the model's loss is lower
+    rows    number of rows
+    """
+
+    value: float
+    error: float
+    better: int
+    rows: int
+
+    @property
+    def told_apart(self) -> bool | None:
+        """Whether it is more than noise; None if one row does not tell."""
+        return None if math.isnan(self.error) else abs(self.value) > TOLD_APART * self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A model on a text, or on all texts.
+
+    rows, tokens, nbytes  that are scored
+    loss           mean over the tokens, in nats
+    perplexity     exp(loss); of all texts the geometric mean
+    bits_per_byte  of the text; of all texts the mean
+    divergence     KL(reference, model) for each token, in nats; None: not compared with a reference
+    agreement      share of the tokens where both find the same token the most probable; None as above
+    change         against the baseline; None for the baseline, and for a model that cuts the text into other tokens
+    """
+
+    rows: int
+    tokens: int
+    nbytes: int
+    loss: Mean
+    perplexity: float
+    bits_per_byte: float
+    divergence: Mean | None
+    agreement: float | None
+    change: Change | None
+
+
+def score_of(own: RowLosses, baseline: RowLosses | None) -> Score:
+    """The score of a model on a text. baseline: None for the baseline itself."""
+    loss, tokens = Mean.of(own.nats, own.tokens), float(own.tokens.sum())
+    change = None
+    if baseline is not None and baseline.tokenized == own.tokenized:
+        less = Mean.of(own.nats - baseline.nats, own.tokens)
+        better = int((own.nats < baseline.nats).sum())
+        change = Change(1 - math.exp(less.value), math.exp(less.value) * less.error, better, len(own.nats))
+    nbytes = float(own.nbytes.sum())
+    return Score(
+        len(own.nats),
+        int(tokens),
+        int(nbytes),
+        loss,
+        math.exp(min(loss.value, 700.0)),
+        float(own.nats.sum()) / math.log(2) / nbytes if nbytes else math.nan,
+        None if own.divergences is None else Mean.of(own.divergences, own.tokens),
+        None if own.agreements is None else float(own.agreements.sum()) / tokens,
+        change,
+    )
+
+
+def mean_score(scores: Sequence[Score]) -> Score:
+    """The mean of the scores of a model on several texts, each of which counts the same."""
+    loss = _mean([score.loss for score in scores])
+    divergences = [score.divergence for score in scores if score.divergence is not None]
+    agreements = [score.agreement for score in scores if score.agreement is not None]
+    changes = [score.change for score in scores if score.change is not None]
+    change = None
+    if len(changes) == len(scores):
+        less = _mean([Mean(math.log1p(-each.value), each.error / (1 - each.value)) for each in changes])
+        better, rows = sum(each.better for each in changes), sum(each.rows for each in changes)
+        change = Change(1 - math.exp(less.value), math.exp(less.value) * less.error, better, rows)
+    n = len(scores)
+    return Score(
+        sum(score.rows for score in scores),
+        sum(score.tokens for score in scores),
+        sum(score.nbytes for score in scores),
+        loss,
+        math.exp(min(loss.value, 700.0)),
+        sum(score.bits_per_byte for score in scores) / n,
+        _mean(divergences) if len(divergences) == n else None,
+        sum(agreements) / n if len(agreements) == n else None,
+        change,
+    )
+
+
+def _mean(means: Sequence[Mean]) -> Mean:
+    n = len(means)
+    return Mean(sum(each.value for each in means) / n, math.sqrt(sum(each.error**2 for each in means)) / n)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Models on texts. `weightsmith.evaluate` makes it.
+
+    models     as they were given; the first is the baseline
+    texts      as they were given
+    reference  the model of `divergence` and `agreement`, which is the baseline then; None without one
+    scores     [model][text]
+    row_tokens tokens in a row
+    notes      what is not scored or not compared, in sentences
+    """
+
+    models: tuple[str, ...]
+    texts: tuple[str, ...]
+    reference: str | None
+    scores: tuple[tuple[Score, ...], ...]
+    row_tokens: int
+    notes: tuple[str, ...]
+
+    @cached_property
+    def totals(self) -> tuple[Score, ...]:
+        """The score of each model on all texts together."""
+        return tuple(own[0] if len(own) == 1 else mean_score(own) for own in self.scores)
+
+    @property
+    def reading(self) -> tuple[str, ...]:
+        """What it means, in sentences."""
+        return (*(_compared(self, i) for i in range(1, len(self.models))), *self.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is undefined."""
+        return json_values(
+            models=self.models,
+            texts=self.texts,
+            reference=self.reference,
+            row_tokens=self.row_tokens,
+            reading=self.reading,
+            scores=[[asdict(score) for score in own] for own in self.scores],
+            totals=[asdict(score) for score in self.totals],
+        )
+
+
+def _compared(found: Evaluation, i: int) -> str:
+    """A model and the baseline."""
+    base, own = found.totals[0], found.totals[i]
+    a, b = found.models[0], found.models[i]
+    change = own.change
+    if change is None:
+        bits = f"{own.bits_per_byte:.4f} bits per byte against {base.bits_per_byte:.4f}"
+        return f"{b} and {a} cut the text into different tokens, so only bits per byte are compared: {bits}."
+    where = "this text" if len(found.texts) == 1 else "these texts"
+    numbers = f"perplexity {perplexity(own.perplexity)} against {perplexity(base.perplexity)}"
+    if not change.told_apart:
+        if change.value == 0 and change.error == 0:
+            return f"{b} and {a} predict {where} equally well."
+        size = f"{abs(change.value):.2%} {'better' if change.value > 0 else 'worse'}"
+        if change.told_apart is None:
+            return f"{b} is {size} than {a}, {numbers}. One row does not tell how much of it is noise."
+        return f"{b} and {a} cannot be told apart on {where}: {b} is {of_change(change)}, {numbers}."
+    rows = f"lower on {change.better:,} of {count(change.rows, 'row')}"
+    return f"{b} is {of_change(change)} than {a}: {numbers}, {rows}."
+
+
+def of_change(change: Change) -> str:
+    """A change in words, with its standard error.
+
+    >>> of_change(Change(0.0312, 0.007, 14, 16)), of_change(Change(-0.2, 0.01, 0, 16))
+    ('3.1 ± 0.7 % better', '20.0 ± 1.0 % worse')
+    """
+    digits = 1 if math.isnan(change.error) or change.error >= 0.0005 else 2 if change.error >= 0.00005 else 3
+    value, error = f"{100 * abs(change.value):.{digits}f}", f"{100 * change.error:.{digits}f}"
+    size = f"{value} %" if math.isnan(change.error) else f"{value} ± {error} %"
+    return f"{size} {'better' if change.value >= 0 else 'worse'}"
+
+
+def perplexity(value: float) -> str:
+    """A perplexity for people.
+
+    >>> perplexity(8.4712), perplexity(123.456), perplexity(49152.0), perplexity(1e9)
+    ('8.471', '123.5', '49,152', '1e+09')
+    """
+    if value >= 1e7:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if value >= 9999.5 else f"{value:.4g}"

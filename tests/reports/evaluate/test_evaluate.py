@@ -1,0 +1,259 @@
+"""`weightsmith eval`: the numbers are transformers' own, for models, recipes and stored codes; and what users see."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+
+import weightsmith
+from tests.calibration_help import TEXT, changed, save_model
+from tests.cli_help import Cli, cli
+from weightsmith._base.errors import NonFinite, ParameterError, PlanError
+from weightsmith._outputs.staging import Staging
+from weightsmith._plans import Product
+from weightsmith._reports.evaluate.pages import evaluation_page
+from weightsmith.abc.product import Arrays
+
+__all__ = ["cli"]
+
+TIES = """merge_method: ties
+base_model: a
+dtype: float32
+models:
+  - model: b
+    parameters: {weight: 1, density: 0.5}
+parameters: {scope: model}
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, a recipe of them, and two texts."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("ab"):
+        save_model(folder / name, seed=seed)
+        changed(folder / name, o_proj=8, down_proj=8, lm_head=8, embed_tokens=8)
+    (folder / "ties.yml").write_text(TIES)
+    (folder / "t.txt").write_text(TEXT)
+    (folder / "u.txt").write_text(TEXT[::-1])
+    return folder
+
+
+@pytest.fixture
+def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for path in made.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def perplexity(folder: Path, text: str, tokens: int) -> float:
+    """By transformers in float64. A token is a byte."""
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    rows = torch.tensor(ids[: len(ids) // tokens * tokens]).view(-1, tokens)
+    with torch.inference_mode():
+        return math.exp(float(model(input_ids=rows, labels=rows).loss))
+
+
+def left(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".evaluation")]
+
+
+@pytest.mark.slow
+def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(work: Path) -> None:
+    weightsmith.merge("ties.yml", "merged", progress=False)
+    weightsmith.quantize("a", "codes", "fp8-dynamic", progress=False)
+    weightsmith.dequantize("codes", "decoded", dtype="float32", progress=False)
+    models = ("a", "b", "ties.yml", "codes")
+    found = weightsmith.evaluate(*models, text=["t.txt", "u.txt"], tokens=32, reference="a", progress=False)
+    for name, scores in zip(("a", "b", "merged", "decoded"), found.scores, strict=True):
+        for file, score in zip(("t.txt", "u.txt"), scores, strict=True):
+            assert score.perplexity == pytest.approx(perplexity(work / name, Path(file).read_text(), 32), rel=2e-5)
+            assert score.nbytes == score.tokens == score.rows * 31
+    divergences = [total.divergence.value for total in found.totals[1:] if total.divergence is not None]
+    assert len(divergences) == 3
+    assert 0 < divergences[2] < 0.1 < divergences[0]
+    assert found.totals[3].agreement > 0.7
+    assert left(work) == []
+    again = weightsmith.evaluate(*models[::2], text=["t.txt", "u.txt"], tokens=32, progress=False, threads=1)
+    assert again.totals[1].loss == found.totals[2].loss
+    page = evaluation_page(found)
+    assert page.summary == found.reading
+    assert len(page.blocks) == 1 + 3 + 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_evaluation_resumes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, kept = Staging.keep, list[str]()
+
+    def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        kept.append(product.name)
+        if kept.count("states 1") == 2:  # of the second model
+            raise KeyboardInterrupt
+        return keep(staging, product, arrays)
+
+    def note(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        kept.append(product.name)
+        return keep(staging, product, arrays)
+
+    asked: dict[str, Any] = {"text": "t.txt", "tokens": 32, "reference": "a", "progress": False}
+    monkeypatch.setattr(Staging, "keep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.evaluate("b", **asked)
+    assert len(left(work)) == 2
+    kept.clear()
+    monkeypatch.setattr(Staging, "keep", note)
+    resumed = weightsmith.evaluate("b", **asked, threads=1)
+    assert kept == ["states 1", "states 2", "losses"]
+    assert left(work) == []
+    assert resumed.to_json() == weightsmith.evaluate("b", **asked).to_json()
+
+
+@pytest.mark.slow
+def test_models_with_other_tokenizers_are_compared_by_their_bits(work: Path) -> None:
+    shutil.copytree(work / "b", work / "c")
+    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    old = Tokenizer.from_file(str(work / "b/tokenizer.json"))
+    vocab = {token: 255 - number for token, number in old.get_vocab().items()}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(work / "c/tokenizer.json"))
+    found = weightsmith.evaluate("a", "c", text="t.txt", tokens=64, reference="a", progress=False)
+    assert (found.totals[1].change, found.totals[1].divergence) == (None, None)
+    assert "only bits per byte are compared" in found.reading[0]
+    assert found.reading[1] == "No divergence for c: its vocabulary or its tokens are not those of a."
+
+
+@pytest.mark.slow
+def test_the_command_shows_a_table_json_and_a_page(work: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = cli("eval", "a", "b", "--text", "t.txt", "--tokens", "64", "--reference", "a", "--report", "page.html")
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert lines[0] == "KL       from a to each model, in nats for each token"
+    assert "model  perplexity  bits/byte" in ran.out
+    assert lines[-1].startswith("b is ") or "cannot be told apart" in lines[-1]
+    assert "b is " in Path("page.html").read_text() or "told apart" in Path("page.html").read_text()
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = cli("eval", "a", "b", "--text", "t.txt", "--tokens", "64", "--reference", "a")
+    assert max(map(len, narrow.out.split("b and a")[0].split("b is ")[0].splitlines()[4:])) <= 40
+    shown = json.loads(cli("eval", "a", "--text", "t.txt", "--tokens", "64", "--rows", "2", "--json").out)
+    assert shown["models"] == ["a"]
+    assert shown["scores"][0][0]["rows"] == 2
+    assert shown["scores"][0][0]["change"] is None
+
+
+def refused(*models: Any, **options: Any) -> str:
+    with pytest.raises((PlanError, ParameterError)) as caught:
+        weightsmith.evaluate(*models, progress=False, **options)
+    return str(caught.value)
+
+
+def test_what_cannot_be_evaluated_is_one_error_before_tensors_are_read(work: Path) -> None:
+    (work / "short.txt").write_text("a")
+    shutil.copytree(work / "a", work / "unknown")
+    config = json.loads((work / "a/config.json").read_text())
+    (work / "unknown/config.json").write_text(json.dumps(config | {"model_type": "nosuch"}))
+    shutil.copytree(work / "a", work / "mute", ignore=shutil.ignore_patterns("tokenizer.json"))
+    shutil.copytree(work / "a", work / "bare", ignore=shutil.ignore_patterns("config.json"))
+    assert "no text is given" in refused("a", text=[])
+    assert "no model is given" in refused(text="t.txt")
+    assert "its rows have at most 64 tokens, not 4,096" in refused("a", text="t.txt", tokens=4096)
+    assert "it has fewer than two tokens" in refused("a", text="short.txt")
+    assert "a text needs the model's tokenizer.json" in refused("mute", text="t.txt")
+    assert "it is not a decoder with a config.json" in refused("bare", text="t.txt")
+    assert "transformers cannot build a model of type 'nosuch'" in refused("unknown", text="t.txt")
+    assert "--text (text): the text 'no.md' is of an unknown kind" in refused("a", text="no.md")
+    both = refused("mute", "bare", text="t.txt")
+    assert "tokenizer.json" in both
+    assert "not a decoder" in both
+    assert left(work) == []
+
+
+@pytest.mark.slow
+def test_a_nan_stops_the_evaluation_and_leaves_nothing(work: Path) -> None:
+    shutil.copytree(work / "a", work / "bad")
+    changed(work / "bad", down_proj=float("nan"))
+    with pytest.raises(NonFinite):
+        weightsmith.evaluate("bad", text="t.txt", tokens=64, progress=False)
+
+
+def test_row_sums_are_those_of_each_text() -> None:
+    from weightsmith._activations.scored_rows import ScoredRows
+    from weightsmith._reports.evaluate.measure import _by_text
+
+    nbytes = np.array([[-1, 2, 0], [-1, 1, -1], [-1, -1, -1]], np.int32)
+    rows = ScoredRows(np.zeros_like(nbytes), nbytes)
+    arrays = [np.float32([[0, 3, 4], [0, 5, 0], [0, 0, 0]])]
+    one, two = _by_text(arrays, rows, [1, 2])
+    assert (one.nats.tolist(), one.tokens.tolist(), one.nbytes.tolist()) == ([7], [2], [2])
+    assert (two.nats.tolist(), two.tokens.tolist(), two.nbytes.tolist()) == ([5], [1], [1])
+    assert replace(two, tokenized="").divergences is None
+
+
+@pytest.mark.slow
+def test_a_merge_and_a_quantised_model_are_evaluated_before_they_are_published(work: Path, cli: Cli) -> None:
+    """As stored, beside the source. The numbers are those of `weightsmith eval`."""
+    ran = cli("quantize", "a", "codes", "--format", "fp8-dynamic", "--evaluate", "t.txt", "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)["evaluation"]
+    manifest = json.loads((work / "codes/weightsmith.json").read_text())
+    assert manifest["evaluation"] == found
+    assert (found["models"], found["reference"]) == (["a", "the result"], "a")
+    again = weightsmith.evaluate("a", "codes", text="t.txt", reference="a", progress=False).to_json()
+    assert again["totals"] == found["totals"]
+    card = (work / "codes/README.md").read_text()
+    assert "## Evaluation" in card
+    assert "tokens of t.txt, in rows of 64." in card
+    assert cli("verify", "codes").code == 0
+    assert left(work) == []
+    merged = weightsmith.merge("ties.yml", "merged", evaluate="t.txt", max_shard_bytes=100_000, progress=False)
+    assert len(merged.plan.layout.shards) > 1
+    own = json.loads((work / "merged/weightsmith.json").read_text())["evaluation"]
+    assert own["models"] == ["a", "the result"]
+    assert cli("verify", "merged").code == 0
+    shown = weightsmith.merge("ties.yml", "plain", max_shard_bytes=100_000, progress=False).out
+    for file in sorted(Path(str(shown)).glob("*.safetensors")):
+        assert file.read_bytes() == (work / "merged" / file.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_a_result_that_is_interrupted_resumes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = Staging.keep
+
+    def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        if product.name == "losses":
+            raise KeyboardInterrupt
+        return keep(staging, product, arrays)
+
+    monkeypatch.setattr(Staging, "keep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        weightsmith.merge("ties.yml", "merged", evaluate="t.txt", progress=False)
+    assert not (work / "merged").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(work)
+    merged = weightsmith.merge("ties.yml", "merged", evaluate="t.txt", progress=False)
+    assert merged.resumed == len(merged.plan.steps)
+    assert "evaluation" in json.loads((work / "merged/weightsmith.json").read_text())
+    assert left(work) == []
+
+
+def test_a_result_that_cannot_be_evaluated_is_refused_before_work(work: Path, cli: Cli) -> None:
+    ran = cli("merge", "ties.yml", "merged", "--evaluate", "none.txt")
+    assert ran.code != 0
+    assert "none.txt" in ran.err
+    ran = cli("quantize", "a", "s3://bucket/out", "--format", "fp8-dynamic", "--evaluate", "t.txt")
+    assert "--evaluate reads the result before it is published" in ran.err
+    assert not (work / "merged").exists()
+    assert not list(work.glob(".merged*"))
