@@ -30,7 +30,7 @@ from weightsmith._plans import Plan
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
     from weightsmith._execution.run import Evaluated
-    from weightsmith._reports.look.models import Watching
+    from weightsmith._reports.look.surveys import Watching
 
 _ALL = RecipeOptions, QuantizeSettings, RunOptions
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import working
-from weightsmith._base.errors import printable
 from weightsmith._base.options import EvaluateSettings, RunOptions
-from weightsmith._base.text import fact, result, say, section, show_table
 
 if TYPE_CHECKING:
-    from weightsmith._reports.evaluate.values import Evaluation, Score
+    pass
 
 
 @options.expand
@@ -51,38 +48,4 @@ def evaluate(
 
         with meter(quiet=quiet) as shown:
             found = evaluation(named(models, reference), reference is not None, settings, running, shown)
-        work.present(lambda: evaluation_page(found), found.to_json, lambda: _show(found))
-
-
-def _show(found: Evaluation) -> None:
-    if found.reference is not None:
-        fact("KL", f"from {found.reference} to each model, in nats for each token")
-    fact("rows", f"of at most {found.row_tokens:,} tokens, each scored by itself")
-    for number, text in enumerate(found.texts):
-        section(text)
-        _table(found, [own[number] for own in found.scores])
-    if len(found.texts) > 1:
-        section("all texts: means, of the perplexity the geometric one")
-        _table(found, found.totals)
-    if found.reading:
-        result()
-    for sentence in found.reading:
-        say(printable(sentence))
-
-
-def _table(found: Evaluation, scores: Sequence[Score]) -> None:
-    from weightsmith._reports.evaluate.values import of_change, perplexity
-
-    compared = found.reference is not None
-    head = ["model", "perplexity", "bits/byte", *(["KL", "same top token"] if compared else [])]
-    head += ["against the first", "tokens"] if len(scores) > 1 else ["tokens"]
-    rows = []
-    for name, score in zip(found.models, scores, strict=True):
-        row = [name, perplexity(score.perplexity), f"{score.bits_per_byte:.4f}"]
-        if compared:
-            row.append("-" if score.divergence is None else f"{score.divergence.value:.5f}")
-            row.append("-" if score.agreement is None else f"{score.agreement:.2%}")
-        if len(scores) > 1:
-            row.append("-" if score.change is None else of_change(score.change))
-        rows.append((*row, f"{score.tokens:,}"))
-    show_table(head, rows, right=set(range(1, len(head))))
+        work.present(evaluation_page(found))

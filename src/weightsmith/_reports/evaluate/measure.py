@@ -28,7 +28,7 @@ from weightsmith._plans import Made, PlanDraft
 from weightsmith._plans.statistics import TextSource
 from weightsmith._reports.evaluate.opening import Named, Opened, check_families, name_of, opened, prepare_named
 from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
-from weightsmith._reports.look.models import Watching
+from weightsmith._reports.look.surveys import Watching
 from weightsmith.abc.product import Arrays
 
 

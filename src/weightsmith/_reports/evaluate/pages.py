@@ -32,21 +32,23 @@ def score_table(title: str, found: Evaluation, scores: Sequence[Score], about: s
     columns = [
         Column("model"),
         Column("perplexity", "number", "exp of the mean loss of a token"),
-        Column("loss", "number", "nats for each token"),
-        Column("±", "number", "standard error of the loss, over rows"),
         Column("bits per byte", "number", "of the text: independent of the tokenizer"),
-        Column("against the first", "text", "perplexity, with the standard error of the differences row by row"),
     ]
     if found.reference is not None:
         columns.append(Column("KL", "number", "divergence of the predictions from the reference's, nats for each token"))
         columns.append(Column("same top token", "share", "tokens where the most probable one is the reference's"))
-    columns += [Column("rows", "count"), Column("tokens", "count"), Column("bytes", "count")]
+    columns += [
+        Column("against the first", "text", "perplexity, with the standard error of the differences row by row"),
+        Column("loss", "number", "nats for each token"),
+        Column("±", "number", "standard error of the loss, over rows"),
+        *(Column(name, "count") for name in ("rows", "tokens", "bytes")),
+    ]
     return Table(title, tuple(columns), tuple(_row(*own, found) for own in zip(found.models, scores, strict=True)), about)
 
 
 def _row(name: str, score: Score, found: Evaluation) -> tuple[Value, ...]:
     change: Value = Mark.NOTHING if score.change is None else of_change(score.change)
-    row: list[Value] = [name, score.perplexity, score.loss.value, score.loss.error, score.bits_per_byte, change]
+    row: list[Value] = [name, score.perplexity, score.bits_per_byte]
     if found.reference is not None:
         row += [None if score.divergence is None else score.divergence.value, score.agreement]
-    return (*row, score.rows, score.tokens, score.nbytes)
+    return (*row, change, score.loss.value, score.loss.error, score.rows, score.tokens, score.nbytes)

@@ -21,7 +21,7 @@ from weightsmith._reports.evaluate.measure import evaluation
 from weightsmith._reports.evaluate.opening import Named
 from weightsmith._reports.evaluate.pages import score_table
 from weightsmith._reports.evaluate.values import Evaluation, of_change, perplexity
-from weightsmith._reports.look.models import Watching
+from weightsmith._reports.look.surveys import Watching
 
 RESULT = "the result"
 
