@@ -81,18 +81,15 @@ class SegmentMaker:
     def regions(self) -> list[Region]:
         """One region for top-level `models` or `slices`; one for each entry of `modules`."""
         recipe = self.recipe
-        levels = (recipe.parameters,)
-        if recipe.models:
-            return [Region(None, (self._whole(recipe.models, levels, recipe.at("models")),), sliced=False)]
-        if recipe.slices:
-            return [Region(None, self._sliced(recipe.slices, levels), sliced=True)]
-        return [self._module(module) for module in recipe.modules]
+        if not recipe.modules:
+            return [self._region(None, recipe, (recipe.parameters,), recipe.at("models"))]
+        return [self._region(module, module, (module.parameters, recipe.parameters), module.where) for module in recipe.modules]
 
-    def _module(self, module: Module) -> Region:
-        levels = (module.parameters, self.recipe.parameters)
-        if module.slices:
-            return Region(module, self._sliced(module.slices, levels), sliced=True)
-        return Region(module, (self._whole(module.models, levels, module.where),), sliced=False)
+    def _region(self, module: Module | None, part: Recipe | Module, levels: tuple[Parameters, ...], where: str) -> Region:
+        """The region of a recipe or a module. where: of its `models`."""
+        if part.slices:
+            return Region(module, tuple(self._slice(each, levels) for each in part.slices), sliced=True)
+        return Region(module, (self._whole(part.models, levels, where),), sliced=False)
 
     def _whole(self, inputs: Sequence[Input], levels: tuple[Parameters, ...], where: str) -> Segment:
         base = self.recipe.base_model
@@ -100,9 +97,6 @@ class SegmentMaker:
         if base is not None and all(f.model != self.models[base] for f in feeds):
             feeds.append(SegmentInput(self.models[base], 0, None, {}, base.where, appended=True))
         return self._segment(feeds, base, None, levels, where)
-
-    def _sliced(self, slices: Sequence[Slice], levels: tuple[Parameters, ...]) -> tuple[Segment, ...]:
-        return tuple(self._slice(s, levels) for s in slices)
 
     def _slice(self, s: Slice, levels: tuple[Parameters, ...]) -> Segment:
         feeds, lengths = [], []
