@@ -32,6 +32,9 @@ class Outer(ProductSettings):
     more: tuple[int, ...] = field(default=(), metadata=OMITTED)
     level: int = field(default=-1, metadata={**OMITTED, "key": "depth"})
 
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        return ""
+
 
 WHOLE = Outer("x", 0.5, (Inner("a"), Inner("b", (1, 2))), (1, "y"), {"p": 1, "q": None}, [{"z": 1}], (3,), 0)
 PLAIN = Outer("x", 1, (), (1, "y"), {})
