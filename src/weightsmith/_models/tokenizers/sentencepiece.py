@@ -9,22 +9,31 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 
 from weightsmith._files.protobuf import fields
 
 SPACE = "\u2581"
 """Stands for a space in pieces."""
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of pieces."""
-
 _BPE = 2
 _ROLES = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}  # field, default
 
 
+class Kind(IntEnum):
+    """Types of pieces."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A token. kind: its type, `NORMAL` to `BYTE`."""
+    """A token. kind: its type, a `Kind`, or another number."""
 
     text: str
     score: float
@@ -100,7 +109,7 @@ def read_sentencepiece(data: bytes) -> SentencePiece:
 
 def _piece(data: memoryview) -> Piece:
     inner = dict(fields(data))
-    text, score, kind = inner.get(1, memoryview(b"")), inner.get(2, memoryview(bytes(4))), inner.get(3, NORMAL)
+    text, score, kind = inner.get(1, memoryview(b"")), inner.get(2, memoryview(bytes(4))), inner.get(3, Kind.NORMAL)
     if isinstance(text, int):
         raise ValueError("a piece whose text is a number")
     if isinstance(score, int) or len(score) != 4 or not isinstance(kind, int):

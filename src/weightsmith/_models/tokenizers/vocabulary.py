@@ -19,7 +19,7 @@ from weightsmith._base.errors import FormatError
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.strict_json import parse_object
 from weightsmith._models.tokenizers.parts import BYTES, byte_level, byte_of
-from weightsmith._models.tokenizers.sentencepiece import CONTROL, SPACE, USER_DEFINED, read_sentencepiece
+from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, read_sentencepiece
 
 Family = Literal["byte-level BPE", "BPE", "SentencePiece BPE", "unigram", "WordPiece", "unknown"]
 
@@ -322,9 +322,9 @@ def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], 
     except ValueError as error:
         raise _wrong(label, name, "is not a SentencePiece model") from error
     added: dict[str, Added] = {
-        piece.text: {"id": number, "content": piece.text, "special": piece.kind == CONTROL}
+        piece.text: {"id": number, "content": piece.text, "special": piece.kind == Kind.CONTROL}
         for number, piece in enumerate(model.pieces)
-        if piece.kind in (CONTROL, USER_DEFINED) and piece.text
+        if piece.kind in (Kind.CONTROL, Kind.USER_DEFINED) and piece.text
     }
     return model.ids, "SentencePiece BPE" if model.bpe else "unigram", added
 

@@ -33,16 +33,7 @@ from weightsmith._models.tokenizers.parts import (
     template,
     ways,
 )
-from weightsmith._models.tokenizers.sentencepiece import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    SPACE,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    read_sentencepiece,
-)
+from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, read_sentencepiece
 
 T = TypeVar("T")
 
@@ -105,7 +96,7 @@ def tokenizer_files(keys: Mapping[str, Any], family: Family, where: str) -> tupl
         tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     numbers = {name: token_id(keys, key, len(tokens), where) for name, key in _SPECIAL.items()}
     special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
-    types = _numbers(keys, "token_type", NORMAL, tokens, where)
+    types = _numbers(keys, "token_type", Kind.NORMAL, tokens, where)
     pre = _setting(keys, "pre", "default", where)
     add_bos = _setting(keys, "add_bos_token", kind == "llama" or pre in _WHOLE_MERGES, where)
     add_eos = _setting(keys, "add_eos_token", False, where)
@@ -161,9 +152,9 @@ def _numbers(keys: Mapping[str, Any], name: str, default: float, tokens: Sequenc
 def _added(tokens: Sequence[str], types: Sequence[int], marked: set[str | None]) -> list[dict[str, Any]]:
     """Tokens that are found in text as a whole: those of special meaning, and those that a user has defined."""
     return [
-        {"id": i, "content": token, **FLAGS, "special": kind != USER_DEFINED or token in marked}
+        {"id": i, "content": token, **FLAGS, "special": kind != Kind.USER_DEFINED or token in marked}
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if token and (kind in (CONTROL, USER_DEFINED) or token in marked)
+        if token and (kind in (Kind.CONTROL, Kind.USER_DEFINED) or token in marked)
     ]
 
 
@@ -172,7 +163,7 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
     pre = _setting(keys, "pre", "default", where)
     vocab = {}
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        whole = kind in (CONTROL, USER_DEFINED) or BYTES.keys() >= set(token)
+        whole = kind in (Kind.CONTROL, Kind.USER_DEFINED) or BYTES.keys() >= set(token)
         vocab[token if whole else byte_level(token.encode())] = i
     listed = keys.get("tokenizer.ggml.merges")
     merges = [tuple(merge.split(" ")) for merge in listed] if isinstance(listed, list) else []
@@ -272,24 +263,24 @@ def tokenizer_keys(files: Mapping[str, bytes], config: Mapping[str, Any], family
         t for t in _list(tokenizer.get("added_tokens")) if isinstance(t, dict) and _is_token(t.get("id"), t.get("content"))
     ]
     tokens = [f"[PAD{i}]" for i in range(rows)]
-    types = [UNUSED] * rows
+    types = [Kind.UNUSED] * rows
     for token, number in model["vocab"].items():
         if _is_token(number, token) and number < rows:
-            tokens[number], types[number] = token, NORMAL
+            tokens[number], types[number] = token, Kind.NORMAL
     pieces = bool(model.get("byte_fallback"))
     if pieces:
         for i, token in enumerate(tokens):
-            if types[i] == NORMAL and byte_of(token) is not None:
-                types[i] = BYTE
+            if types[i] == Kind.NORMAL and byte_of(token) is not None:
+                types[i] = Kind.BYTE
     for entry in added:
         number, token = entry["id"], entry["content"]
         if number < rows:
             is_control = bool(entry.get("special")) or _looks_special(token)
             tokens[number] = token if is_control else token.replace(SPACE, " ")
-            types[number] = CONTROL if is_control else USER_DEFINED
+            types[number] = Kind.CONTROL if is_control else Kind.USER_DEFINED
     special = _special_ids(settings, config, added, model["vocab"], rows)
     if pieces and "unknown" in special:
-        types[special["unknown"]] = UNKNOWN
+        types[special["unknown"]] = Kind.UNKNOWN
     values = {"tokenizer.ggml.model": Value("str", "llama" if pieces else "gpt2")}
     known = set(tokens)  # none beyond the rows
     merges = [pair for pair in _pairs(model.get("merges")) if known.issuperset((*pair, "".join(pair)))]
@@ -418,10 +409,10 @@ def _scores(
             ranks.setdefault(left + right, rank)
     found = []
     for token, kind in zip(tokens, types, strict=True):
-        if kind in (NORMAL, BYTE):
-            found.append(own.get(token, 0.0) if own else 0.0 if kind == BYTE else -float(ranks.get(token, len(merges))))
+        if kind in (Kind.NORMAL, Kind.BYTE):
+            found.append(own.get(token, 0.0) if own else 0.0 if kind == Kind.BYTE else -float(ranks.get(token, len(merges))))
         else:
-            found.append(own.get(token, _ADDED_SCORE) if kind != UNUSED else -10_000.0)
+            found.append(own.get(token, _ADDED_SCORE) if kind != Kind.UNUSED else -10_000.0)
     return found
 
 
