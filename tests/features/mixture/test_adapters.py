@@ -64,8 +64,8 @@ def test_experts_with_adapters_are_the_merged_models(layout: ExpertLayout, model
 
 @pytest.mark.slow
 def test_experts_take_the_memory_of_the_factors_of_their_adapters(tmp_path: Path) -> None:
-    """Peak memory of a process that writes two equal experts of 20 MB, and of one that writes eight, four of them different."""
-    base = write_checkpoint(tmp_path / "base", llama(0, intermediate=100_000), config())
+    """Peak memory of a process that writes two equal experts of 12 MB, and of one that writes eight, four of them different."""
+    base = write_checkpoint(tmp_path / "base", llama(0, intermediate=60_000), config())
     loras = [trained(base, tmp_path / f"lora{i}", seed=i) for i in range(4)]
     code = "import re, sys, weightsmith\nweightsmith.moe(sys.argv[1], sys.argv[2], check_loading=False)\n"
     # not ru_maxrss, which a child inherits from the process that forked it
@@ -78,7 +78,7 @@ def test_experts_take_the_memory_of_the_factors_of_their_adapters(tmp_path: Path
         (tmp_path / f"{kind}.yml").write_text(json.dumps(source) + "\n")
         command = [sys.executable, "-c", code, tmp_path / f"{kind}.yml", tmp_path / f"out{kind}"]
         peaks.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024)
-    assert (tmp_path / "out1/model.safetensors").stat().st_size > 100_000_000
+    assert (tmp_path / "out1/model.safetensors").stat().st_size > 80_000_000
     more = sum((lora / "adapter_model.safetensors").stat().st_size for lora in loras[1:])
     assert peaks[1] - peaks[0] < 3 * more + 20_000_000, peaks
 
