@@ -81,7 +81,6 @@ def test_encode_any_float32(name: str, bits: list[int]) -> None:
     same_values(encoded(values, name).astype(np.float32), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["F32", "F64"])
 def test_wide_types_are_copied(name: str) -> None:
     dtype = DTYPES[name]
