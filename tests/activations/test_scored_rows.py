@@ -182,3 +182,22 @@ def test_conversations_need_a_template_and_other_lines_are_text(tmp_path: Path) 
     assert conversations(text_source(str(talks(tmp_path / "u.jsonl", {"text": "abc"})), None, 4, 0)) is None
     assert rows_of(tmp_path / "u.jsonl", 64).tokens == 2
     assert np.array_equal(rows_of(tmp_path / "u.jsonl", 64).ids, rows_of(words(tmp_path / "t.txt", "abc"), 64).ids)
+
+
+def test_a_conversation_is_written_as_transformers_writes_it(tmp_path: Path) -> None:
+    """With a template that has whitespace control, a filter and a loop."""
+    from transformers import PreTrainedTokenizerFast
+
+    template = (
+        "{{- bos_token }}\n{%- for m in messages %}\n    {%- if m['role'] == 'assistant' %}\n"
+        "        {{- '<|assistant|>' + m['content'] | trim + '<|end|>' }}\n    {%- else %}\n"
+        "{{ '<|user|>' + m.content }}\n    {%- endif %}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="<s>", chat_template=template)
+    expected = theirs.apply_chat_template(TALK["messages"], tokenize=True, return_dict=False)
+    found = rows_of(talks(tmp_path / "t.jsonl", TALK), 64, template=template)
+    assert found.ids[0].tolist() == list(expected)
+    assert byte_tokenizer().decode(found.ids[0][found.nbytes[0] >= 0].tolist(), skip_special_tokens=False) == (
+        "Café<|end|>No.<|end|>"
+    )
