@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from weightsmith._activations.conversations import conversations, rendered
 from weightsmith._activations.rows import text_source
-from weightsmith._activations.scored_rows import UNSCORED, Cutter, together
+from weightsmith._activations.scored_rows import UNSCORED, Cutter, _bytes_of, together
 from weightsmith._base.errors import FormatError, ParameterError, Unsupported, WeightsmithError
 
 TEMPLATE = (
@@ -201,3 +202,9 @@ def test_a_conversation_is_written_as_transformers_writes_it(tmp_path: Path) -> 
     assert byte_tokenizer().decode(found.ids[0][found.nbytes[0] >= 0].tolist(), skip_special_tokens=False) == (
         "Café<|end|>No.<|end|>"
     )
+
+
+def test_a_token_without_a_place_in_the_text_has_no_bytes() -> None:
+    """And is not taken for one that is not scored."""
+    encoding = SimpleNamespace(offsets=[(0, 1), (0, 0), (1, 3)])
+    assert _bytes_of("aéz", encoding).tolist() == [1, 0, 3]
