@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from weightsmith._activations.conversations import conversations, rendered
 from weightsmith._activations.rows import text_source
-from weightsmith._activations.scored_rows import UNSCORED, Cutter, together
+from weightsmith._activations.scored_rows import UNSCORED, Cutter, _bytes_of, together
 from weightsmith._base.errors import FormatError, ParameterError, Unsupported, WeightsmithError
 
 TEMPLATE = (
@@ -182,3 +183,28 @@ def test_conversations_need_a_template_and_other_lines_are_text(tmp_path: Path) 
     assert conversations(text_source(str(talks(tmp_path / "u.jsonl", {"text": "abc"})), None, 4, 0)) is None
     assert rows_of(tmp_path / "u.jsonl", 64).tokens == 2
     assert np.array_equal(rows_of(tmp_path / "u.jsonl", 64).ids, rows_of(words(tmp_path / "t.txt", "abc"), 64).ids)
+
+
+def test_a_conversation_is_written_as_transformers_writes_it(tmp_path: Path) -> None:
+    """With a template that has whitespace control, a filter and a loop."""
+    from transformers import PreTrainedTokenizerFast
+
+    template = (
+        "{{- bos_token }}\n{%- for m in messages %}\n    {%- if m['role'] == 'assistant' %}\n"
+        "        {{- '<|assistant|>' + m['content'] | trim + '<|end|>' }}\n    {%- else %}\n"
+        "{{ '<|user|>' + m.content }}\n    {%- endif %}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="<s>", chat_template=template)
+    expected = theirs.apply_chat_template(TALK["messages"], tokenize=True, return_dict=False)
+    found = rows_of(talks(tmp_path / "t.jsonl", TALK), 64, template=template)
+    assert found.ids[0].tolist() == list(expected)
+    assert byte_tokenizer().decode(found.ids[0][found.nbytes[0] >= 0].tolist(), skip_special_tokens=False) == (
+        "Café<|end|>No.<|end|>"
+    )
+
+
+def test_a_token_without_a_place_in_the_text_has_no_bytes() -> None:
+    """And is not taken for one that is not scored."""
+    encoding = SimpleNamespace(offsets=[(0, 1), (0, 0), (1, 3)])
+    assert _bytes_of("aéz", encoding).tolist() == [1, 0, 3]
