@@ -107,7 +107,11 @@ def test_escapes_of_yaml_hide_no_secret(written: str, monkeypatch: pytest.Monkey
     recipe = f"merge_method: linear\nmodels:\n- {{model: {written}, parameters: {{weight: 1}}}}\n"
     [problem, *_] = [each for each in load(recipe).problems if "password" in str(each)]
     assert problem.finding.where.startswith("<text>:3:")
-    assert redacted(r"C:\models\new and \x41\u0042") == r"C:\models\new and \x41\u0042"
+
+
+def test_other_backslashes_stay() -> None:
+    for text in (r"C:\models\new and \x41\u0042", "a \\", "\\" * 1001):
+        assert redacted(text) == text
 
 
 def test_a_user_alone_is_hidden_if_it_may_be_a_token() -> None:

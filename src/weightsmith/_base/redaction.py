@@ -92,13 +92,19 @@ def redactor(*, of_equal_length: bool = False) -> Callable[[str], str]:
         start, end = match.span(match.lastgroup or 0)
         return match.string[match.start() : start] + hidden(match.string[start:end]) + match.string[end : match.end()]
 
-    def escaped(match: re.Match[str]) -> str:
-        return hidden(match[0]) if "\\" in match[0] and hide(plain := _unescaped(match[0])) != plain else match[0]
-
-    def hide(text: str) -> str:
+    def plain(text: str) -> str:
         text = _WORD.sub(word, text) if "://" in text and "@" in text else text
         text = _SECRET.sub(parameter, text)
-        text = text if known is None else known.sub(lambda match: hidden(match[0]), text)
+        return text if known is None else known.sub(lambda match: hidden(match[0]), text)
+
+    def escaped(match: re.Match[str]) -> str:
+        if "\\" not in match[0]:
+            return match[0]
+        meant = _unescaped(match[0])
+        return match[0] if plain(meant) == meant else hidden(match[0])
+
+    def hide(text: str) -> str:
+        text = plain(text)
         return _WORD.sub(escaped, text) if "\\" in text else text
 
     return hide
