@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -16,11 +17,12 @@ from tests.plan_help import model
 from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._features.quantisation.calibration.plan import without_measuring
+from weightsmith._methods import all_methods
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._planning.planner.inputs import number_models
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._planning.planner.statistics import own_texts
-from weightsmith._planning.recipe import parse
+from weightsmith._planning.recipe import parse, schema
 from weightsmith._plans import Plan, PlanDraft, plan_from_json
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
@@ -235,3 +237,9 @@ def test_the_plan_says_what_is_measured(folder: Path, monkeypatch: pytest.Monkey
 def test_the_seed_chooses_the_rows() -> None:
     with prepare(recipe(text=short("all")), RecipeOptions(seed=3)) as prepared:
         assert {p.settings["text"]["seed"] for p in prepared.plan.products if p.op == "embedding"} == {3}
+
+
+@pytest.mark.parametrize(("value", "fits"), [({"lambda": 0.8, "directions": 8}, True), ({"lambda": [1, 2]}, False), (3, False)])
+def test_the_schema_takes_parameters_of_a_prior(value: Any, fits: bool) -> None:
+    source = {"merge_method": "regmean", "models": [{"model": "a"}], "parameters": {"prior_parameters": value}}
+    assert jsonschema.Draft202012Validator(schema(all_methods())).is_valid(source) == fits
