@@ -37,6 +37,7 @@ KEYWORDS = {
     options.QuantizeSettings: keywords.QuantizeKeywords,
     options.ExtractSettings: keywords.ExtractKeywords,
     options.TransplantSettings: keywords.TransplantKeywords,
+    options.EvaluateSettings: keywords.EvaluateKeywords,
     options.RunOptions: keywords.RunKeywords,
 }
 
@@ -63,7 +64,7 @@ def test_the_records_are_these() -> None:
 def test_an_option_has_its_flag_in_every_command_that_names_it(record: type[Any], option: Option) -> None:
     assert option.commands
     for command in option.commands:
-        name = command.replace("_", "-")
+        name = {"evaluate": "eval"}.get(command, command.replace("_", "-"))
         found = flags_of(name)
         for spelling in option.spellings(command):
             for flag in spelling.split("/"):
@@ -75,8 +76,8 @@ def test_an_option_has_its_flag_in_every_command_that_names_it(record: type[Any]
 
 @CASES
 def test_type_checkers_know_an_option_and_its_type(record: type[Any], option: Option) -> None:
-    if (record, option.name) == (options.ExtractSettings, "dtype"):
-        return  # a parameter of the function, as in `dequantize`
+    if (record, option.name) in ((options.ExtractSettings, "dtype"), (options.EvaluateSettings, "text")):
+        return  # a parameter of the function
     known = typing.get_type_hints(KEYWORDS[record])[option.name]
     assert known is Any if option.type is DType else (type(None) in typing.get_args(known)) == option.optional
 
