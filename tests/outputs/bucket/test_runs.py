@@ -151,7 +151,7 @@ def test_parts_of_many_megabytes_and_an_output_that_is_replaced(
 ) -> None:
     server = new_server(kind)
     monkeypatch.chdir(tmp_path)
-    make_llamas(tmp_path, hidden=1024, inner=2048, layers=1)
+    make_llamas(tmp_path, hidden=768, inner=1536, layers=1)  # 26 MB
     run(case, "out")
     run(case, server.address("models/out"))
     assert server.contents("models/out") == tree(tmp_path / "out")
