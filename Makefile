@@ -53,7 +53,7 @@ test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
 
 test-architectures: $(VENV)/.test
-	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS) tests/planning/planner/test_architectures.py tests/outputs
+	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS) tests/planning/planner/test_architectures.py tests/outputs tests/files
 
 # numpy warns where numbers overflow or are none, compiled code does not.
 test-python: $(VENV)/.test
