@@ -43,8 +43,8 @@ from weightsmith._app.cli import main
 from weightsmith._base.errors import OutputExists, ParameterError, StoreError
 from weightsmith._files.remote import retries
 from weightsmith._outputs.bucket import parts, uploads
-from weightsmith._outputs.bucket.client import open_bucket
-from weightsmith._outputs.bucket.place import parse_prefix
+from weightsmith._outputs.bucket.contents import open_bucket
+from weightsmith._outputs.bucket.prefix import parse_prefix
 
 __all__ = ["cli"]
 
