@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, quote, unquote
 import pytest
 
 from weightsmith._outputs.bucket.client import Head, Missing, NoConditions, Object, Run, etag_of, md5_of
-from weightsmith._outputs.bucket.place import Prefix
+from weightsmith._outputs.bucket.prefix import Prefix
 
 
 class MemoryBucket:

@@ -7,22 +7,20 @@ network, HF_TOKEN or `hf auth login` give the token, HF_HUB_ETAG_TIMEOUT and HF_
 from __future__ import annotations
 
 import errno
-import fnmatch
 import glob
 import re
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, without_queries
-from weightsmith._base.files import RandomAccess, show
+from weightsmith._base.files import show
 from weightsmith._base.redaction import know
 from weightsmith._files.remote.environment import check_hub
 from weightsmith._files.remote.failures import lasting, no_panic, passes
-from weightsmith._files.remote.files import RemoteFile, opened, read_starts
+from weightsmith._files.remote.files import ModelFiles, RemoteFile, read_starts
 from weightsmith._files.remote.http import HttpFile
 
 UPLOAD_SECONDS = 300.0  # for an answer to what changes a repository: the hub hashes and moves files before it answers
@@ -40,7 +38,7 @@ class _Silent(Exception):
 
 
 @dataclass(eq=False)
-class Repository:
+class Repository(ModelFiles):
     """One revision of a hub model: its files, in the cache or still on the hub. Made by `open_repository`.
 
     name      org/name
@@ -65,7 +63,7 @@ class Repository:
 
     def want(self, names: Iterable[str]) -> None:
         """Name files that are needed: `download` brings them. Raises CheckpointError."""
-        self._wanted |= dict.fromkeys(name for name in names if name in self.sizes)
+        super().want(names)
         for name in self._wanted:
             if self.sizes[name] == UNKNOWN:
                 self.sizes[name] = self._ask_size(name)
@@ -88,12 +86,6 @@ class Repository:
             )
         return size
 
-    @property
-    def missing(self) -> dict[str, int]:
-        """The files that are needed and not in the cache, and their sizes."""
-        wanted = (name for name in self._wanted if name not in self._files or not self._files[name].streams)
-        return {name: self.sizes[name] for name in wanted if not (self.folder / name).is_file()}
-
     def download(self, patterns: Sequence[str] | None = None, *, quiet: bool = False) -> None:
         """Bring into the cache what is missing, or the files of these patterns.
 
@@ -101,8 +93,7 @@ class Repository:
 
         Raises CheckpointError.
         """
-        wanted = list(self.missing) if patterns is None else self._absent(patterns)
-        if wanted:
+        if wanted := self.to_bring(patterns):
             self._bring(wanted, quiet=quiet)
         if patterns is None and self.revision:  # not for a dry run: the cache may have an older commit, whole
             _write_ref(self.folder.parents[1], self.revision, self.commit)
@@ -128,11 +119,6 @@ class Repository:
             what = f"{len(left)} of {len(wanted)} files were not downloaded, the first is {show(left[0])}"
             raise CheckpointError(what, where=self.name, fix="Check the network connection, and run the same command again.")
 
-    def _absent(self, patterns: Sequence[str]) -> list[str]:
-        """The files at the top level, not in the cache, whose names match."""
-        top = [name for name in self.sizes if "/" not in name and not (self.folder / name).is_file()]
-        return [name for name in top if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-
     def read_starts(self, names: Iterable[str]) -> None:
         """Read the start of each file that is not in the cache, several at a time: their headers, if `open` is to find them."""
         absent = [name for name in names if name in self.sizes and not (self.folder / name).is_file()]
@@ -144,10 +130,6 @@ class Repository:
         for name, file in self._files.items():
             if not (self.folder / name).is_file():
                 file.stream()
-
-    def open(self, path: Path) -> AbstractContextManager[RandomAccess]:
-        """Open a file of `folder` to read parts of it: the cached one, else the one on the hub."""
-        return opened(self._files, path)
 
     def ranges(self, name: str) -> HttpFile:
         """A file on the hub, by byte range."""

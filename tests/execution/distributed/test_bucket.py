@@ -29,7 +29,7 @@ from weightsmith._features.any_recipe import prepare_any
 from weightsmith._outputs.bucket import lock, parts, uploads
 from weightsmith._outputs.bucket.backend import together
 from weightsmith._outputs.bucket.journal import FollowedParts, State
-from weightsmith._outputs.bucket.place import parse_prefix
+from weightsmith._outputs.bucket.prefix import parse_prefix
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Plan
 from weightsmith._plans.parts import parts_of

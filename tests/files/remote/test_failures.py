@@ -161,7 +161,7 @@ def _clients(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> lis
     from weightsmith._outputs.bucket.azure import AzureBucket
     from weightsmith._outputs.bucket.gcs import GoogleBucket
     from weightsmith._outputs.bucket.s3 import S3Bucket
-    from weightsmith._outputs.hub.place import parse_hub_address
+    from weightsmith._outputs.hub.address import parse_hub_address
     from weightsmith._outputs.hub.repository import HubRepository
 
     for name, value in {

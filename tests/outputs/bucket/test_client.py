@@ -21,10 +21,10 @@ from weightsmith._outputs.bucket.client import (
     Refused,
     TransientError,
     md5_of,
-    open_bucket,
 )
+from weightsmith._outputs.bucket.contents import open_bucket
 from weightsmith._outputs.bucket.lock import Lock
-from weightsmith._outputs.bucket.place import parse_prefix
+from weightsmith._outputs.bucket.prefix import parse_prefix
 from weightsmith._outputs.bucket.s3 import S3Bucket
 
 MEMORY = "memory"

@@ -43,8 +43,8 @@ from weightsmith._app.cli import main
 from weightsmith._base.errors import OutputExists, ParameterError, StoreError
 from weightsmith._files.remote import retries
 from weightsmith._outputs.bucket import parts, uploads
-from weightsmith._outputs.bucket.client import open_bucket
-from weightsmith._outputs.bucket.place import parse_prefix
+from weightsmith._outputs.bucket.contents import open_bucket
+from weightsmith._outputs.bucket.prefix import parse_prefix
 
 __all__ = ["cli"]
 
@@ -151,7 +151,7 @@ def test_parts_of_many_megabytes_and_an_output_that_is_replaced(
 ) -> None:
     server = new_server(kind)
     monkeypatch.chdir(tmp_path)
-    make_llamas(tmp_path, hidden=1024, inner=2048, layers=1)
+    make_llamas(tmp_path, hidden=768, inner=1536, layers=1)  # 26 MB
     run(case, "out")
     run(case, server.address("models/out"))
     assert server.contents("models/out") == tree(tmp_path / "out")

@@ -22,7 +22,7 @@ from weightsmith._files.remote.files import RemoteFile
 from weightsmith._outputs.bucket import lock, parts, uploads
 from weightsmith._outputs.bucket.client import md5_of
 from weightsmith._outputs.bucket.journal import read_state
-from weightsmith._outputs.bucket.place import Prefix
+from weightsmith._outputs.bucket.prefix import Prefix
 from weightsmith._outputs.bucket.unfinished import check_free, find_uploads
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith._outputs.places import verify

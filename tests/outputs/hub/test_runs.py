@@ -29,8 +29,8 @@ from weightsmith._execution.output import check_options
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import assemble_merge
 from weightsmith._outputs.hub import repository
+from weightsmith._outputs.hub.address import parse_hub_address
 from weightsmith._outputs.hub.files import FILLED, UPLOADS, StreamedUploads
-from weightsmith._outputs.hub.place import parse_hub_address
 from weightsmith._outputs.hub.repository import Content, HubRepository
 from weightsmith._outputs.local.backend import FolderBackend
 from weightsmith._outputs.local.place import LocalFolder

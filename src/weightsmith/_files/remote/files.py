@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -115,3 +116,37 @@ class RemoteFile:
             out[at - first : at - first + len(piece)] = piece
 
         fetch(self.ranges, first, first + len(out), put)
+
+
+class ModelFiles:
+    """What models elsewhere have in common: the files that a plan needs, and where each of them is.
+
+    folder  of the files that were brought here
+    sizes   of all files, by name
+    """
+
+    folder: Path
+    sizes: dict[str, int]
+    _files: dict[str, RemoteFile]
+    _wanted: dict[str, None]
+
+    def want(self, names: Iterable[str]) -> None:
+        """Name files that are needed: `download` brings those that are not read where they are."""
+        self._wanted |= dict.fromkeys(name for name in names if name in self.sizes)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """The files that are needed and are still to be brought, and their sizes."""
+        wanted = (name for name in self._wanted if name not in self._files or not self._files[name].streams)
+        return {name: self.sizes[name] for name in wanted if not (self.folder / name).is_file()}
+
+    def to_bring(self, patterns: Sequence[str] | None) -> list[str]:
+        """The missing files; or those at the top level whose names match, and that are not here."""
+        if patterns is None:
+            return list(self.missing)
+        top = [name for name in self.sizes if "/" not in name and not (self.folder / name).is_file()]
+        return [name for name in top if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+    def open(self, path: Path) -> AbstractContextManager[RandomAccess]:
+        """Open a file of `folder` to read parts of it: the one that is here, else the one elsewhere."""
+        return opened(self._files, path)

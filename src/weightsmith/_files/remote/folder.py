@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import shutil
@@ -11,14 +10,13 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from weightsmith._base.errors import CheckpointError, Finding, FormatError, NotFound
-from weightsmith._base.files import RandomAccess, show
+from weightsmith._base.files import show
 from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._files.remote.addresses import STORES, Address, is_file_name
-from weightsmith._files.remote.files import RemoteFile, opened, read_starts
+from weightsmith._files.remote.files import ModelFiles, RemoteFile, read_starts
 from weightsmith._files.remote.http import HttpFile, ask, check_status, tag_of
 from weightsmith._files.remote.retries import Ranges, fetch, retry_request
 from weightsmith._files.remote.stores import Store
@@ -58,7 +56,7 @@ _PROBED = (
 """Files to look for on a web server, which does not list its files; those named by an index are added."""
 
 
-class RemoteFolder:
+class RemoteFolder(ModelFiles):
     """A folder elsewhere, with what `hub.Repository` has. Made by `open_folder`.
 
     name    its address
@@ -75,27 +73,13 @@ class RemoteFolder:
         self.sizes = {name: file.nbytes for name, file in files.items()}
         self.notes: tuple[Finding, ...] = ()
         self._ranges = files
-        self._files: dict[str, RemoteFile] = {}
-        self._wanted: dict[str, None] = {}
-
-    def want(self, names: Iterable[str]) -> None:
-        """Name files that are needed: `download` brings those that are no weights."""
-        self._wanted |= dict.fromkeys(name for name in names if name in self.sizes)
-
-    @property
-    def missing(self) -> dict[str, int]:
-        """The files that are still to be brought, and their sizes."""
-        wanted = (name for name in self._wanted if name not in self._files)
-        return {name: self.sizes[name] for name in wanted if not (self.folder / name).is_file()}
+        self._files = {}
+        self._wanted = {}
 
     def download(self, patterns: Sequence[str] | None = None, *, quiet: bool = False) -> None:
         """Bring what is missing, or the files of these patterns. Raises CheckpointError."""
-        names = list(self.missing)
-        if patterns is not None:
-            absent = [name for name in self.sizes if not (self.folder / name).is_file()]
-            names = [name for name in absent if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            for _ in pool.map(self._bring, names):
+            for _ in pool.map(self._bring, self.to_bring(patterns)):
                 pass
 
     def stream(self) -> None:
@@ -113,10 +97,6 @@ class RemoteFolder:
         if unknown:
             what = f"the server gives no version of {show(unknown[0])}: a change that leaves its size is not noticed"
             self.notes = (Finding(what, self.name),)
-
-    def open(self, path: Path) -> AbstractContextManager[RandomAccess]:
-        """Open a file of `folder` to read parts of it."""
-        return opened(self._files, path)
 
     def _bring(self, name: str) -> None:
         if self.sizes[name] > MAX_COPIED_BYTES:

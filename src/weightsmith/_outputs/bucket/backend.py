@@ -38,12 +38,12 @@ from weightsmith._base.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith._files.containers import Layout, make_layout
 from weightsmith._files.containers.safetensors import INDEX_NAME
 from weightsmith._files.remote.spool import spool_folder
-from weightsmith._outputs.bucket.client import UPLOADS, Bucket, open_bucket
-from weightsmith._outputs.bucket.contents import check_vacant, is_published, marked
+from weightsmith._outputs.bucket.client import UPLOADS, Bucket
+from weightsmith._outputs.bucket.contents import check_vacant, is_published, marked, open_bucket
 from weightsmith._outputs.bucket.journal import FollowedParts, State, read_state
 from weightsmith._outputs.bucket.lock import LeaderLock, Lock
 from weightsmith._outputs.bucket.parts import cut
-from weightsmith._outputs.bucket.place import CAPABILITIES, Prefix
+from weightsmith._outputs.bucket.prefix import CAPABILITIES, Prefix
 from weightsmith._outputs.bucket.products import get_product, put_product
 from weightsmith._outputs.bucket.uploads import Uploads, discard
 from weightsmith._outputs.checksum import byte_view, hash_bytes

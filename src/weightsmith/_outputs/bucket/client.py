@@ -19,7 +19,6 @@ from weightsmith._files.remote import retries
 from weightsmith._files.remote.access import allows_http
 from weightsmith._files.remote.environment import check_network
 from weightsmith._files.remote.failures import lasting, no_panic, passes
-from weightsmith._outputs.bucket.place import Prefix
 
 UPLOADS = 8
 """Parts uploaded at a time, by one thread each."""
@@ -299,23 +298,6 @@ class Bucket(ABC):
 
     def _shown(self, key: str) -> str:
         return f"{self.scheme}://{self.name}/{key}"
-
-
-def open_bucket(address: Prefix) -> Bucket:
-    """The bucket of an address; see `Bucket`."""
-    match address.scheme:
-        case "gs":
-            from weightsmith._outputs.bucket.gcs import GoogleBucket
-
-            return GoogleBucket(address.bucket)
-        case "az":
-            from weightsmith._outputs.bucket.azure import AzureBucket
-
-            return AzureBucket(address.bucket)
-        case _:
-            from weightsmith._outputs.bucket.s3 import S3Bucket
-
-            return S3Bucket(address.bucket)
 
 
 def retry(call: Callable[[], Answer]) -> Answer:

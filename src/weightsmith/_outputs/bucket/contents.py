@@ -1,4 +1,4 @@
-"""What is stored under an address: what may be overwritten, and what must not be."""
+"""What is stored under an address: in which store, what may be overwritten, and what must not be."""
 
 from __future__ import annotations
 
@@ -16,14 +16,31 @@ from weightsmith._base.errors import (
     WeightsmithError,
 )
 from weightsmith._files.remote.addresses import Address, parse_address
-from weightsmith._outputs.bucket.client import UPLOADS, Bucket, open_bucket
-from weightsmith._outputs.bucket.place import Prefix
+from weightsmith._outputs.bucket.client import UPLOADS, Bucket
+from weightsmith._outputs.bucket.prefix import Prefix
 from weightsmith._outputs.compare import Read, check_ours, compare, differences
 from weightsmith._outputs.local.target import is_address, occupied
 from weightsmith._outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from weightsmith.abc.output import Progress, Verified
 
 _MOST = 100_000
+
+
+def open_bucket(address: Prefix) -> Bucket:
+    """The bucket of an address; see `Bucket`."""
+    match address.scheme:
+        case "gs":
+            from weightsmith._outputs.bucket.gcs import GoogleBucket
+
+            return GoogleBucket(address.bucket)
+        case "az":
+            from weightsmith._outputs.bucket.azure import AzureBucket
+
+            return AzureBucket(address.bucket)
+        case _:
+            from weightsmith._outputs.bucket.s3 import S3Bucket
+
+            return S3Bucket(address.bucket)
 
 
 def names_in(bucket: Bucket, address: Prefix) -> dict[str, int]:

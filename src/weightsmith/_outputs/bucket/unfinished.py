@@ -9,11 +9,11 @@ from functools import partial
 
 from weightsmith._base.errors import StoreError
 from weightsmith._outputs.bucket.backend import JOURNAL, LOCK, discard_parts
-from weightsmith._outputs.bucket.client import Bucket, not_ours, open_bucket
-from weightsmith._outputs.bucket.contents import check_vacant, is_published, marked
+from weightsmith._outputs.bucket.client import Bucket, not_ours
+from weightsmith._outputs.bucket.contents import check_vacant, is_published, marked, open_bucket
 from weightsmith._outputs.bucket.journal import State, read_state
 from weightsmith._outputs.bucket.lock import Lock, is_held, is_lock
-from weightsmith._outputs.bucket.place import Prefix
+from weightsmith._outputs.bucket.prefix import Prefix
 from weightsmith._outputs.bucket.uploads import discard
 from weightsmith._outputs.local.area import STAGING_SUFFIX
 from weightsmith.abc.output import Unfinished

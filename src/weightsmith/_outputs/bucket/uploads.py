@@ -35,7 +35,7 @@ from weightsmith._outputs.bucket.client import UPLOADS, Bucket, Run, etag_of, md
 from weightsmith._outputs.bucket.journal import State
 from weightsmith._outputs.bucket.lock import LeaderLock, Lock
 from weightsmith._outputs.bucket.parts import Group, GroupKey, Part, cut
-from weightsmith._outputs.bucket.place import Prefix
+from weightsmith._outputs.bucket.prefix import Prefix
 from weightsmith.abc.output import Built, Finished, Progress
 
 WAITING = 2 * UPLOADS

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
+from weightsmith._outputs.hub.address import CAPABILITIES, HubAddress
 from weightsmith._outputs.hub.contents import check_not_read, check_vacant, holds
 from weightsmith._outputs.hub.files import StreamedUploads
-from weightsmith._outputs.hub.place import CAPABILITIES, HubAddress
 from weightsmith._outputs.hub.repository import BranchMoved, Content, HubRepository, content_of, moved, no_bars, uploaded
 from weightsmith._outputs.journal import Entries, Journal, read_journal
 from weightsmith._outputs.local.area import left_behind, staging_folder

@@ -1,75 +1,24 @@
-"""A branch of a model on the Hub as the place of an output: `hf://org/name`, or `hf://org/name@branch`."""
+"""A branch of a model on the Hub as the place of an output."""
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
-from weightsmith._base.errors import NOTHING_WRITTEN, PushFailed, legible
-from weightsmith._outputs.local.target import absolute, check_out
-from weightsmith.abc.output import Capabilities, OutputScheme
+from weightsmith._outputs.hub.address import HubAddress, parse_hub_address
+from weightsmith._outputs.local.target import check_out
+from weightsmith.abc.output import OutputScheme
 
 if TYPE_CHECKING:
     from weightsmith._files.containers import Layout
     from weightsmith._plans.parts import Together
     from weightsmith.abc.output import OutputBackend, OutputSpec, Progress, Unfinished, Verified
 
-HUB = "hf://"
-MAIN = "main"
-_BRANCH = re.compile(r"(?!-|/|refs/)(?!.*(\.\.|//|@\{|/\.|\.lock(/|$)))[^\s~^:?*\[\\\x00-\x1f\x7f]{1,200}(?<![/.])")
-CAPABILITIES = Capabilities(in_order=True, copies=False, publication="commit", parts=False, shared_locks=False)
-_COMMIT = re.compile("[0-9a-f]{40,64}")
 
-
-@dataclass(frozen=True, slots=True)
-class HubAddress:
-    """A branch of a model on the Hub; see `Place`.
-
-    repo    org/name
-    branch  without one in the address: main
-
-    >>> address = parse_hub_address("hf://org/merged@v2")
-    >>> str(address), address.name, address.branch, str(parse_hub_address("hf://org/merged@main"))
-    ('hf://org/merged@v2', 'merged', 'v2', 'hf://org/merged')
-    """
-
-    repo: str
-    branch: str = MAIN
-    capabilities = CAPABILITIES
-
-    @property
-    def name(self) -> str:
-        """The name without the organisation."""
-        return self.repo.rpartition("/")[2]
-
-    @property
-    def spec(self) -> str:
-        """As `--push` takes it, and recipes name a model: org/name, or org/name@branch."""
-        return self.repo if self.branch == MAIN else f"{self.repo}@{self.branch}"
-
-    @property
-    def url(self) -> str:
-        """The address of the model's page."""
-        from huggingface_hub import constants
-
-        return f"{constants.ENDPOINT}/{self.repo}" + ("" if self.branch == MAIN else f"/tree/{quote(self.branch)}")
-
-    @property
-    def absolute(self) -> str:
-        """The address."""
-        return str(self)
-
-    @property
-    def local(self) -> Path:
-        """A name in the current folder, which no other address, and no other hub, has."""
-        from huggingface_hub import constants
-
-        return absolute(f"{self.name}-{hashlib.sha256(f'{constants.ENDPOINT} {self}'.encode()).hexdigest()[:8]}")
+class HubPlace(HubAddress):
+    """See `Place`."""
 
     def backend(self, spec: OutputSpec) -> OutputBackend:
         """A folder on this machine, from which files are uploaded. Raises PushFailed without a network or a token."""
@@ -94,42 +43,11 @@ class HubAddress:
 
         return verify_hub(self, progress)
 
-    def __str__(self) -> str:
-        return HUB + self.spec
 
-
-def is_hub_address(out: object) -> bool:
-    """True for an address on the Hub."""
-    return isinstance(out, str) and out.lower().startswith(HUB)
-
-
-def parse_hub_address(text: str) -> HubAddress:
-    """What `hf://org/name[@branch]`, or `org/name[@branch]` after --push, names. Raises PushFailed."""
-    from huggingface_hub import errors
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
-
-    place = text[len(HUB) :] if is_hub_address(text) else text
-    organisation, _, rest = place.strip("/").partition("/")
-    name, at, branch = rest.partition("@")
-    named, asked, _ = branch.partition("?")  # what follows may be a key
-    repo = f"{organisation}/{name}"
-    # A key or password before the place must not get into a message.
-    shown = f"{organisation.rpartition('@')[2]}/{rest}".partition("?")[0]
-    try:
-        validate_repo_id(repo)
-        if not organisation or not name:
-            raise errors.HFValidationError("no organisation or user")
-    except errors.HFValidationError as error:
-        fix = "write the organisation or user, and the model: hf://org/name[@branch], or --push org/name[@branch]"
-        what = "not a name that a model can have on the hub"
-        raise PushFailed(what, where=legible(shown, 120), fix=fix, state=NOTHING_WRITTEN) from error
-    if at and _COMMIT.fullmatch(branch):
-        what = "a commit cannot be written to"
-        raise PushFailed(what, where=shown, fix="name a branch", state=NOTHING_WRITTEN)
-    if at and not _BRANCH.fullmatch(branch):
-        what = f"not a name that a branch can have: {legible(named, 60)}{asked}"
-        raise PushFailed(what, where=repo, fix="write org/name@branch", state=NOTHING_WRITTEN)
-    return HubAddress(repo, branch or MAIN)
+def hub_place(text: str) -> HubPlace:
+    """The place that an address names. Raises as `parse_hub_address` does."""
+    found = parse_hub_address(text)
+    return HubPlace(found.repo, found.branch)
 
 
 def _unfinished(where: str) -> Iterator[Unfinished]:
@@ -140,4 +58,4 @@ def _unfinished(where: str) -> Iterator[Unfinished]:
     return (each for each in find_folders(Path()) if str(each.out).startswith(path.name))
 
 
-SCHEME = OutputScheme(parse_hub_address, _unfinished)
+SCHEME = OutputScheme(hub_place, _unfinished)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightsmith._base.errors import NOTHING_WRITTEN, PushFailed, first_line
-from weightsmith._outputs.hub.place import MAIN, parse_hub_address
+from weightsmith._outputs.hub.address import MAIN, parse_hub_address
 from weightsmith._outputs.hub.repository import HubRepository
 
 

@@ -22,7 +22,7 @@ from weightsmith._files.hub import bound_requests
 from weightsmith._files.remote.environment import check_hub
 from weightsmith._files.remote.failures import causes, lasting, no_panic, passes
 from weightsmith._files.remote.retries import Patience, retry
-from weightsmith._outputs.hub.place import MAIN, HubAddress
+from weightsmith._outputs.hub.address import MAIN, HubAddress
 from weightsmith._outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 
 if TYPE_CHECKING:
