@@ -41,8 +41,8 @@ which no model was trained on. Each row is one recipe of [examples/quality/recip
 text), in some twenty tries, guided by the gradient of the loss there. The other rows use the settings of the demo or of earlier
 measurements. Where the recipe says that its settings are untuned, the row says little about what the method can do.
 
-`regmean` and `regmean_tsv` [measure each model](statistics.md) on the `tune` text of its own kind; nothing else of them was
-tuned. They gain on the kinds that have a text, and lose on `en`, which has none.
+The rows of `regmean` [measure each model](statistics.md) on the `tune` text of its own kind; nothing else of them was tuned.
+They gain on the kinds that have a text, and lose on `en`, which has none.
 
 """
 
