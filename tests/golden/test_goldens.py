@@ -12,6 +12,7 @@ import pytest
 
 from tests.golden import digests, inputs
 from tests.golden.cases import CASES, Golden
+from weightsmith._methods import get
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch and transformers say of tiny models is not our concern
 
@@ -110,7 +111,9 @@ def test_every_method_and_every_layout_has_a_case() -> None:
         return set().union(*(used(value) for value in recipe)) if isinstance(recipe, list) else set()
 
     docs = Path(__file__).parents[2] / "docs"
-    methods = {page.stem for page in (docs / "methods").glob("*.md")} - {"README"}
+    # What a text tells depends on torch and transformers; tests/methods and tests/activations compare it with references.
+    methods = {page.stem for page in (docs / "methods").glob("*.md") if page.stem != "README"}
+    methods -= {name for name in methods if get(name).requires({})}
     layouts = set(re.findall(r"^\| `(\w+)` \|", (docs / "moe-layouts.md").read_text(), re.M))
     assert len(methods) >= 35
     assert len(layouts) >= 11

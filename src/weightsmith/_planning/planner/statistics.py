@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from weightsmith._activations.model import TextModel, array_name, input_of, statistic_products, text_for
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
@@ -20,6 +20,9 @@ from weightsmith._planning.planner.inputs import at
 from weightsmith._planning.recipe import ModelRef, Recipe, TextRef
 from weightsmith._plans import PRODUCTS, Block, Product, Read, Settings, StatisticRead, Step
 from weightsmith._plans.statistics import StatisticRequest, TextSource
+
+if TYPE_CHECKING:
+    from weightsmith._activations.model import TextModel
 
 INSTEAD = "; or use a merge method that looks at no text"
 
@@ -72,8 +75,10 @@ def measure(
     missing = [number for number in wanted if own.get(number, recipe.measured) is None]
     if missing:
         found.problems.append(_no_text(method, recipe, [labels[number] for number in missing], len(wanted)))
-    if found.problems:
+    if found.problems or not wanted:
         return found
+    from weightsmith._activations.model import input_of, statistic_products, text_for
+
     known: dict[int, TextModel] = {}
     requests: dict[tuple[int, str], StatisticRequest] = {}
     for number, kinds in sorted(wanted.items()):
@@ -86,7 +91,7 @@ def measure(
             found.problems += [_placed(problem, given) for problem in error.problems]
             continue
         requests |= {(number, kind): StatisticRequest(kind, number, text) for kind in kinds}
-    if found.problems or not requests:
+    if found.problems:
         return found
     found.products = statistic_products(known.__getitem__, requests.values())
     found.files = _files(request.text for request in requests.values())
@@ -204,6 +209,8 @@ class _Reader:
 
     def _read(self, kind: str, read: Read, i: int) -> StatisticRead | None:
         """The statistic of an input; None if there is none."""
+        from weightsmith._activations.model import array_name
+
         if (read.model, read.tensor) not in self._weights:
             return None
         array, view = array_name(self._requests[read.model, kind], read.tensor), read.view
