@@ -43,6 +43,7 @@ measurements. Where the recipe says that its settings are untuned, the row says 
 
 The rows of `regmean` [measure each model](statistics.md) on the `tune` text of its own kind; nothing else of them was tuned.
 They gain on the kinds that have a text, and lose on `en`, which has none.
+`regmean_tsv_strong` was measured after `regmean_tsv`, and is a second look at these texts.
 
 """
 
