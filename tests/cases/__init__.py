@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cases.case import Case
+from weightsmith._methods import get
 
 CASES: dict[str, Case] = {}
 for _module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "case"):
@@ -17,6 +18,8 @@ for _module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name !
         assert _case.name not in CASES, f"two cases are called {_case.name}"
         CASES[_case.name] = _case
 
+MERGED = {name: case for name, case in CASES.items() if not get(case.method).requires({})}
+"""Those that a recipe without a text can have."""
 FIRST = {case.method: name for name, case in reversed(CASES.items())}
 """The first case of each method."""
 SWEEP = (pytest.mark.sweep, pytest.mark.slow)

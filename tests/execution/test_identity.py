@@ -136,8 +136,8 @@ OTHERWISE: dict[str, Any] = {
     "threads": 3, "max_memory_bytes": 400_000_000, "overwrite": True, "fsync": False, "card": False, "report": True,
     "allow_nonfinite": True, "device": "cpu:0", "keep_stages": True, "stream": True, "max_spool_bytes": 1_000_000,
 }  # fmt: skip
-NOT_HERE = {"resume", "push", "public", "commit_message", "ray"}
-"""These discard work, or need the Hub or a cluster."""
+NOT_HERE = {"resume", "push", "public", "commit_message", "ray", "evaluate"}
+"""These discard work, or need the Hub, a cluster or a model that transformers runs."""
 
 
 @pytest.mark.parametrize("name", OTHERWISE)

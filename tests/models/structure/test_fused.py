@@ -13,7 +13,7 @@ import pytest
 
 import weightsmith
 import weightsmith._app.api
-from tests.cases import CASES
+from tests.cases import CASES, MERGED
 from tests.cases.case import Case
 from tests.mini import as_bytes, write_checkpoint
 from weightsmith import _methods as methods
@@ -242,7 +242,7 @@ DEFAULT = "ties della sce tsv_m model_stock localize_and_stitch arcee_fusion cab
 """Methods of each kind: elementwise, with counts, with products, of whole matrices."""
 
 
-SAMPLE = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.sweep) for name in CASES]
+SAMPLE = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.sweep) for name in MERGED]
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -256,7 +256,7 @@ def test_a_merge_of_fused_models_is_the_fused_merge(name: str, models: Path, tmp
     assert different == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MERGED)
 def test_only_methods_that_look_at_matrices_take_them_apart(name: str, models: Path) -> None:
     case = CASES[name]
     steps = weightsmith.plan(recipe(case, models, "fused")).steps
@@ -268,7 +268,7 @@ def test_only_methods_that_look_at_matrices_take_them_apart(name: str, models: P
         assert joined == {*kinds, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
 
 
-@pytest.mark.parametrize("name", sorted({case.method for case in CASES.values()}))
+@pytest.mark.parametrize("name", sorted({case.method for case in MERGED.values()}))
 def test_what_is_called_elementwise_gives_the_same_bytes_in_one_piece_and_in_many(
     name: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,8 +112,8 @@ def test_every_problem_of_the_texts_is_reported_at_once_where_it_is() -> None:
     source = recipe(a={"file": "a.md"}, b=short("b", rows=400), alpha=2)
     found = refused(source)
     assert len(found) == 3, found
-    assert any(each.startswith("models[0].text: the calibration text 'a.md' is of an unknown kind") for each in found)
-    assert any(each.startswith("models[1].text: the calibration text has") for each in found)
+    assert any(each.startswith("models[0].text: the text 'a.md' is of an unknown kind") for each in found)
+    assert any(each.startswith("models[1].text: the text has") for each in found)
 
 
 def test_a_text_that_is_not_there_is_one_error() -> None:
@@ -209,7 +209,7 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str) -> None:
 
 
 def test_what_measures_cannot_be_previewed_or_merged_in_memory() -> None:
-    with pytest.raises(weightsmith.WeightsmithError, match="regmean measures the models on a text, which a preview does not"):
+    with pytest.raises(weightsmith.WeightsmithError, match="regmean measures the models on a text, which a sample does not"):
         weightsmith.preview(recipe(text=short("all")), progress=False)
     with pytest.raises(PlanError, match="regmean measures the models on a text, and state dicts have none"):
         weightsmith.merge_state_dicts("regmean", [{}, {}], base={})
