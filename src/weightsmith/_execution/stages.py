@@ -192,7 +192,9 @@ def measured(
 def _remove_used(measurement: Path, out: Path) -> None:
     """Remove the measurement of a run that died after its output, a local folder, was published."""
     with suppress(WeightsmithError, OSError):
-        if read_journal(staging_folder(measurement) / JOURNAL).plan == read_manifest(out).data.get(MEASUREMENT):
+        folder, used = staging_folder(measurement), read_manifest(out).data.get(MEASUREMENT)
+        entries = read_journal(folder / JOURNAL)
+        if used is not None and folder.is_dir() and (entries.lines == 0 or entries.plan == used):  # the journal is removed last
             remove_work(measurement)
 
 

@@ -216,6 +216,10 @@ def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_
         with pytest.raises(OutputExists):
             extract(fine, model, tmp_path / name, max_rank=8)
     assert [folder.exists() for folder in left] == [False, True]
+    left[0].mkdir()  # it died in between removing the journal and the folder
+    with pytest.raises(OutputExists):
+        extract(fine, model, tmp_path / "out", max_rank=8)
+    assert not left[0].exists()
 
 
 def test_what_a_run_left_that_died_after_it_published_is_removed_by_the_next_run(
@@ -241,6 +245,15 @@ def test_what_a_run_left_that_died_after_it_published_is_removed_by_the_next_run
         with pytest.raises(OutputExists):
             extract(fine, model, tmp_path / name, max_rank=8)
     assert [folder.exists() for folder in left] == [False, True]
+    left[0].mkdir()  # it died in between removing the journal and the folder
+    with pytest.raises(OutputExists):
+        extract(fine, model, tmp_path / "out", max_rank=8)
+    assert not left[0].exists()
+    left[0].mkdir()
+    (left[0] / "mine").write_text("no work of ours")
+    with pytest.raises(OutputExists):
+        extract(fine, model, tmp_path / "out", max_rank=8)
+    assert (left[0] / "mine").exists()
 
 
 # ---- which modules

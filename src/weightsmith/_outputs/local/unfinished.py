@@ -51,10 +51,11 @@ def remove_work(out: Path) -> None:
 
 
 def remove_published(out: Path) -> None:
-    """Remove the staging folder of a run that died after it had published this output; leave any other."""
+    """Remove the staging folder of a run that died after it had published this output; leave any other work."""
     area = StagingArea(out)
     with suppress(StoreError, OSError):
-        if area.is_published(read_journal(area.folder / JOURNAL)):
+        entries = read_journal(area.folder / JOURNAL)
+        if area.folder.is_dir() and (entries.lines == 0 or area.is_published(entries)):  # the journal is removed last
             remove_work(out)
 
 
