@@ -19,6 +19,7 @@ from tests.mini import write_checkpoint
 from tests.plan_help import config, decoder, model
 from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith._engine.tiles import fit_tile_bytes
+from weightsmith._outputs.local.area import StagingArea, staging_folder
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import plan_from_json
 
@@ -224,6 +225,27 @@ def test_results_are_kept_where_that_is_asked_for(models: Path, tmp_path: Path) 
     assert (found.stages[0] / "recipe.yml").read_text() == one
     assert (tmp_path / "out/recipe.yml").read_text() == recipe
     weightsmith.verify(found.stages[0])
+
+
+@pytest.mark.parametrize("left", ["all of it", "an empty folder"])
+def test_what_the_run_of_a_kept_result_left_when_it_died_is_removed(
+    left: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died after it had published the result, and the next run uses that."""
+    recipe = _at(models, f"{LINEAR}---\n{TIES}")
+
+    def die(area: StagingArea) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(StagingArea, "remove_replaced", die)
+        weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
+    staging = staging_folder(tmp_path / "out.stage-one")
+    if left == "an empty folder":
+        shutil.rmtree(staging)
+        staging.mkdir()
+    weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.stage-one"]
 
 
 # ---- one plan

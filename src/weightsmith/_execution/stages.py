@@ -41,7 +41,7 @@ from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local.area import left_behind, staging_folder
 from weightsmith._outputs.local.claim import JOURNAL
 from weightsmith._outputs.local.target import remove_checkpoint
-from weightsmith._outputs.local.unfinished import remove_work
+from weightsmith._outputs.local.unfinished import remove_published, remove_work
 from weightsmith._outputs.manifest import read_manifest
 from weightsmith._outputs.places import verify
 from weightsmith._planning.planner import Prepared
@@ -122,6 +122,7 @@ def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Cal
             options = replace(options, overwrite=True)
         if found.plan == work_identity(plan, prepared.inputs, options.device):
             verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
+            remove_published(folder)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
     return run_plan(Following(prepared), folder, options, callbacks, began, more, helpers)
 
