@@ -32,11 +32,15 @@ class Scored:
     losses: Product
     states: Product
 
-    def reference(self, arrays: Mapping[str, Arrays], plan_hash: str) -> Known:
-        """This model as the reference of others. arrays: of `states` and `losses`, which must be kept."""
+    def reference(self, arrays: Mapping[str, Arrays], identity: str) -> Known:
+        """This model as the reference of others.
+
+        arrays    of `states` and `losses`, which must be kept
+        identity  of the work that made them: another one if a file of the model has changed
+        """
         kept = tuple(self.losses.settings["kept"])
         weights = arrays[self.losses.name][1:]
-        return Known(self.run, kept, (arrays[self.states.name][0], *weights), plan_hash)
+        return Known(self.run, kept, (arrays[self.states.name][0], *weights), identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Known:
     run: TextRun
     weights: tuple[str, ...]
     arrays: Arrays
-    plan_hash: str
+    identity: str
 
 
 def scored(model: TextModel, rows: ScoredRows, reference: Known | None = None, *, keep: Sequence[str] = ()) -> Scored:
@@ -71,7 +75,7 @@ def scored(model: TextModel, rows: ScoredRows, reference: Known | None = None, *
         specs = [run.rows("reference states")]
         names = [f"reference {name}" for name in reference.weights]
         specs += [TensorSpec(n, specs[0].dtype, tuple(a.shape)) for n, a in zip(names, reference.arrays[1:], strict=True)]
-        digest = hashlib.sha256(reference.plan_hash.encode()).hexdigest()
+        digest = hashlib.sha256(reference.identity.encode()).hexdigest()
         products.append(Product("reference", "given", tuple(specs), {"sha256": digest}))
         given["reference"] = reference.arrays
     first = LayerWork(run.base, run.packages, 0, ids.name)

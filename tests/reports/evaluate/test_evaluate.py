@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 import weightsmith
 from tests.calibration_help import TEXT, changed, save_model
 from tests.cli_help import Cli, cli
-from weightsmith._base.errors import NonFinite, ParameterError, PlanError
+from weightsmith._base.errors import CannotResume, NonFinite, ParameterError, PlanError
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
 from weightsmith._reports.evaluate.pages import evaluation_page
@@ -122,6 +122,36 @@ def test_an_interrupted_evaluation_resumes(work: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+def test_what_was_compared_with_a_reference_is_not_kept_if_its_files_change(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same names, headers and sizes; other weights. The work on the reference itself was removed, as its error says."""
+    for seed, name in enumerate(("changing", "b2", "b3")):
+        save_model(work / name, seed=seed)
+    keep, kept = Staging.keep, list[str]()
+
+    def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        kept.append(product.name)
+        if kept.count("states 1") == 3:  # of the third model
+            raise KeyboardInterrupt
+        return keep(staging, product, arrays)
+
+    asked: dict[str, Any] = {"text": "t.txt", "tokens": 32, "reference": "changing", "progress": False}
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "keep", stop)
+        with pytest.raises(KeyboardInterrupt):
+            weightsmith.evaluate("b2", "b3", **asked)
+    save_model(work / "changing", seed=9)
+    with pytest.raises(CannotResume, match="files of changing: changed") as refused:
+        weightsmith.evaluate("b2", "b3", **asked)
+    shutil.rmtree(refused.value.finding.where)
+    found = weightsmith.evaluate("b2", "b3", **asked)
+    for path in work.glob(".evaluation-*"):
+        shutil.rmtree(path)
+    assert found.to_json() == weightsmith.evaluate("b2", "b3", **asked).to_json()
+
+
+@pytest.mark.slow
 def test_models_with_other_tokenizers_are_compared_by_their_bits(work: Path) -> None:
     shutil.copytree(work / "b", work / "c")
     tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
@@ -174,6 +204,9 @@ def test_what_cannot_be_evaluated_is_one_error_before_tensors_are_read(work: Pat
     assert "it is not a decoder with a config.json" in refused("bare", text="t.txt")
     assert "transformers cannot build a model of type 'nosuch'" in refused("unknown", text="t.txt")
     assert "--text (text): the text 'no.md' is of an unknown kind" in refused("a", text="no.md")
+    recipe = {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}]}
+    other = recipe | {"merge_method": "karcher"}
+    assert "two recipes have the name 'recipe'" in refused(recipe, other, text="t.txt")
     both = refused("mute", "bare", text="t.txt")
     assert "tokenizer.json" in both
     assert "not a decoder" in both

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import working
 from weightsmith._base.options import EvaluateSettings, RunOptions
-
-if TYPE_CHECKING:
-    pass
 
 
 @options.expand

@@ -66,8 +66,15 @@ def evaluate(
 
 
 def named(models: Sequence[Named], reference: Named | None) -> dict[str, Named]:
-    """Models by name, the reference first."""
-    return {name_of(model): model for model in (*([] if reference is None else [reference]), *models)}
+    """Models by name, the reference first. Raises ParameterError for two recipes of one name."""
+    found = dict[str, Named]()
+    for model in (*([] if reference is None else [reference]), *models):
+        name = name_of(model)
+        if isinstance(model, Mapping) and found.setdefault(name, model) != model:
+            what = f"two recipes have the name '{name}'"
+            raise ParameterError(what, fix="give each a name of its own: {'name': 'first', 'merge_method': …}")
+        found.setdefault(name, model)
+    return found
 
 
 def evaluation(
@@ -160,11 +167,11 @@ def _losses(
             first = one is ready[0]
             usable = known if not first and _comparable(ready[0], rows[0], one, own) else None
             made = scored(one.model, own, usable, keep=_head_weights(one, own) if first and compare else ())
-            staging, arrays, plan_hash = stack.enter_context(_computed(one, made, settings, running, shown(one.name)))
+            staging, arrays = stack.enter_context(_computed(one, made, settings, running, shown(one.name)))
             finished.append(staging)
             found.append([np.array(array) for array in arrays[made.losses.name][: 1 if first else None]])
             if first and compare:
-                known = made.reference(arrays, plan_hash)
+                known = made.reference(arrays, staging.plan_hash)
         for staging in finished:
             staging.discard()
     return found
@@ -184,8 +191,8 @@ def _comparable(first: Opened, rows: ScoredRows, other: Opened, own: ScoredRows)
 @contextmanager
 def _computed(
     one: Opened, made: Scored, settings: EvaluateSettings, running: RunOptions, watching: Callbacks
-) -> Iterator[tuple[Staging, Mapping[str, Arrays], str]]:
-    """The staging folder of a model's losses, while it is open, the arrays of what is kept, and the hash of the plan."""
+) -> Iterator[tuple[Staging, Mapping[str, Arrays]]]:
+    """The staging folder of a model's losses, while it is open, and the arrays that are kept."""
     draft = PlanDraft.of(one.prepared.plan)
     draft.made, draft.steps, draft.then = Made("evaluation"), [], None
     made.run.add_to(draft, made.products)
@@ -200,7 +207,7 @@ def _computed(
                 staging.discard()
             raise
         kept = [product for product in (made.losses, made.states) if not product.transient]
-        yield staging, {product.name: results.arrays(product.name) for product in kept}, plan.hash
+        yield staging, {product.name: results.arrays(product.name) for product in kept}
 
 
 @dataclass(frozen=True, slots=True)
