@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from weightsmith._base.errors import nearest
 from weightsmith._plans import Parameters, Product, Role, Settings, Step, Value
 
 if TYPE_CHECKING:
@@ -51,6 +52,17 @@ class Parameter:
     def required(self) -> bool:
         """True when a recipe must give a value."""
         return self.default is None and not self.optional
+
+    def problem(self, value: Value) -> str:
+        """Why a value of the right kind is not allowed, or ""."""
+        if isinstance(value, str):
+            wrong = bool(self.choices) and value not in self.choices
+            return f"must be one of {', '.join(self.choices)}{nearest(value, self.choices)}" if wrong else ""
+        if self.minimum is not None and value < self.minimum:
+            return f"must be at least {self.minimum:g}"
+        if self.maximum is not None and value > self.maximum:
+            return f"must be at most {self.maximum:g}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 
 from weightsmith._base.errors import ParameterError, nearest
+from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._methods.base import Parameter, Requirement
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.requires import needs_torch
@@ -82,8 +83,8 @@ def _given(prior: str, text: str | None) -> dict[str, Any] | str:
     from weightsmith._methods.steps import PARAMETERS
 
     try:
-        given = json.loads(text or "{}")
-    except ValueError:
+        given = parse((text or "{}").encode(errors="surrogatepass"))
+    except JsonError:
         given = None
     if not isinstance(given, dict):
         return "prior_parameters takes a mapping, {lambda: 0.8}"
@@ -97,18 +98,13 @@ def _given(prior: str, text: str | None) -> dict[str, Any] | str:
     return given
 
 
-def _problem(parameter: Parameter, value: object) -> str:
+def _problem(parameter: Parameter, value: Any) -> str:
     """Why a parameter cannot have this value, or ""."""
     kinds: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
-    if not isinstance(value, kinds[parameter.kind]) or isinstance(value, bool) != (parameter.kind == "bool"):
+    fits = isinstance(value, kinds[parameter.kind]) and isinstance(value, bool) == (parameter.kind == "bool")
+    if not fits or (isinstance(value, float) and math.isnan(value)):
         return {"float": "must be a number", "int": "must be a whole number"}.get(parameter.kind, f"must be a {parameter.kind}")
-    if parameter.choices and value not in parameter.choices:
-        return f"must be one of {', '.join(parameter.choices)}"
-    if isinstance(value, int | float) and parameter.minimum is not None and value < parameter.minimum:
-        return f"must be at least {parameter.minimum:g}"
-    if isinstance(value, int | float) and parameter.maximum is not None and value > parameter.maximum:
-        return f"must be at most {parameter.maximum:g}"
-    return ""
+    return parameter.problem(value)
 
 
 def _prior_job(matrix: Matrix, prior: str, prior_parameters: str | None) -> MatrixJob | None:

@@ -143,6 +143,8 @@ def test_a_model_with_two_texts_is_an_error() -> None:
         ({"prior": "tsv_m", "prior_parameters": {"directions": 0.5}}, "directions must be a whole number, not 0.5"),
         ({"prior": "tsv_m", "prior_parameters": {"flatten": 2}}, "flatten must be at most 1, not 2"),
         ({"prior": "tsv_m", "prior_parameters": {"flatten": True}}, "flatten must be a number, not True"),
+        ({"prior": "tsv_m", "prior_parameters": '{"flatten": NaN}'}, "flatten must be a number, not nan"),
+        ({"prior": "tsv_m", "prior_parameters": '{"flatten": 1, "flatten": 0}'}, "prior_parameters takes a mapping"),
         ({"prior": "tsv_m", "prior_parameters": {"spectrum": "floor"}}, "tsv_m has no parameter 'spectrum'"),
         ({"prior": "tsv_m", "prior_parameters": "{"}, "prior_parameters takes a mapping"),
         ({"prior": "ties"}, "prior must be one of none, tsv_m"),

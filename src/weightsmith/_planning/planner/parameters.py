@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from weightsmith._base.errors import Finding, ParameterError, WeightsmithError, nearest
+from weightsmith._base.errors import Finding, ParameterError, WeightsmithError
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._planning.planner.segments import Segment
 from weightsmith._planning.recipe import Entry, Parameters, Scalar, Schedule, Setting, numeric
@@ -45,18 +45,18 @@ def coerce(parameter: Parameter, value: Scalar) -> Value:
             return parameter.booleans[value]
         if number in (0, 1) and parameter.booleans:
             return parameter.booleans[int(number)]
-        if parameter.choices and value not in parameter.choices:
-            raise ValueError(f"must be one of {', '.join(parameter.choices)}{nearest(str(value), parameter.choices)}")
-        return str(value)
+        return _allowed(parameter, str(value))
     if number is None:
         raise ValueError("must be a number")
     if parameter.kind == "int" and number != int(number):
         raise ValueError("must be a whole number")
-    if parameter.minimum is not None and number < parameter.minimum:
-        raise ValueError(f"must be at least {parameter.minimum:g}")
-    if parameter.maximum is not None and number > parameter.maximum:
-        raise ValueError(f"must be at most {parameter.maximum:g}")
-    return int(number) if parameter.kind == "int" else float(number)
+    return _allowed(parameter, int(number) if parameter.kind == "int" else float(number))
+
+
+def _allowed(parameter: Parameter, value: Value) -> Value:
+    if problem := parameter.problem(value):
+        raise ValueError(problem)
+    return value
 
 
 def taking_part(method: Method, settings: Settings, role: Role, *, base: bool) -> tuple[int, ...]:
