@@ -63,7 +63,7 @@ def _job(
     def changed(matrix: Matrix) -> Job:
         if aim is None or MAGNITUDES.kind not in matrix.statistics:
             return spectral(matrix)
-        from weightsmith._methods.jobs.columns import ColumnsJob
+        from weightsmith._methods.jobs.steps import ColumnsJob
 
         sizes = np.array(matrix.statistics[MAGNITUDES.kind][0], np.float64)
         return ColumnsJob(matrix, spectral, 1.0 - (1.0 - aim) * sizes / max(sizes.max(), np.finfo(np.float64).tiny))

@@ -16,13 +16,12 @@ from weightsmith._base.tensors import DTYPES, grain_elements
 from weightsmith._engine.tiles import Cut, cut
 from weightsmith._kernels.elementwise import merge_clipped
 from weightsmith._methods.jobs.axes import Axes
-from weightsmith._methods.jobs.columns import ColumnsJob
 from weightsmith._methods.jobs.combination import ColumnJob, CombinationJob, GramJob, RowJob
 from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob
 from weightsmith._methods.jobs.matrix import MatrixJob, mean
 from weightsmith._methods.jobs.operations import FillJob, PerturbedJob
 from weightsmith._methods.jobs.shares import SharesJob
-from weightsmith._methods.jobs.steps import ScaledJob, SpectrumJob
+from weightsmith._methods.jobs.steps import ColumnsJob, ScaledJob, SpectrumJob
 from weightsmith._methods.jobs.task_vectors import TaskVectorJob
 from weightsmith.abc.job import Job, Matrix, Scratch, Tile
 

@@ -5,17 +5,14 @@ AIM's importances of columns.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from weightsmith.abc.statistic import Statistic
+from weightsmith._activations.statistics.moments import STATISTIC as MOMENTS
 
 
 def _add(total: Any, part: slice, x: Any) -> None:
     total.add_(x.double().abs_().sum(0))
 
 
-def _finish(total: Any, reached: int, tokens: int) -> Any:
-    return total / reached
-
-
-STATISTIC = Statistic(lambda _n, k: (k,), _add, _finish, precise=True)
+STATISTIC = replace(MOMENTS, add=_add)

@@ -1,11 +1,11 @@
 """Steps after a merge: jobs that wrap another, and change its merged delta before it is added to the base.
 
-`SpectrumJob` changes the singular values of a linear layer's delta, `ScaledJob` scales the delta of any tensor.
+`SpectrumJob` changes the singular values of a linear layer's delta, `ColumnsJob` scales its columns, and `ScaledJob` scales
+the delta of any tensor.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weightsmith._kernels.codecs import F32, F64
 from weightsmith._kernels.delta import delta_squares, rescale_delta
-from weightsmith._kernels.matrix import combine_with
+from weightsmith._kernels.matrix import combine_with, copy_rows
 from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._methods.jobs.decompose import transform
 from weightsmith._methods.jobs.matrix import MatrixJob
@@ -29,7 +29,7 @@ class FollowingJob(Job):
     measures  whether there is a pass over its result
     """
 
-    measures = True
+    measures = False
 
     def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job]) -> None:
         """make: makes the other job, for the matrix with that output dtype."""
@@ -38,6 +38,7 @@ class FollowingJob(Job):
         self.inner = make(replace(matrix, out_code=self.code))
         self.sequential = self.inner.sequential
         self.resident_bytes = self.inner.resident_bytes
+        self.portable = self.inner.portable
 
     def passes(self) -> int:
         return self.inner.passes() + self.measures
@@ -57,11 +58,17 @@ class FollowingJob(Job):
         self.inner.apply(tile, out)
         return out
 
-    @abstractmethod
+    def appended(self, raw: Bytes, merged: Bytes) -> Bytes:
+        """Inputs [models, bytes] and the result of the other job, as one more of them."""
+        width = -(-max(raw.shape[1], merged.size) // 64) * 64  # rows are views of wider elements
+        found = np.zeros((len(raw) + 1, width), np.uint8)
+        found[:-1, : raw.shape[1]] = raw
+        found[-1, : merged.size] = merged
+        return found
+
     def measure(self, tile: Tile) -> Any:
         """Statistics of one tile in the last pass."""
 
-    @abstractmethod
     def finish_measuring(self, results: list[Any]) -> None:
         """Process the statistics of all tiles, in tile order."""
 
@@ -71,7 +78,6 @@ class ScaledJob(FollowingJob):
 
     def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job], norm: str, scale: float) -> None:
         super().__init__(matrix, make)
-        self.portable = self.inner.portable
         self.measures = norm != "none"
         self._norm = norm
         self.factor = scale
@@ -107,7 +113,7 @@ class ScaledJob(FollowingJob):
 class SpectrumJob(FollowingJob):
     """Changes the singular values of another job's delta, as the matrix methods do: with torch, in float64, in memory."""
 
-    portable = False
+    measures = True
 
     def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job], how: str, strength: float | None) -> None:
         super().__init__(matrix, make)
@@ -121,14 +127,10 @@ class SpectrumJob(FollowingJob):
             1.0,
         )
         self.resident_bytes += self._gathered.resident_bytes
+        self.portable = False
 
     def measure(self, tile: Tile) -> None:
-        merged = self.merged(tile)
-        width = -(-max(tile.raw.shape[1], merged.size) // 64) * 64  # rows are views of wider elements
-        raw = np.zeros((len(tile.raw) + 1, width), np.uint8)
-        raw[:-1, : tile.raw.shape[1]] = tile.raw
-        raw[-1, : merged.size] = merged
-        self._gathered.statistics(0, replace(tile, raw=raw))
+        self._gathered.statistics(0, replace(tile, raw=self.appended(tile.raw, self.merged(tile))))
 
     def finish_measuring(self, results: list[Any]) -> None:
         self._gathered.finish_pass(0, results)
@@ -139,3 +141,20 @@ class SpectrumJob(FollowingJob):
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
         base, encoded = Inputs(tile.raw[:1], m.codes[:1]), Encoded(out, m.out_code)
         combine_with(base, np.ones(1), update, tile.size, encoded, rows, sums)
+
+
+class ColumnsJob(FollowingJob):
+    """Scales each column of another job's delta. factors: float64 [cols]."""
+
+    def __init__(self, matrix: Matrix, make: Callable[[Matrix], Job], factors: npt.NDArray[np.float64]) -> None:
+        super().__init__(matrix, make)
+        self._factors = factors
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m = self.matrix
+        raw, codes = self.appended(tile.raw[:1], self.merged(tile)), np.array([m.codes[0], self.code])
+        rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
+        delta = np.empty((1, tile.size), rows.dtype)
+        copy_rows(raw, codes, tile.size, 0, True, delta, rows)
+        update = delta[0] * self._factors[(tile.start + np.arange(tile.size)) % m.cols]
+        combine_with(Inputs(raw[:1], codes[:1]), np.ones(1), update, tile.size, Encoded(out, m.out_code), rows, sums)
