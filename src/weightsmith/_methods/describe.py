@@ -54,12 +54,19 @@ def doc(parameter: Parameter) -> str:
 
 
 def example_recipe(
-    method: str, *, each: str | Sequence[str] = "", shared: str = "", models: Sequence[str] = ("fr", "de"), base: str = "base"
+    method: str,
+    *,
+    each: str | Sequence[str] = "",
+    shared: str = "",
+    models: Sequence[str] = ("fr", "de"),
+    base: str = "base",
+    texts: bool = False,
 ) -> str:
     """A recipe that merges fine-tunes by a method.
 
     each    parameters of every model, as a YAML mapping; a sequence: one for each
     shared  parameters of the merge
+    texts   each model is measured on a text of its own
 
     >>> print(example_recipe("slerp", shared="{t: 0.5}", models=["fr"]), end="")
     merge_method: slerp
@@ -71,5 +78,6 @@ def example_recipe(
     """
     lines = [f"merge_method: {method}", *([f"base_model: ./{base}"] if base else []), "models:"]
     for model, own in zip(models, [each] * len(models) if isinstance(each, str) else each, strict=True):
-        lines += [f"  - model: ./{model}", *([f"    parameters: {own}"] if own else [])]
+        lines += [f"  - model: ./{model}", *([f"    text: {model}.txt"] if texts else [])]
+        lines += [f"    parameters: {own}"] if own else []
     return "\n".join([*lines, *([f"parameters: {shared}"] if shared else []), "dtype: bfloat16", ""])

@@ -7,6 +7,7 @@ from typing import Annotated
 import numpy as np
 
 from weightsmith._methods.base import Requirement
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.signature import Bounds, always, merge_method
 from weightsmith.abc.job import Job, Matrix
@@ -26,15 +27,7 @@ short, as with any mean: try a `lambda` above 1. Not measured on the testbed yet
     passes="Two, after the models are measured.",
     source="Matena and Raffel 2021, Merging Models with Fisher-Weighted Averaging, section 3, https://arxiv.org/abs/2111.09832",
     formula="out = base + λ Σ wᵢ max(Fᵢ, f) δᵢ / Σ max(Fᵢ, f),  f = floor · mean F",
-    example="""merge_method: fisher
-base_model: ./base
-models:
-  - model: ./fr
-    text: fr.txt
-  - model: ./de
-    text: de.txt
-dtype: bfloat16
-""",
+    example=example_recipe("fisher", texts=True),
     elementwise=always,
     otherwise="averaged",
     requires=lambda: (Requirement(KIND),),

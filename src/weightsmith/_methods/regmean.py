@@ -12,6 +12,7 @@ import numpy as np
 from weightsmith._base.errors import ParameterError, nearest
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._methods.base import Parameter, Requirement
+from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._methods.linears import linears_job, matrix_method
@@ -139,18 +140,7 @@ went from 3.46 to 3.66. A text that is unlike what its model is for makes the me
     "https://arxiv.org/abs/2212.09849; solved for deltas; the prior is weightsmith's own",
     formula="Gᵢ = mean xxᵀ of model i, alpha times off the diagonal;  m = mean diag(Σ Gᵢ);  Δ₀ the prior;  "
     "out = base + λ (Σ wᵢδᵢGᵢ + μ m Δ₀)(Σ Gᵢ + (μ + ridge) m I)⁻¹",
-    example="""merge_method: regmean
-base_model: ./base
-models:
-  - model: ./fr
-    text: fr.txt
-  - model: ./de
-    text: de.txt
-parameters:
-  prior: tsv_m
-  prior_parameters: {directions: 8, lambda: 0.8}
-dtype: bfloat16
-""",
+    example=example_recipe("regmean", texts=True, shared="{prior: tsv_m, prior_parameters: {directions: 8, lambda: 0.8}}"),
     check=_check,
     requires=lambda: (Requirement(KIND),),
 )
