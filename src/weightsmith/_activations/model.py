@@ -91,7 +91,13 @@ def input_of(inputs: Sequence[Checkpoint], number: int, instead: str = "") -> Te
 
 
 def text_for(
-    model: TextModel, path: str | None, rows: int | None, tokens: int | None, seed: int, most_rows: int | None = None
+    model: TextModel,
+    path: str | None,
+    rows: int | None,
+    tokens: int | None,
+    seed: int,
+    most_rows: int | None = None,
+    option: str = "calibration",
 ) -> TextSource:
     """A text for a model: checked, with the number of its rows.
 
@@ -99,6 +105,7 @@ def text_for(
     rows       None: as many as the text has, at most `rows.MAX_ROWS`
     tokens     of a row; None: `rows.TOKENS`
     most_rows  that are used, if `rows` or the text allow more
+    option     that names the file, for messages; "" for none
 
     Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
     """
@@ -106,7 +113,7 @@ def text_for(
     found = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
     text = TextSource("", "", 0, 0, 0)
     try:
-        text = text_source(path, rows, tokens, seed)
+        text = text_source(path, rows, tokens, seed, option)
     except WeightsmithError as error:
         problems.append(error)
     try:
@@ -116,7 +123,7 @@ def text_for(
     if problems := [*problems, *found]:
         raise PlanError(problems)
     try:
-        count = len(rows_of(text, model.checkpoint.folder, model.vocabulary, model.bos))
+        count = len(rows_of(text, model.checkpoint.folder, model.vocabulary, model.bos, option))
     except WeightsmithError as error:
         raise PlanError([error]) from error
     return replace(text, rows=min(count, most_rows or count))

@@ -61,7 +61,7 @@ SPARE = 8
 def text_source(path: str | None, rows: int | None, tokens: int | None, seed: int, option: str = "calibration") -> TextSource:
     """A text file, not yet cut by a tokenizer; None or `built-in`: the built-in text. rows: 0 until they are counted.
 
-    option  that names the file, for messages
+    option  that names the file, for messages; "" for none
 
     Raises WeightsmithError for an unusable file.
     """
@@ -73,19 +73,23 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
     file = expand_user(path).absolute()
     if file.suffix not in _READERS:
         what = f"the text {show(path)} is of an unknown kind"
-        raise option_error(option, what, f"use a file that ends in {', '.join(_READERS)}, or {BUILT_IN}")
+        fix = f"use a file that ends in {', '.join(_READERS)}, or {BUILT_IN}"
+        raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"
         raise Unsupported(what, where=path, fix="run pip install pyarrow, or convert the text to .jsonl")
     return TextSource(str(file), _sha256(file), rows or 0, tokens or TOKENS, seed)
 
 
-def rows_of(text: TextSource, folder: Path, vocabulary: int, bos: int | None) -> npt.NDArray[np.int32]:
+def rows_of(
+    text: TextSource, folder: Path, vocabulary: int, bos: int | None, option: str = "calibration"
+) -> npt.NDArray[np.int32]:
     """The rows: int32 [rows, tokens].
 
     folder      of the model, with tokenizer.json
     vocabulary  rows of the embedding
     bos         the token that begins half of the rows; None, or a number without a row: no such token
+    option      as in `text_source`
 
     Raises ParameterError if the text is too short; CheckpointError if it has changed; NotFound without a tokenizer; FormatError
     for a text that cannot be read or encoded.
@@ -96,19 +100,14 @@ def rows_of(text: TextSource, folder: Path, vocabulary: int, bos: int | None) ->
     count = 0
     with contextlib.closing(read_pieces(text)) as texts:
         for piece in texts:
-            try:
-                found = np.array(tokenizer.encode(piece, add_special_tokens=False).ids, np.int32)
-            except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
-                what = f"the tokenizer cannot encode the text: {first_line(error)}"
-                raise FormatError(what, where=str(folder / TOKENIZER), fix="use another text") from error
-            ids.append(found)
-            count += len(found)
+            ids.append(np.array(encoded(tokenizer, piece, str(folder / TOKENIZER)).ids, np.int32))
+            count += len(ids[-1])
             if count >= enough:
                 break
     stream = np.concatenate(ids) if ids else np.empty(0, np.int32)
     available = len(stream) // text.tokens
     rows = text.rows or min(available, MAX_ROWS)
-    where = f"--calibration {text.source}"
+    where = f"--{option} {text.source}" if option else ""
     if not 0 < rows <= available:
         need = max(rows, 1) * text.tokens
         wants = f"{max(rows, 1):,} rows of {text.tokens:,} take {need:,}"
@@ -313,3 +312,12 @@ def load_tokenizer(path: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def encoded(tokenizer: Any, piece: str, where: str) -> Any:
+    """The tokens of a piece of text, as the package `tokenizers` has them. where: the tokenizer. Raises FormatError."""
+    try:
+        return tokenizer.encode(piece, add_special_tokens=False)
+    except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
+        what = f"the tokenizer cannot encode the text: {first_line(error)}"
+        raise FormatError(what, where=where, fix="use another text") from error

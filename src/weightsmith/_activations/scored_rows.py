@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.conversations import Conversation, conversations, rendered
-from weightsmith._activations.rows import read_pieces
-from weightsmith._base.errors import FormatError, ParameterError, Unsupported, first_line
+from weightsmith._activations.rows import encoded, read_pieces
+from weightsmith._base.errors import ParameterError, Unsupported
 from weightsmith._base.text import status
 from weightsmith._plans.statistics import TextSource
 
@@ -117,7 +117,7 @@ class Cutter:
         ids, nbytes = list[Ints](), list[Ints]()
         with contextlib.closing(read_pieces(text)) as pieces:
             for piece in pieces:
-                own = self._encoded(piece)
+                own = encoded(self.tokenizer, piece, self.where)
                 ids.append(np.array(own.ids, np.int32))
                 nbytes.append(_bytes_of(piece, own))
                 if sum(map(len, ids)) >= most_rows * width:
@@ -148,7 +148,7 @@ class Cutter:
         special = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         rows, shortened, unplaced = list[tuple[Ints, Ints]](), 0, 0
         for number, (whole, answers, missing) in enumerate(rendered(chosen, self.template, self.names or {}, self.where)):
-            own = self._encoded(whole)
+            own = encoded(self.tokenizer, whole, self.where)
             ids, nbytes = np.array(own.ids, np.int32), _bytes_of(whole, own)
             starts, ends = np.array(own.offsets, np.int64).reshape(-1, 2).T
             scored = np.zeros(len(ids), bool)
@@ -168,13 +168,6 @@ class Cutter:
             for array, own_array in zip(made, arrays, strict=True):
                 array[row, : len(own_array)] = own_array
         return ScoredRows(made[0], made[1], shortened, unplaced)
-
-    def _encoded(self, piece: str) -> Any:
-        try:
-            return self.tokenizer.encode(piece, add_special_tokens=False)
-        except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
-            what = f"the tokenizer cannot encode the text: {first_line(error)}"
-            raise FormatError(what, where=self.where, fix="use another text") from error
 
 
 def _bytes_of(piece: str, encoding: Any) -> Ints:

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 INSTEAD = "; or use a merge method that looks at no text"
 
-_OPTION = "--calibration"
-"""What messages about a text name where it is given on the command line."""
-
 
 @dataclass(slots=True)
 class Measured:
@@ -86,9 +83,9 @@ def measure(
         assert given is not None
         known[number] = input_of(inputs, number, INSTEAD)
         try:
-            text = text_for(known[number], given.path, given.rows, given.tokens, seed)
+            text = text_for(known[number], given.path, given.rows, given.tokens, seed, option="")
         except PlanError as error:
-            found.problems += [_placed(problem, given) for problem in error.problems]
+            found.problems += [at(problem, given.where) for problem in error.problems]
             continue
         requests |= {(number, kind): StatisticRequest(kind, number, text) for kind in kinds}
     if found.problems:
@@ -155,14 +152,6 @@ def _without(names: Sequence[str]) -> Finding:
     what = "a weight of a linear layer is" if len(names) == 1 else f"{len(names):,} weights of linear layers are"
     why = "a text tells nothing of experts that are one tensor, or of layers outside the decoder"
     return Finding(f"{what} merged without statistics", names[0], (why,))
-
-
-def _placed(problem: WeightsmithError, text: TextRef) -> WeightsmithError:
-    """A problem of a text, at its place in the recipe."""
-    found = problem.finding
-    if found.where.startswith(_OPTION):
-        problem.finding = replace(found, where="")
-    return at(problem, text.where)
 
 
 def _files(texts: Iterable[TextSource]) -> list[Path]:
