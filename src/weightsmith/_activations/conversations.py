@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightsmith._activations.bounded import BoundedScript
 from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import read_lines
 from weightsmith._base.errors import FormatError
@@ -27,8 +25,6 @@ RENDERING_BYTES = 512 << 20
 """Memory that rendering takes, besides Jinja's code."""
 RENDERING_SECONDS = 20
 """Processor time that it takes, and a second more for each 100 conversations."""
-
-_SCRIPT = Path(__file__).with_name("template_script.py")
 
 
 def conversations(text: TextSource) -> Iterator[Conversation] | None:
@@ -65,27 +61,16 @@ def rendered(
         raise problems[0]
     seconds = RENDERING_SECONDS + len(talks) // 100
     asked = {"template": template, "names": dict(names), "talks": talks}
-    command = [sys.executable, "-P", str(_SCRIPT), str(RENDERING_BYTES), str(seconds)]
-    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+", errors="replace") as complaint:
+    with tempfile.TemporaryFile("w+") as given:
         json.dump(asked, given)
         given.seek(0)
         count = 0
-        with subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=complaint, text=True) as process:
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    whole, answers, without = json.loads(line)
-                    yield whole, answers, without
-                    count += 1
-                ended = process.wait()
-            finally:
-                process.kill()
-        if count == len(talks) and not ended:
-            return
-        complaint.seek(0)
-        lines = complaint.read(1 << 20).strip().splitlines()
-    if ended == -signal.SIGXCPU:
-        why = f"it takes more than {seconds} seconds"
-    else:
-        why = lines[-1][:500] if lines else f"its process ended with status {ended}"
-    raise FormatError(f"the chat template failed: {why}", where=where, fix="check the model's chat template, and the messages")
+        with BoundedScript("template_script", "it", RENDERING_BYTES, seconds, given) as script:
+            for line in script.out:
+                whole, answers, without = json.loads(line)
+                yield whole, answers, without
+                count += 1
+            why = script.failure()
+    if why or count < len(talks):
+        what = f"the chat template failed: {why or 'it wrote too little'}"
+        raise FormatError(what, where=where, fix="check the model's chat template, and the messages")

@@ -12,11 +12,7 @@ import hashlib
 import io
 import itertools
 import os
-import signal
 import struct
-import subprocess
-import sys
-import tempfile
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Generator, Iterable, Iterator
 from importlib.resources import files
@@ -27,6 +23,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._activations.bounded import BoundedScript
 from weightsmith._activations.packages import missing
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line
 from weightsmith._base.files import expand_user, open_bounded, show
@@ -239,26 +236,17 @@ def _text_of(value: object) -> str:
 def _parquet(file: io.FileIO, path: Path) -> Iterator[str]:
     """The same of each row. Decoding is bounded in memory, and in time by the size of the file."""
     seconds = DECODING_SECONDS + (os.fstat(file.fileno()).st_size >> 22)
-    command = [sys.executable, "-P", str(_SCRIPT), str(MAX_DECODING_BYTES), str(seconds)]
-    env = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve memory that they never use
-    with tempfile.TemporaryFile() as complaint:
-        with subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, stderr=complaint, env=env) as process:
-            assert process.stdout is not None
-            try:
-                yield from _documents(process.stdout, path)
-                return
-            except EOFError:
-                status = process.wait()
-            finally:
-                process.kill()
-        complaint.seek(0, os.SEEK_SET)
-        lines = complaint.read(_READ_BYTES).decode(errors="replace").strip().splitlines()
-    if status == -signal.SIGXCPU:
-        why = f"decoding it takes more than {seconds} seconds"
-    else:
-        why = lines[-1][:500] if lines else f"the process that decodes it ended with status {status}"
+    pool = "system"  # others reserve memory that they never use
+    with BoundedScript(
+        "parquet_script", "decoding it", MAX_DECODING_BYTES, seconds, file, ARROW_DEFAULT_MEMORY_POOL=pool
+    ) as script:
+        try:
+            yield from _documents(script.out, path)
+            return
+        except EOFError:
+            why = script.failure()
     fix = "make the file again, with smaller rows, or use another text"
-    raise FormatError(f"the text cannot be read: {why}", where=str(path), fix=fix)
+    raise FormatError(f"the text cannot be read: {why or 'it ends too early'}", where=str(path), fix=fix)
 
 
 def _documents(stream: IO[bytes], path: Path) -> Iterator[str]:
@@ -290,7 +278,6 @@ def _exactly(stream: IO[bytes], nbytes: int) -> bytes:
 
 
 _READ_BYTES = 1 << 20
-_SCRIPT = Path(__file__).with_name("parquet_script.py")
 _READERS = {".txt": _plain, ".jsonl": _json_lines, ".parquet": _parquet}
 
 

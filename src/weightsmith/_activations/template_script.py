@@ -1,27 +1,26 @@
-"""Conversations as a chat template writes them. Run by `conversations.py` in a process of its own.
+"""Conversations as a chat template writes them. `bounded_script.py` runs it for `conversations.py`.
 
-A template is a program from the internet, and Jinja's sandbox bounds neither its time nor its memory. Here the system does:
-memory and processor time of this process. No module of weightsmith is imported.
+A template is a program from the internet, and Jinja's sandbox bounds neither its time nor its memory.
 
 Input, JSON: {"template": …, "names": {"bos_token": …}, "talks": [[{"role": …, "content": …}, …], …]}. Output, one line of JSON
 for each conversation: its text, where its answers begin and end in it, and how many of them have no such place: [text,
-[[first, last], …], missing]. An error is a line on stderr and status 1.
+[[first, last], …], missing].
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import sys
 from typing import Any
 
+DOING = "it"
 MAX_CHARACTERS = 1 << 28
-"""Of all texts."""
+"""The most characters of all texts together."""
 
 
-def main() -> None:
-    """Arguments: bytes of memory, besides what the libraries take, and seconds of processor time."""
+def load() -> tuple[dict[str, Any], Any]:
+    """What stdin asks for, and the environment of the template."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -43,35 +42,31 @@ def main() -> None:
     def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
-    asked = json.load(sys.stdin)
-    _limit(int(sys.argv[1]), int(sys.argv[2]))
-    written = 0
-    try:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-        environment.filters["tojson"] = to_json
-        environment.globals["raise_exception"] = refuse
-        # The day of the evaluation must not change its numbers.
-        environment.globals["strftime_now"] = lambda form: datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC).strftime(form)
-        template = environment.from_string(asked["template"])
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    # The day of the evaluation must not change its numbers.
+    environment.globals["strftime_now"] = lambda form: datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC).strftime(form)
+    return json.load(sys.stdin), environment
 
-        def render(messages: list[Any], prompts: bool) -> str:
-            found: str = template.render(
-                messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **asked["names"]
-            )
-            return found
 
-        for talk in asked["talks"]:
-            found = _placed(talk, render)
-            written += len(found[0])
-            if written > MAX_CHARACTERS:
-                sys.exit(f"its texts have more than {MAX_CHARACTERS:,} characters")
-            print(json.dumps(found), flush=True)
-    except BrokenPipeError:
-        raise
-    except MemoryError:
-        sys.exit(f"it takes more than {int(sys.argv[1]) >> 20:,} MiB of memory")
-    except Exception as error:  # a template raises anything
-        sys.exit((str(error).strip().splitlines() or [type(error).__name__])[0][:500])
+def run(loaded: tuple[dict[str, Any], Any]) -> None:
+    """Write the conversations."""
+    asked, environment = loaded
+    template, written = environment.from_string(asked["template"]), 0
+
+    def render(messages: list[Any], prompts: bool) -> str:
+        found: str = template.render(
+            messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **asked["names"]
+        )
+        return found
+
+    for talk in asked["talks"]:
+        found = _placed(talk, render)
+        written += len(found[0])
+        if written > MAX_CHARACTERS:
+            sys.exit(f"its texts have more than {MAX_CHARACTERS:,} characters")
+        print(json.dumps(found), flush=True)
 
 
 def _placed(talk: list[Any], render: Any) -> tuple[str, list[tuple[int, int]], int]:
@@ -92,18 +87,3 @@ def _placed(talk: list[Any], render: Any) -> tuple[str, list[tuple[int, int]], i
         else:
             missing += 1
     return whole, places, missing
-
-
-def _limit(nbytes: int, seconds: int) -> None:
-    """Bound the memory of this process to `nbytes` more than it has, and its processor time. Not on Windows."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        with open("/proc/self/statm") as file:  # noqa: PTH123  fewer imports
-            now = int(file.read().split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,69 @@
+"""Scripts that run what a hostile file asks for, in a process whose memory and processor time the system bounds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Self
+
+_RUNNER = Path(__file__).with_name("bounded_script.py")
+_COMPLAINT_BYTES = 1 << 20
+
+
+class BoundedScript:
+    """A context manager: a script of this folder at work. It is killed at the end of the block.
+
+    out  its stdout
+
+    `bounded_script.py` says what a script looks like. On Windows nothing bounds it.
+    """
+
+    out: IO[bytes]
+
+    def __init__(self, script: str, doing: str, max_bytes: int, seconds: int, given: IO[str] | IO[bytes], **env: str) -> None:
+        """
+        script     its name, without `.py`
+        doing      what takes so much time, for messages
+        max_bytes  of memory, besides the code of its libraries
+        seconds    of processor time
+        given      its stdin
+        env        added to the environment
+        """
+        self._doing, self._seconds = doing, seconds
+        self._command = [sys.executable, "-P", str(_RUNNER), str(_RUNNER.with_name(f"{script}.py"))]
+        self._command += [str(max_bytes), str(seconds)]
+        self._given, self._env = given, {**os.environ, **env}
+
+    def __enter__(self) -> Self:
+        self._complaint = tempfile.TemporaryFile()
+        stdout = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                self._command, stdin=self._given, stdout=stdout, stderr=self._complaint, env=self._env
+            )
+        except BaseException:
+            self._complaint.close()
+            raise
+        assert self._process.stdout is not None
+        self.out = self._process.stdout
+        return self
+
+    def failure(self) -> str:
+        """Why it ended, for a message; "" if it did all of its work. Waits for its end."""
+        status = self._process.wait()
+        if not status:
+            return ""
+        if status == -signal.SIGXCPU:
+            return f"{self._doing} takes more than {self._seconds} seconds"
+        self._complaint.seek(0)
+        lines = self._complaint.read(_COMPLAINT_BYTES).decode(errors="replace").strip().splitlines()
+        return lines[-1][:500] if lines else f"its process ended with status {status}"
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        with self._process, self._complaint:
+            pass
