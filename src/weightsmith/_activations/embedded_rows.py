@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightsmith._activations.embedding import embedded
 from weightsmith._activations.states import FORWARD
 from weightsmith._activations.states import check as check_states
 from weightsmith._activations.work import LayerWork
@@ -12,18 +13,8 @@ from weightsmith.abc.product import Arrays
 
 
 def _compute(bench: ProductContext) -> Arrays:
-    from weightsmith._activations.running import PhaseProgress, decoder_of
-    from weightsmith._outputs.local.products import release_pages
-
     work = LayerWork.of(bench.product)
-    progress = PhaseProgress(bench, work.base, 0, 0, 0)
-    ids = bench.arrays(work.states)[0]
-    [states] = bench.create()
-    for row, hidden in enumerate(decoder_of(work.base).embedded(bench, ids.tolist())):
-        states[row] = hidden.numpy()
-        progress(0)
-    release_pages(states)
-    return [states]
+    return embedded(bench, work.base, bench.arrays(work.states)[0])
 
 
 def _check(product: Product) -> str:

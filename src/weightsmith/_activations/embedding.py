@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._activations.decoder import Base
 from weightsmith._activations.rows import BUILT_IN, TOKENIZER, rows_of
 from weightsmith._activations.states import FORWARD
 from weightsmith._activations.work import EmbeddingWork
@@ -14,17 +18,21 @@ from weightsmith.abc.product import Arrays
 
 
 def _compute(bench: ProductContext) -> Arrays:
+    work = EmbeddingWork.of(bench.product)
+    vocabulary = next(step.out.shape[0] for step in bench.product.steps if is_embedding(step.out))
+    rows = rows_of(work.text, bench.folder(work.base.model), vocabulary, work.bos)
+    return embedded(bench, work.base, rows)
+
+
+def embedded(bench: ProductContext, base: Base, ids: npt.NDArray[np.int32]) -> Arrays:
+    """What enters the first layer for rows of tokens, int32 [rows, tokens]."""
     from weightsmith._activations.running import PhaseProgress, decoder_of
     from weightsmith._outputs.local.products import release_pages
 
-    work = EmbeddingWork.of(bench.product)
-    decoder = decoder_of(work.base)
-    vocabulary = next(step.out.shape[0] for step in bench.product.steps if is_embedding(step.out))
-    rows = rows_of(work.text, bench.folder(work.base.model), vocabulary, work.bos)
-    progress = PhaseProgress(bench, work.base, 0, 0, 0)
+    progress = PhaseProgress(bench, base, 0, 0, 0)
     [states] = bench.create()
-    for r, hidden in enumerate(decoder.embedded(bench, rows.tolist())):
-        states[r] = hidden.numpy()
+    for row, hidden in enumerate(decoder_of(base).embedded(bench, ids.tolist())):
+        states[row] = hidden.numpy()
         progress(0)
     release_pages(states)
     return [states]

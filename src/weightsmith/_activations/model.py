@@ -129,6 +129,16 @@ def text_for(
     return replace(text, rows=min(count, most_rows or count))
 
 
+def base_of(model: TextModel) -> Base:
+    """What the decoder of a model is built from. Raises PlanError for a model that is not a decoder."""
+    stack, config = model.structure.main, model.config
+    if stack is None or config is None:
+        raise PlanError([_no_decoder(model)])
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    hidden = count_of(config, "hidden_size") or 0
+    return Base(model.label, model.number, config, stack.prefix, stack.n_layers, hidden, model.instead)
+
+
 def _no_decoder(model: TextModel) -> WeightsmithError:
     return Unsupported("it is not a decoder with a config.json", where=model.label, fix=f"choose a decoder{model.instead}")
 
@@ -155,15 +165,10 @@ class TextRun:
 
         Raises PlanError for a model that is not a decoder.
         """
-        stack, config = model.structure.main, model.config
-        if stack is None or config is None:
-            raise PlanError([_no_decoder(model)])
-        config = {key: value for key, value in config.items() if key != "quantization_config"}
-        hidden = count_of(config, "hidden_size") or 0
         self.text = text
         self._model = model
         self._prefix = prefix
-        self.base = Base(model.label, model.number, config, stack.prefix, stack.n_layers, hidden, model.instead)
+        self.base = base_of(model)
         self.packages = {name: package_version(name) for name in PACKAGES}
 
     @property

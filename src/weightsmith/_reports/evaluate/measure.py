@@ -12,7 +12,6 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._activations.model import TextRun
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
 from weightsmith._activations.scoring import Known, Scored, scored
@@ -25,8 +24,7 @@ from weightsmith._execution.progress import Meter, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, kept_products, staged
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Made, PlanDraft
-from weightsmith._plans.statistics import TextSource
-from weightsmith._reports.evaluate.opening import Named, Opened, check_families, name_of, opened, prepare_named
+from weightsmith._reports.evaluate.opening import Named, Opened, check_families, head_weights, name_of, opened, prepare_named
 from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
 from weightsmith._reports.look.surveys import Watching
 from weightsmith.abc.product import Arrays
@@ -89,7 +87,7 @@ def evaluation(
         ready = _open(asked, stack)
         tokens = _row_tokens(ready, settings)
         parts = _cut(ready, settings, tokens)
-        check_families([TextRun(one.model, TextSource("", "", 1, 1, 0)).base for one in ready])
+        check_families([one.base for one in ready])
         rows = [together(own) for own in parts]
         shown = stack.enter_context(_watching(progress))
         found = _losses(ready, rows, compared, settings, running, shown)
@@ -166,7 +164,7 @@ def _losses(
         for one, own in zip(ready, rows, strict=True):
             first = one is ready[0]
             usable = known if not first and _comparable(ready[0], rows[0], one, own) else None
-            made = scored(one.model, own, usable, keep=_head_weights(one, own) if first and compare else ())
+            made = scored(one.model, own, usable, keep=head_weights(one.base) if first and compare else ())
             staging, arrays = stack.enter_context(_computed(one, made, settings, running, shown(one.name)))
             finished.append(staging)
             found.append([np.array(array) for array in arrays[made.losses.name][: 1 if first else None]])
@@ -175,12 +173,6 @@ def _losses(
         for staging in finished:
             staging.discard()
     return found
-
-
-def _head_weights(one: Opened, rows: ScoredRows) -> tuple[str, ...]:
-    from weightsmith._activations.running import decoder_of
-
-    return tuple(dict.fromkeys(decoder_of(scored(one.model, rows).run.base).head_weights.values()))
 
 
 def _comparable(first: Opened, rows: ScoredRows, other: Opened, own: ScoredRows) -> bool:

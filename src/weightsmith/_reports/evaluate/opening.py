@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._activations.decoder import Base
-from weightsmith._activations.model import PACKAGES, TextModel, result_of
+from weightsmith._activations.model import PACKAGES, TextModel, base_of, result_of
 from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import TOKENIZER, load_tokenizer
 from weightsmith._activations.scored_rows import Cutter
-from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import NotFound, PlanError, WeightsmithError
 from weightsmith._base.options import QuantizeSettings, RecipeOptions
 from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.stages import check_computable
@@ -40,6 +40,7 @@ class Opened:
     name: str
     prepared: Prepared
     model: TextModel
+    base: Base
     cutter: Cutter
     positions: int
 
@@ -67,14 +68,13 @@ def opened(name: str, prepared: Prepared) -> Opened:
     check_computable(prepared)
     plan = prepared.plan
     model = replace(result_of(PlanDraft.of(plan), prepared.inputs, plan.steps), label=name)
-    if model.structure.main is None or model.config is None:
-        raise PlanError([Unsupported("it is not a decoder with a config.json", where=name, fix="choose a decoder")])
-    donor = model.checkpoint
+    base, donor = base_of(model), model.checkpoint
     donor.fetch([file for file in _FILES if file in donor.files])
     if TOKENIZER not in plan.files and TOKENIZER not in donor.files:
         fix = "put the model's tokenizer.json next to its weights"
         raise PlanError([NotFound("a text needs the model's tokenizer.json", where=name, fix=fix)])
-    return Opened(name, prepared, model, _cutter(name, model, plan.files), count_of(model.config, _POSITIONS) or 1 << 30)
+    positions = count_of(base.config, _POSITIONS) or 1 << 30
+    return Opened(name, prepared, model, base, _cutter(name, model, plan.files), positions)
 
 
 _POSITIONS = "max_position_embeddings"
@@ -104,6 +104,13 @@ def _text_of(token: object) -> str | None:
     """A token of tokenizer_config.json: its text, or an object with it."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
+
+
+def head_weights(base: Base) -> tuple[str, ...]:
+    """The weights outside the layers that the logits of a model depend on."""
+    from weightsmith._activations.running import decoder_of
+
+    return tuple(dict.fromkeys(decoder_of(base).head_weights.values()))
 
 
 def check_families(bases: Sequence[Base]) -> None:
