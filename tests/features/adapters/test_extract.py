@@ -6,7 +6,7 @@ import gc
 import json
 import shutil
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,22 +192,32 @@ def test_interrupted_work_is_resumed_and_what_was_decomposed_serves_other_ranks(
     assert not list(tmp_path.glob(".*staging"))
 
 
+def small(folder: Path) -> tuple[Path, Path]:
+    """A base, and a fine-tune in which the matrices of all layers differ."""
+    changes = {n: 0.1 * normal(*a.shape) for n, a in base_tensors().items() if a.ndim == 2 and "layers" in n}
+    return base(folder / "base"), tuned(folder / "fine", changes)
+
+
+def die_in(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, run: Callable[[str], object]) -> None:
+    """Run something for the outputs `out` and `other`, which ends in a method as a killed process would."""
+
+    def die(self: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, method, die)
+        for name in ("out", "other"):
+            with pytest.raises(KeyboardInterrupt):
+                run(name)
+
+
 def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process died between the two."""
-    changes = {n: 0.1 * normal(*a.shape) for n, a in base_tensors().items() if a.ndim == 2 and "layers" in n}
-    model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
-
-    def die(staging: Staging) -> None:
-        raise KeyboardInterrupt
-
+    model, fine = small(tmp_path)
     left = [tmp_path / f".{name}.measurement.weightsmith-staging" for name in ("out", "other")]
-    with monkeypatch.context() as patched:
-        patched.setattr(Staging, "discard", die)
-        for name in ("out", "other"):
-            with pytest.raises(KeyboardInterrupt):
-                extract(fine, model, tmp_path / name, max_rank=8)
+    die_in(monkeypatch, Staging, "discard", lambda name: extract(fine, model, tmp_path / name, max_rank=8))
     assert (tmp_path / "out" / "weightsmith.json").exists()
     shutil.rmtree(tmp_path / "other")  # a measurement without an output is kept
     extract(fine, model, tmp_path / "else", max_rank=8).out.rename(tmp_path / "other")
@@ -225,17 +235,8 @@ def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_
 def test_what_a_run_left_that_died_after_it_published_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {n: 0.1 * normal(*a.shape) for n, a in base_tensors().items() if a.ndim == 2 and "layers" in n}
-    model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
-
-    def die(area: StagingArea) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(StagingArea, "remove_replaced", die)
-        for name in ("out", "other"):
-            with pytest.raises(KeyboardInterrupt):
-                extract(fine, model, tmp_path / name, max_rank=8)
+    model, fine = small(tmp_path)
+    die_in(monkeypatch, StagingArea, "remove_replaced", lambda name: extract(fine, model, tmp_path / name, max_rank=8))
     left = [staging_folder(tmp_path / name) for name in ("out", "other")]
     assert [folder.exists() for folder in left] == [True, True]
     shutil.copytree(tmp_path / "other", tmp_path / "copy")  # what is there now is not what was published
