@@ -205,7 +205,7 @@ def _flags(command: Any, options: Mapping[str, Option]) -> list[tuple[str, str, 
 
 
 def _text(method: Method) -> list[str]:
-    """What the method measures, if it always looks at a text."""
+    """The statistics that the method always measures on a text."""
     defaults = {p.name: p.default for p in method.parameters}
     kinds = [f"`{each.kind}` of {'each model' if each.of == 'models' else 'the base'}" for each in method.requires(defaults)]
     return [f"**Measures on a [text](../statistics.md):** {', '.join(kinds)}.", ""] if kinds else []

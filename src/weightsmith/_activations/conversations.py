@@ -22,9 +22,9 @@ ANSWERS = "assistant"
 """The role whose messages are scored."""
 
 RENDERING_BYTES = 512 << 20
-"""Memory that rendering takes, besides Jinja's code."""
+"""Memory limit of rendering, on top of Jinja's own code."""
 RENDERING_SECONDS = 20
-"""Processor time that it takes, and a second more for each 100 conversations."""
+"""Limit of its processor time, plus a second for each 100 conversations."""
 
 
 def conversations(text: TextSource) -> Iterator[Conversation] | None:

@@ -25,7 +25,7 @@ def _compute(bench: ProductContext) -> Arrays:
 
 
 def embedded(bench: ProductContext, base: Base, ids: npt.NDArray[np.int32]) -> Arrays:
-    """What enters the first layer for rows of tokens, int32 [rows, tokens]."""
+    """Embed rows of tokens, int32 [rows, tokens]: the states that enter the first layer."""
     from weightsmith._activations.running import PhaseProgress, decoder_of
     from weightsmith._outputs.local.products import release_pages
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from weightsmith._activations.running import NumberedRow
 
 LOGITS_AT_ONCE = 1 << 23
-"""Numbers of one array of logits: 32 MiB."""
+"""The most logits that are computed at once: 32 MiB."""
 
 TOKENS_AT_ONCE = 128
-"""The most tokens of one array of logits."""
+"""The most tokens whose logits are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def text_for(
 
 
 def base_of(model: TextModel) -> Base:
-    """What the decoder of a model is built from. Raises PlanError for a model that is not a decoder."""
+    """Config and names that a model's decoder is built from. Raises PlanError for a model that is not a decoder."""
     stack, config = model.structure.main, model.config
     if stack is None or config is None:
         raise PlanError([_no_decoder(model)])

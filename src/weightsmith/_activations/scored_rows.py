@@ -25,10 +25,10 @@ from weightsmith._base.text import status
 from weightsmith._plans.statistics import TextSource
 
 MAX_ROWS = 512
-"""Rows that are scored if their number is not given."""
+"""The most rows that are scored unless the user gives a number."""
 
 UNSCORED = -1
-"""In the place of a token's bytes."""
+"""Marks a token that is not scored, in place of its number of bytes."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -55,7 +55,7 @@ class ScoredRows:
 
     @property
     def sha256(self) -> str:
-        """Of both arrays."""
+        """Hash of both arrays."""
         shape = repr(self.ids.shape).encode()
         return hashlib.sha256(shape + self.ids.tobytes() + self.nbytes.tobytes()).hexdigest()
 
@@ -134,7 +134,7 @@ class Cutter:
         return ScoredRows(np.concatenate([first, cut], axis=1), scored)
 
     def _before(self) -> list[int]:
-        """What the tokenizer puts before a text."""
+        """The tokens that the tokenizer puts before a text."""
         plain, whole = (self.tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         places = range(len(whole) - len(plain) + 1)
         at = next((i for i in places if plain and whole[i : i + len(plain)] == plain), 0)

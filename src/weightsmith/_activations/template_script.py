@@ -20,7 +20,7 @@ MAX_CHARACTERS = 1 << 28
 
 
 def load() -> tuple[dict[str, Any], Any]:
-    """What stdin asks for, and the environment of the template."""
+    """The request on stdin, and the environment of the template."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols

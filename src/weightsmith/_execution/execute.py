@@ -83,7 +83,7 @@ def execute(
 
 @dataclass(frozen=True, slots=True)
 class PartDone:
-    """What a process that did a part has finished, and what it did for that."""
+    """The finished work of a process that did a part, and its cost."""
 
     built: Built
     helped: Helped

@@ -68,7 +68,7 @@ class Merged:
 
 
 class Evaluated(Report, Protocol):
-    """What an evaluation of the output has found."""
+    """The numbers of an evaluation of the output."""
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest."""

@@ -158,7 +158,7 @@ class Decoder:
     def head(
         self, source: ProductContext, device: str = "cpu", given: Mapping[str, Tensor] | None = None
     ) -> Iterator[Callable[[Tensor], Tensor]]:
-        """What follows the last layer: states, float32 [tokens, hidden] → logits, float32 [tokens, vocabulary]. Thread-safe.
+        """The norm and the head: states, float32 [tokens, hidden] → logits, float32 [tokens, vocabulary]. Thread-safe.
 
         source  supplies weights, which must be among its steps
         given   `head_weights` to use instead of the source's, by stored name

@@ -148,7 +148,7 @@ def _summary(merged: Merged) -> str:
 
 
 def _evaluation(merged: Merged) -> ResultEvaluation | None:
-    """What `--evaluate` found."""
+    """The numbers of `--evaluate`."""
     from weightsmith._execution.run import EVALUATION
 
     found: Any = merged.reports.get(EVALUATION)

@@ -379,7 +379,7 @@ class TransplantSettings:
 @option_record("evaluate")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateSettings:
-    """What `evaluate` scores."""
+    """The texts that `evaluate` scores, and how they are cut."""
 
     text: tuple[str, ...] = option(
         (), "--text FILE", "Text to predict: a txt, jsonl or parquet file, or built-in (repeatable)", path=True

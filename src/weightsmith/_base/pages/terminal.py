@@ -9,11 +9,11 @@ from weightsmith._base.pages.values import Facts, Page, Table, written
 from weightsmith._base.text import columns, result, say, section, show_fact, show_table
 
 WIDTH = 80
-"""Of tables in a pipe, and on terminals that are not wider: columns that do not fit are left to pages."""
+"""Width of tables in a pipe or on a narrower terminal. Columns that do not fit appear on pages only."""
 COLUMNS = 5
-"""Columns that are shown though they do not fit: the terminal's lines are wrapped then."""
+"""The first columns are always shown, even if a terminal must wrap them."""
 ROWS = 200
-"""Rows of a table."""
+"""The most rows of a table that are shown."""
 
 
 def show_page(page: Page, *, details: bool = False) -> None:

@@ -145,7 +145,7 @@ class Adapted:
 
     @property
     def invalid(self) -> str:
-        """What is wrong with it; ""."""
+        """The problem with it, or ""."""
         lists = (self.owners, self.ranks, self.scalings)
         if not self.owners or len(set(map(len, lists))) > 1 or min(*self.shape, *self.ranks) < 1:
             return f"no adapter has factors of {self.name!r}"
@@ -156,7 +156,7 @@ class Adapted:
         return "" if (self.space == "compressed") == (self.rank > 0) else f"rank {self.rank} of {self.name!r}"
 
     def lacks(self, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-        """What is wrong with the shapes of the steps of a product that needs those of `wanted`; ""."""
+        """The problem if the shapes of a product's steps are not those of `wanted`, or ""."""
         missing = any(shapes.get(name) != shape for name, shape in wanted.items())
         return f"it has no steps for {self.name!r}" if missing else ""
 

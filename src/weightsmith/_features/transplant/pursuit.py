@@ -166,7 +166,7 @@ def in_parallel(work: Callable[[slice], None], n: int, problem: Problem, size: i
 
 
 def relative(rest: Tensor, targets: Tensor) -> Tensor:
-    """The lengths of what is left of some targets, as shares of theirs; 0 for a target of zeros."""
+    """The norms of residuals relative to those of their targets; 0 for a target of zeros."""
     import torch
 
     sizes = targets.norm(dim=1)

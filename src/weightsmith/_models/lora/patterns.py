@@ -21,12 +21,12 @@ MAX_PATTERNS = 100
 MAX_STEPS = 20_000_000
 """The most steps for all names and patterns: about 5 s."""
 _INSTRUCTIONS = 50
-"""Of a compiled pattern, for each character of a name, that count as one step."""
+"""Size of a compiled pattern that counts as one step for each character of a name."""
 _MAX_GROUPS = 1000  # of plain names with equal lengths and dots: 30 in an adapter of a large mixture of experts
 
 _PLAIN = re.compile(r"\^?[\w.-]+\$?", re.ASCII)
 _DIFFERENT = re.compile(r"\\[^\W_dDwWsS]|\(\?(?!:)|\[:|\{,\d")
-"""What only one of RE2 and Python's `re` reads, or both differently: other escapes, flags, classes of characters, `{,2}`."""
+"""Syntax that RE2 and Python's `re` do not read alike: other escapes, flags, character classes, `{,2}`."""
 
 
 class Patterns:

@@ -14,7 +14,7 @@ QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^
 """How Qwen 2 splits text: a regular expression."""
 
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-"""Of most added tokens."""
+"""Flags that most added tokens have."""
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 

@@ -245,7 +245,7 @@ class AzureBucket(Bucket):
         return self._container.get_blob_client(key)
 
     def _failed(self, error: Any, operation: str, where: str) -> StoreError:
-        """Of azure-core, and what it lets through."""
+        """Exceptions of azure-core, and of the libraries below it that it lets through."""
         answered = isinstance(error, self._response_error) and error.status_code is not None
         if isinstance(error, self._credential_error) and not answered:
             fix = f"run `az login`, or {_CREDENTIALS}"

@@ -235,7 +235,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def _failed(self, error: Any, operation: str, where: str) -> StoreError:
-        """What an error of the store's library means."""
+        """Translate an error of the store's library."""
 
     # what the requests are made with
 

@@ -1,4 +1,4 @@
-"""What is stored under an address: in which store, what may be overwritten, and what must not be."""
+"""The objects under an address: which store they are in, and which of them may be overwritten."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class GoogleBucket(Bucket):
         return self._ask(method, key, request)
 
     def _failed(self, error: Any, operation: str, where: str) -> StoreError:
-        """Of requests and google-auth, and what they let through."""
+        """Exceptions of requests and google-auth, and of the libraries below them."""
         if isinstance(error, self._refused_credentials) and not isinstance(error, self._unreached):
             return _no_credentials(where)
         return unanswered(error, where, "GOOGLE_BASE_URL")

@@ -217,7 +217,7 @@ class _Labelled:
 
 @contextmanager
 def _watching(progress: Watching) -> Iterator[Callable[[str], Callbacks]]:
-    """What shows the progress of the model of a name."""
+    """Callbacks that show progress under a model's name."""
     if progress is False:
         yield lambda name: Callbacks()
     elif not isinstance(progress, bool | Meter):

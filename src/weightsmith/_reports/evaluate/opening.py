@@ -35,7 +35,7 @@ _RECIPES = (".yml", ".yaml")
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A model that is evaluated. positions: the most tokens of a row."""
+    """A model that is evaluated. positions: the most tokens that a row may have."""
 
     name: str
     prepared: Prepared
@@ -81,7 +81,7 @@ _POSITIONS = "max_position_embeddings"
 
 
 def _cutter(name: str, model: TextModel, files: Mapping[str, bytes]) -> Cutter:
-    """What cuts the texts of a model. files: that the plan makes in place of the donor's."""
+    """The tokenizer and chat template of a model. files: those that the plan makes in place of the donor's."""
     donor = model.checkpoint
     if TOKENIZER in files:
         with tempfile.TemporaryDirectory() as folder:

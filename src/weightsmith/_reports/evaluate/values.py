@@ -1,4 +1,4 @@
-"""What `weightsmith.evaluate` finds: losses of models on texts, and how they differ, with their standard errors."""
+"""Losses of models on texts, and their differences with standard errors: the result of `weightsmith.evaluate`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Mean:
 
     @classmethod
     def of(cls, sums: Numbers, tokens: Numbers) -> Mean:
-        """Of sums over the tokens of each row. Rows of different lengths: the error of a quotient of sums.
+        """From sums over the tokens of each row. Rows may differ in length, so the error is that of a ratio of sums.
 
         >>> Mean.of(np.array([2.0, 4.0]), np.array([2.0, 2.0]))
         Mean(value=1.5, error=0.5)
@@ -182,7 +182,7 @@ class Evaluation:
 
     @property
     def reading(self) -> tuple[str, ...]:
-        """What it means, in sentences."""
+        """The conclusions, in sentences."""
         return (*(_compared(self, i) for i in range(1, len(self.models))), *self.notes)
 
     def to_json(self) -> dict[str, Any]:

@@ -180,7 +180,7 @@ Found = TypeVar("Found", bound=Placed)
 
 
 def by_layer_and_part(found: Iterable[Found]) -> tuple[dict[str, list[Found]], dict[str, list[Found]]]:
-    """What is in each layer, and in each part of all layers; in order of the first of each."""
+    """The tensors of each layer, and of each part across all layers, in order of first appearance."""
     layers: dict[str, list[Found]] = {}
     parts: dict[str, list[Found]] = {}
     for each in found:

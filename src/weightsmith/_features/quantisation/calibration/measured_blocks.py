@@ -123,7 +123,7 @@ def _block(layer: Layer, weights: Collection[str]) -> Iterator[dict[str, Floats]
 
 
 def _run(layer: Layer, hidden: Tensor) -> Tensor:
-    """What leaves the block, for a row of what enters the layer."""
+    """The output of the block for one row of the layer's input."""
     import torch
 
     with torch.no_grad():

@@ -71,7 +71,7 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "") -> None:
 
 
 MEASURING = "measurement: "
-"""What the names of the products of a measurement begin with."""
+"""Prefix of the names of a measurement's products."""
 
 MEASURED_ROWS = 32
 """The most rows of a calibration text that losses are measured with: their states are stored for all layers at once."""
