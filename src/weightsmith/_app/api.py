@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -281,4 +282,5 @@ def _evaluator(
         return None
     from weightsmith._reports.evaluate.result import evaluator
 
-    return evaluator(running, out, progress)
+    found = evaluator(running, out)
+    return None if found is None else replace(found, progress=progress)

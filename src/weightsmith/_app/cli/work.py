@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,11 +18,10 @@ from weightsmith._base.text import count, duration, is_terminal, say, show_json,
 
 if TYPE_CHECKING:
     from weightsmith._base.pages import Page
-    from weightsmith._execution.progress import Meter
-    from weightsmith._execution.run import Callbacks, Evaluated, Merged
+    from weightsmith._execution.run import Callbacks, Merged
     from weightsmith._planning.planner import Prepared
     from weightsmith._plans import Plan
-    from weightsmith._reports.evaluate.result import ResultEvaluation
+    from weightsmith._reports.evaluate.result import Evaluator, ResultEvaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +50,16 @@ class Work:
         from weightsmith._execution.run import Callbacks
 
         message = lambda: interrupted(self.out)  # noqa: E731
+        evaluator = self._evaluator(options)  # a text that cannot be used is no failure of the merge
         with failures(merging=True, as_json=self.as_json, interrupted=message), meter(quiet=self.quiet) as shown:
-            yield Callbacks(*callbacks(shown, doing), self._evaluator(options, shown))
+            yield Callbacks(*callbacks(shown, doing), evaluator and replace(evaluator, progress=shown))
 
-    def _evaluator(self, options: RunOptions, shown: Meter) -> Callable[[Plan, Path], Evaluated] | None:
+    def _evaluator(self, options: RunOptions) -> Evaluator | None:
         if options.evaluate is None:
             return None
         from weightsmith._reports.evaluate.result import evaluator
 
-        return evaluator(options, self.out, shown)
+        return evaluator(options, self.out)
 
     def make(self, prepared: Prepared, options: RunOptions, doing: str) -> Merged:
         """Run a plan with a progress bar, and report the result. doing: the verb of the bar."""

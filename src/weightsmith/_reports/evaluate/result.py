@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from weightsmith._activations.model import PACKAGES
 from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import TOKENS, text_source
-from weightsmith._base.errors import Finding, PlanError
+from weightsmith._base.errors import Finding, PlanError, WeightsmithError
 from weightsmith._base.options import EvaluateSettings, RunOptions
 from weightsmith._base.pages.values import Block
 from weightsmith._base.text import markdown, markdown_table
@@ -74,26 +74,35 @@ class ResultEvaluation:
         return []
 
 
-def evaluator(
-    options: RunOptions, out: str | os.PathLike[str], progress: Watching
-) -> Callable[[Plan, Path], ResultEvaluation] | None:
-    """What evaluates a result as the options ask; None if they do not.
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates a result in its staging folder. progress: as for `evaluate`."""
 
-    Raises PlanError for missing packages, ParameterError for a text that cannot be used or an output that is not a folder.
+    settings: EvaluateSettings
+    running: RunOptions
+    progress: Watching = True
+
+    def __call__(self, plan: Plan, folder: Path) -> ResultEvaluation:
+        """Evaluate the folder of a plan's result, beside the model that it was made from."""
+        source = next((model.ref for model in (plan.models[plan.donor], *plan.models) if model.plan is None), None)
+        asked: dict[str, Named] = {} if source is None else {source: source}
+        asked[RESULT] = folder
+        return ResultEvaluation(evaluation(asked, source is not None, self.settings, self.running, self.progress))
+
+
+def evaluator(options: RunOptions, out: str | os.PathLike[str]) -> Evaluator | None:
+    """The evaluator that the options ask for; None if they ask for none.
+
+    Raises PlanError for missing packages and for a text that cannot be used, ParameterError for an output that is not a folder.
     """
     if options.evaluate is None:
         return None
     check_options(out, options)
     if problems := missing(PACKAGES, "evaluations", "calibration"):
         raise PlanError(problems)
-    text_source(options.evaluate, None, TOKENS, 0, "evaluate")
+    try:
+        text_source(options.evaluate, None, TOKENS, 0, "evaluate")
+    except WeightsmithError as error:
+        raise PlanError([error]) from error
     running = replace(options, evaluate=None, push=None, commit_message=None, ray=None, keep_stages=False, overwrite=False)
-    settings = EvaluateSettings(text=(options.evaluate,), work=str(sibling(out, "").parent))
-
-    def evaluate(plan: Plan, folder: Path) -> ResultEvaluation:
-        source = next((model.ref for model in (plan.models[plan.donor], *plan.models) if model.plan is None), None)
-        asked: dict[str, Named] = {} if source is None else {source: source}
-        asked[RESULT] = folder
-        return ResultEvaluation(evaluation(asked, source is not None, settings, running, progress))
-
-    return evaluate
+    return Evaluator(EvaluateSettings(text=(options.evaluate,), work=str(sibling(out, "").parent)), running)
