@@ -173,6 +173,13 @@ def test_threads_kills_and_plans_from_json_change_no_byte(
     assert one == two == three
 
 
+def test_a_full_preview_has_the_distance_of_the_merge(folder: Path, tmp_path: Path) -> None:
+    source = recipe(folder, "regmean", prior="tsv_m")
+    found = weightsmith.preview(source, full=True, progress=False)
+    made = weightsmith.merge(source, tmp_path / "out", card=False, progress=False)
+    assert found.total.share == pytest.approx(made.distance[0].share, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_experts_that_no_token_reaches_and_fused_weights_are_merged_too(tmp_path: Path) -> None:
     """phi-3 stores q, k and v as one matrix; a short text leaves experts of mixtral without a token."""
