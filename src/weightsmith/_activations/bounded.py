@@ -12,6 +12,11 @@ from typing import IO, Self
 
 _RUNNER = Path(__file__).with_name("bounded_script.py")
 _COMPLAINT_BYTES = 1 << 20
+_KEPT = (
+    *("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "HOME", "TMPDIR", "TEMP"),
+    *("LANG", "LC_ALL", "SYSTEMROOT"),
+)
+"""Variables that a script gets. Tokens and keys are not among them."""
 
 
 class BoundedScript:
@@ -31,12 +36,12 @@ class BoundedScript:
         max_bytes  of memory, besides the code of its libraries
         seconds    of processor time
         given      its stdin
-        env        added to the environment
+        env        added to `_KEPT`
         """
         self._doing, self._seconds = doing, seconds
         self._command = [sys.executable, "-P", str(_RUNNER), str(_RUNNER.with_name(f"{script}.py"))]
         self._command += [str(max_bytes), str(seconds)]
-        self._given, self._env = given, {**os.environ, **env}
+        self._given, self._env = given, {name: os.environ[name] for name in _KEPT if name in os.environ} | env
 
     def __enter__(self) -> Self:
         self._complaint = tempfile.TemporaryFile()
