@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 import zipfile
@@ -17,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file
 
 import weightsmith
+import weightsmith.plugin as plugin
 from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
 from tests.plugin_help import installed, package
@@ -34,6 +36,16 @@ from weightsmith.testing import EncodingTests, MethodCase, MethodTests, OutputCa
 Text = Callable[[str], str]
 Page = Callable[[str, str], types.ModuleType]
 DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_the_pages_import_public_names_only_and_use_every_one() -> None:
+    pages = {path.name: path.read_text() for path in (*DOCS.glob("adding-*.md"), DOCS / "own-method.md")}
+    assert [
+        name for name, text in pages.items() if re.search(r"^\s*(?:from|import) weightsmith\S*\._", text, re.MULTILINE)
+    ] == []
+    text = "".join(pages.values())
+    assert [name for name in plugin.__all__ if not re.search(rf"\b{name}\b", text)] == []
+    assert all(getattr(plugin, name) is not None for name in plugin.__all__)
 
 
 @pytest.fixture

@@ -9,24 +9,10 @@
 
 from __future__ import annotations
 
-import re
-from importlib import import_module
-from pathlib import Path
-from typing import Any
-
+from weightsmith._base.exports import public_names
 from weightsmith._version import __version__ as __version__
 
-_LIST = Path(__file__).with_suffix(".pyi").read_text("utf-8")
-_HOMES = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _LIST, re.MULTILINE)}
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'weightsmith' has no attribute '{name}'")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__all__, __getattr__ = public_names(__name__, __file__, globals())
 
 
 def __dir__() -> list[str]:

@@ -39,7 +39,8 @@ from weightsmith._base.errors import WorkerLost as WorkerLost
 from weightsmith._engine.local import Progress as Progress
 from weightsmith._execution.memory import merge_state_dicts as merge_state_dicts
 from weightsmith._execution.run import Merged as Merged
-from weightsmith._methods.user import PerModel as PerModel
+from weightsmith._methods.signature import Bounds as Bounds
+from weightsmith._methods.signature import PerModel as PerModel
 from weightsmith._methods.user import block_method as block_method
 from weightsmith._methods.user import tensor_method as tensor_method
 from weightsmith._models.checkpoint import Checkpoint as Checkpoint
