@@ -114,7 +114,8 @@ def test_what_is_refused(name: str, spec: TensorSpec, why: str) -> None:
 def test_without_libgguf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "libgguf", None)
     with pytest.raises(Unsupported, match="is not installed"):
-        encoded("gguf-q8_0", TensorSpec("w", BF16, (2, 32)), numbers(2, 32))
+        encoded("gguf-iq3_s", TensorSpec("w", BF16, (2, 256)), numbers(2, 256))
+    assert encoded("gguf-q4_k", TensorSpec("w", BF16, (2, 256)), numbers(2, 256)).any()
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_k", "iq4_nl"])

@@ -1,4 +1,6 @@
-"""ggml's types, as GGUF files store them: `gguf-q4_k` and others. Blocks are encoded by the package libgguf, as ggml does.
+"""ggml's types, as GGUF files store them: `gguf-q4_k` and others.
+
+Blocks of common types are encoded by kernels of our own, those of the others by the package libgguf. Both write ggml's bytes.
 
     gguf-q4_k      rows as blocks of Q4_K, all in one tensor
     gguf-q8_0/64   the same, with the rows of each head of 64 in the order that llama.cpp's RoPE wants
@@ -169,8 +171,19 @@ def libgguf(where: str = "") -> ModuleType:
     return module
 
 
+_NONE = np.empty(0, np.float32)
+
+
 def quantise(dtype: DType, rows: Rows, out: Bytes, importances: Rows | None) -> None:
-    """Blocks of some rows [n, cols]. The package's tables are made once, by one thread."""
+    """Blocks of some rows [n, cols]. libgguf's tables are made once, by one thread.
+
+    NaN and infinities, which a user can allow, go to libgguf: what ggml makes of them depends on the processor's conversions.
+    """
+    from weightsmith._kernels.ggml import ENCODED, encode_blocks
+
+    if dtype.name in ENCODED and np.isfinite(rows.max()) and np.isfinite(rows.min()):
+        encode_blocks(dtype.name, rows.reshape(-1), _NONE if importances is None else importances, out)
+        return
     found, number = libgguf(), TYPE_IDS[dtype.name]
     if dtype.name not in _ready:
         with _lock:
