@@ -36,6 +36,7 @@ class QuantizeKeywords(TypedDict, total=False):
     uniform: bool
     imatrix: str | os.PathLike[str] | None
     group_size: int | None
+    engine: str | None
 
 
 class RunKeywords(TypedDict, total=False):

@@ -165,6 +165,15 @@ class QuantizeSettings:
     group_size: int | None = option(
         None, "--group-size N", "Number of weights that share a scale", unset="the format's", least=1
     )
+    engine: str | None = option(
+        None,
+        "--for ENGINE",
+        "Program that must load the result; what it cannot load is an error",
+        unset="a warning names programs that cannot",
+        choices="_models.formats.engines:ENGINE_NAMES",
+        more="One of `transformers`, `vllm`, `sglang`, `llama.cpp`, `exllamav2`, `exllamav3` and `mlx-lm`: [which loads "
+        "what](quantize.md#programs).",
+    )
 
     @property
     def given(self) -> tuple[str, ...]:
