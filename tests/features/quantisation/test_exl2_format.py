@@ -265,6 +265,43 @@ def test_few_bits_without_data_are_warned_of(bits: float, warned: bool, model: P
     assert any("fewer than 4 bits" in warning.what for warning in plan.warnings) is warned
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "ExLlamaV2 0.3.2 subtracts the mean in the norms of queries and keys"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+            "computes YaRN for 256 positions (max_position_embeddings), and transformers for 64",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
+            "does not scale positions, because max_position_embeddings (256) is not above 256",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+            "uses LongRoPE's long factors for texts of all lengths, transformers the short ones up to 64 tokens",
+        ),
+        ({}, ""),
+    ],
+)
+def test_what_exllamav2_computes_in_another_way_is_a_warning(changes: Mapping[str, Any], text: str, tmp_path: Path) -> None:
+    """With the plan, so before a measurement, and once."""
+    write(tmp_path / "m", {**LLAMA, "max_position_embeddings": 256, **changes})
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "m")}]}
+    found = [str(each) for each in weightsmith.plan(recipe, quantize="exl2", bits=5, **PLAN).warnings]
+    assert [each for each in found if "ExLlamaV2 0.3.2, which is archived" in each]
+    others = [each for each in found if "archived" not in each]
+    assert len(others) == (text != "")
+    assert all(text in each and "in config.json" in each for each in others)
+
+
+def test_longrope_has_the_key_that_exllamav2_requires(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
+    write(tmp_path / "m", {**LLAMA, "max_position_embeddings": 256, "rope_parameters": rope})
+    weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", bits=5, **NONE)
+    assert config_of(tmp_path / "q")["original_max_position_embeddings"] == 64
+
+
 def test_mlps_with_biases_leave_down_proj_in_order(tmp_path: Path) -> None:
     shapes = shapes_of(LLAMA)
     for i in range(3):

@@ -30,7 +30,7 @@ from weightsmith._features.quantisation.exl2.measurement import (
     products_for,
     read_measurement,
 )
-from weightsmith._features.quantisation.exl2.model import Model, prepare_model, store
+from weightsmith._features.quantisation.exl2.model import Model, notes, prepare_model, store
 from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._planning.planner import Assembled
@@ -64,6 +64,7 @@ def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
     if not calibrates(settings) or settings.uniform or settings.measurement is not None:
         _store(assembled, model, settings, bits, params)
         return
+    draft.warnings += notes(draft)
     full = settings.measure == FULL
     chain = Chain(assembled, settings, model.steps, None if full else MEASURED_ROWS, MEASURING)
     chain.measure(draft, products_for(model.blocks, chain, full=full), "exl2", settings)
