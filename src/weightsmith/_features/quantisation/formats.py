@@ -32,7 +32,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
 from weightsmith._planning.planner import Assembled, Prepared, build
 from weightsmith._planning.planner.encode import encodable, quantise
-from weightsmith._plans import Made, PlanDraft
+from weightsmith._plans import Made, PlanDraft, Step
 from weightsmith._plans.codec import has_type
 from weightsmith._version import __version__
 from weightsmith.abc.product import Arrays
@@ -132,8 +132,8 @@ def in_format(assemble: Callable[[], Assembled], name: str | None, settings: Qua
     return assembled
 
 
-def expected_bytes(prepared: Prepared) -> int:
-    """About what the plan that follows from one with `Plan.then` stores: as if nothing were measured; 0 if that cannot be."""
+def expected_steps(prepared: Prepared) -> list[Step]:
+    """About the steps of the plan that follows from one with `Plan.then`: as if nothing were measured; [] if that cannot be."""
     then = dict(prepared.plan.then or {})
     settings = replace(
         QuantizeSettings(**then["settings"]), calibration=NONE, calibration_rows=None, calibration_tokens=None, measure=None
@@ -143,8 +143,8 @@ def expected_bytes(prepared: Prepared) -> int:
     try:
         FORMATS[then["format"]].apply(assembled, settings)
     except PlanError:
-        return 0
-    return sum(out.nbytes for step in assembled.draft.steps for out in step.outs)
+        return []
+    return assembled.draft.steps
 
 
 def followed(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Prepared, Mapping[str, bytes]]:
