@@ -27,6 +27,7 @@ class QuantizeKeywords(TypedDict, total=False):
     """`QuantizeSettings`."""
 
     bits: float | None
+    size_bytes: int | None
     head_bits: int | None
     calibration: str | os.PathLike[str] | None
     calibration_rows: int | None

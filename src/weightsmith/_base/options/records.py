@@ -131,6 +131,13 @@ class QuantizeSettings:
     """Settings of quantised formats. Each format names those that it reads; any other is an error."""
 
     bits: float | None = option(None, "--bits BITS", "EXL2 only: average bits per weight", above=0)
+    size_bytes: int | None = option(
+        None,
+        "--size SIZE",
+        "EXL2 only: as many bits as fit, so that the weight files have at most this size, such as 4GB",
+        least=1,
+        more="See [EXL2](exl2.md#a-target-size).",
+    )
     head_bits: int | None = option(
         None,
         "--head-bits BITS",
@@ -253,7 +260,7 @@ class RunOptions:
         "Measure how well the result predicts a text, before OUT is created: a txt, jsonl or parquet file, or built-in",
         path=True,
         more="Perplexity, and KL divergence from the source: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",
-        commands=("merge", "quantize"),
+        commands=("merge", "moe", "quantize"),
     )
     push: str | None = option(
         None,
