@@ -398,6 +398,24 @@ def test_a_measurement_chooses(model: Path) -> None:
     assert sizes[1] < min(sizes[0], sizes[2])
 
 
+# ---- a target size
+
+
+@pytest.mark.parametrize("head_bits", [4, 16])
+@pytest.mark.parametrize("nbytes", [145_000, 190_000, 10**9])
+def test_the_files_have_the_size_that_is_asked_for(nbytes: int, head_bits: int, tmp_path: Path) -> None:
+    """As many bits as fit; 8 if all do."""
+    write(tmp_path / "m", {**LLAMA, "num_hidden_layers": 6})
+    made = weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", size_bytes=nbytes, head_bits=head_bits, **NONE)
+    total = sum(path.stat().st_size for path in (tmp_path / "q").glob("*.safetensors"))
+    assert total <= nbytes
+    if nbytes < 10**9:
+        assert total > 0.9 * nbytes
+        assert made.warnings
+    else:
+        assert config_of(tmp_path / "q")["quantization_config"]["bits"] > 8
+
+
 # ---- what is rejected
 
 
@@ -430,7 +448,9 @@ def test_what_exllamav2_could_not_load_is_rejected(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "exl2 needs the average bits per weight"),
+        ({}, "exl2 needs the average bits per weight, or a size"),
+        ({"bits": 4.5, "size_bytes": 10**6}, "the size follows from the bits"),
+        ({"size_bytes": 1000}, r"the model has at least [\d,]+ bytes as EXL2, not 1,000"),
         ({"bits": 1.5}, r"1\.5 bits for each weight are out of reach: settings take \d"),
         ({"bits": 12}, "out of reach"),
         ({"bits": 4.5, "head_bits": 7}, r"--head-bits \(head_bits\): must be one of 2, 3, 4, 5, 6, 8, 16, not 7"),
