@@ -36,6 +36,7 @@ class QuantizeKeywords(TypedDict, total=False):
     measurement: str | os.PathLike[str] | None
     uniform: bool
     imatrix: str | os.PathLike[str] | None
+    tensor_types: Sequence[str]
     group_size: int | None
     engine: str | None
 

@@ -169,6 +169,12 @@ class QuantizeSettings:
     measurement: str | None = option(None, "--measurement FILE", "EXL2 only: choose bits from this measurement.json", path=True)
     uniform: bool = option(False, "--uniform", "EXL2 only: use the same bits for every weight")
     imatrix: str | None = option(None, "--imatrix FILE", "GGUF only: importance matrix of weightsmith or llama.cpp", path=True)
+    tensor_types: tuple[str, ...] = option(
+        (),
+        "--tensor-type REGEX=TYPE",
+        "GGUF only: type of the tensors whose name in llama.cpp matches, such as ffn_down=Q6_K (repeatable; the last one wins)",
+        more="See [GGUF](gguf.md#types-of-single-tensors).",
+    )
     group_size: int | None = option(
         None, "--group-size N", "Number of weights that share a scale", unset="the format's", least=1
     )
