@@ -14,6 +14,7 @@ Blocks in pages that are otherwise written by hand, between `<!-- NAME:begin -->
     docs/recipe.md            the tables of `weightsmith._planning.recipe.grammar` and the methods' parameters
     docs/moe.md, docs/moe-surgery.md   the tables of `weightsmith._planning.recipe.moe_grammar`
     docs/cli.md               the options of each command, the exit codes, mergekit's flags
+    docs/quantize.md          which program loads which format
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from weightsmith._app.cli.app import app
 from weightsmith._base.options import Option, find_option, option_records, options_of
 from weightsmith._base.tensors import DTYPE_NAMES, DType
 from weightsmith._features.mixture.layouts import LAYOUTS
+from weightsmith._features.quantisation.engines import engine_rows
 from weightsmith._methods import all_methods
 from weightsmith._methods.base import BaseRole, Method, Parameter
 from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
+from weightsmith._models.formats.engines import ENGINES, SUPPORT
 from weightsmith._planning.recipe import HARMLESS, RETIRED
 from weightsmith._planning.recipe.grammar import LEVELS
 from weightsmith._planning.recipe.kinds import NO_EFFECT, NOT_IN_MIXTURES, Key, Level
@@ -62,7 +65,7 @@ def pages() -> dict[Path, str]:
 
 # ---- the recipe
 
-WITH_BLOCKS = ("recipe.md", "moe.md", "moe-surgery.md", "cli.md")
+WITH_BLOCKS = ("recipe.md", "moe.md", "moe-surgery.md", "cli.md", "quantize.md")
 
 
 def filled(texts: Mapping[Path, str], methods: Sequence[Method]) -> dict[Path, str]:
@@ -72,6 +75,7 @@ def filled(texts: Mapping[Path, str], methods: Sequence[Method]) -> dict[Path, s
     blocks["dtypes"] = ", ".join(f"`{name}`" for name in DTYPE_NAMES)
     blocks["settings without effect"] = _misuse()
     blocks |= {f"options of {name}": rows for name, rows in _commands().items()}
+    blocks["programs"] = _programs()
     blocks |= {"exit codes": exits.markdown(), "flags of mergekit": mergekit_flags.markdown()}
     places = [match[2] for text in texts.values() for match in BLOCK.finditer(text)]
     if sorted(places) != sorted(blocks):
@@ -401,6 +405,20 @@ def _names(tensors: Sequence[tuple[str, Sequence[str]]]) -> str:
 
 def _shared_names(layout: ExpertLayout) -> str:
     return ", ".join(filter(None, (_names(layout.shared), layout.shared_router and f"`{layout.shared_router}`"))) or "none"
+
+
+# ---- programs that run models
+
+
+def _programs() -> str:
+    """Which program takes which format, and where that was read."""
+    head = ["format", *(f"{each.title} {each.version}" for each in ENGINES)]
+    titles = {each.name: each.title for each in ENGINES}
+    read = [
+        (titles[each.engine], ", ".join(f"`{name}`" for name in each.formats), each.note, f"`{each.source}`")
+        for each in SUPPORT
+    ]
+    return "\n".join([table(head, engine_rows()), "", table(("program", "formats", "", "read in"), read), ""])
 
 
 # ---- Markdown

@@ -124,7 +124,6 @@ def test_the_list_of_formats(cli: Cli) -> None:
         ),
         (("quantize", "m", "q"), "--format"),
         (("quantize", "m", "--format", "fp8-dynamic"), "name the folder to create"),
-        (("quantize", "m", "q", "--format", "fp8-dynamic", "--plan"), "with --plan nothing is written"),
         (("quantize", "n", "q", "--format", "fp8-dynamic"), "no such folder"),
         (("dequantize", "n", "q"), "no such folder"),
     ],

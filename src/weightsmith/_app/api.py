@@ -97,7 +97,7 @@ def moe(
     began = time.monotonic()
     planning, settings, running = read_options("moe", options, *_ALL)
     with quantised(lambda: assemble_moe(recipe, planning), planning.quantize, settings).finish() as prepared:
-        with _watched("copying", progress, rechecking) as watching:
+        with _watched("copying", progress, rechecking, out, running) as watching:
             return execute(prepared, out, running, watching, began=began)
 
 

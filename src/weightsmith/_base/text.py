@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from weightsmith._base.errors import Finding, printable, with_excerpt
@@ -39,7 +40,29 @@ def prepare_streams() -> None:
             reconfigure(errors="backslashreplace")
     if sys.stderr is not None and not isinstance(sys.stderr, _WithoutSecrets):
         sys.stderr = _WithoutSecrets(sys.stderr)
-    warnings.showwarning = lambda message, *_args, **_kwargs: diagnostic(f"warning: {printable(str(message))}", YELLOW)
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: object = None, line: str | None = None
+) -> None:
+    """Show a warning of Python's. One of another library bears its name: it is not about the user's command."""
+    whose = f" of {printable(name)}" if (name := _library(filename)) else ""
+    diagnostic(f"warning{whose}: {printable(str(message))}", YELLOW)
+
+
+def _library(filename: str) -> str:
+    """The package that a file belongs to; "" for ours.
+
+    >>> _library("/usr/lib/python3/site-packages/transformers/models/auto.py"), _library("/opt/own.py"), _library(__file__)
+    ('transformers', 'own', '')
+    """
+    path = Path(filename)
+    if Path(__file__).parents[1] in path.parents:
+        return ""
+    parts = path.with_suffix("").parts
+    packages = max((i for i, part in enumerate(parts[:-1]) if part in ("site-packages", "dist-packages")), default=None)
+    return (parts or ("Python",))[-1] if packages is None else parts[packages + 1]
 
 
 class _WithoutSecrets:

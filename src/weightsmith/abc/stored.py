@@ -129,14 +129,12 @@ class Writing:
     summary    one line: what is stored, and how many bits a weight takes
     readers    the programs that load it
     encodings  by group size, the default first; 0 where there is no choice
-    experts    which reader cannot take experts in it, for a warning
     """
 
     name: str
     summary: str
     readers: str
     encodings: Mapping[int, Encoding]
-    experts: str = ""
 
 
 Mark = Callable[[str, Specs], str]

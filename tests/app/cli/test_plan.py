@@ -254,6 +254,31 @@ def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list
     assert (predicted["measured_first"], predicted["write_bytes"], predicted["read_bytes_at_most"]) == (True, None, None)
     done = json.loads(cli("merge", "copy.yml", "out", *exl2, "--json").out)
     assert abs(predicted["bytes"] - done["bytes"]) < 0.02 * done["bytes"]
+    kinds = {each["kind"]: each for each in predicted["kinds"]}
+    assert sum(each["bytes"] for each in kinds.values()) == predicted["bytes"]
+    assert "size by kind of tensor (about)" in text
+
+
+def test_warnings_of_the_plan_that_follows_are_shown_once(cli: Cli, small: Path) -> None:
+    """Those of the first plan are not shown again."""
+    ran = cli("quantize", "llama", "out", "--format", "exl2", "--bits", "4.55", *CALIBRATED)
+    assert ran.code == 0
+    assert ran.err.count("bits for each weight, not 4.55: its blocks are few") == 1
+    assert ran.err.count("which is archived") == 1
+
+
+def test_a_quantised_plan_shows_the_size_of_each_kind(cli: Cli, small: Path) -> None:
+    """OUT is ignored."""
+    quantize = ["quantize", "llama", "out", "--format", "fp8-dynamic", "--plan"]
+    ran = cli(*quantize, "--json")
+    assert ran.code == 0
+    assert not Path("out").exists()
+    summary = json.loads(ran.out)["summary"]
+    kinds = {each["kind"]: each for each in summary["kinds"]}
+    assert {"embedding", "attention", "MLPs"} <= kinds.keys()
+    assert sum(each["bytes"] for each in kinds.values()) == summary["bytes"]
+    assert kinds["MLPs"]["bytes"] < 1.1 * kinds["MLPs"]["elements"]
+    assert "bits a number" in cli(*quantize).out
 
 
 @pytest.mark.parametrize(

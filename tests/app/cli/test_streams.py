@@ -210,3 +210,14 @@ def test_a_pipe_that_another_program_made_non_blocking_gets_every_line() -> None
         lines = file.read().splitlines()
     assert process.wait() == 0
     assert lines == [f"line {i}" for i in range(20000)]
+
+
+def test_a_warning_of_a_library_bears_its_name(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "longname" / "inner.py"
+    library.parent.mkdir(parents=True)
+    library.write_text("import warnings\nwarnings.warn('torch_dtype is deprecated')\n")
+    code = (
+        "import sys\nfrom weightsmith._base.text import prepare_streams\nprepare_streams()\n"
+        f"sys.path.insert(0, {str(library.parents[1])!r})\nimport longname.inner"
+    )
+    assert run_process(code=code).err == "warning of longname: torch_dtype is deprecated\n"

@@ -265,6 +265,43 @@ def test_few_bits_without_data_are_warned_of(bits: float, warned: bool, model: P
     assert any("fewer than 4 bits" in warning.what for warning in plan.warnings) is warned
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "ExLlamaV2 0.3.2 subtracts the mean in the norms of queries and keys"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+            "computes YaRN for 256 positions (max_position_embeddings), and transformers for 64",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
+            "does not scale positions, because max_position_embeddings (256) is not above 256",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+            "uses LongRoPE's long factors for texts of all lengths, transformers the short ones up to 64 tokens",
+        ),
+        ({}, ""),
+    ],
+)
+def test_what_exllamav2_computes_in_another_way_is_a_warning(changes: Mapping[str, Any], text: str, tmp_path: Path) -> None:
+    """With the plan, so before a measurement, and once."""
+    write(tmp_path / "m", {**LLAMA, "max_position_embeddings": 256, **changes})
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "m")}]}
+    found = [str(each) for each in weightsmith.plan(recipe, quantize="exl2", bits=5, **PLAN).warnings]
+    assert [each for each in found if "ExLlamaV2 0.3.2, which is archived" in each]
+    others = [each for each in found if "archived" not in each]
+    assert len(others) == (text != "")
+    assert all(text in each and "in config.json" in each for each in others)
+
+
+def test_longrope_has_the_key_that_exllamav2_requires(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
+    write(tmp_path / "m", {**LLAMA, "max_position_embeddings": 256, "rope_parameters": rope})
+    weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", bits=5, **NONE)
+    assert config_of(tmp_path / "q")["original_max_position_embeddings"] == 64
+
+
 def test_mlps_with_biases_leave_down_proj_in_order(tmp_path: Path) -> None:
     shapes = shapes_of(LLAMA)
     for i in range(3):
@@ -361,6 +398,24 @@ def test_a_measurement_chooses(model: Path) -> None:
     assert sizes[1] < min(sizes[0], sizes[2])
 
 
+# ---- a target size
+
+
+@pytest.mark.parametrize("head_bits", [4, 16])
+@pytest.mark.parametrize("nbytes", [145_000, 190_000, 10**9])
+def test_the_files_have_the_size_that_is_asked_for(nbytes: int, head_bits: int, tmp_path: Path) -> None:
+    """As many bits as fit; 8 if all do."""
+    write(tmp_path / "m", {**LLAMA, "num_hidden_layers": 6})
+    made = weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", size_bytes=nbytes, head_bits=head_bits, **NONE)
+    total = sum(path.stat().st_size for path in (tmp_path / "q").glob("*.safetensors"))
+    assert total <= nbytes
+    if nbytes < 10**9:
+        assert total > 0.9 * nbytes
+        assert made.warnings
+    else:
+        assert config_of(tmp_path / "q")["quantization_config"]["bits"] > 8
+
+
 # ---- what is rejected
 
 
@@ -393,7 +448,9 @@ def test_what_exllamav2_could_not_load_is_rejected(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "exl2 needs the average bits per weight"),
+        ({}, "exl2 needs the average bits per weight, or a size"),
+        ({"bits": 4.5, "size_bytes": 10**6}, "the size follows from the bits"),
+        ({"size_bytes": 1000}, r"the model has at least [\d,]+ bytes as EXL2, not 1,000"),
         ({"bits": 1.5}, r"1\.5 bits for each weight are out of reach: settings take \d"),
         ({"bits": 12}, "out of reach"),
         ({"bits": 4.5, "head_bits": 7}, r"--head-bits \(head_bits\): must be one of 2, 3, 4, 5, 6, 8, 16, not 7"),

@@ -91,7 +91,7 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(work: 
     assert again.totals[1].loss == found.totals[2].loss
     page = evaluation_page(found)
     assert page.summary == found.reading
-    assert len(page.blocks) == 1 + 3 + 1
+    assert len(page.blocks) == 1 + 3 + 3 + 1  # settings; all texts and each; the layers of all but the reference; the command
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_an_interrupted_evaluation_resumes(work: Path, monkeypatch: pytest.Monke
     kept.clear()
     monkeypatch.setattr(Staging, "keep", note)
     resumed = weightsmith.evaluate("b", **asked, threads=1)
-    assert kept == ["states 1", "states 2", "losses"]
+    assert kept == ["states 1", "sample 0", "states 2", "sample 1", "losses"]
     assert left(work) == []
     assert resumed.to_json() == weightsmith.evaluate("b", **asked).to_json()
 
@@ -290,3 +290,56 @@ def test_a_result_that_cannot_be_evaluated_is_refused_before_work(work: Path, cl
     assert "--evaluate reads the result before it is published" in ran.err
     assert not (work / "merged").exists()
     assert not list(work.glob(".merged*"))
+
+
+def layer_outputs(folder: Path, text: str, tokens: int) -> list[torch.Tensor]:
+    """What leaves each layer, by transformers in float64."""
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    rows = torch.tensor(ids[: len(ids) // tokens * tokens]).view(-1, tokens)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    found: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _module, _inputs, out: found.append(out[0] if isinstance(out, tuple) else out))
+    with torch.inference_mode():
+        model(input_ids=rows)
+    return found
+
+
+def test_the_errors_of_layers_are_those_of_transformers(work: Path) -> None:
+    """Of the scored tokens: all but the first of a row. Models with other layers have none."""
+    found = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
+    theirs, own = layer_outputs(work / "a", TEXT, 32), layer_outputs(work / "b", TEXT, 32)
+    wanted = [float((y - x)[:, 1:].norm() / x[:, 1:].norm()) for x, y in zip(theirs, own, strict=True)]
+    assert found.layers[0] is None
+    assert found.layers[1] is not None
+    np.testing.assert_allclose(found.layers[1], wanted, rtol=1e-5)
+    [table] = [block for block in evaluation_page(found).blocks if getattr(block, "title", "") == "Layers of b"]
+    assert len(table.rows) == 2
+    assert found.to_json()["layers"][1] == list(found.layers[1])
+    assert weightsmith.evaluate("a", text="t.txt", progress=False).layers == (None,)
+
+
+def test_only_the_first_rows_are_kept_for_the_errors_of_layers(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsmith._reports.evaluate.layers.SAMPLE_BYTES", 2 * 2 * 32 * 64 * 4)
+    found = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
+    theirs, own = layer_outputs(work / "a", TEXT, 32), layer_outputs(work / "b", TEXT, 32)
+    wanted = [float((y - x)[:2, 1:].norm() / x[:2, 1:].norm()) for x, y in zip(theirs, own, strict=True)]
+    np.testing.assert_allclose(np.array(found.layers[1]), wanted, rtol=1e-5)
+
+
+def test_a_mixture_is_evaluated_before_it_is_published(work: Path, cli: Cli) -> None:
+    """Beside its base; the worst layers are in summary, manifest, card and page."""
+    (work / "moe.yml").write_text(
+        "base_model: a\ngate_mode: random\narchitecture: mixtral\nexperts: [{source_model: a}, {source_model: b}]\n"
+    )
+    ran = cli("moe", "moe.yml", "out", "--evaluate", "t.txt", "--report", "--quantize", "fp8-dynamic")
+    assert ran.code == 0, ran.err
+    assert "on t.txt: perplexity" in ran.out
+    assert "it grows most in layers" in ran.out
+    own = json.loads((work / "out/weightsmith.json").read_text())["evaluation"]
+    assert own["models"] == ["a", "the result"]
+    assert len(own["layers"][1]) == 2
+    card = (work / "out/README.md").read_text()
+    assert "## Evaluation" in card
+    assert "it grows most in layers" in card
+    assert "Layers of the result" in (work / "out/report.html").read_text()

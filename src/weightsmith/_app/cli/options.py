@@ -20,7 +20,7 @@ _OUT = "Folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BR
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file; - for standard input.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, Hub id or base+adapter.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}.")]
-OutOrPlan = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}; not with --plan.", show_default=False)]
+OutOrPlan = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}; ignored with --plan.", show_default=False)]
 PlanOnly = Annotated[bool, typer.Option("--plan", help="Show the plan, as `weightsmith plan` does; compute and write nothing.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress and summary; warnings and errors are still shown.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
@@ -45,8 +45,10 @@ def recipe_source(recipe: str) -> str:
         raise SyntaxProblem(what, where="<stdin>", fix="save it as UTF-8") from None
 
 
-def check_out(out: str, **unwritten: bool) -> None:
-    """Raise BadParameter unless there is either an output, or one of the flags that write none."""
+def check_out(out: str, *, plan: bool, **unwritten: bool) -> None:
+    """Raise BadParameter unless there is either an output, or one of the flags that write none. With --plan it is ignored."""
+    if plan:
+        return
     given = [f"--{flag}" for flag, is_given in unwritten.items() if is_given]
     if bool(out) == bool(given):
         what = f"with {given[0]} nothing is written." if out else "name the folder to create."

@@ -158,6 +158,13 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
             [(_stored_as(s.encoding), f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored],
             right={1, 2},
         )
+    if summary.kinds:
+        section("size by kind of tensor" + (" (about)" if summary.measured else ""))
+        show_table(
+            ("kind", "tensors", "bytes", "bits a number"),
+            [(k.kind, f"{k.tensors:,}", size(k.nbytes), f"{8 * k.nbytes / max(1, k.elements):.2f}") for k in summary.kinds],
+            right={1, 2, 3},
+        )
     section("modules")
     rows = [
         (
@@ -249,6 +256,7 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
             "texts": _records(summary.texts),
             "ops": _records(summary.ops),
             "stored": _records(summary.stored),
+            "kinds": _records(summary.kinds),
             "modules": _records(summary.modules),
             "dropped": _records(summary.dropped),
             "config_changes": _records(summary.changes),

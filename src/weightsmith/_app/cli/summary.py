@@ -9,6 +9,7 @@ from typing import Any
 
 from weightsmith._activations.work import EmbeddingWork, StatisticWork
 from weightsmith._base.options import RunOptions
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import Resources
 from weightsmith._engine.passes import visits, whole_passes
@@ -25,6 +26,8 @@ from weightsmith._features.quantisation.calibration.weights import (
 )
 from weightsmith._files.remote.ahead import TransferEstimate, estimate
 from weightsmith._models.structure import analyse
+from weightsmith._models.structure.roles import role_of
+from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import stored_plain
 from weightsmith._plans import PLAIN, Plan, Read, Step
@@ -56,6 +59,19 @@ class StoredFacts:
     tensors: int
     nbytes: int
     first: str
+
+
+@dataclass(frozen=True, slots=True)
+class KindFacts:
+    """The weights of one kind in a quantised output: attention, MLP, the head.
+
+    elements  numbers that they hold
+    """
+
+    kind: str
+    tensors: int
+    nbytes: int
+    elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +167,7 @@ class Summary:
     measured     the model is measured first, which decides the storage; `out_bytes` is an estimate then, 0 for unknown
     ops          output tensors by op, most bytes first
     stored       output tensors by encoding, if some are encoded
+    kinds        output tensors by kind, if some are encoded; an estimate like `out_bytes`
     input_bytes  input tensors, each use counted once
     read_bytes   all passes; an upper bound, as a pass may prove needless
     survey_bytes the part of read_bytes before the first tensor is merged, for statistics of the whole model
@@ -165,6 +182,7 @@ class Summary:
     measured: bool
     ops: tuple[Tally, ...]
     stored: tuple[StoredFacts, ...]
+    kinds: tuple[KindFacts, ...]
     out_bytes: int
     file_bytes: int
     input_bytes: int
@@ -213,13 +231,15 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
             input_bytes += leaf_bytes
             read_bytes += leaf_bytes * times
             survey_bytes += leaf_bytes * sum(streamed.get(name, 0) for name in leaf.needs)
+    then = shown.steps if plan.then is None else _expected_steps(prepared)
     tallies = sorted((Tally(op, *sums) for op, sums in ops.items()), key=lambda t: -t.nbytes)
     return Summary(
         tensors=len(shown.steps),
         measured=plan.then is not None,
         ops=tuple(tallies),
         stored=_stored(shown),
-        out_bytes=sum(t.nbytes for t in tallies) if plan.then is None else _expected_bytes(prepared),
+        kinds=_kinds(then) if plan.encodings or plan.then is not None else (),
+        out_bytes=sum(out.nbytes for step in then for out in step.outs),
         file_bytes=plan.layout.total_bytes,
         input_bytes=input_bytes,
         read_bytes=read_bytes + survey_bytes + sum(once.values()),
@@ -236,10 +256,39 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
     )
 
 
-def _expected_bytes(prepared: Prepared) -> int:
-    from weightsmith._features.quantisation.formats import expected_bytes
+def _expected_steps(prepared: Prepared) -> Sequence[Step]:
+    from weightsmith._features.quantisation.formats import expected_steps
 
-    return expected_bytes(prepared)
+    return expected_steps(prepared)
+
+
+def _kinds(steps: Sequence[Step]) -> tuple[KindFacts, ...]:
+    found: dict[str, list[Step]] = {}
+    for step in steps:
+        found.setdefault(_kind(step.out), []).append(step)
+    facts = [
+        KindFacts(kind, len(own), sum(out.nbytes for step in own for out in step.outs), sum(step.out.size for step in own))
+        for kind, own in found.items()
+    ]
+    return tuple(sorted(facts, key=lambda each: -each.nbytes))
+
+
+def _kind(spec: TensorSpec) -> str:
+    """The kind of a weight, by its name.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> names = ("lm_head", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.3.up_proj", "model.norm")
+    >>> [_kind(TensorSpec(f"{name}.weight", DTYPES["BF16"], (8, 8))) for name in names]
+    ['head', 'attention', 'experts', 'norms, biases, routers and others']
+    """
+    if is_vocabulary(spec):
+        return "head" if is_head(spec) else "embedding"
+    parts = spec.name.split(".")
+    if "experts" in parts and len(spec.shape) > 1:
+        return "experts"
+    if role_of(spec) != "linear":
+        return "norms, biases, routers and others"
+    return "attention" if any("attn" in part or "attention" in part for part in parts) else "MLPs"
 
 
 def _stages(prepared: Prepared) -> tuple[StageFacts, ...]:

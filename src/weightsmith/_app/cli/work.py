@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weightsmith._app.cli.failures import failures, wrote
-from weightsmith._base.errors import printable
+from weightsmith._base.errors import Finding, printable
 from weightsmith._base.options import RunOptions
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
 
@@ -69,13 +69,14 @@ class Work:
             status("preparing the output")
             merged = execute(prepared, self.out, options, watching, began=self.began)
             wrote(f"The output is complete: {printable(merged.url or str(merged.out))}")
-        self.report(merged)
+        self.report(merged, prepared.plan.warnings)
         return merged
 
-    def report(self, merged: Merged) -> None:
-        """Show the warnings about the data, and the result."""
-        for finding in merged.warnings[len(merged.plan.warnings) :]:
-            warn(finding)
+    def report(self, merged: Merged, shown: Collection[Finding] = ()) -> None:
+        """Show the warnings that are new, and the result. shown: those of the plan; another may have followed from it."""
+        for finding in merged.warnings:
+            if finding not in shown:
+                warn(finding)
         if self.as_json:
             show_json(_to_json(merged))
         elif not self.quiet:

@@ -27,6 +27,7 @@ class QuantizeKeywords(TypedDict, total=False):
     """`QuantizeSettings`."""
 
     bits: float | None
+    size_bytes: int | None
     head_bits: int | None
     calibration: str | os.PathLike[str] | None
     calibration_rows: int | None
@@ -35,7 +36,9 @@ class QuantizeKeywords(TypedDict, total=False):
     measurement: str | os.PathLike[str] | None
     uniform: bool
     imatrix: str | os.PathLike[str] | None
+    tensor_types: Sequence[str]
     group_size: int | None
+    engine: str | None
 
 
 class RunKeywords(TypedDict, total=False):

@@ -131,6 +131,13 @@ class QuantizeSettings:
     """Settings of quantised formats. Each format names those that it reads; any other is an error."""
 
     bits: float | None = option(None, "--bits BITS", "EXL2 only: average bits per weight", above=0)
+    size_bytes: int | None = option(
+        None,
+        "--size SIZE",
+        "EXL2 only: as many bits as fit, so that the weight files have at most this size, such as 4GB",
+        least=1,
+        more="See [EXL2](exl2.md#a-target-size).",
+    )
     head_bits: int | None = option(
         None,
         "--head-bits BITS",
@@ -162,8 +169,23 @@ class QuantizeSettings:
     measurement: str | None = option(None, "--measurement FILE", "EXL2 only: choose bits from this measurement.json", path=True)
     uniform: bool = option(False, "--uniform", "EXL2 only: use the same bits for every weight")
     imatrix: str | None = option(None, "--imatrix FILE", "GGUF only: importance matrix of weightsmith or llama.cpp", path=True)
+    tensor_types: tuple[str, ...] = option(
+        (),
+        "--tensor-type REGEX=TYPE",
+        "GGUF only: type of the tensors whose name in llama.cpp matches, such as ffn_down=Q6_K (repeatable; the last one wins)",
+        more="See [GGUF](gguf.md#types-of-single-tensors).",
+    )
     group_size: int | None = option(
         None, "--group-size N", "Number of weights that share a scale", unset="the format's", least=1
+    )
+    engine: str | None = option(
+        None,
+        "--for ENGINE",
+        "Program that must load the result; what it cannot load is an error",
+        unset="a warning names programs that cannot",
+        choices="_models.formats.engines:ENGINE_NAMES",
+        more="One of `transformers`, `vllm`, `sglang`, `llama.cpp`, `exllamav2`, `exllamav3` and `mlx-lm`: [which loads "
+        "what](quantize.md#programs).",
     )
 
     @property
@@ -244,7 +266,7 @@ class RunOptions:
         "Measure how well the result predicts a text, before OUT is created: a txt, jsonl or parquet file, or built-in",
         path=True,
         more="Perplexity, and KL divergence from the source: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",
-        commands=("merge", "quantize"),
+        commands=("merge", "moe", "quantize"),
     )
     push: str | None = option(
         None,

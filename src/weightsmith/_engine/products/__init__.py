@@ -26,6 +26,7 @@ OWN = {
     "statistic": "weightsmith._activations.statistic:KIND",
     "given": "weightsmith._activations.given:KIND",
     "embedded_rows": "weightsmith._activations.embedded_rows:KIND",
+    "sampled_states": "weightsmith._activations.sampled_states:KIND",
     "losses": "weightsmith._activations.losses:KIND",
     "quantised_layer": "weightsmith._features.quantisation.calibration.layer:KIND",
     "quantised_states": "weightsmith._features.quantisation.calibration.quantised_states:KIND",

@@ -26,12 +26,13 @@ from weightsmith._features.quantisation.calibration.plan import (
     unused,
     without_measuring,
 )
+from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
 from weightsmith._features.quantisation.exl2 import format as exl2
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
 from weightsmith._planning.planner import Assembled, Prepared, build
 from weightsmith._planning.planner.encode import encodable, quantise
-from weightsmith._plans import Made, PlanDraft
+from weightsmith._plans import Made, PlanDraft, Step
 from weightsmith._plans.codec import has_type
 from weightsmith._version import __version__
 from weightsmith.abc.product import Arrays
@@ -42,14 +43,8 @@ def _single(writing: Writing) -> Format:
     (encoding,) = writing.encodings.values()
 
     def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
-        draft = assembled.draft
-        quantise(draft, encoding.name)
-        stored = [
-            step.out.name for step in draft.steps if step.encoding == encoding.name and "experts" in step.out.name.split(".")
-        ]
-        if writing.experts and stored:
-            fix = "choose fp8-dynamic, w8a16, w4a16 or mxfp4 for transformers"
-            draft.warn(f"{writing.experts} {writing.name}", stored[0], fix=fix)
+        quantise(assembled.draft, encoding.name)
+        check_engines(assembled.draft, encoding.name, writing.name, settings)
 
     return Format(writing.name, writing.summary, writing.readers, apply)
 
@@ -72,13 +67,14 @@ def _grouped(writing: Writing) -> Format:
             raise PlanError(problems)
         names = {group: encoding.name for group, encoding in writing.encodings.items()}
         draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
-        group = asked or max(groups, key=lambda group: encodable(draft, names[group]))
+        group = asked or max(groups, key=lambda group: len(encodable(draft, names[group])))
         quantise(draft, names[group])
-        if has_text:
-            calibrate(Chain(plain, settings), draft)
         if asked is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
             draft.warn(what, "quantize")
+        check_engines(draft, names[group], writing.name, settings)
+        if has_text:
+            calibrate(Chain(plain, settings), draft)
 
     more = CALIBRATION_SETTINGS if calibrates else frozenset()
     return Format(writing.name, writing.summary, writing.readers, apply, frozenset({"group_size"}) | more)
@@ -123,6 +119,7 @@ def in_format(assemble: Callable[[], Assembled], name: str | None, settings: Qua
             raise PlanError(problems)
         if name is None:
             return assembled
+        assembled.draft.warnings += family_problems(name, assembled.draft.config, settings)
         FORMATS[name].apply(assembled, settings)
     except BaseException:
         assembled.close()
@@ -135,8 +132,8 @@ def in_format(assemble: Callable[[], Assembled], name: str | None, settings: Qua
     return assembled
 
 
-def expected_bytes(prepared: Prepared) -> int:
-    """About what the plan that follows from one with `Plan.then` stores: as if nothing were measured; 0 if that cannot be."""
+def expected_steps(prepared: Prepared) -> list[Step]:
+    """About the steps of the plan that follows from one with `Plan.then`: as if nothing were measured; [] if that cannot be."""
     then = dict(prepared.plan.then or {})
     settings = replace(
         QuantizeSettings(**then["settings"]), calibration=NONE, calibration_rows=None, calibration_tokens=None, measure=None
@@ -146,8 +143,8 @@ def expected_bytes(prepared: Prepared) -> int:
     try:
         FORMATS[then["format"]].apply(assembled, settings)
     except PlanError:
-        return 0
-    return sum(out.nbytes for step in assembled.draft.steps for out in step.outs)
+        return []
+    return assembled.draft.steps
 
 
 def followed(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Prepared, Mapping[str, bytes]]:
@@ -176,15 +173,15 @@ def _problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithE
         fix = f"add {assignment('quantize', _first_that_reads(settings.given[0]))} or another"
         return [ParameterError("needs a quantised format that reads it", where=named(*settings.given), fix=fix)]
     known = FORMATS[name].settings
-    unread = [each for each in settings.given if each not in known]
+    unread = [each for each in settings.given if each not in known and each != "engine"]
     if not unread:
-        return []
+        return unloaded(name, settings)
     reads = f"reads {named(*sorted(known))}" if known else "has none"
     return [ParameterError(f"not a setting of {name}, which {reads}", where=named(*unread), fix=f"leave out {named(*unread)}")]
 
 
 def _first_that_reads(setting: str) -> str:
-    return next(each.name for each in FORMATS.values() if setting in each.settings)
+    return next((each.name for each in FORMATS.values() if setting in each.settings), next(iter(FORMATS)))
 
 
 def _files(settings: QuantizeSettings) -> list[Path]:

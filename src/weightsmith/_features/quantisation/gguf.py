@@ -21,7 +21,7 @@ from weightsmith._base.options import QuantizeSettings, named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, MEASURING, NONE, Chain, unused
-from weightsmith._features.quantisation.gguf_types import MIXTURES, Mixture, Shape, type_of
+from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
 from weightsmith._models.formats.gguf.config import Config, family_of_config, keys_of_config
@@ -29,11 +29,13 @@ from weightsmith._models.formats.gguf.families import Family, gguf_place, is_nor
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, TYPES, GgufEncoding, libgguf
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, TYPES, GgufEncoding, libgguf
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import joined, lacking
 from weightsmith._plans import FILL, JOIN, Dropped, PlanDraft, Product, Settings, Step, Table
 from weightsmith.abc.product import Arrays
+
+_NAMED = "names are llama.cpp's: blk.0.attn_q.weight, blk.0.ffn_down.weight, token_embd.weight, output.weight"
 
 HEAD_IS_EMBEDDING = "the head is the embedding"
 """Why a tied head that is stored too is left out: not all architectures of llama.cpp would load it."""
@@ -49,17 +51,17 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
         raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
     if problems := unused(settings, calibrates=measures):
         raise PlanError(problems)
-    draft = assembled.draft
+    draft, chosen = assembled.draft, _chosen(settings)
     with _problems_of_a_plan():
         if not measures:
-            _fill(mixture, assembled, {} if settings.imatrix is None else read_imatrix(settings.imatrix))
+            _fill(mixture, assembled, {} if settings.imatrix is None else read_imatrix(settings.imatrix), chosen)
             return
         family = family_of_config(draft.config)
         chain = Chain(assembled, settings, prefix=MEASURING)
         weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
         trial = replace(assembled, draft=PlanDraft.of(draft))
-        _fill(mixture, trial, _importances_of(family, ones))  # its errors, before anything is measured
+        _fill(mixture, trial, _importances_of(family, ones), chosen)  # its errors, before anything is measured
 
     def moments(layer: int, states: Product) -> list[Product]:
         return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
@@ -84,7 +86,7 @@ def follow(
             found |= _by_weight(StatisticWork.of(product), arrays[product.name])
     with _problems_of_a_plan():
         importances = _importances_of(family_of_config(assembled.draft.config), found)
-        _fill(mixture, assembled, importances)
+        _fill(mixture, assembled, importances, _chosen(settings))
         return {"imatrix.dat": imatrix_bytes(importances)}
 
 
@@ -106,11 +108,19 @@ def _problems_of_a_plan() -> Iterator[None]:
         raise PlanError([error]) from error
 
 
-def _fill(mixture: Mixture, assembled: Assembled, importances: Importances) -> None:
+def _chosen(settings: QuantizeSettings) -> Chosen:
+    """The types that are asked for by name. Raises PlanError."""
+    found, problems = read_types(settings.tensor_types)
+    if problems:
+        raise PlanError([option_error("tensor_types", each) for each in problems])
+    return found
+
+
+def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chosen: Chosen) -> None:
     draft = assembled.draft
     family = family_of_config(draft.config)
     config = draft.config or {}
-    if mixture.default not in ("F32", "F16", "BF16"):
+    if mixture.default not in PLAIN or any(kind not in PLAIN for _, kind in chosen):
         libgguf()
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
@@ -130,10 +140,14 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances) -> N
         weighted=bool(importances),
         big=family.architecture == "llama" and layers == 80 and heads != kv_heads,
     )
-    problems: list[WeightsmithError] = []
+    problems: list[WeightsmithError] = [
+        option_error("tensor_types", f"no tensor of this model has a name that matches {pattern.pattern}", _NAMED)
+        for pattern, _ in chosen
+        if not any(pattern.search(name) for name in named)
+    ]
     made: list[Step] = []
     for spec, step in zip(specs, named.values(), strict=True):
-        kind = type_of(mixture, spec, shape)
+        kind = type_of(mixture, spec, shape, chosen)
         turned = rotated_heads(family, spec.name, heads, kv_heads)
         shift = family.shift if is_norm(spec.name) else 0.0
         encoding = GgufEncoding(TYPES[kind], spec.shape[0] // turned if turned else 0, shift)
@@ -159,7 +173,22 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances) -> N
     draft.carried, draft.files = copied, {}
     draft.lacking = joined([draft.lacking, lacking(((c.ref, c.files) for c in assembled.inputs), held)])
     draft.container, draft.header = GGUF, encode_metadata(keys)
-    draft.warnings += [*_unused(importances, named), *_left_out(dropped)]
+    draft.warnings += [*_unused(importances, named), *_left_out(dropped), *_changed(made, chosen)]
+
+
+def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
+    """Tensors that have another type than was asked for, because of their shape."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for step in steps:
+        [out] = step.stored
+        asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(out.name)), out.dtype.name)
+        if out.dtype.name != asked:
+            found.setdefault((asked, out.dtype.name), []).append(out.name)
+    fix = "choose a type whose blocks fit; vectors, norms and routers are always F32"
+    return [
+        Finding(f"stored as {kind}, not as {asked}: {len(names):,} tensors", names[0], fix=fix)
+        for (asked, kind), names in found.items()
+    ]
 
 
 def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
@@ -294,8 +323,8 @@ def _format(mixture: Mixture) -> Format:
     run: Callable[[Assembled, QuantizeSettings], None] = partial(apply, mixture)
     readers = "llama.cpp, Ollama, LM Studio"
     if mixture.default in ("F32", "F16", "BF16", "Q8_0"):
-        return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run)
-    settings = CALIBRATION_SETTINGS | {"imatrix"}
+        return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, frozenset({"tensor_types"}))
+    settings = CALIBRATION_SETTINGS | {"imatrix", "tensor_types"}
     return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, settings, partial(follow, mixture))
 
 

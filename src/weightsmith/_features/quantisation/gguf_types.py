@@ -7,8 +7,10 @@ bytes as one that llama.cpp makes from the model's F32 file.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from weightsmith._base.errors import nearest
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.gguf.families import is_norm
 from weightsmith._models.formats.gguf.writing import TYPES
@@ -103,20 +105,55 @@ class Shape:
         return self.heads // self.kv_heads
 
 
-def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape) -> str:
-    """The type of a tensor, by ggml's name.
+Chosen = Sequence[tuple[re.Pattern[str], str]]
+"""Types that were asked for, by patterns of llama.cpp's names; the last one that matches wins, as in llama.cpp."""
 
-    spec  under llama.cpp's name
+
+def read_types(texts: Iterable[str]) -> tuple[Chosen, list[str]]:
+    """Types from `ffn_down=Q6_K`, and what is wrong with those that are not.
+
+    >>> [(pattern.pattern, kind) for pattern, kind in read_types(["ffn_down=q6_k"])[0]]
+    [('ffn_down', 'Q6_K')]
+    """
+    found, problems = list[tuple[re.Pattern[str], str]](), list[str]()
+    for text in texts:
+        pattern, equals, kind = text.rpartition("=")
+        if not equals or not pattern:
+            problems.append(f"'{text}' is not REGEX=TYPE, such as ffn_down=Q6_K")
+        elif kind.upper() not in TYPES:
+            problems.append(f"'{kind}' is no type of GGUF{nearest(kind.upper(), TYPES)}; the types are {', '.join(TYPES)}")
+        else:
+            try:
+                found.append((re.compile(pattern), kind.upper()))
+            except re.error as error:
+                problems.append(f"'{pattern}' is not a regular expression: {error}")
+    return found, problems
+
+
+def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = ()) -> str:
+    """The type of a tensor, by ggml's name. Vectors, norms and routers are F32, whatever is asked for.
+
+    spec    under llama.cpp's name
+    chosen  from `read_types`
     """
     name = spec.name
     if len(spec.shape) < 2 or is_norm(name) or ".ffn_gate_inp." in name:  # routers too: they are small, and they decide much
         return "F32"
-    if mixture.default in ("F32", "F16", "BF16"):
+    asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
+    if not asked and mixture.default in ("F32", "F16", "BF16"):
         return mixture.default
-    kind = _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape)
-    if spec.shape[-1] % TYPES[kind].block:
+    return fitting(asked or _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape), spec.shape[-1])
+
+
+def fitting(kind: str, cols: int) -> str:
+    """The type for rows of this width: the type itself, or what llama.cpp takes where the rows have no whole blocks.
+
+    >>> fitting("Q4_K", 4096), fitting("Q4_K", 576), fitting("Q4_K", 100)
+    ('Q4_K', 'Q5_0', 'F16')
+    """
+    if cols % TYPES[kind].block:
         kind = _FALLBACK.get(kind, "F16")
-    return "F16" if spec.shape[-1] % TYPES[kind].block else kind
+    return "F16" if cols % TYPES[kind].block else kind
 
 
 def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:

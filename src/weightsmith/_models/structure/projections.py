@@ -8,6 +8,8 @@ A new spelling is one line here. (llama.cpp's names are in `formats/gguf/familie
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 ATTENTION = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "qkv": ("q", "k", "v"),
@@ -45,3 +47,18 @@ JOINED = {
     **dict.fromkeys(_LATENT, "qkv_a"),
 }
 """Projection → the input that it shares with others, or the matrix that engines join them into."""
+
+_ORDER = {name: i for i, name in enumerate(JOINED)}
+
+
+def joined_sets(names: Iterable[str]) -> list[list[str]]:
+    """Weights in sets: those that engines join into one matrix are together, in the order of its rows.
+
+    >>> joined_sets(["0.attn.k_proj.weight", "0.attn.o_proj.weight", "0.attn.q_proj.weight"])
+    [['0.attn.q_proj.weight', '0.attn.k_proj.weight'], ['0.attn.o_proj.weight']]
+    """
+    sets: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for name in names:
+        parent, _, own = name.removesuffix(".weight").rpartition(".")
+        sets.setdefault((parent, JOINED.get(own, own)), []).append((_ORDER.get(own, 0), name))
+    return [[name for _, name in sorted(own)] for own in sets.values()]

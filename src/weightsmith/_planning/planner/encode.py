@@ -13,7 +13,7 @@ all layers: `re:.*\\.mlp\\.gate$`. A pattern that would match an encoded module 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported
@@ -21,7 +21,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products.magnitudes import magnitudes
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.projections import JOINED
+from weightsmith._models.structure.projections import joined_sets
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
@@ -71,10 +71,11 @@ def quantise(draft: PlanDraft, name: str) -> None:
     draft.warnings += [*_fused_findings(plain, reasons, name), *_width_findings(plain, reasons)]
 
 
-def encodable(draft: PlanDraft, name: str) -> int:
-    """How many tensors of a draft an encoding would store."""
+def encodable(draft: PlanDraft, name: str) -> list[str]:
+    """The tensors of a draft that an encoding would store."""
     specs = [step.out for step in draft.steps]
-    return len(specs) - len(_reasons(specs, analyse(specs, draft.config), find_encoding(name)))
+    reasons = _reasons(specs, analyse(specs, draft.config), find_encoding(name))
+    return [spec.name for spec in specs if spec.name not in reasons]
 
 
 def stored_plain(plan: Plan) -> dict[str, str]:
@@ -105,25 +106,12 @@ def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, enc
         magnitudes(
             layer,
             list(own.values()),
-            _joined(own),
+            joined_sets(own),
             {name: array_name(encoding, name) for name in own},
             sorted({needed for step in own.values() for needed in needs_of(step, maker)}),
         )
         for layer, own in layers.items()
     ]
-
-
-def _joined(names: Iterable[str]) -> list[list[str]]:
-    """Weights in sets: those that engines join into one matrix are together.
-
-    >>> _joined(["0.attn.q_proj.weight", "0.attn.o_proj.weight", "0.attn.k_proj.weight"])
-    [['0.attn.q_proj.weight', '0.attn.k_proj.weight'], ['0.attn.o_proj.weight']]
-    """
-    sets: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        parent, _, own = name.removesuffix(_WEIGHT).rpartition(".")
-        sets.setdefault((parent, JOINED.get(own, own)), []).append(name)
-    return list(sets.values())
 
 
 def _reasons(specs: Sequence[TensorSpec], structure: Structure, encoding: Encoding) -> dict[str, str]:

@@ -24,6 +24,7 @@ from weightsmith._execution.progress import Meter, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, kept_products, staged
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Made, PlanDraft
+from weightsmith._reports.evaluate.layers import LayerErrors, layer_errors, with_samples
 from weightsmith._reports.evaluate.opening import Named, Opened, check_families, head_weights, name_of, opened, prepare_named
 from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
 from weightsmith._reports.look.surveys import Watching
@@ -90,7 +91,7 @@ def evaluation(
         check_families([one.base for one in ready])
         rows = [together(own) for own in parts]
         shown = stack.enter_context(_watching(progress))
-        found = _losses(ready, rows, compared, settings, running, shown)
+        found, errors = _losses(ready, rows, compared, settings, running, shown)
     own_rows = [[len(part.ids) for part in own] for own in parts]
     losses = [_by_text(each, own, counts) for each, own, counts in zip(found, rows, own_rows, strict=True)]
     scores = tuple(
@@ -99,7 +100,7 @@ def evaluation(
     )
     names = tuple(asked)
     notes = _notes(names, settings, parts, found, compared)
-    return Evaluation(names, settings.text, names[0] if compared else None, scores, tokens, notes)
+    return Evaluation(names, settings.text, names[0] if compared else None, scores, tokens, notes, tuple(errors))
 
 
 def _open(asked: Mapping[str, Named], stack: ExitStack) -> list[Opened]:
@@ -155,9 +156,9 @@ def _losses(
     settings: EvaluateSettings,
     running: RunOptions,
     shown: Callable[[str], Callbacks],
-) -> list[Arrays]:
-    """The arrays of the losses of each model. compare: with the first one's predictions."""
-    found = list[Arrays]()
+) -> tuple[list[Arrays], list[LayerErrors | None]]:
+    """The arrays of the losses of each model, and the errors of its layers. compare: with the first one's predictions."""
+    found, errors, reference = list[Arrays](), list[LayerErrors | None](), dict[str, Arrays]()
     with ExitStack() as stack:
         finished = list[Staging]()
         known: Known | None = None
@@ -165,14 +166,17 @@ def _losses(
             first = one is ready[0]
             usable = known if not first and _comparable(ready[0], rows[0], one, own) else None
             made = scored(one.model, own, usable, keep=head_weights(one.base) if first and compare else ())
+            if (first and compare) or usable is not None:
+                made = replace(made, products=with_samples(made))
             staging, arrays = stack.enter_context(_computed(one, made, settings, running, shown(one.name)))
             finished.append(staging)
             found.append([np.array(array) for array in arrays[made.losses.name][: 1 if first else None]])
+            errors.append(layer_errors(arrays, reference, own) if usable is not None else None)
             if first and compare:
-                known = made.reference(arrays, staging.plan_hash)
+                known, reference = made.reference(arrays, staging.plan_hash), dict(arrays)
         for staging in finished:
             staging.discard()
-    return found
+    return found, errors
 
 
 def _comparable(first: Opened, rows: ScoredRows, other: Opened, own: ScoredRows) -> bool:
@@ -198,7 +202,8 @@ def _computed(
             if not staging.products:  # what fails first leaves nothing behind
                 staging.discard()
             raise
-        kept = [product for product in (made.losses, made.states) if not product.transient]
+        sampled = [product for product in made.products if product.op == "sampled_states"]
+        kept = [product for product in (made.losses, made.states, *sampled) if not product.transient]
         yield staging, {product.name: results.arrays(product.name) for product in kept}
 
 

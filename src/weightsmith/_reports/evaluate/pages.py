@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from weightsmith._base.pages import Code, Column, Facts, Mark, Page, Table
 from weightsmith._base.pages.values import Block, Value
+from weightsmith._reports.evaluate.layers import worst_layers
 from weightsmith._reports.evaluate.values import Evaluation, Score, of_change
 
 
@@ -20,6 +21,7 @@ def evaluation_page(found: Evaluation) -> Page:
         blocks.append(score_table("All texts", found, found.totals, about))
     for number, text in enumerate(found.texts):
         blocks.append(score_table(text, found, [own[number] for own in found.scores]))
+    blocks += layer_blocks(found)
     texts = [word for text in found.texts for word in ("--text", text)]
     reference = [] if found.reference is None else ["--reference", found.reference]
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "eval", *found.models, *texts, *reference])))
@@ -44,6 +46,21 @@ def score_table(title: str, found: Evaluation, scores: Sequence[Score], about: s
         *(Column(name, "count") for name in ("rows", "tokens", "bytes")),
     ]
     return Table(title, tuple(columns), tuple(_row(*own, found) for own in zip(found.models, scores, strict=True)), about)
+
+
+def layer_blocks(found: Evaluation) -> list[Block]:
+    """The error of each layer's output, a table for each model that has them."""
+    columns = (
+        Column("layer"),
+        Column("error", "number", "of what leaves the layer, relative to the reference's, on the first rows"),
+        Column("increase", "number", "of the error in this layer"),
+    )
+    about = "The layers with the largest increase come first."
+    return [
+        Table(f"Layers of {name}", columns, tuple((f"{i}", e, g) for i, e, g in worst_layers(errors, len(errors))), about)
+        for name, errors in zip(found.models, found.layers, strict=False)
+        if errors
+    ]
 
 
 def _row(name: str, score: Score, found: Evaluation) -> tuple[Value, ...]:

@@ -17,9 +17,10 @@ from weightsmith._base.pages.values import Block
 from weightsmith._base.text import markdown, markdown_table
 from weightsmith._execution.output import check_options, sibling
 from weightsmith._plans import Plan
+from weightsmith._reports.evaluate.layers import worst_layers
 from weightsmith._reports.evaluate.measure import evaluation
 from weightsmith._reports.evaluate.opening import Named
-from weightsmith._reports.evaluate.pages import score_table
+from weightsmith._reports.evaluate.pages import layer_blocks, score_table
 from weightsmith._reports.evaluate.values import Evaluation, of_change, perplexity
 from weightsmith._reports.look.surveys import Watching
 
@@ -42,7 +43,16 @@ class ResultEvaluation:
         facts += [of_change(own.change)] if own.change is not None else []
         if own.divergence is not None and own.agreement is not None:
             facts += [f"KL {own.divergence.value:.5f}", f"same top token {own.agreement:.2%}"]
-        return (f"on {text}: {'; '.join(facts)}", *self.found.notes)
+        return (f"on {text}: {'; '.join(facts)}", *self._layers, *self.found.notes)
+
+    @property
+    def _layers(self) -> list[str]:
+        """The layers in which the error grows most."""
+        errors = self.found.layers[-1] if self.found.layers else None
+        if not errors:
+            return []
+        listed = ", ".join(f"{layer} ({grown:+.2%})" for layer, _, grown in worst_layers(errors))
+        return [f"error of the last layer's output {errors[-1]:.2%}; it grows most in layers {listed}"]
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest and `--json`."""
@@ -62,12 +72,13 @@ class ResultEvaluation:
             change = "" if score.change is None else of_change(score.change)
             rows.append((name, perplexity(score.perplexity), f"{score.bits_per_byte:.4f}", kl, same, change))
         text, tokens = Path(self.found.texts[0]).name, self.found.totals[-1].tokens
+        layers = "".join(f"\n{line[0].upper()}{line[1:]}.\n" for line in self._layers)
         about = f"On {tokens:,} tokens of {markdown(text)}, in rows of {self.found.row_tokens:,}."
-        return f"\n## Evaluation\n\n{about}\n\n{markdown_table(head, rows, right=range(1, 6))}\n"
+        return f"\n## Evaluation\n\n{about}\n\n{markdown_table(head, rows, right=range(1, 6))}\n{layers}"
 
     def blocks(self) -> Sequence[Block]:
         """For the page of the run."""
-        return [score_table(f"Evaluation on {self.found.texts[0]}", self.found, self.found.totals)]
+        return [score_table(f"Evaluation on {self.found.texts[0]}", self.found, self.found.totals), *layer_blocks(self.found)]
 
     def warnings(self, where: str) -> list[Finding]:
         """None."""

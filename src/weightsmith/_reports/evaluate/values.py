@@ -166,6 +166,8 @@ class Evaluation:
     scores     [model][text]
     row_tokens tokens in a row
     notes      what is not scored or not compared, in sentences
+    layers     [model][layer]: error of what leaves the layer, relative to the reference's (`layers.LayerErrors`); None for the
+               reference, without one, and for a model with other layers
     """
 
     models: tuple[str, ...]
@@ -174,6 +176,7 @@ class Evaluation:
     scores: tuple[tuple[Score, ...], ...]
     row_tokens: int
     notes: tuple[str, ...]
+    layers: tuple[tuple[float, ...] | None, ...] = ()
 
     @cached_property
     def totals(self) -> tuple[Score, ...]:
@@ -195,6 +198,7 @@ class Evaluation:
             reading=self.reading,
             scores=[[asdict(score) for score in own] for own in self.scores],
             totals=[asdict(score) for score in self.totals],
+            layers=self.layers,
         )
 
 

@@ -542,6 +542,39 @@ def test_types_of_a_mixture_by_name_and_layer() -> None:
     assert {m.default for m in MIXTURES} <= set(TYPES)
 
 
+def test_types_of_single_tensors(model: Path) -> None:
+    """The last pattern that matches wins; vectors stay F32; what does not fit is replaced as llama.cpp does."""
+    asked = ["ffn_=Q8_0", r"blk\.1\.ffn_up=q5_1", "attn_q=F16", "_norm=Q8_0", "attn_k=Q6_K"]
+    made = weightsmith.quantize("m", "q", "gguf-q4_0", tensor_types=asked, progress=False)
+    kinds = {name: kind for name, (kind, _, _) in stored(Path("q/model.gguf")).items()}
+    plain = {name: kind for name, (kind, _, _) in stored(quantize("m", "plain", "q4_0")).items()}
+    assert kinds["blk.0.ffn_up.weight"] == kinds["blk.1.ffn_down.weight"] == "Q8_0"
+    assert kinds["blk.1.ffn_up.weight"] == "Q5_1"
+    assert kinds["blk.0.attn_q.weight"] == "F16"
+    assert kinds["blk.0.attn_norm.weight"] == kinds["output_norm.weight"] == "F32"
+    assert kinds["blk.0.attn_k.weight"] == "Q8_0"
+    others = [name for name in kinds if "attn_v" in name or "attn_output" in name or "embd" in name]
+    assert {name: kinds[name] for name in others} == {name: plain[name] for name in others}
+    warnings = [str(each) for each in made.warnings]
+    assert any("blk.0.attn_k.weight: stored as Q8_0, not as Q6_K: 2 tensors" in each for each in warnings)
+    assert any("stored as F32, not as Q8_0: 5 tensors" in each for each in warnings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("ffn_down", "'ffn_down' is not REGEX=TYPE, such as ffn_down=Q6_K"),
+        ("ffn_down=Q6", "'Q6' is no type of GGUF \\(did you mean 'Q6_K'"),
+        ("(=Q6_K", "'\\(' is not a regular expression"),
+        ("mlp.down_proj=Q6_K", "no tensor of this model has a name that matches mlp.down_proj"),
+    ],
+)
+def test_types_that_cannot_be_read(asked: str, words: str, model: Path) -> None:
+    with pytest.raises(PlanError, match=words):
+        weightsmith.quantize("m", "q", "gguf-q4_0", tensor_types=[asked], progress=False)
+    assert not Path("q").exists()
+
+
 # ---- llama.cpp itself
 
 

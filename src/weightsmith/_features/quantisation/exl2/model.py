@@ -24,6 +24,7 @@ from weightsmith._models.formats.exl2.loader import (
     GEMMA3_PREFIX,
     OTHER_FORMATS,
     VERSION,
+    differences,
     loader_config,
     quantization_config,
 )
@@ -188,14 +189,16 @@ def store(
     config = {**(draft.config or {}), **({"tie_word_embeddings": True} if model.tied else {})}
     draft.config = {**loader_config(config, gemma3=bool(model.prefix)), **quantization_config(bits, head_bits, calibration)}
     draft.steps = steps
-    draft.warnings += _notes(draft)
+    draft.warnings += [note for note in notes(draft) if note not in draft.warnings]
 
 
-def _notes(draft: PlanDraft) -> list[Finding]:
+def notes(draft: PlanDraft) -> list[Finding]:
+    """What a user must know of ExLlamaV2: who loads the model, and what it computes in another way than transformers."""
     what = f"EXL2 is loaded by ExLlamaV2 {VERSION}, which is archived, and by TabbyAPI up to June 2026; TabbyAPI now takes EXL3"
     fix = "choose a gguf format for llama.cpp, Ollama and CPUs, or w4a16 or fp8-dynamic for vLLM and SGLang"
-    notes = [Finding(what, "quantize", fix=fix)]
+    found = [Finding(what, "quantize", fix=fix)]
     if "tokenizer.json" not in (*draft.carried, *draft.files):
         fix = "make one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-        notes.append(Finding("the model has no tokenizer.json, without which ExLlamaV2 does not load it", "quantize", fix=fix))
-    return notes
+        found.append(Finding("the model has no tokenizer.json, without which ExLlamaV2 does not load it", "quantize", fix=fix))
+    config = loader_config(draft.config or {}, gemma3=False)
+    return [*found, *(Finding(what, where, fix=fix) for what, where, fix in differences(config))]

@@ -15,8 +15,6 @@ from weightsmith._models.formats.scaled import TITLE, is_codes, read_scaled
 from weightsmith.abc.stored import Specs, StoredFormat, Writing, labelled
 
 _ENGINES = "transformers, vLLM, SGLang"
-_NOT_LOADED = "transformers 5.23 does not load experts stored as"
-_MISREAD = "transformers 5.23 ignores the global scales of experts, and computes garbage from those stored as"
 
 
 def _scaled(name: str, specs: Specs) -> str:
@@ -33,15 +31,11 @@ FORMAT = StoredFormat(
     {".weight_packed": labelled("compressed-tensors"), ".weight_scale": _scaled},
     writes=(
         Writing("fp8-dynamic", "8-bit floats with a scale for each row (W8A8)", _ENGINES, {0: DYNAMIC}),
-        Writing(
-            "fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES, {0: BLOCK}, _NOT_LOADED
-        ),
-        Writing("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES, {0: INT8}, _NOT_LOADED),
+        Writing("fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES, {0: BLOCK}),
+        Writing("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES, {0: INT8}),
         Writing("w8a16", "8-bit integers with a scale for each group of a row", _ENGINES, packed(8)),
         Writing("w4a16", "4-bit integers with a scale for each group of a row", _ENGINES, packed(4)),
-        Writing(
-            "nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, {0: NVFP4}, _MISREAD
-        ),
-        Writing("mxfp4", "4-bit floats with a power of two for 32 elements", _ENGINES, {0: MXFP4}),
+        Writing("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, {0: NVFP4}),
+        Writing("mxfp4", "4-bit floats with a power of two for 32 elements", "transformers, vLLM", {0: MXFP4}),
     ),
 )

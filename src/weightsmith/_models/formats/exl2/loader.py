@@ -34,6 +34,46 @@ GEMMA3_PREFIX = "language_model."
 OTHER_FORMATS = "choose another format; weightsmith quantize --list shows all"
 
 
+ELSEWHERE = "choose a gguf format, or w4a16 or fp8-dynamic, for a program that computes what transformers does"
+
+_LAYER_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures with norms of queries and keys, of which ExLlamaV2 subtracts the mean (`headnorm` in its architecture.py)."""
+
+
+def differences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What ExLlamaV2 computes in another way than transformers, in any EXL2 model: (what, where, fix).
+
+    config  of the output, with `rope_scaling`
+
+    >>> [where for _, where, _ in differences({"architectures": ["Qwen3ForCausalLM"]})]
+    ['architectures in config.json']
+    """
+    found = []
+    if not set(_LAYER_NORMS).isdisjoint(config.get("architectures") or ()):
+        what = f"ExLlamaV2 {VERSION} subtracts the mean in the norms of queries and keys, and transformers does not"
+        found.append((what, "architectures in config.json", ELSEWHERE))
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else config
+    scaling = inner.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return found
+    kind, longest = scaling.get("type") or scaling.get("rope_type"), inner.get("max_position_embeddings")
+    original = scaling.get("original_max_position_embeddings") or inner.get("original_max_position_embeddings")
+    if not isinstance(longest, int) or not isinstance(original, int | float):
+        return found
+    place, version = "rope_scaling in config.json", f"ExLlamaV2 {VERSION}"
+    if kind == "yarn" and longest <= original:
+        what = f"does not scale positions, because max_position_embeddings ({longest:,}) is not above {original:,}"
+        found.append((f"{version} {what}; transformers does", place, ELSEWHERE))
+    elif kind == "yarn":
+        what = f"computes YaRN for {longest:,} positions (max_position_embeddings), and transformers for {original:,}"
+        found.append((f"{version} {what} (original_max_position_embeddings)", place, ELSEWHERE))
+    elif kind in ("longrope", "su") and longest > original:
+        what = f"uses LongRoPE's long factors for texts of all lengths, transformers the short ones up to {original:,} tokens"
+        found.append((f"{version} {what}", place, f"load the model with max_seq_len {original:,} for short texts"))
+    return found
+
+
 def quantization_config(bits: float, head_bits: int, calibration: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of config.json. bits: for each weight; calibration: rows and tokens.
 
@@ -61,6 +101,8 @@ def loader_config(config: Mapping[str, Any], *, gemma3: bool) -> dict[str, Any]:
         if kind not in (None, "default") and not config.get("rope_scaling"):
             dropped = ("rope_theta", "type", "partial_rotary_factor")
             found["rope_scaling"] = {"rope_type": kind, **{k: v for k, v in main.items() if k not in dropped}}
+            if kind == "longrope" and "original_max_position_embeddings" in main:  # ExLlamaV2 asserts that it is there
+                found.setdefault("original_max_position_embeddings", main["original_max_position_embeddings"])
     if not gemma3:
         return found
     text = {key: value for key, value in found.items() if key != "architectures"}

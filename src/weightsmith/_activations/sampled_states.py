@@ -1,0 +1,24 @@
+"""The `sampled_states` product: the first rows of what leaves a layer, kept to compare it with another model's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weightsmith._activations.states import FORWARD
+from weightsmith._activations.states import check as check_states
+from weightsmith._activations.work import LayerWork
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    rows = bench.product.outs[0].shape[0]
+    return [np.array(bench.arrays(LayerWork.of(bench.product).states)[0][:rows])]
+
+
+def _check(product: Product) -> str:
+    return check_states(product)
+
+
+KIND = ProductKind(FORWARD, compute=_compute, check=_check)

@@ -1,0 +1,130 @@
+"""Whether the programs that run models load an output: a warning, or with `--for` an error, before tensor data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.options import QuantizeSettings, option_error
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.formats import formats
+from weightsmith._models.formats.engines import (
+    ENGINES,
+    Engine,
+    Support,
+    engines_of,
+    find_engine,
+    find_support,
+    formats_of,
+    objections,
+)
+from weightsmith._planning.planner.encode import encodable
+from weightsmith._plans import PlanDraft
+
+_Refused = list[tuple[Engine, str, list[str]]]
+"""(program, reason, names of weights)"""
+
+
+def unloaded(format: str, settings: QuantizeSettings) -> list[WeightsmithError]:
+    """A problem if the program of `--for` does not load the format at all."""
+    if settings.engine is None or find_support(settings.engine, format) is not None:
+        return []
+    engine = find_engine(settings.engine)
+    loads = ", ".join(formats_of(engine.name)) or "no format that weightsmith writes"
+    what, fix = f"{engine.release} does not load {format}, only {loads}", ""
+    if others := engines_of(format):
+        fix = f"choose another format, or a program that loads {format}: {', '.join(each.name for each in others)}"
+    return [option_error("engine", what, fix)]
+
+
+def family_problems(format: str, config: Mapping[str, object] | None, settings: QuantizeSettings) -> list[Finding]:
+    """Programs that load the format, but no model of this type. Raises PlanError if it is that of `--for`."""
+    family = (config or {}).get("model_type")
+    refused: _Refused = [
+        (engine, f"has no models of the type {family}", [])
+        for engine in engines_of(format)
+        if engine.families and family is not None and family not in engine.families
+    ]
+    return _reported(refused, format, settings, lambda engine: "")
+
+
+def check_engines(draft: PlanDraft, encoding: str, format: str, settings: QuantizeSettings) -> None:
+    """Warn of the weights of a draft that programs which load the format do not run, one warning for each reason.
+
+    Raises PlanError with all reasons if one of them is the program of `--for`.
+    """
+    stored = [step.out for step in draft.steps if step.encoding == encoding]
+    plain = [step.out for step in draft.steps if step.encoding != encoding]
+    refused = [
+        (engine, reason, names)
+        for engine in engines_of(format)
+        if (support := find_support(engine.name, format)) is not None
+        for reason, names in objections(support, format, stored, plain).items()
+    ]
+
+    def instead(engine: Engine) -> str:
+        found = _fitting(engine, [*stored, *plain], draft, len(stored))
+        return f"choose {', '.join(found)} for {engine.title}" if found else ""
+
+    draft.warnings += _reported(refused, format, settings, instead)
+
+
+def _reported(refused: _Refused, format: str, settings: QuantizeSettings, instead: Callable[[Engine], str]) -> list[Finding]:
+    """Warnings, one for each reason, or none if a program is named. Raises PlanError with the reasons of that program."""
+    by_reason: dict[tuple[str, str], list[tuple[Engine, list[str]]]] = {}
+    for engine, reason, names in refused:
+        if settings.engine in (None, engine.name):
+            by_reason.setdefault((reason, names[0] if names else "model_type in config.json"), []).append((engine, names))
+    found = []
+    for (reason, where), own in by_reason.items():
+        who, refusing = " and ".join(engine.release for engine, _ in own), [engine for engine, _ in own]
+        others = [each.title for each in engines_of(format) if each not in refusing]
+        ways = [*filter(None, map(instead, refusing)), *([f"use {' or '.join(others)}"] if others else [])]
+        found.append(Finding(f"{who} {reason}{_count(own[0][1])}", where, fix="; or ".join(dict.fromkeys(ways))))
+    if settings.engine is not None and found:
+        raise PlanError([Unsupported(each.what, where=each.where, fix=each.fix) for each in found])
+    return found
+
+
+def _count(names: Sequence[str]) -> str:
+    return f": {len(names):,} weights" if len(names) > 1 else ": one weight" if names else ""
+
+
+def _fitting(engine: Engine, specs: Sequence[TensorSpec], draft: PlanDraft, least: int) -> list[str]:
+    """The formats in which the program runs this model, with at least so many weights stored in them."""
+    found = []
+    for writing in (each for stored_format in formats() for each in stored_format.writes):
+        support = find_support(engine.name, writing.name)
+        for group, encoding in writing.encodings.items() if support is not None else ():
+            names = set(encodable(draft, encoding.name))
+            stored, plain = [s for s in specs if s.name in names], [s for s in specs if s.name not in names]
+            if support and len(stored) >= least and not objections(support, writing.name, stored, plain):
+                found.append(writing.name if encoding.name == writing.name else f"{writing.name} --group-size {group}")
+                break
+    return found
+
+
+def engine_rows() -> list[list[str]]:
+    """The matrix of formats and programs, for the docs: a row for each format."""
+    names = dict.fromkeys(name for engine in ENGINES for name in formats_of(engine.name))
+    return [
+        [f"`{name}-…`" if name == "gguf" else f"`{name}`", *(_cell(find_support(each.name, name)) for each in ENGINES)]
+        for name in names
+    ]
+
+
+def _cell(support: Support | None) -> str:
+    if support is None:
+        return "no"
+    limits = []
+    if support.tiles:
+        limits.append("matrices of " + " or ".join(f"{high} by {wide}" for high, wide in support.tiles))
+    if support.parts > 1:
+        limits.append(f"joined parts of {support.parts} outputs")
+    if support.experts:
+        limits.append("no experts")
+    if support.hidden > 1:
+        limits.append(f"experts' hidden size of {support.hidden}")
+    if support.inner > 1:
+        limits.append(f"experts' intermediate size of {support.inner}")
+    return "yes" + (f" ({', '.join(limits)})" if limits else "")

@@ -1,0 +1,280 @@
+"""Which formats the programs that run models load, and which matrices their kernels take: read in their sources.
+
+Nothing here was run on a GPU. Each row names the file that says so, in the release whose version is in `ENGINES`. A program
+that has no row for a format does not load it.
+
+**Joined matrices.** vLLM and SGLang join query, key and value, and gate and up: a rule on outputs is about the joined matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.structure.projections import joined_sets
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A program that runs models.
+
+    name      as users write it: `vllm`
+    title     for messages: `vLLM`
+    version   the release whose source was read
+    families  the values of `model_type` in config.json that it loads; empty if it falls back to other implementations, or the
+              format's writer checks them
+    """
+
+    name: str
+    title: str
+    version: str
+    families: frozenset[str] = frozenset()
+
+    @property
+    def release(self) -> str:
+        """Name and version, for messages."""
+        return f"{self.title} {self.version}"
+
+
+_MLX_FAMILIES = frozenset(
+    """
+    Klear afm7 afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear bailing_moe_v3 bitnet cohere
+    cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v41 deepseek_v41_text dots1 ernie4_5
+    ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 falcon_mamba gemma gemma2 gemma3 gemma3_text gemma3n gemma4
+    gemma4_text gemma4_unified glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj
+    granite granitemoe granitemoehybrid helium hunyuan hunyuan_v1_dense internlm2 internlm3 iquestcoder iquestloopcoder
+    jamba joyai_llm_flash kimi_k2 kimi_k25 kimi_k3 kimi_linear kimi_vl laguna lfm2 lfm2-vl lfm2_moe lille-130m llama
+    llama4 llama4_text llava longcat_flash longcat_flash_ngram mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3
+    minimax minimax_m2 minimax_m3_vl ministral3 mistral mistral3 mistral4 mixtral muse_glimmer muse_spark nanbeige
+    nanochat nemotron nemotron-nas nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openelm phi phi-msft phi3 phi3small
+    phimoe phixtral pixtral plamo plamo2 plamo3 prism_hadamard_qwen35 qwen qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3
+    qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma rwkv7 seed_oss smollm3 solar_open
+    spark2_5 stablelm starcoder2 step3p5 talkie telechat3 xverse youtu_llm
+    """.split()
+)
+"""The modules of mlx_lm.models, and what MODEL_REMAPPING of mlx_lm/utils.py maps to them."""
+
+ENGINES = (
+    Engine("transformers", "transformers", "5.23.0"),
+    Engine("vllm", "vLLM", "0.33.0"),
+    Engine("sglang", "SGLang", "0.5.23"),
+    Engine("llama.cpp", "llama.cpp", "(node-llama-cpp 3.22.1)"),
+    Engine("exllamav2", "ExLlamaV2", "0.3.2"),
+    Engine("exllamav3", "exllamav3, TabbyAPI", "1.6.5"),
+    Engine("mlx-lm", "mlx-lm", "0.32.2", _MLX_FAMILIES),
+)
+
+ENGINE_NAMES = tuple(each.name for each in ENGINES)
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What one program takes of one format.
+
+    formats  names of formats, or `gguf` for all that begin so
+    source   the file that says so
+    note     further conditions, for the docs; Markdown
+    tiles    (outputs, inputs): one of the pairs must divide a (joined) matrix. Empty: any matrix
+    parts    a multiple of it are the outputs of each part of a joined matrix but the last
+    hidden   a multiple of it is the hidden size of experts, and `inner` of their intermediate size
+    experts  why experts in the format are not run: "" if they are
+    alike    whether the projections of an expert must all be stored in the format, or none
+    """
+
+    engine: str
+    formats: tuple[str, ...]
+    source: str
+    note: str = ""
+    tiles: tuple[tuple[int, int], ...] = ()
+    parts: int = 1
+    hidden: int = 1
+    inner: int = 1
+    experts: str = ""
+    alike: bool = False
+
+
+_VLLM = "vllm/model_executor/layers/quantization/"
+_SGLANG = "sglang/srt/layers/quantization/"
+_MARLIN = ((64, 128), (128, 64))
+"""Outputs and inputs of the tiles of Marlin's kernel."""
+
+SUPPORT = (
+    Support(
+        "transformers", ("fp8-dynamic", "w8a16", "w4a16", "mxfp4"), "transformers/quantizers/quantizer_compressed_tensors.py"
+    ),
+    Support(
+        "transformers",
+        ("fp8-block", "int8"),
+        "transformers/quantizers/quantizer_compressed_tensors.py",
+        experts="does not load experts stored as",
+    ),
+    Support(
+        "transformers",
+        ("nvfp4a16",),
+        "transformers/quantizers/quantizer_compressed_tensors.py",
+        experts="ignores the global scales of experts, and computes garbage from those stored as",
+    ),
+    Support("transformers", ("gguf",), "transformers/modeling_gguf_pytorch_utils.py", "with `gguf_file`; dequantised"),
+    Support(
+        "vllm",
+        ("fp8-dynamic",),
+        _VLLM + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
+        "multiplies FP8 from compute capability 8.9, weights only on older GPUs",
+        alike=True,
+    ),
+    Support(
+        "vllm",
+        ("fp8-block",),
+        _VLLM + "utils/fp8_utils.py",
+        "no part of a joined matrix may end inside a block",
+        parts=128,
+        inner=128,
+        alike=True,
+    ),
+    Support("vllm", ("int8",), _VLLM + "compressed_tensors/schemes/compressed_tensors_w8a8_int8.py", alike=True),
+    Support(
+        "vllm",
+        ("w8a16", "w4a16"),
+        _VLLM + "utils/marlin_utils.py",
+        "from compute capability 7.5; other shapes than 64 by 128 are padded",
+        alike=True,
+    ),
+    Support("vllm", ("nvfp4a16",), _VLLM + "utils/marlin_utils_fp4.py", "padded, as `w4a16`", hidden=64, alike=True),
+    Support(
+        "vllm",
+        ("mxfp4",),
+        _VLLM + "compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py",
+        "from compute capability 8.0; padded, as `w4a16`",
+        alike=True,
+    ),
+    Support("sglang", ("fp8-dynamic",), _SGLANG + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py", alike=True),
+    Support(
+        "sglang",
+        ("fp8-block",),
+        _SGLANG + "fp8_utils.py",
+        "no part of a joined matrix may end inside a block",
+        parts=128,
+        inner=128,
+        alike=True,
+    ),
+    Support(
+        "sglang",
+        ("int8",),
+        "sgl-kernel/csrc/gemm/int8_gemm_kernel.cu",
+        "up to compute capability 9.0 (in commit 1f2840c)",
+        tiles=((8, 16),),
+        experts="runs experts on NPUs only, not on GPUs, if they are stored as",
+        alike=True,
+    ),
+    Support(
+        "sglang",
+        ("w8a16", "w4a16"),
+        "sglang/kernels/jit/csrc/gemm/marlin/gptq_marlin.cuh",
+        "from compute capability 8.0; no padding",
+        tiles=_MARLIN,
+        alike=True,
+    ),
+    Support(
+        "sglang",
+        ("nvfp4a16",),
+        _SGLANG + "compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4_moe.py",
+        "from compute capability 8.0",
+        hidden=128,
+        inner=64,
+        alike=True,
+    ),
+    Support("sglang", ("gguf",), _SGLANG + "gguf.py", "on NVIDIA and Moore Threads GPUs"),
+    Support("llama.cpp", ("gguf",), "llama_model_quantize", "was run; also Ollama and LM Studio, which contain it"),
+    Support("exllamav2", ("exl2",), "exllamav2/architecture.py", "see [EXL2](exl2.md)"),
+    Support("mlx-lm", ("mlx-8bit", "mlx-4bit"), "mlx_lm/utils.py", "also LM Studio, which contains it"),
+)
+
+
+def find_engine(name: str) -> Engine:
+    """The program of this name, one of `ENGINE_NAMES`."""
+    return next(each for each in ENGINES if each.name == name)
+
+
+def find_support(engine: str, format: str) -> Support | None:
+    """What a program takes of a format; None if it does not load it.
+
+    >>> find_support("sglang", "mxfp4") is None, find_support("llama.cpp", "gguf-q4_k_m").formats
+    (True, ('gguf',))
+    """
+    names = {format, format.partition("-")[0]} if format.startswith("gguf-") else {format}
+    return next((each for each in SUPPORT if each.engine == engine and not names.isdisjoint(each.formats)), None)
+
+
+def engines_of(format: str) -> tuple[Engine, ...]:
+    """The programs that load a format; none for a format of an installed package, of which nothing is known.
+
+    >>> [each.name for each in engines_of("mxfp4")]
+    ['transformers', 'vllm']
+    """
+    return tuple(each for each in ENGINES if find_support(each.name, format) is not None)
+
+
+def formats_of(engine: str) -> tuple[str, ...]:
+    """The formats that a program loads, as in `Support.formats`.
+
+    >>> formats_of("exllamav2")
+    ('exl2',)
+    """
+    return tuple(name for each in SUPPORT if each.engine == engine for name in each.formats)
+
+
+def objections(
+    support: Support, format: str, stored: Sequence[TensorSpec], plain: Iterable[TensorSpec]
+) -> Mapping[str, list[str]]:
+    """Why a program does not run weights, and which: their names, by reason. {} if it takes all.
+
+    format  of the weights, for the reasons
+    stored  the weights in the format, with their plain shapes
+    plain   all other tensors
+    """
+    found: dict[str, list[str]] = {}
+    experts = [spec for spec in stored if _is_expert(spec.name)]
+    if support.experts and experts:
+        return {f"{support.experts} {format}": [spec.name for spec in experts]}
+    if support.alike and (mixed := _partly(experts, plain)):
+        what = f"needs all projections of an expert in one format, and some are not stored as {format}"
+        found[what] = mixed
+    for spec in experts:
+        outputs, inputs = spec.shape
+        hidden, inner = (outputs, inputs) if _is_down(spec.name) else (inputs, outputs)
+        for size, name, multiple in ((hidden, "hidden", support.hidden), (inner, "intermediate", support.inner)):
+            if size % multiple:
+                what = f"needs experts whose {name} size is a multiple of {multiple}, not {size:,}"
+                found.setdefault(what, []).append(spec.name)
+    shapes = {spec.name: spec.shape for spec in stored}
+    for names in joined_sets(shapes):
+        rows, width = [shapes[name][0] for name in names], shapes[names[0]][1]
+        if len(names) > 1 and not _is_expert(names[0]) and any(each % support.parts for each in rows[:-1]):
+            sizes = ", ".join(f"{each:,}" for each in rows)
+            what = f"joins weights, and needs parts with a multiple of {support.parts} outputs, not {sizes}"
+            found.setdefault(what, []).extend(names)
+        tiles = support.tiles
+        if tiles and not any(sum(rows) % high == 0 and width % wide == 0 for high, wide in tiles):
+            wanted = " or ".join(f"{high} by {wide}" for high, wide in tiles)
+            what = f"needs matrices that are a multiple of {wanted} (outputs by inputs)"
+            found.setdefault(what, []).extend(names)
+    return found
+
+
+def _is_expert(name: str) -> bool:
+    return "experts" in name.split(".")
+
+
+def _is_down(name: str) -> bool:
+    return name.split(".")[-2] in ("down_proj", "w2", "output_linear")
+
+
+def _partly(experts: Sequence[TensorSpec], plain: Iterable[TensorSpec]) -> list[str]:
+    """The weights of experts that are stored as they are beside others that are not."""
+    inside = {spec.name.rpartition(".")[0].rpartition(".")[0] for spec in experts}
+    return [
+        spec.name
+        for spec in plain
+        if len(spec.shape) == 2 and _is_expert(spec.name) and spec.name.rpartition(".")[0].rpartition(".")[0] in inside
+    ]

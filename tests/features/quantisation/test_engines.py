@@ -1,0 +1,197 @@
+"""Programs that cannot run an output are named before it is made, and with `--for` are an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.cli_help import Cli, cli
+from tests.mini import write_checkpoint
+from weightsmith._base.errors import PlanError
+from weightsmith._features.quantisation.formats import FORMATS
+from weightsmith._models.formats.engines import ENGINE_NAMES, ENGINES, SUPPORT, engines_of, find_support
+
+__all__ = ["cli"]
+
+Shapes = dict[str, tuple[int, int]]
+
+
+def dense(hidden: int, inner: int, kv: int) -> Shapes:
+    return {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+def mixture(hidden: int, inner: int) -> Shapes:
+    experts = {
+        f"mlp.experts.{e}.{name}": shape
+        for e in range(2)
+        for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner)))
+    }
+    return {"self_attn.o_proj": (hidden, hidden), "mlp.gate": (2, hidden), **experts}
+
+
+def save(folder: Path, shapes: Shapes, **config: Any) -> str:
+    tensors = {"model.embed_tokens.weight": np.ones((8, 64), ml_dtypes.bfloat16)}
+    tensors |= {f"model.layers.0.{name}.weight": np.ones(shape, ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    whole = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "dtype": "bfloat16", **config}
+    return str(write_checkpoint(folder, tensors, whole))
+
+
+def plan(model: str, format: str, **options: Any) -> Any:
+    recipe = {"merge_method": "passthrough", "models": [{"model": model}]}
+    return weightsmith.plan(recipe, quantize=format, **options)
+
+
+def warned(model: str, format: str, **options: Any) -> list[str]:
+    return [str(each) for each in plan(model, format, **options).warnings]
+
+
+def refused(model: str, format: str, engine: str, **options: Any) -> str:
+    with pytest.raises(PlanError) as problem:
+        plan(model, format, engine=engine, **options)
+    return str(problem.value)
+
+
+# ---- matrices
+
+
+def test_sglang_has_no_kernel_for_widths_of_smollm2(tmp_path: Path) -> None:
+    """vLLM pads them; SGLang's Marlin takes tiles of 64 by 128 or 128 by 64, of joined matrices."""
+    model = save(tmp_path / "m", dense(576, 1536, 192))
+    what = "SGLang 0.5.23 needs matrices that are a multiple of 64 by 128 or 128 by 64 (outputs by inputs): 4 weights"
+    (warning,) = [each for each in warned(model, "w4a16", group_size=64) if "SGLang" in each]
+    assert warning == (
+        f"model.layers.0.self_attn.q_proj.weight: {what}\n"
+        "  -> Choose fp8-dynamic, int8, nvfp4a16 for SGLang; or use transformers or vLLM."
+    )
+    assert what in refused(model, "w4a16", "sglang")
+    assert not [each for each in warned(model, "w4a16", group_size=64, engine="vllm") if "SGLang" in each]
+
+
+def test_a_matrix_that_fits_after_joining_is_run(tmp_path: Path) -> None:
+    model = save(tmp_path / "m", {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64)})
+    assert not warned(model, "w4a16", group_size=32, engine="sglang")
+
+
+def test_blocks_must_not_span_the_parts_of_a_joined_matrix(tmp_path: Path) -> None:
+    model = save(tmp_path / "m", dense(256, 384, 192))
+    what = "joins weights, and needs parts with a multiple of 128 outputs, not 256, 192, 192: 3 weights"
+    (warning,) = warned(model, "fp8-block")
+    assert f"vLLM 0.33.0 and SGLang 0.5.23 {what}" in warning
+    for engine in ("vllm", "sglang"):
+        assert what in refused(model, "fp8-block", engine)
+    assert not warned(model, "fp8-block", engine="transformers")
+
+
+def test_the_last_part_of_a_joined_matrix_may_end_inside_a_block(tmp_path: Path) -> None:
+    shapes = {"self_attn.v_proj": (192, 256), "self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256)}
+    assert not warned(save(tmp_path / "m", shapes), "fp8-block", engine="vllm")
+
+
+# ---- experts
+
+
+@pytest.mark.parametrize(
+    ("format", "engine", "what"),
+    [
+        ("fp8-block", "transformers", "transformers 5.23.0 does not load experts stored as fp8-block: 6 weights"),
+        ("int8", "transformers", "transformers 5.23.0 does not load experts stored as int8: 6 weights"),
+        ("nvfp4a16", "transformers", "transformers 5.23.0 ignores the global scales of experts"),
+        ("int8", "sglang", "SGLang 0.5.23 runs experts on NPUs only, not on GPUs, if they are stored as int8: 6 weights"),
+    ],
+)
+def test_experts_that_a_program_does_not_run(format: str, engine: str, what: str, tmp_path: Path) -> None:
+    model = save(tmp_path / "m", mixture(128, 128))
+    assert any(what in each for each in warned(model, format))
+    assert what in refused(model, format, engine)
+
+
+def test_an_expert_stored_in_two_formats_is_refused_by_engines_that_join_them(tmp_path: Path) -> None:
+    """The widths of gate and up fit groups of 128; that of down does not."""
+    model = save(tmp_path / "m", mixture(128, 96))
+    what = "needs all projections of an expert in one format, and some are not stored as w4a16: 2 weights"
+    message = refused(model, "w4a16", "vllm", group_size=128)
+    assert f"vLLM 0.33.0 {what}" in message
+    assert "model.layers.0.mlp.experts.0.down_proj.weight" in message
+    assert "w4a16 --group-size 32" in message
+    assert not [each for each in warned(model, "w4a16", engine="vllm") if "vLLM" in each]
+
+
+@pytest.mark.parametrize(("hidden", "inner", "size"), [(64, 64, "hidden"), (128, 96, "intermediate")])
+def test_sizes_of_experts(hidden: int, inner: int, size: str, tmp_path: Path) -> None:
+    model = save(tmp_path / "m", mixture(hidden, inner))
+    assert f"SGLang 0.5.23 needs experts whose {size} size is a multiple of" in refused(model, "nvfp4a16", "sglang")
+
+
+# ---- formats and families
+
+
+def test_a_format_that_a_program_does_not_load(tmp_path: Path) -> None:
+    model = save(tmp_path / "m", dense(128, 128, 128))
+    message = refused(model, "mxfp4", "sglang")
+    assert "SGLang 0.5.23 does not load mxfp4, only fp8-dynamic, fp8-block, int8, w8a16, w4a16, nvfp4a16, gguf" in message
+    assert "transformers, vllm" in message
+    assert "no format that weightsmith writes" in refused(model, "gguf-q4_k_m", "exllamav3")
+
+
+def test_a_family_that_mlx_lm_does_not_have(tmp_path: Path) -> None:
+    model = save(tmp_path / "m", dense(128, 128, 128), model_type="doge")
+    what = "model_type in config.json: mlx-lm 0.32.2 has no models of the type doge"
+    assert warned(model, "mlx-4bit") == [what]
+    assert what in refused(model, "mlx-4bit", "mlx-lm")
+    assert not warned(save(tmp_path / "known", dense(128, 128, 128), model_type="llama"), "mlx-4bit")
+
+
+def test_a_program_without_a_format_is_an_error(tmp_path: Path) -> None:
+    model = save(tmp_path / "m", dense(128, 128, 128))
+    with pytest.raises(PlanError, match="--for"):
+        weightsmith.plan({"merge_method": "passthrough", "models": [{"model": model}]}, engine="vllm")
+
+
+@pytest.mark.parametrize("command", ["quantize", "merge", "plan"])
+def test_the_flag_on_the_command_line(command: str, tmp_path: Path, cli: Cli) -> None:
+    """Nothing is written."""
+    model = save(tmp_path / "m", dense(576, 1536, 192))
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(f"merge_method: passthrough\nmodels: [{{model: {model}}}]\n")
+    what = [model, str(tmp_path / "out"), "--format"] if command == "quantize" else [str(recipe), "--quantize"]
+    if command == "merge":
+        what.insert(1, str(tmp_path / "out"))
+    ran = cli(command, *what, "w4a16", "--for", "sglang")
+    assert ran.code != 0
+    assert "SGLang 0.5.23 needs matrices" in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+# ---- the table
+
+
+def test_every_format_has_a_program_and_every_row_a_format() -> None:
+    names = {"gguf" if name.startswith("gguf-") else name for name in FORMATS}
+    assert {name for each in SUPPORT for name in each.formats} == names
+    assert {each.engine for each in SUPPORT} == set(ENGINE_NAMES) - {"exllamav3"}
+    assert all(each.source for each in SUPPORT)
+
+
+def test_the_readers_of_a_format_are_in_the_table() -> None:
+    """`--list` and the page name programs; each of ours has a row, and no other one has."""
+    by_title: Mapping[str, str] = {each.title: each.name for each in ENGINES}
+    for name, format in FORMATS.items():
+        for reader in format.readers.split(", "):
+            if reader in by_title:
+                assert find_support(by_title[reader], name) is not None, (name, reader)
+        served = {each.title for each in engines_of(name)} - {"transformers", "SGLang"}
+        assert all(any(title in reader for reader in format.readers.split(", ")) for title in served), name
