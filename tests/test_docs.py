@@ -464,7 +464,7 @@ def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(pages: P
         path.write_text(text)
     assert list(script.stale(found)) == []
     edit(pages / "moe-layouts.md", "## Names on disk", "## Names")
-    edit(pages / "recipe.md", "One YAML file describes", "A YAML file describes")
+    edit(pages / "recipe.md", "in one YAML file", "in a YAML file")
     edit(pages / "recipe.md", "<!-- keys of path:end -->", "| `more` | text | | More. |\n<!-- keys of path:end -->")
     (pages / "methods" / "gone.md").write_text("")
     assert [(path.name, what) for path, what in script.stale(script.pages())] == [
@@ -473,7 +473,7 @@ def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(pages: P
         ("gone.md", "describes no method"),
     ]
     text = script.pages()[pages / "recipe.md"]
-    assert "A YAML file describes" in text, "what is written by hand stays"
+    assert "in a YAML file" in text, "what is written by hand stays"
     assert "`more`" not in text
 
 
