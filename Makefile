@@ -9,7 +9,7 @@
 #   make mutants   how many of 200 one-token mutations the tests catch (hours; MUTANTS_OPTIONS='--count 20 --rooms outputs --near' is a first look)
 #   make fuzz      every kind of input mutated in 1,000 ways: accepted or rejected, in bounded time and memory (FUZZ_OPTIONS='--cases 10000')
 #   make attacks   every command killed at random moments and resumed, and outputs in stores that fail: an hour (ATTACKS_OPTIONS='--cases 40')
-#   make check     lint and types
+#   make check     lint, English and types
 #   make bench     weightsmith, mergekit and the copy floor, side by side (about 15 GB of disk, an hour)
 #   make bench-methods   every method compared with mergekit's: errors, times and memory (over an hour; resumes if interrupted)
 #   make bench-moe       mixtures of experts compared with mergekit-moe's (20 GB of disk, half an hour)
@@ -74,6 +74,7 @@ check: lint types
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/prose.py
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

@@ -6,6 +6,7 @@ python scripts/docs.py --check   # status 1 if something is out of date
 Whole pages:
     docs/methods/NAME.md      one page per method, from its record; README.md lists them
     docs/moe-layouts.md       every `LAYOUT` of a mixture of experts
+    docs/api.md               the public names of `weightsmith`, from their signatures and docstrings
 
 Types:
     src/weightsmith/_base/options/keywords.py   the options as TypedDicts
@@ -20,14 +21,17 @@ Blocks in pages that are otherwise written by hand, between `<!-- NAME:begin -->
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from typer.main import get_command
 
+import weightsmith
 from weightsmith._app.cli import exits, mergekit_flags
 from weightsmith._app.cli.app import app
 from weightsmith._base.options import Option, find_option, option_records, options_of
@@ -56,6 +60,7 @@ def pages() -> dict[Path, str]:
     methods = all_methods()
     found = {
         DOCS / "methods" / "README.md": methods_page(methods),
+        DOCS / "api.md": api_page(),
         DOCS / "moe-layouts.md": layouts_page([*map(LAYOUTS.get, LAYOUTS.own)]),
         KEYWORDS: keywords_module(),
     }
@@ -161,6 +166,7 @@ def keywords_module() -> str:
 def _typed(option: Option) -> str:
     types = {DType: "Any", tuple: "Sequence[str]", Mapping: "Mapping[str, Any]"}
     name = types.get(option.type) or ("str | os.PathLike[str]" if option.path else option.type.__name__)
+    name = f"{name} | str" if option.nbytes else name
     return f"{name} | None" if option.optional and name != "Any" else name
 
 
@@ -419,6 +425,144 @@ def _programs() -> str:
         for each in SUPPORT
     ]
     return "\n".join([table(head, engine_rows()), "", table(("program", "formats", "", "read in"), read), ""])
+
+
+# ---- Python
+
+THEMES = {
+    "Make models": (
+        *("merge", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
+        *("plan", "run", "Merged", "Plan", "Progress"),
+    ),
+    "Inspect and measure": (
+        *("inspect", "diff", "preview", "evaluate"),
+        *("Inspection", "Difference", "Comparison", "Preview", "Evaluation"),
+    ),
+    "Read and write checkpoints": ("open_checkpoint", "Checkpoint", "save_file", "save_model", "verify"),
+    "Write a merge method": ("block_method", "tensor_method", "PerModel", "Bounds"),
+}
+PER_MODEL = (
+    "`PerModel[float]` as the type of an argument of a method: one value for each model, set under the model in a recipe."
+)
+_ENTRY = re.compile(r"(\w[\w, .=*]*?) {2,}(\S.*)")
+
+
+def api_page() -> str:
+    """The public names: functions and classes by theme, then the errors."""
+    errors = [name for name in weightsmith.__all__ if _is_error(getattr(weightsmith, name))]
+    named = {*errors, "__version__", *(name for names in THEMES.values() for name in names)}
+    if named != set(weightsmith.__all__):
+        raise SystemExit(f"in THEMES, or public, but not both: {', '.join(sorted(named ^ set(weightsmith.__all__)))}")
+    parts = [
+        "# API reference",
+        "All public names of `weightsmith`. [Python](python.md) has examples. In a Python session, `help(weightsmith.merge)` "
+        "prints the same text.",
+    ]
+    for theme, names in THEMES.items():
+        parts += [f"## {theme}", *(part for name in names for part in _api(name))]
+    parts += [
+        "## Errors",
+        "Catch `WeightsmithError` for all of them, or a branch. The message has one line for each problem: what, where, and "
+        "the next step. `weightsmith.__version__` is the version.",
+        table(("error", "is a", "meaning"), [_error(name) for name in errors]),
+    ]
+    return GENERATED + "\n\n".join(parts) + "\n"
+
+
+def _is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
+def _error(name: str) -> tuple[str, str, str]:
+    found = getattr(weightsmith, name)
+    summary = inspect.getdoc(found).partition("\n\n")[0].replace("\n", " ")
+    return f"`{name}`", ", ".join(f"`{parent.__name__}`" for parent in found.__bases__), summary
+
+
+def _api(name: str) -> Iterator[str]:
+    """The section of one name."""
+    yield f"### {name}"
+    found = getattr(weightsmith, name)
+    if name == "PerModel":
+        yield PER_MODEL
+        return
+    if not isinstance(found, type):
+        yield f"```text\n{_signature(name, found)}\n```"
+    yield from _from_docstring(inspect.getdoc(found) or "", name)
+    if isinstance(found, type):
+        rows = [(f"`{member}`", summary) for member, summary in _members(found)]
+        if rows:
+            yield table(("member", ""), rows)
+
+
+def _signature(name: str, found: Any) -> str:
+    """A call, as documentation shows it."""
+    own = inspect.signature(found)
+    given = [str(each).replace("'", "") for each in own.parameters.values()]
+    keywords = [i for i, each in enumerate(own.parameters.values()) if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    if keywords and not any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in own.parameters.values()):
+        given.insert(keywords[0], "*")
+    given = [re.sub(r"Unpack\[(\w+)\]", "...", each) for each in given]
+    returned = "" if own.return_annotation is inspect.Parameter.empty else f" -> {str(own.return_annotation).strip(chr(39))}"
+    lines = "".join(f"    {each},\n" for each in given)
+    return f"weightsmith.{name}(\n{lines}){returned}"
+
+
+def _members(found: type) -> Iterator[tuple[str, str]]:
+    """Public properties and methods, each with the first sentence of its docstring."""
+    for owner in reversed(found.__mro__):
+        for member, value in vars(owner).items():
+            plain = value.func if isinstance(value, cached_property) else value.fget if isinstance(value, property) else value
+            if member.startswith("_") or not callable(plain) or not owner.__module__.startswith("weightsmith"):
+                continue
+            text = inspect.getdoc(getattr(found, member)) or ""
+            called = member if plain is not value else f"{member}{_arguments(plain)}"
+            if owner is found or member not in vars(found):
+                yield called, text.partition("\n\n")[0].replace("\n", " ")
+
+
+def _arguments(method: Any) -> str:
+    names = [str(each).partition(":")[0] for each in list(inspect.signature(method).parameters.values())[1:]]
+    return f"({', '.join(names)})"
+
+
+def _from_docstring(text: str, name: str) -> Iterator[str]:
+    """A docstring as Markdown: lists of arguments, options that `merge` does not have, examples."""
+    shared = set(_options("merge")) if name != "merge" else set()
+    in_options = False
+    for paragraph in text.split("\n\n"):
+        if paragraph == "Options:":
+            in_options = True
+        elif paragraph.startswith(">>>"):
+            yield "```text\n" + paragraph.replace("  # doctest: +SKIP", "") + "\n```"
+        elif in_options:
+            own = _options(name)
+            lines = [line for option, line in own.items() if option not in shared or line != _options("merge")[option]]
+            same = [f"`{option}`" for option in own if own[option] not in lines]
+            lines += [f"* As for [merge](#merge): {', '.join(same)}."] if same else []
+            yield "\n".join(["Options:", "", *lines])
+            in_options = False
+        else:
+            yield "\n".join(_listed(paragraph))
+
+
+def _options(name: str) -> dict[str, str]:
+    """The options in a docstring, each as an entry of a list."""
+    text = (inspect.getdoc(getattr(weightsmith, name)) or "").partition("\nOptions:\n\n")[2].partition("\n\n")[0]
+    return {line.split("`")[1]: line for line in _listed(inspect.cleandoc(text))} if text else {}
+
+
+def _listed(paragraph: str) -> Iterator[str]:
+    """The lines of a paragraph; `name   meaning` as an entry of a list, with its further lines."""
+    entries: list[str] = []
+    for line in paragraph.splitlines():
+        if match := _ENTRY.fullmatch(line):
+            entries.append(f"* `{match[1]}`: {match[2]}")
+        elif entries:
+            entries[-1] += f" {line.strip()}"
+        else:
+            yield line
+    yield from entries
 
 
 # ---- Markdown

@@ -256,6 +256,44 @@ def test_what_a_page_shows_is_what_the_commands_print(page: Path, folder: Path) 
             assert pattern(expected).fullmatch(printed), f"{block}: $ {command}\nshows:\n{expected}\nprints:\n{printed}"
 
 
+def write_examples(blocks: list[Block], folder: Path) -> dict[str, Block]:
+    """Each block of Python as a file; the blocks by file name."""
+    found = {block.name or f"{block.page.stem.replace('-', '_').lower()}_{block.line}.py": block for block in blocks}
+    for name, block in found.items():
+        (folder / name).write_text(block.text)
+    assert len(found) == len(blocks)
+    return found
+
+
+def type_errors(folder: Path) -> list[str]:
+    """What mypy --strict has to say about the files of a folder.
+
+    Except that a function has no types: people write merge methods without, so the pages do.
+    """
+    pytest.importorskip("mypy")
+    options = ["--strict", "--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache", "--no-error-summary"]
+    env = environment(MYPYPATH=str(ROOT / "src"))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, *sorted(folder.glob("*.py"))],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    return [line for line in done.stdout.splitlines() if not line.endswith("[no-untyped-def]")]
+
+
+@pytest.mark.slow
+def test_every_example_in_python_passes_a_strict_type_checker(tmp_path: Path) -> None:
+    found = write_examples(of_language("python"), tmp_path)
+    assert len(found) > 10
+    (tmp_path / "wrong.py").write_text("import weightsmith\n\nweightsmith.open_checkpoint(3)\n")
+    wrong, *errors = sorted(type_errors(tmp_path), key=lambda line: not line.startswith("wrong.py:3: error: Argument 1"))
+    assert wrong.startswith("wrong.py:3: error: Argument 1")
+    assert errors == [], {name: str(block) for name, block in found.items()}
+
+
 def test_a_page_that_shows_something_else_is_found() -> None:
     assert pattern("a\n...\nb ... c\n").fullmatch("a\n1\n2\nb 3 c\n")
     assert not pattern("a\n...\nb ... c\n").fullmatch("a\nb 3 d\n")
@@ -426,7 +464,7 @@ def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(pages: P
         path.write_text(text)
     assert list(script.stale(found)) == []
     edit(pages / "moe-layouts.md", "## Names on disk", "## Names")
-    edit(pages / "recipe.md", "One YAML file describes", "A YAML file describes")
+    edit(pages / "recipe.md", "in one YAML file", "in a YAML file")
     edit(pages / "recipe.md", "<!-- keys of path:end -->", "| `more` | text | | More. |\n<!-- keys of path:end -->")
     (pages / "methods" / "gone.md").write_text("")
     assert [(path.name, what) for path, what in script.stale(script.pages())] == [
@@ -435,7 +473,7 @@ def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(pages: P
         ("gone.md", "describes no method"),
     ]
     text = script.pages()[pages / "recipe.md"]
-    assert "A YAML file describes" in text, "what is written by hand stays"
+    assert "in a YAML file" in text, "what is written by hand stays"
     assert "`more`" not in text
 
 

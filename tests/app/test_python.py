@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -145,3 +147,117 @@ def test_the_meter_is_a_bar_on_a_terminal_a_cell_in_a_notebook_and_silent_elsewh
         cell.show(meters.Reading("<merging>", 1, 4, 1))
         cell.show(meters.Reading("<merging>", 2, 4, 2))
     assert drawn == ["<progress value='0.250' max='1'></progress> &lt;merging&gt;:  25 %, 1 bytes of 4 bytes", ""]
+
+
+# ---- results
+
+
+@pytest.fixture
+def plain(recipe: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The recipe, of models whose tokenizers can be left out: those of `make_models` cannot be read."""
+    for file in tmp_path.glob("*/tokenizer.json"):
+        file.unlink()
+    return recipe
+
+
+def test_a_result_is_its_models_path_and_its_tensors_by_name(plain: dict[str, Any], tmp_path: Path) -> None:
+    merged = weightsmith.merge(plain, "out", progress=False, fsync=False)
+    with weightsmith.open_checkpoint(merged) as model, weightsmith.open_checkpoint("out") as same:
+        assert list(model) == list(merged) == list(merged.keys()) == list(same)
+        assert len(model) == len(merged) == 6
+        name = next(iter(merged))
+        assert name in merged
+        assert name in model
+        assert "nothing" not in merged
+        np.testing.assert_array_equal(merged[name], model[name])
+        np.testing.assert_array_equal(dict(model.items())[name], same.read(name))
+    assert os.fspath(merged) == str(merged.out) == str(tmp_path / "out")
+    assert weightsmith.diff(merged, "out", progress=False).total.changed == 0
+    assert weightsmith.plan(plain | {"models": [{"model": merged}, {"model": "b"}]}).models[0].ref == str(merged.out)
+    with pytest.raises(weightsmith.NotFound, match="no tensor 'lm_heat'"):
+        merged["lm_heat"]
+    with merged.open() as opened:
+        assert opened.specs == merged.specs
+
+
+def test_looking_at_names_reads_no_tensor(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = weightsmith.merge(recipe, "out", progress=False, fsync=False)
+    reads: list[str] = []
+    monkeypatch.setattr(weightsmith.Checkpoint, "read", lambda self, name, rows=None: reads.append(name))
+    assert [*merged, len(merged), bool(merged), "x" in merged][-1] is False
+    items = iter(merged.items())
+    assert reads == []
+    next(items)
+    assert reads == [next(iter(merged))]
+
+
+def test_results_have_a_short_repr_and_an_html_one(plain: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "<b>").symlink_to(tmp_path / "b")
+    plain["models"][1]["model"] = "./<b>"
+    silent: dict[str, Any] = {"progress": False}
+    results = {
+        f"<Merged {tmp_path / 'out'}: 6 tensors, 400 bytes in ": weightsmith.merge(plain, "out", fsync=False, **silent),
+        "<Inspection of ./<b>: ": weightsmith.inspect("./<b>"),
+        "<Difference of a and ./<b>: ": weightsmith.diff("a", "./<b>", **silent),
+        "<Comparison of a, ./<b> with base out: 6 tensors>": weightsmith.diff("a", "./<b>", base="out", **silent),
+        "<Preview of linear on ": weightsmith.preview(plain, **silent),
+    }
+    for start, result in results.items():
+        assert repr(result).startswith(start)
+        assert len(repr(result)) < 150 + len(str(tmp_path))
+        html = result._repr_html_()
+        assert "<table>" in html
+        assert "<b>:" not in html.replace("<p><b>", "")
+        assert len(html) < 20_000
+    assert "&lt;b&gt;" in results["<Inspection of ./<b>: "]._repr_html_()
+
+
+# ---- options
+
+
+def test_a_size_may_be_text(recipe: dict[str, Any]) -> None:
+    sharded = weightsmith.plan(recipe, max_shard_bytes="0.2kB")
+    assert sharded.hash == weightsmith.plan(recipe, max_shard_bytes=200).hash != weightsmith.plan(recipe).hash
+    with pytest.raises(PlanError, match="must be a size such as 800MB, 5GB or 2GiB, or a number of bytes, not 'many'"):
+        weightsmith.plan(recipe, max_shard_bytes="many")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("plan", ["out_dtype", "quantize", "bits"]),
+        ("merge", ["out_dtype", "threads", "max_memory_bytes", "push"]),
+        ("quantize", ["bits", "imatrix"]),
+        ("dequantize", ["max_shard_bytes"]),
+        ("extract_lora", ["max_rank", "energy"]),
+        ("transplant_tokenizer", ["approximation", "k"]),
+        ("run", ["threads"]),
+        ("preview", ["out_dtype"]),
+        ("evaluate", ["rows", "device"]),
+    ],
+)
+def test_help_lists_the_options_that_a_function_takes(name: str, options: list[str]) -> None:
+    text = getattr(weightsmith, name).__doc__
+    listed = re.findall(r"^    (\w+) +[A-Z]", text.partition("\nOptions:\n")[2], flags=re.MULTILINE)
+    assert set(options) <= set(listed)
+    assert len(set(listed)) == len(listed)
+    with pytest.raises(TypeError, match="has no option 'nonsense'"):
+        getattr(weightsmith, name)(
+            *["x"] * {"plan": 1, "preview": 1, "extract_lora": 3, "transplant_tokenizer": 3}.get(name, 2),
+            **{"text": "t"} if name == "evaluate" else {},
+            **({"format": "fp8-dynamic"} if name == "quantize" else {}),
+            nonsense=1,
+        )
+
+
+# ---- models in memory
+
+
+def test_modules_are_merged_as_their_state_dicts(recipe: dict[str, Any]) -> None:
+    a, b = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    merged = weightsmith.merge_state_dicts("linear", [a, b], weight=0.5)
+    expected = weightsmith.merge_state_dicts("linear", [a.state_dict(), b.state_dict()], weight=0.5)
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], expected[name]) for name in merged)
+    a.load_state_dict(weightsmith.merge_state_dicts("slerp", [a, b], base=a, t=1.0))
+    torch.testing.assert_close(a.weight, b.weight)

@@ -130,7 +130,7 @@ WRONG: Mapping[Any, tuple[Any, str]] = {
     tuple: ("name", "must be a list of strings, not 'name'"),
     Mapping: ("parameters.t", "must be a mapping such as {'parameters.t': 0.3}, or --set parameters.t=0.3, not 'parameters.t'"),
 }
-SIZE = "must be a number of bytes, or on the command line a size such as 800MB, 5GB or 2GiB, not 'many'"
+SIZE = "must be a size such as 800MB, 5GB or 2GiB, or a number of bytes, not 'many'"
 
 
 @CASES

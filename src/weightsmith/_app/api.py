@@ -16,6 +16,7 @@ from weightsmith._base.options import (
     RecipeOptions,
     RunOptions,
     TransplantSettings,
+    lists_options,
     read_options,
 )
 from weightsmith._base.options.keywords import ExtractKeywords, Keywords, PlanKeywords, RunKeywords, TransplantKeywords
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 _ALL = RecipeOptions, QuantizeSettings, RunOptions
 
 
+@lists_options("plan", RecipeOptions, QuantizeSettings)
 def plan(recipe: Source, **options: Unpack[PlanKeywords]) -> Plan:
     """Plan a recipe of `merge` or `moe`: every output tensor with its op, inputs and parameters.
 
-    Reads only headers and writes nothing. options: see `RecipeOptions` and `QuantizeSettings` in
-    `weightsmith._base.options`.
+    Reads only headers and writes nothing.
 
     Raises PlanError with all problems of the recipe and the models.
     """
@@ -49,6 +50,7 @@ def plan(recipe: Source, **options: Unpack[PlanKeywords]) -> Plan:
         return prepared.plan
 
 
+@lists_options("merge", *_ALL)
 def merge(
     recipe: Source,
     out: str | os.PathLike[str],
@@ -63,7 +65,6 @@ def merge(
     out         output folder, or an address: s3://, gs://, az://, hf://org/name[@branch]; created only when complete
     progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
-    options     see docs/cli.md: those of recipes (seed, out_dtype, …), of quantised formats, and of the run (threads, …)
 
     Raises PlanError for problems of recipe, models and options, and leaves nothing of this run on disk; StoreError for problems
     with the output, CheckpointError if an input changes or cannot be read, PushFailed if the finished output cannot be
@@ -76,6 +77,7 @@ def merge(
             return execute(prepared, out, running, watching, began=began)
 
 
+@lists_options("moe", *_ALL)
 def moe(
     recipe: Source,
     out: str | os.PathLike[str],
@@ -101,6 +103,7 @@ def moe(
             return execute(prepared, out, running, watching, began=began)
 
 
+@lists_options("quantize", *_ALL, besides=("format",))
 def quantize(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -113,8 +116,7 @@ def quantize(
     """Store a model in a quantised format, in a new folder.
 
     model    folder, hub id or `base+adapter`, as in a recipe; a quantised one is dequantised first
-    format   `fp8-dynamic`; `weightsmith._features.quantisation.formats.FORMATS` lists all
-    options  see `weightsmith._base.options`: the format's `QuantizeSettings`, out_dtype, max_shard_bytes, seed, and RunOptions
+    format   such as `fp8-dynamic` or `gguf-q4_k_m`; `weightsmith quantize --list` lists all
 
     Everything else is as for `merge`. Raises PlanError for an unknown format, a setting that the format does not read, and a
     model that it cannot store.
@@ -125,6 +127,7 @@ def quantize(
     return _copy("quantize", model, out, {"format": format, **options}, "quantising", progress, rechecking)
 
 
+@lists_options("dequantize", *_ALL, besides=("dtype",))
 def dequantize(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -163,6 +166,7 @@ def _copy(
             return execute(prepared, out, running, watching, began=began)
 
 
+@lists_options("extract_lora", ExtractSettings, RunOptions, besides=("dtype",))
 def extract_lora(
     finetuned: str | os.PathLike[str],
     base: str | os.PathLike[str],
@@ -177,7 +181,6 @@ def extract_lora(
 
     finetuned, base  folders or hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
     dtype            dtype of the factors: a string, a numpy dtype or a torch dtype; None: that of the fine-tune's weights
-    options          see `weightsmith._base.options`: `ExtractSettings` and `RunOptions`
 
     `Merged.reports["extraction"]` has the share of each matrix's change that the adapter keeps. Everything else is as for
     `merge`. Raises PlanError for models that do not belong together, and if nothing differs.
@@ -194,6 +197,7 @@ def extract_lora(
             return execute(prepared, out, running, watching, began=began)
 
 
+@lists_options("transplant_tokenizer", TransplantSettings, RunOptions)
 def transplant_tokenizer(
     model: str | os.PathLike[str],
     donor: str | os.PathLike[str],
@@ -207,7 +211,6 @@ def transplant_tokenizer(
 
     model    folder, hub id or `base+adapter`, stored in any format that weightsmith reads
     donor    the same; or, for approximations that do not need its embeddings, a folder with a tokenizer alone
-    options  see `weightsmith._base.options`: `TransplantSettings` and `RunOptions`
 
     Shared tokens keep the model's rows; the others are approximated. `Merged.reports["rows of missing tokens"]` describes the
     approximation and its error; without missing tokens there is no such report. Everything else is as for `merge`. Raises
@@ -225,6 +228,7 @@ def transplant_tokenizer(
             return execute(prepared, out, running, watching, began=began)
 
 
+@lists_options("run", RunOptions)
 def run(
     plan: Plan | str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,9 +30,9 @@ from weightsmith._plans import Plan
 
 def merge_state_dicts(
     method: str | OwnMethod,
-    models: Sequence[Mapping[str, Any]],
+    models: Sequence[Mapping[str, Any] | Module],
     *,
-    base: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | Module | None = None,
     out_dtype: DType | str | Any = None,
     threads: int | None = None,
     seed: int = 0,
@@ -42,8 +42,8 @@ def merge_state_dicts(
     """Merge models in memory. The result has the same bytes as a merge of the same tensors from files.
 
     method      as in a recipe, or your own method from `block_method` or `tensor_method`
-    models      state dicts: name → numpy array or torch tensor with any strides and device, all with the same names and
-                shapes; not modified
+    models      torch modules, or state dicts: name → numpy array or torch tensor with any strides and device, all with the
+                same names and shapes; not modified
     base        the model that the others were fine-tuned from, for methods with a base
     out_dtype   of the floating-point tensors: `"bfloat16"`, a numpy or torch dtype; default: the smallest that holds all inputs
     threads     default: all available processors; does not affect the result
@@ -65,7 +65,10 @@ def merge_state_dicts(
     {'w': array([2., 4.], dtype=float32)}
     """
     with nullcontext(get(method)) if isinstance(method, str) else at_hand(method) as found:
-        planned = plan_state_dicts(found, models, base, parameters, out_dtype, seed)
+        held: dict[int, Any] = {}  # a model that is given twice, as the base too, is one state dict
+        tensors: Any = [_state_dict(model, held) for model in models] if isinstance(models, list | tuple) else models
+        given = None if base is None else _state_dict(base, held)
+        planned = plan_state_dicts(found, tensors, given, parameters, out_dtype, seed)
         plan, first = planned.plan, planned.donor
         if any(found.requires(settings.shared) for settings in plan.settings):
             what, fix = f"{found.name} measures the models on a text", "write a recipe, with the text, and merge checkpoints"
@@ -86,6 +89,19 @@ def merge_state_dicts(
     for finding in (*plan.warnings, *differing, *copied(outcome.finished)):
         warnings.warn(str(finding), stacklevel=2)
     return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}
+
+
+class Module(Protocol):
+    """A torch module, as far as it matters here."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
+def _state_dict(model: Mapping[str, Any] | Module, held: dict[int, Any]) -> Any:
+    """The tensors of a module; anything else as it is. held: those found before, by the identity of their module."""
+    if isinstance(model, Mapping) or not callable(getattr(model, "state_dict", None)):
+        return model
+    return held.setdefault(id(model), model.state_dict())
 
 
 class _Output(DiscardedOutput):

@@ -7,19 +7,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith._base.options import RunOptions
+from weightsmith._base.pages.values import safe
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import duration, size
 from weightsmith._execution.distance import Moved, distance_by_layer
 from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
 from weightsmith._execution.output import check_options, check_output, models_read
 from weightsmith._methods.jobs.requires import named_device, usable_device
-from weightsmith._models.checkpoint import CARD_NAME
+from weightsmith._models.checkpoint import CARD_NAME, Checkpoint, open_checkpoint
+from weightsmith._models.named import NamedTensors
 from weightsmith._outputs.local.claim import CONTENT
 from weightsmith._outputs.places import open_output
 from weightsmith._planning.planner.loading import Check
@@ -29,6 +33,8 @@ from weightsmith.abc.output import Address, OutputSpec
 from weightsmith.abc.product import Report
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from weightsmith._engine.local import Outcome, Progress, Resources
     from weightsmith._engine.results import Results
     from weightsmith._outputs.staging import Staging
@@ -36,9 +42,13 @@ if TYPE_CHECKING:
     from weightsmith.abc.product import Arrays
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """The result of a run.
+@dataclass(frozen=True)
+class Merged(NamedTensors):
+    """The result of `merge` and of every other function that writes a model.
+
+    Use it in place of the model's path: `weightsmith.diff("base", merged)`. Use it like a read-only dict of tensors:
+    `merged["lm_head.weight"]`, `name in merged`, `for name in merged`, `len(merged)`. The output is opened when you first ask
+    for a name, and a tensor is read when you ask for it.
 
     out            the finished folder, or its address in a bucket or on the hub
     plan           the plan that was run
@@ -65,6 +75,45 @@ class Merged:
     url: str = ""
     stages: tuple[Path, ...] = ()
     fetched_bytes: int = 0
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.out)
+
+    def __repr__(self) -> str:
+        return f"<Merged {self.out}: {len(self.plan.steps):,} tensors, {size(self.nbytes)} in {duration(self.seconds)}>"
+
+    def _repr_html_(self) -> str:
+        moved = f"{self.distance[0].share:.3g} of its norm" if self.distance else ""
+        rows = [("output", str(self.out)), ("tensors", f"{len(self.plan.steps):,}"), ("size", size(self.nbytes))]
+        rows += [("time", duration(self.seconds)), ("distance from the base", moved), ("page", self.url)]
+        rows += [("warning", str(finding)) for finding in self.warnings]
+        cells = "".join(f"<tr><th>{safe(name)}</th><td>{safe(text)}</td></tr>" for name, text in rows if text)
+        return f"<table>{cells}</table>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the output."""
+        return sum(out.nbytes for step in self.plan.steps for out in step.outs)
+
+    def open(self) -> Checkpoint:
+        """The output as a checkpoint of its own, for a `with` statement.
+
+        Raises Unsupported for the result of `extract_lora`: an adapter is not a model.
+        """
+        return open_checkpoint(self)
+
+    @cached_property
+    def _opened(self) -> Checkpoint:
+        return self.open()
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Name → dtype and shape, in model order."""
+        return self._opened.specs
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """See `Checkpoint.read`. Raises CheckpointError if the output was replaced since it was opened."""
+        return self._opened.read(name, rows)
 
 
 class Evaluated(Report, Protocol):

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -24,6 +24,7 @@ from weightsmith._base.text import status
 from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
 from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith._models.formats import opening
+from weightsmith._models.named import NamedTensors
 from weightsmith._models.sources import Opened, Tensors
 from weightsmith.abc.stored import Wrapped
 from weightsmith.abc.tensors import read
@@ -83,8 +84,11 @@ class ModelFolder:
 
 
 @final
-class Checkpoint:
-    """A model: a source of tensors, and its other files. Created by `open_checkpoint`; a context manager.
+class Checkpoint(NamedTensors):
+    """A model: its tensors by name, and its other files. Created by `open_checkpoint`; a context manager.
+
+    Use it like a read-only dict: `model["lm_head.weight"]`, `name in model`, `for name in model`, `len(model)`. Opening reads
+    headers; a tensor is read when you ask for it.
 
     ref          as the user named it
     folder       contains config.json and the other files; a temporary one if they are made from the weight files (GGUF)
@@ -97,7 +101,7 @@ class Checkpoint:
     metadata     the weight files' metadata (`__metadata__` of safetensors), without keys on which files disagree
     quantised    the quantisation of the weights, None if not quantised
     decoded      the quantisation of stored weights that the source decodes; "" if there is none
-    repositories hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
+    repositories  hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
     notes        warnings about the model
     alone        a single file, opened without its folder
     plan         of a merge whose result it is, if the tensors are computed when they are read
@@ -250,7 +254,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    ref: str | Path,
+    ref: str | os.PathLike[str],
     *,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
@@ -268,7 +272,8 @@ def open_checkpoint(
     whose config.json and tokenizer are made from the file. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, bitsandbytes,
     EXL3 and MLX weights are dequantised to float32; others are returned as stored.
 
-    A local path takes precedence over a hub id of the same name; a Path is never a hub id. A single file is opened without
+    The result of `merge` and other functions is opened where it was written. A local path takes precedence over a hub id of the
+    same name; a Path is never a hub id. A single file is opened without
     the config.json next to it: open the folder to get both. Hub models are downloaded to huggingface_hub's cache
     (`cache_dir`, else HF_HOME) unless cached.
 
@@ -336,13 +341,13 @@ def open_place(
     return open_folder(replace(place, path=parent), last), last
 
 
-def locate(ref: str | Path, revision: str | None = None) -> Path | HubModel | Address:
+def locate(ref: str | os.PathLike[str], revision: str | None = None) -> Path | HubModel | Address:
     """The local path of a name, else the hub model, or the address, that it names.
 
     Raises NotFound for a name that is neither, ParameterError for a revision of a local path and for two revisions.
     """
-    name = os.fspath(ref)
-    if isinstance(ref, str) and is_address(name):
+    name, is_path = os.fspath(ref), isinstance(ref, PurePath)
+    if not is_path and is_address(name):
         plain, _, in_name = name.partition("@")
         address = parse_address(plain if name.lower().startswith("hf://") else name)
         if address.scheme == HUB:
@@ -356,7 +361,7 @@ def locate(ref: str | Path, revision: str | None = None) -> Path | HubModel | Ad
             what = f"revision {show(revision)} for a local path, which has no revisions"
             raise ParameterError(what, where=name, fix="leave the revision out")
         return path
-    match = _HUB_ID.fullmatch(name) if isinstance(ref, str) and not name.lower().endswith(_FILE_SUFFIXES) else None
+    match = _HUB_ID.fullmatch(name) if not is_path and not name.lower().endswith(_FILE_SUFFIXES) else None
     if match is None:
         raise _not_found(name, path)
     return _hub_model(name, match[1], match[2] or "", revision, streams=False)

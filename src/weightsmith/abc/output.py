@@ -177,7 +177,9 @@ class Verified:
 
 
 class Address(Protocol):
-    """An output that is no local folder. `str` gives its address."""
+    """An output that is no local folder. `str` and `os.fspath` give its address."""
+
+    def __fspath__(self) -> str: ...
 
     @property
     def name(self) -> str:

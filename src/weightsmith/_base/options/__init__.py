@@ -3,10 +3,12 @@
     records.py   the options, in six records
     option.py    one option: flags, keyword, help text, and the check that command line and Python share
     keywords.py  the records as TypedDicts for type checkers, written by scripts/docs.py
+    docstrings.py   the options of a function in its docstring
 
 A new option is one field. The command line's flags, the functions' keywords, the help and docs/cli.md have it then.
 """
 
+from weightsmith._base.options.docstrings import lists_options as lists_options
 from weightsmith._base.options.option import Option as Option
 from weightsmith._base.options.option import assignment as assignment
 from weightsmith._base.options.option import find_option as find_option

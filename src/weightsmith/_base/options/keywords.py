@@ -11,7 +11,7 @@ class RecipeKeywords(TypedDict, total=False):
     """`RecipeOptions`."""
 
     out_dtype: Any
-    max_shard_bytes: int | None
+    max_shard_bytes: int | str | None
     seed: int
     lenient: bool
     allow_code: bool
@@ -27,7 +27,7 @@ class QuantizeKeywords(TypedDict, total=False):
     """`QuantizeSettings`."""
 
     bits: float | None
-    size_bytes: int | None
+    size_bytes: int | str | None
     head_bits: int | None
     calibration: str | os.PathLike[str] | None
     calibration_rows: int | None
@@ -45,7 +45,7 @@ class RunKeywords(TypedDict, total=False):
     """`RunOptions`."""
 
     threads: int | None
-    max_memory_bytes: int | None
+    max_memory_bytes: int | str | None
     overwrite: bool
     resume: bool
     fsync: bool
@@ -55,7 +55,7 @@ class RunKeywords(TypedDict, total=False):
     device: str
     keep_stages: bool
     stream: bool
-    max_spool_bytes: int
+    max_spool_bytes: int | str
     evaluate: str | os.PathLike[str] | None
     push: str | None
     public: bool
@@ -96,7 +96,7 @@ class TransplantKeywords(RunKeywords, total=False):
     new_vocab_noise: float | None
     new_vocab_scale: float | None
     seed: int
-    max_shard_bytes: int | None
+    max_shard_bytes: int | str | None
     report_text: str | os.PathLike[str] | None
 
 

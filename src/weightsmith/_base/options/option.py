@@ -209,6 +209,10 @@ def _whole(value: Any) -> int:
     return int(_instance(Integral)(value))
 
 
+def _size(value: Any) -> int:
+    return parse_size(value) if isinstance(value, str) else _whole(value)
+
+
 def _number(value: Any) -> float:
     _instance(Real)(value)
     if not math.isfinite(value):
@@ -243,7 +247,7 @@ class _Kind(NamedTuple):
 _KINDS: Mapping[Any, _Kind] = {
     bool: _Kind("True or False", _instance(bool), _instance(bool)),
     int: _Kind("a whole number", _whole, int),
-    "bytes": _Kind("a number of bytes, or on the command line a size such as 800MB, 5GB or 2GiB", _whole, parse_size),
+    "bytes": _Kind("a size such as 800MB, 5GB or 2GiB, or a number of bytes", _size, parse_size),
     float: _Kind("a number", _number, lambda text: _number(float(text))),
     str: _Kind("a string", _instance(str), str),
     DType: _Kind(f"one of {', '.join(DTYPE_NAMES)}", _torch_name, str),

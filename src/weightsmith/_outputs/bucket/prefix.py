@@ -66,6 +66,9 @@ class Prefix:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
+    def __fspath__(self) -> str:
+        return str(self)
+
 
 def parse_prefix(text: str, *, folder: bool = False) -> Prefix:
     """The prefix that an address names. folder: it may be a whole bucket.

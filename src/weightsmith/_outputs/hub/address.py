@@ -67,6 +67,9 @@ class HubAddress:
     def __str__(self) -> str:
         return SCHEME + self.spec
 
+    def __fspath__(self) -> str:
+        return str(self)
+
 
 def is_hub_address(out: object) -> bool:
     """True for an address on the Hub."""

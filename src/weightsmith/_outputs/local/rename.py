@@ -14,6 +14,7 @@ from weightsmith.abc.output import Capabilities
 if TYPE_CHECKING:
     from weightsmith._outputs.journal import Entries, Journal
     from weightsmith._outputs.local.backend import FolderBackend
+    from weightsmith.abc.output import Address
 
 CAPABILITIES = Capabilities(in_order=False, copies=False, publication="rename", parts=True, shared_locks=True)
 
@@ -35,7 +36,7 @@ class Rename:
     def connect(self, backend: FolderBackend) -> None:
         """Nothing else is needed."""
 
-    def publish(self, backend: FolderBackend, journal: Journal, *, fsync: bool) -> Path:
+    def publish(self, backend: FolderBackend, journal: Journal, *, fsync: bool) -> Path | Address:
         """Rename the content. With `overwrite`, it changes places with the checkpoint there, which is then removed."""
         area = backend.area
         if fsync:

@@ -271,7 +271,7 @@ def _views(label: str, model: object, problems: list[WeightsmithError]) -> dict[
     """The views of a model's tensors."""
     if not isinstance(model, Mapping):
         what = f"this is a {type(model).__qualname__}, not a mapping of names to tensors"
-        fix = "give its state_dict()" if hasattr(model, "state_dict") else ""
+        fix = "pass a torch module or its state_dict()"
         problems.append(Unsupported(what, where=label, fix=fix))
         return {}
     views: dict[str, View] = {}

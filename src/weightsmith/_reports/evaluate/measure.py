@@ -16,7 +16,7 @@ from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
 from weightsmith._activations.scoring import Known, Scored, scored
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
-from weightsmith._base.options import EvaluateSettings, RunOptions, assignment, option_error, read_options
+from weightsmith._base.options import EvaluateSettings, RunOptions, assignment, lists_options, option_error, read_options
 from weightsmith._base.options.keywords import EvaluateKeywords
 from weightsmith._base.text import count
 from weightsmith._engine.local import Progress
@@ -31,6 +31,7 @@ from weightsmith._reports.look.surveys import Watching
 from weightsmith.abc.product import Arrays
 
 
+@lists_options("evaluate", EvaluateSettings, RunOptions, besides=("text",))
 def evaluate(
     *models: Named,
     text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -45,7 +46,6 @@ def evaluate(
     text       a .txt, .jsonl or .parquet file, or several; `built-in`. In a .jsonl file with `messages`, the answers are scored
     reference  a model to compare the predictions with: KL divergence and agreement. It need not be one of `models`
     progress   called about ten times per second; True: a bar in terminals and notebooks, False: none
-    options    see `weightsmith._base.options`: `EvaluateSettings` and `RunOptions`
 
     Weights are used as stored, activations are float32, and the numbers do not depend on the number of threads. The reference,
     or else the first model, is the baseline of differences. An interrupted evaluation resumes with the same call.

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.pages import Shown
 from weightsmith._base.text import count
 from weightsmith._reports.look.models import json_values
 
@@ -157,8 +158,8 @@ def _mean(means: Sequence[Mean]) -> Mean:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Models on texts. `weightsmith.evaluate` makes it.
+class Evaluation(Shown):
+    """The scores of models on texts. Returned by `weightsmith.evaluate`.
 
     models     as they were given; the first is the baseline
     texts      as they were given
@@ -177,6 +178,13 @@ class Evaluation:
     row_tokens: int
     notes: tuple[str, ...]
     layers: tuple[tuple[float, ...] | None, ...] = ()
+
+    page_function: ClassVar[str] = "_reports.evaluate.pages:evaluation_page"
+
+    def __repr__(self) -> str:
+        """Short: a dataclass's own would list every score."""
+        scores = (f"{name} {perplexity(total.perplexity)}" for name, total in zip(self.models, self.totals, strict=True))
+        return f"<Evaluation on {', '.join(self.texts)}: perplexity {', '.join(scores)}>"
 
     @cached_property
     def totals(self) -> tuple[Score, ...]:

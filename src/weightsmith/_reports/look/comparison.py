@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.pages import Shown
 from weightsmith._base.text import count
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES, gram
@@ -243,8 +244,8 @@ class _Sums:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The task vectors of several models, side by side. `weightsmith.diff` with a base makes it.
+class Comparison(Shown):
+    """The task vectors of several models, side by side. Returned by `weightsmith.diff` with a base.
 
     base, names  as they were given
     tensors      of each tensor that all have
@@ -261,6 +262,12 @@ class Comparison:
     total: Alignment
     missing: tuple[str, ...]
     chosen: tuple[str, ...] = ()
+
+    page_function: ClassVar[str] = "_reports.look.pages:comparison_page"
+
+    def __repr__(self) -> str:
+        """Short: a dataclass's own would list every tensor."""
+        return f"<Comparison of {', '.join(self.names)} with base {self.base}: {len(self.tensors):,} tensors>"
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:

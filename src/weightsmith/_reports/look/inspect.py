@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
+from weightsmith._base.pages import Shown
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES
@@ -183,8 +184,8 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True)
-class Inspection:
-    """What a model is. `weightsmith.inspect` makes it.
+class Inspection(Shown):
+    """A model's architecture, size, dtypes and files. Returned by `weightsmith.inspect`.
 
     name         as it was given
     architecture of config.json; "" if it names none
@@ -224,6 +225,14 @@ class Inspection:
     lineage: tuple[str, ...]
     notes: tuple[str, ...]
     statistics: tuple[TensorStatistics, ...] | None
+
+    page_function: ClassVar[str] = "_reports.look.pages:inspection_page"
+
+    def __repr__(self) -> str:
+        """Short: a dataclass's own would list every tensor."""
+        kind = f"{self.architecture}, " if self.architecture else ""
+        dtypes = ", ".join(amount.name for amount in self.dtypes)
+        return f"<Inspection of {self.name}: {kind}{self.elements:,} parameters in {len(self.tensors):,} tensors, {dtypes}>"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

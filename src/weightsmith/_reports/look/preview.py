@@ -10,14 +10,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding, Unsupported
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, read_options
+from weightsmith._base.options import QuantizeSettings, RecipeOptions, lists_options, read_options
 from weightsmith._base.options.keywords import PlanKeywords
+from weightsmith._base.pages import Shown
+from weightsmith._base.pages.values import finite_or_mark, written
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import Resources, open_merge
 from weightsmith._execution.distance import share_of
@@ -96,8 +98,8 @@ class GroupPreview:
 
 
 @dataclass(frozen=True)
-class Preview:
-    """What a merge will do. `weightsmith.preview` makes it.
+class Preview(Shown):
+    """The estimated effect of a merge. Returned by `weightsmith.preview`.
 
     method   of the merge
     base     the model that deltas are from: the recipe's base, or its first model if it has none
@@ -122,6 +124,13 @@ class Preview:
     left_out: tuple[str, ...]
     stops: tuple[str, ...]
     plan: Plan
+
+    page_function: ClassVar[str] = "_reports.look.pages:preview_page"
+
+    def __repr__(self) -> str:
+        """Short: a dataclass's own would list every layer."""
+        share = written(finite_or_mark(self.total.share), "share")
+        return f"<Preview of {self.method} on {', '.join(self.names)}: {share} from {self.base}, {len(self.warnings)} warnings>"
 
     @cached_property
     def warnings(self) -> tuple[Finding, ...]:
@@ -150,6 +159,7 @@ def _group_json(group: GroupPreview) -> dict[str, Any]:
     return asdict(group) | {"share": group.share}
 
 
+@lists_options("preview", RecipeOptions)
 def preview(
     recipe: Source,
     *,
@@ -166,7 +176,6 @@ def preview(
     threads   default: all available processors; does not affect the result
     stream    read weights of hub models that are not cached where they are, instead of downloading them
     progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
-    options   see `RecipeOptions` in `weightsmith._base.options`; the preview is of the weights before they are quantised
 
     Nothing is written. What the method knows of a whole matrix (thresholds, norms, singular vectors), a sample takes from its
     own rows. Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters.

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import median_low
-from typing import Any
+from typing import Any, ClassVar
 
-from weightsmith._base.pages import Mark
+from weightsmith._base.pages import Mark, Shown
+from weightsmith._base.pages.values import finite_or_mark, written
 from weightsmith._execution.distance import share_of
 from weightsmith._reports.look.files import FileDifference
 from weightsmith._reports.look.models import Place, by_layer_and_part, json_values
@@ -155,8 +156,8 @@ class MovedRow:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """What B differs in from A. `weightsmith.diff` makes it.
+class Difference(Shown):
+    """The differences between models A and B. Returned by `weightsmith.diff`.
 
     names       of A and B, as they were given
     files       config, tokenizer, chat template
@@ -181,6 +182,15 @@ class Difference:
     merged_of: tuple[str, ...] | None
     chosen: tuple[str, ...] = ()
     reading: tuple[str, ...] = ()
+
+    page_function: ClassVar[str] = "_reports.look.pages:difference_page"
+
+    def __repr__(self) -> str:
+        """Short: a dataclass's own would list every tensor."""
+        changed = sum(1 for tensor in self.tensors if tensor.changed)
+        share = written(finite_or_mark(self.total.share), "share")
+        names = " and ".join(self.names)
+        return f"<Difference of {names}: {changed:,} of {len(self.tensors):,} tensors changed, {share} of the norm>"
 
     @cached_property
     def layers(self) -> tuple[GroupDifference, ...]:

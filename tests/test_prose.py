@@ -1,0 +1,95 @@
+"""The English of pages, help texts, messages and docstrings: scripts/prose.py finds what it should, and no file gets worse."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prose_script", ROOT / "scripts" / "prose.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def found(text: str) -> list[str]:
+    return [each.found.strip() for each in script().problems(script().Text("a.md", 1, text))]
+
+
+def test_no_file_has_more_problems_than_it_had() -> None:
+    wrong = script().over(script().found(), script().read_known())
+    assert [str(each) for each in wrong] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("Of a merge of adapters: the largest rank of the result.", "Of a merge of adapters:"),
+        ("Show what model B differs in from model A.", "what model B differs in"),
+        ("and in words what that probably means", "what that probably means"),
+        ("5GB if not given.", "if not given"),
+        ("Put a value into the recipe; may be given several times.", "may be given several times"),
+        ("Bound of memory, bound of one weight file.", "bound of"),
+        ("nothing is stored but a bounded spool", "spool"),
+        ("Only the bytes that the command needs travel.", "travel"),
+        ("First, the storage ends it.", "ends it"),
+        ("Other flags are answered.", "are answered"),
+        ("Last come the rows that moved most.", "Last come"),
+        ("It does so, but for the random masks.", "but for"),
+        ("has learned its examples by heart", "by heart"),
+        ("Models elsewhere", "Models elsewhere"),
+        ("A reading is an inference from numbers.", "A reading"),
+        ("Models on the hub are downloaded.", "the hub"),
+        ("A folder or a hub id.", "hub id"),
+        ("The tokeniser of the model.", "tokeniser"),
+    ],
+)
+def test_a_phrase_that_reads_as_translated_is_found(text: str, phrase: str) -> None:
+    assert phrase.lower() in [each.lower() for each in found(text)]
+
+
+def test_a_long_sentence_is_found_and_two_short_ones_are_not() -> None:
+    words = "word " * 20
+    assert len(found(f"{words}and {words}end.")) == 1
+    assert found(f"{words}end. And {words}end.") == []
+
+
+def test_code_and_addresses_are_not_read() -> None:
+    assert found("Use `--max-spool`, and [the page](what-travels.md).") == []
+    assert found("`if not given` is a phrase.") == []
+
+
+def test_a_page_is_read_by_paragraph_entry_and_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script(), "ROOT", tmp_path)
+    page = tmp_path / "a.md"
+    page.write_text("# Title\n\nTwo\nlines.\n\n* One\n  entry.\n* Two.\n\n| a | b |\n\n```text\nif not given\n```\n")
+    texts = [(each.line, each.text) for each in script().page_texts(page)]
+    assert texts == [(1, "Title"), (3, "Two lines."), (6, "One entry."), (8, "Two."), (10, "a"), (10, "b")]
+
+
+def test_messages_help_texts_and_public_docstrings_are_read() -> None:
+    texts = list(script().source_texts())
+    places = {each.place for each in texts}
+    assert "src/weightsmith/_base/options/records.py" in places
+    assert any(each.text == "Number of threads" for each in texts), "a help text"
+    assert any("no such folder or file" in each.text for each in texts), "a message"
+    assert any(each.text.startswith("Merge checkpoints into a new folder") for each in texts), "a docstring"
+
+
+def test_what_is_known_may_only_fall() -> None:
+    two = [*script().problems(script().Text("a.md", 1, "if not given, nothing but"))]
+    assert script().over(two, {"a.md": 2}) == []
+    assert script().over(two, {"a.md": 1}) == two
+    assert script().over(two, {}) == two
