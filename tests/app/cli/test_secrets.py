@@ -56,6 +56,7 @@ SUCCEEDING: dict[str, list[list[str]]] = {
     "schema": [[]],
     "clean": [[]],
     "doctor": [[]],
+    "help": [["merge"]],
     "studio": [[]],
 }
 

@@ -82,9 +82,9 @@ def failures(
             raise typer.Exit(Exit.PROBLEMS) from None
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         diagnostic(f"error[internal]: {legible(what, MAX_MESSAGE)}", RED)
-        if not os.environ.get(DEBUG):
+        if not _debugging():
             note(
-                f"  -> Report it to weightsmith with the recipe and the output of the same command with {DEBUG}=1, "
+                "  -> Report it to weightsmith with the recipe and the output of the same command with --verbose, "
                 "unless the machine (memory, disk) is at fault."
             )
         if as_json:
@@ -118,6 +118,19 @@ _written: list[str] = []
 def forget_written() -> None:
     """A command begins."""
     _written.clear()
+    _tracebacks.clear()
+
+
+_tracebacks: list[bool] = []
+
+
+def show_tracebacks() -> None:
+    """Show the traceback of an error of this command, as WEIGHTSMITH_DEBUG=1 does."""
+    _tracebacks.append(True)
+
+
+def _debugging() -> bool:
+    return bool(_tracebacks or os.environ.get(DEBUG))
 
 
 def tell_lost(error: ResultLost) -> Exit:
@@ -146,6 +159,6 @@ def _environment() -> ParameterError | None:
 
 
 def _debug() -> None:
-    if os.environ.get(DEBUG):
+    if _debugging():
         lines = traceback.format_exc().rstrip().split("\n")
         note("\n".join(f"| {printable(line)}" for line in lines))  # what an error says may have lines that look like ours

@@ -24,6 +24,10 @@ def merge(
     """Merge checkpoints into OUT as RECIPE describes.
 
     OUT is created only when complete. If interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith merge ties.yml merged
+        weightsmith merge ties.yml merged-q4 --quantize gguf-q4_k_m --threads 8
     """
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)

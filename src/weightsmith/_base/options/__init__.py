@@ -7,6 +7,7 @@
 A new option is one field. The command line's flags, the functions' keywords, the help and docs/cli.md have it then.
 """
 
+from weightsmith._base.options.option import GROUPS as GROUPS
 from weightsmith._base.options.option import Option as Option
 from weightsmith._base.options.option import assignment as assignment
 from weightsmith._base.options.option import find_option as find_option
