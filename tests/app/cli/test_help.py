@@ -116,6 +116,19 @@ def test_the_help_is_as_in_the_snapshots() -> None:
     assert snapshots.stale(snapshots.help_pages(), "help-*/*.txt") == [], "run python -m tests.app.cli.snapshots --write"
 
 
+def test_what_mistakes_are_told_is_as_in_the_snapshots() -> None:
+    assert snapshots.stale(snapshots.mistakes(), "mistakes/*.txt") == [], "run python -m tests.app.cli.snapshots --write"
+
+
+@pytest.mark.parametrize("name", snapshots.MISTAKES)
+def test_a_mistake_is_one_error_that_says_the_next_step(name: str) -> None:
+    said = (snapshots.FOLDER / f"mistakes/{name}.txt").read_text()
+    assert said.count("error[") == 1
+    assert re.search(r"\n  -> [A-Z].*\.\n", said) or "must be" in said or "did you mean" in said
+    assert re.search(r"--- exit code [1235]\n$", said)
+    assert not re.search(r"Traceback|more like it|/tmp/", said)
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_no_line_of_help_is_wider_than_the_terminal(columns: int) -> None:
     pages = {name: text for name, text in snapshots.help_pages().items() if name.startswith(f"help-{columns}/")}
@@ -128,7 +141,7 @@ def test_help_is_a_command_too(cli: Cli) -> None:
     assert cli("help").out == cli("--help").out
     ran = cli("help", "mrege")
     assert (ran.code, ran.out) == (2, "")
-    assert "there is no command 'mrege' (did you mean 'merge'?)." in ran.err
+    assert "there is no command 'mrege' (did you mean 'merge'?)" in ran.err
 
 
 def test_the_short_flags_for_version_and_traceback(cli: Cli, tmp_path: Path) -> None:

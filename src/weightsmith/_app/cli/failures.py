@@ -14,6 +14,7 @@ import typer
 from weightsmith._app.cli.exits import Exit
 from weightsmith._base.errors import (
     MAX_MESSAGE,
+    NOTHING_WRITTEN,
     CheckpointError,
     Corrupt,
     Finding,
@@ -40,6 +41,7 @@ def failures(
     usage: bool = False,
     merging: bool = False,
     checking: bool = False,
+    writes: bool = True,
     as_json: bool = False,
     interrupted: Callable[[], str] = lambda: "Interrupted.",
 ) -> Iterator[None]:
@@ -48,6 +50,7 @@ def failures(
     usage        the block reads the command line
     merging      tensor data is being read: a failing input is not a problem of the recipe
     checking     the block looks at a finished output: that there is none is a problem of the output
+    writes       the command makes something: an error says whether it was written
     as_json      print the errors as one JSON object too, to stdout
     interrupted  what to say after Ctrl-C
     """
@@ -67,6 +70,8 @@ def failures(
         raise typer.Exit(Exit.INTERRUPTED) from None
     except WeightsmithError as error:
         _debug()
+        if not writes and error.state == NOTHING_WRITTEN:
+            error.state = ""
         diagnostic(report(error), RED)
         code = Exit.USAGE if usage else exit_code(error, merging=merging, checking=checking)
         if as_json:

@@ -7,6 +7,7 @@ A docstring is a summary, paragraphs, and after `Examples:` one command line eac
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from weightsmith._base.errors import Finding, nearest
 from weightsmith._base.options import GROUPS
 
 MAX_WIDTH = 100
@@ -103,12 +105,50 @@ def terminal_width() -> int:
     return max(40, min(MAX_WIDTH, shutil.get_terminal_size().columns))
 
 
+def is_overview(error: Any) -> bool:
+    """Whether an error of typer is the help, which it shows where no command is named."""
+    return type(error).__name__ == "NoArgsIsHelpError"
+
+
+def misuse(error: Any) -> Finding:
+    """What is wrong with a command line, from an error of typer: in our words, with the usage and the next step."""
+    context = error.ctx
+    name = context.command_path if context else "weightsmith"
+    parameter = getattr(error, "param", None)
+    what = error.format_message().rstrip(".")
+    options = getattr(error, "option_name", "")
+    details: tuple[str, ...] = ()
+    fix = f"run {name} --help"
+    if type(error).__name__ == "MissingParameter" and parameter is not None:
+        named = _argument(parameter) if parameter.param_type_name == "argument" else _names(parameter)
+        what, fix = f"{named} is missing", f"{fix}, which has examples"
+    elif options and hasattr(error, "possibilities"):
+        known = [flag for each in context.command.params for flag in (*each.opts, *each.secondary_opts)]
+        what = f"no such option: {options}{nearest(options, known)}"
+    elif (found := re.fullmatch(r"No such command '(.*?)'.*", what)) is not None:
+        what = f"no such command: {found[1]}{nearest(found[1], context.command.commands)}"
+    elif (found := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", what)) is not None:
+        what = f"too many arguments: {found[1]}"
+    elif (found := re.match(r"Invalid value(?: for ([^:]*))?: (.*)", what)) is not None:
+        what = f"{found[1].strip(QUOTES)}: {found[2]}" if found[1] else found[2]
+    if context is not None and hasattr(context.command, "usage_line"):
+        details = (context.command.usage_line(name),)
+    return Finding(what, details=details, fix=fix)
+
+
+QUOTES = "'\""
+
+
 class Command(TyperCommand):
     """A command with our help page."""
 
     def get_help(self, ctx: Any) -> str:
         """Typer's hook for `--help`."""
         return page_of(self, ctx.command_path).lines(terminal_width())
+
+    def usage_line(self, name: str) -> str:
+        """Its usage, for messages."""
+        return f"usage: {name} {page_of(self, name).usage}"
 
 
 class Group(TyperGroup):

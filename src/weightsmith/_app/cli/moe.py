@@ -44,6 +44,7 @@ def moe(
         weightsmith moe experts.yml --routing
     """
     options.check_out(out, plan=plan_only, routing=routing_only)
+    options.check_order(recipe, out)
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
         from weightsmith._features.mixture.build import assemble_moe

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from weightsmith._app.cli.failures import failures, show_tracebacks
-from weightsmith._base.errors import SyntaxProblem
+from weightsmith._base.errors import SyntaxProblem, printable
 from weightsmith._base.options import Option, find_option, option_records, options_of, read_options
 
 _OUT = "Folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]"
@@ -20,7 +20,7 @@ _OUT = "Folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BR
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file; - for standard input.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, Hub id or base+adapter.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}.")]
-OutOrPlan = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}; not with --plan.", show_default=False)]
+OutOrPlan = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}; ignored with --plan.", show_default=False)]
 PlanOnly = Annotated[bool, typer.Option("--plan", help="Show the plan; compute and write nothing.")]
 Quiet = Annotated[
     bool,
@@ -55,11 +55,16 @@ def recipe_source(recipe: str) -> str:
 
 
 def check_out(out: str, **unwritten: bool) -> None:
-    """Raise BadParameter unless there is either an output, or one of the flags that write none."""
-    given = [f"--{flag}" for flag, is_given in unwritten.items() if is_given]
-    if bool(out) == bool(given):
-        what = f"with {given[0]} nothing is written." if out else "name the folder to create."
-        raise typer.BadParameter(what, param_hint="OUT")
+    """Raise BadParameter unless there is an output, or one of the flags that write none: these ignore OUT, as `plan` does."""
+    if not out and not any(unwritten.values()):
+        raise typer.BadParameter("name the folder to create.", param_hint="OUT")
+
+
+def check_order(recipe: str, out: str) -> None:
+    """Raise BadParameter if the recipe stands where OUT does, and no recipe in its place."""
+    if out.endswith((".yml", ".yaml")) and Path(out).is_file() and recipe != "-" and not Path(recipe).is_file():
+        what = f"{printable(out)} is a recipe, and {printable(recipe)} is none: RECIPE comes first, then OUT."
+        raise typer.BadParameter(what)
 
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:

@@ -216,11 +216,13 @@ class RunOptions:
     )
     fsync: bool = option(True, "--fsync/--no-fsync", "Flush the data to disk before OUT is created", group="Advanced")
     card: bool = option(True, "--card/--no-card", "Write README.md, a model card")
-    report: bool = option(
-        False,
-        "--report",
-        "Write OUT/report.html: models, method and distances by layer and part",
-        more="See [reports](look.md#reports).",
+    report: str | None = option(
+        None,
+        "--report FILE",
+        "Also write the result to one HTML file, readable offline",
+        path=True,
+        more="Models, method, and distances by layer and part. `OUT/report.html` becomes part of the checkpoint, with "
+        "pictures in its model card. See [reports](look.md#reports).",
     )
     allow_nonfinite: bool = option(
         False,
