@@ -192,16 +192,16 @@ def _flags(command: Any, options: Mapping[str, Option]) -> list[tuple[str, str, 
     """Flags, keyword and meaning of each option of a command."""
     rows = []
     for parameter in command.params:
-        if parameter.param_type_name != "option" or parameter.name == "help":
+        if parameter.param_type_name != "option" or parameter.name in ("help", "verbose"):
             continue
         found = options.get(parameter.name)
         names = [f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts)]
         if parameter.metavar:
             names[-1] = f"{names[-1][:-1]} {parameter.metavar}`"
-        text, default = parameter.help, parameter.default if parameter.show_default else None
+        text, default = parameter.help.partition(" [default: ")[0], parameter.default if parameter.show_default else None
         if found is not None:
             text = " ".join(filter(None, [found.sentence(lambda name: f"`{find_option(name).flag()}`"), found.more]))
-            default = found.default_text() or default
+            default = parameter.default if found.type is bool and found.default is not None else found.default_text()
         if isinstance(default, bool):
             chosen = (parameter.opts if default else parameter.secondary_opts)[-1:]
             default = f"`{chosen[0]}`" if chosen and parameter.secondary_opts else ""

@@ -48,11 +48,8 @@ def test_problems_of_one_cause_are_one_with_a_count_and_the_first_places() -> No
     alike = [NotFound("no such folder", where=f"r.yml:{i}:3: ./{i}", fix="write another") for i in range(1, 8)]
     other = NotFound("no such folder", where="r.yml:9:1", fix="write a third")
     assert str(PlanError([*alike, other])) == (
-        "error[not-found]: r.yml:1:3: ./1: no such folder; and 6 more like it\n"
-        "  r.yml:2:3: ./2\n"
-        "  r.yml:3:3: ./3\n"
-        "  r.yml:4:3: ./4\n"
-        "  and 3 more\n"
+        "error[not-found]: r.yml:1:3: ./1: no such folder\n"
+        "  also at r.yml:2:3: ./2, r.yml:3:3: ./3, r.yml:4:3: ./4, 3 more\n"
         "  -> Write another.\n"
         "error[not-found]: r.yml:9:1: no such folder\n"
         "  -> Write a third.\n"

@@ -51,7 +51,7 @@ def data_of(page: str) -> dict[str, object]:
 
 def test_a_report_has_the_distances_of_the_manifest_and_belongs_to_the_output(here: Path) -> None:
     weightsmith.merge("ties.yml", "plain", fsync=False)
-    merged = weightsmith.merge("ties.yml", "out", report=True, fsync=False)
+    merged = weightsmith.merge("ties.yml", "out", report="out/report.html", fsync=False)
     page = (here / "out" / PAGE_NAME).read_text()
     manifest = json.loads((here / "out/weightsmith.json").read_text())
     assert data_of(page)["distance"] == manifest["distance_from_base"]
@@ -69,14 +69,14 @@ def test_a_report_has_the_distances_of_the_manifest_and_belongs_to_the_output(he
 
 
 def test_a_report_without_a_base_has_no_pictures(here: Path) -> None:
-    weightsmith.merge("linear.yml", "out", report=True, fsync=False)
+    weightsmith.merge("linear.yml", "out", report="out/report.html", fsync=False)
     assert "Distance from the base" not in (here / "out" / PAGE_NAME).read_text()
     assert PICTURES.isdisjoint(f.name for f in (here / "out").iterdir())
     assert PAGE_NAME not in (here / "out/README.md").read_text()
 
 
 def test_a_report_is_the_same_for_any_threads_and_in_a_resumed_run(here: Path) -> None:
-    weightsmith.merge("ties.yml", "whole/out", report=True, threads=1, fsync=False)
+    weightsmith.merge("ties.yml", "whole/out", report="whole/out/report.html", threads=1, fsync=False)
 
     def stop(now: weightsmith.Progress) -> None:
         if now.tensors:
@@ -84,14 +84,41 @@ def test_a_report_is_the_same_for_any_threads_and_in_a_resumed_run(here: Path) -
 
     with pytest.raises(KeyboardInterrupt):
         weightsmith.merge("ties.yml", "again/out", progress=stop, fsync=False)
-    merged = weightsmith.merge("ties.yml", "again/out", report=True, threads=2, fsync=False)
+    merged = weightsmith.merge("ties.yml", "again/out", report="again/out/report.html", threads=2, fsync=False)
     assert merged.resumed
     for name in (PAGE_NAME, *PICTURES):
         assert (here / "again/out" / name).read_bytes() == (here / "whole/out" / name).read_bytes()
 
 
+def test_a_report_outside_of_the_output_is_the_same_page_and_no_part_of_it(here: Path) -> None:
+    weightsmith.merge("ties.yml", "one/out", report="one/out/report.html", fsync=False)
+    weightsmith.merge("ties.yml", "two/out", report=Path("pages/new/page.html"), fsync=False)
+    assert (here / "pages/new/page.html").read_bytes() == (here / "one/out/report.html").read_bytes()
+    assert not {PAGE_NAME, *PICTURES} & {f.name for f in (here / "two/out").iterdir()}
+    assert PAGE_NAME not in (here / "two/out/README.md").read_text()
+    weightsmith.verify("two/out")
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ("out/page.html", "a report in the output has the name report.html"),
+        ("s3://bucket/page.html", "a report is a local file"),
+        ("linear.yml", "the file exists, and is no report of weightsmith"),
+        ("linear.yml/page.html", "is no folder"),
+        ("a", "it is a folder, or no regular file"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_an_error_before_the_merge(here: Path, report: str, said: str) -> None:
+    with pytest.raises(weightsmith.WeightsmithError) as caught:
+        weightsmith.merge("linear.yml", "out", report=report, fsync=False)
+    assert said in str(caught.value)
+    assert caught.value.state == "Nothing was written."
+    assert not (here / "out").exists()
+
+
 def test_a_quantised_copy_says_how_its_tensors_are_stored(here: Path) -> None:
-    weightsmith.quantize("a", "q", format="int8", report=True, fsync=False)
+    weightsmith.quantize("a", "q", format="int8", report="q/report.html", fsync=False)
     page = (here / "q" / PAGE_NAME).read_text()
     assert page.count("<td>int8</td>") == LAYERS * 2
     assert "<td>F32</td>" in page
@@ -104,7 +131,7 @@ def test_infinite_constants_leave_the_distance_defined(here: Path) -> None:
         with weightsmith.open_checkpoint(name) as model:
             tensors = {spec: model.read(spec).astype(np.float32) for spec in model.specs}
         write_checkpoint(here / name, tensors | {bound: np.float32([np.inf, "abc".index(name)])}, CONFIG)
-    merged = weightsmith.merge("ties.yml", "out", report=True, fsync=False)
+    merged = weightsmith.merge("ties.yml", "out", report="out/report.html", fsync=False)
     assert 0 < merged.distance[0].share < 1
     page = (here / "out" / PAGE_NAME).read_text()
     assert f"It is {merged.distance[0].percent()} away from its base" in page
@@ -120,7 +147,7 @@ def test_a_merge_that_moves_a_zero_base_has_no_share(here: Path) -> None:
     with weightsmith.open_checkpoint("a") as model:
         zeros = {name: np.zeros(spec.shape, np.float32) for name, spec in model.specs.items()}
     write_checkpoint(here / "a", zeros, CONFIG)
-    merged = weightsmith.merge("ties.yml", "out", report=True, fsync=False)
+    merged = weightsmith.merge("ties.yml", "out", report="out/report.html", fsync=False)
     assert merged.distance[0].percent() == "?"
     for name in (PAGE_NAME, "README.md"):
         text = (here / "out" / name).read_text()

@@ -315,10 +315,10 @@ def report(error: WeightsmithError) -> str:
 
     >>> problems = [NotFound("no such folder or file", where=f"r.yml:{line}:5: ./{line}") for line in (1, 2)]
     >>> print(report(PlanError(problems, ("r.yml", "a:  ./1\\nb:  ./2\\n"))))
-    error[not-found]: r.yml:1:5: ./1: no such folder or file; and 1 more like it
+    error[not-found]: r.yml:1:5: ./1: no such folder or file
         1 | a:  ./1
           |     ^^^
-      r.yml:2:5: ./2
+      also at r.yml:2:5: ./2
     Nothing was written. (2 problems)
     """
     if not isinstance(error, PlanError):
@@ -335,7 +335,8 @@ def report(error: WeightsmithError) -> str:
         parts.append(_folded(problems, *error.source))
         length += len(parts[-1])
     n = len(error.problems)
-    return "\n".join([*parts, f"{error.state} ({n} problem{'s' if n != 1 else ''})"])
+    end = f"{error.state} ({n} problem{'s' if n != 1 else ''})" if error.state or n > 1 else ""
+    return "\n".join([*parts, *([end.lstrip()] if end else [])])
 
 
 _SHOWN = 3
@@ -345,10 +346,10 @@ _SHOWN = 3
 def _folded(problems: Sequence[WeightsmithError], filename: str, text: str) -> str:
     first, *others = problems
     found = first.finding
-    details = [problem.finding.where for problem in others[:_SHOWN]]
-    details += [f"and {len(others) - _SHOWN:,} more"] if len(others) > _SHOWN else []
-    what = f"{found.what}; and {len(others):,} more like it" if others else found.what
-    folded = Finding(what, found.where, (*found.details, *details), found.fix)
+    places = [problem.finding.where for problem in others[:_SHOWN]]
+    places += [f"{len(others) - _SHOWN:,} more"] if len(others) > _SHOWN else []
+    details = [f"also at {', '.join(places)}"] if others else []
+    folded = Finding(found.what, found.where, (*found.details, *details), found.fix)
     return f"error[{first.code}]: {with_excerpt(folded, filename, text)}"
 
 

@@ -34,7 +34,8 @@ def other_bytes(plan: Plan, donor: Checkpoint, options: RunOptions) -> int:
     """Approximate size of all files except weights: carried files, the recipe (also in the card), the report, and others."""
     carried = sum(path.stat().st_size for name in plan.carried if (path := donor.folder / name).is_file())
     carried += sum(map(len, plan.files.values()))
-    return carried + len(json.dumps(plan.config)) + 2 * len(plan.recipe.encode()) + (64 << 10) + options.report * MAX_PAGE_BYTES
+    page = 0 if options.report is None else MAX_PAGE_BYTES
+    return carried + len(json.dumps(plan.config)) + 2 * len(plan.recipe.encode()) + (64 << 10) + page
 
 
 def other_files(
@@ -62,7 +63,7 @@ def other_files(
         files[_CONFIG_NAMES[plan.container]] = (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
     if plan.follows_recipe:
         files[RECIPE_NAME] = plan.recipe.encode()
-    if options.report:
+    if options.report is not None:
         files |= report_files(plan, name, squares, distance, reports.values(), found)
     if options.card:
         from weightsmith._execution.cards import model_card

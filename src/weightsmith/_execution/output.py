@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterError
-from weightsmith._base.options import RunOptions
+from weightsmith._base.files import expand_user
+from weightsmith._base.options import RunOptions, named
+from weightsmith._base.pages import check_page
+from weightsmith._execution.page import PAGE_NAME
 from weightsmith._outputs.local.unfinished import remove_published
 from weightsmith._outputs.places import place_of
 from weightsmith._plans import Plan
@@ -34,6 +37,8 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
     part  the run does a part of a plan, for no driver
     """
     place = place_of(out)
+    if options.report is not None and (beside := page_beside(out, options.report)) is not None:
+        check_page(beside)
     is_folder = place.capabilities.publication == "rename"
     if options.ray is not None and not place.capabilities.parts:
         _refuse("one process uploads weight files to the hub", "write to a bucket or a shared folder, or leave --ray out")
@@ -50,6 +55,25 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
         fix = "write to hf://org/name, add --push org/name, or leave --commit-message out"
         raise ParameterError(what, where="commit_message", fix=fix, state=NOTHING_WRITTEN)
     return place
+
+
+def page_beside(out: str | os.PathLike[str], report: str) -> str | None:
+    """The file of a report outside the output; None for OUT/report.html, which is a file of the output.
+
+    >>> page_beside("out", "page.html"), page_beside("out", "./out/report.html"), page_beside("s3://b/out", "s3://b/out/report.html")
+    ('page.html', None, None)
+    """
+    page, home = (
+        str(name).rstrip("/") if "://" in str(name) else os.path.abspath(expand_user(name))  # noqa: PTH100  links stay
+        for name in (report, out)
+    )
+    if not page.startswith(f"{home}/") and "://" not in page:
+        return report
+    if page != f"{home}/{PAGE_NAME}":
+        what = "a report in the output has the name report.html" if page.startswith(f"{home}/") else "a report is a local file"
+        fix = f"write --report {home}/{PAGE_NAME}, or a file outside of the output"
+        raise ParameterError(what, where=named("report"), fix=fix, state=NOTHING_WRITTEN)
+    return None
 
 
 def sibling(out: str | os.PathLike[str], suffix: str) -> Path:

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith._base.options import RunOptions
+from weightsmith._base.pages import write_html
 from weightsmith._base.pages.values import safe
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._execution.distance import Moved, distance_by_layer
 from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
-from weightsmith._execution.output import check_options, check_output, models_read
+from weightsmith._execution.output import check_options, check_output, models_read, page_beside
+from weightsmith._execution.page import PAGE_NAME, report_files
 from weightsmith._methods.jobs.requires import named_device, usable_device
 from weightsmith._models.checkpoint import CARD_NAME, Checkpoint, open_checkpoint
 from weightsmith._models.named import NamedTensors
@@ -267,22 +269,27 @@ def run_plan(
         shown = [*plan.warnings, *found]
         repo = place.spec if hub is None else hub.address.spec
         files = partial(other_files, prepared, place.name, repo, outcome.distances, distance, found=shown)
+        beside = None if options.report is None else page_beside(out, options.report)
+        own = options if beside is None else replace(options, report=None)
         early = {}
         measured: dict[str, Any] = {MEASUREMENT: following.measurement} if following.measurement else {}
         if callbacks.evaluating is not None:
-            early = {**files(reports={}, options=replace(options, card=False, report=False)), **following.files}
+            early = {**files(reports={}, options=replace(own, card=False, report=None)), **following.files}
             early.pop(CARD_NAME, None)
             for name, data in early.items():
                 staging.add_file(name, data)
             evaluated = callbacks.evaluating(plan, Path(staging.folder) / CONTENT)
             reports[EVALUATION], measured[EVALUATION] = evaluated, evaluated.to_json()
-        for name, data in {**files(reports=reports, options=options), **following.files}.items():
+        for name, data in {**files(reports=reports, options=own), **following.files}.items():
             if name not in early:
                 staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
         published = staging.publish({**provenance(plan, distance), **measured, **more}, fsync=options.fsync)
         found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
+    if beside is not None:
+        pages = report_files(plan, place.name, outcome.distances, distance, reports.values(), shown)
+        write_html(beside, pages[PAGE_NAME])
     message = options.commit_message or plan.made.title
     url = place.url if hub is None else push(hub, place.local, public=options.public, message=message)
     return Merged(

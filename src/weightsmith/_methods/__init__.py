@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from weightsmith._base.errors import MethodError, UnknownMethod, nearest
+from weightsmith._base.errors import MethodError, UnknownMethod, nearest, nearest_names
 from weightsmith._methods.base import Method
 from weightsmith._methods.steps import with_steps
 
@@ -60,7 +60,10 @@ def _from_elsewhere(name: str) -> Method:
     if name in _MIXTURES:
         raise UnknownMethod(f"'{name}' is no merge method: a mixture of experts has a recipe of its own", fix=TO_MOE)
     known = (*NAMES, *user_files.METHODS.names)
-    raise UnknownMethod(f"no merge method is called '{name}'{nearest(name, known)}", fix=f"write one of {', '.join(known)}")
+    close = nearest_names(name, known)
+    listed = f"`weightsmith methods` lists all {len(known)}"
+    fix = f"write '{close[0]}'; {listed}" if close else f"write linear, ties or another; {listed}"
+    raise UnknownMethod(f"no merge method is called '{name}'{nearest(name, known)}", fix=fix)
 
 
 _MIXTURES = frozenset({"moe", "mixtral", "mixture", "mixture_of_experts", "experts"})

@@ -39,6 +39,18 @@ def values(parameter: Parameter, *, markdown: bool = False) -> str:
     return {"float": "number", "int": "whole number", "str": "text"}[parameter.kind] + bounds
 
 
+def example_value(parameter: Parameter) -> str:
+    """A number that a parameter may be.
+
+    >>> example_value(Parameter("density", "float", "Share.", minimum=0, maximum=1))
+    '0.5'
+    """
+    if parameter.minimum == 0 and parameter.maximum == 1:
+        return "0.5"
+    usual = parameter.default if isinstance(parameter.default, int | float) else 1
+    return f"{usual if parameter.minimum is None else max(usual, parameter.minimum):g}"
+
+
 def default(parameter: Parameter, *, markdown: bool = False) -> str:
     """The default as written in a recipe; `required` or `none` if there is none."""
     value = parameter.default

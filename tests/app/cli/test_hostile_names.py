@@ -33,11 +33,11 @@ COMMANDS: list[list[str]] = [
     ["plan", "bad.yml", "--distance"],
     ["preview", "bad.yml", "--report", "page.html"],
     ["eval", "worse", "--text", "built-in"],
-    ["merge", "bad.yml", "out", "--report"],
+    ["merge", "bad.yml", "out", "--report", "out/report.html"],
     ["merge", "wrong.yml", "out"],
-    ["quantize", "bad", "out", "--format", "fp8-dynamic", "--report"],
+    ["quantize", "bad", "out", "--format", "fp8-dynamic", "--report", "out/report.html"],
     ["dequantize", "bad", "out"],
-    ["extract-lora", "bad", "worse", "out", "--report"],
+    ["extract-lora", "bad", "worse", "out", "--report", "out/report.html"],
     ["transplant-tokenizer", "bad", "worse", "out"],
     ["moe", "moe.yml", "out"],
     ["inspect", "adapter"],
@@ -225,8 +225,19 @@ def test_mixtures_and_adapters_that_succeed_forge_no_line(real: Path, cli: Cli) 
     trying = Trying(cli, real)
     for more in ([], ["--json"]):
         trying("moe", "random.yml", "out", *more)
-    trying("moe", "hidden.yml", "out", "--report")
-    trying("extract-lora", "second", "first", "adapter", "--max-rank", "2", "--skip-undecomposable", "--report", keep=True)
+    trying("moe", "hidden.yml", "out", "--report", "out/report.html")
+    trying(
+        "extract-lora",
+        "second",
+        "first",
+        "adapter",
+        "--max-rank",
+        "2",
+        "--skip-undecomposable",
+        "--report",
+        "adapter/report.html",
+        keep=True,
+    )
     about = json.loads((real / "adapter" / "adapter_config.json").read_text())
     about |= {"base_model_name_or_path": HOSTILE, HOSTILE: HOSTILE, "revision": HOSTILE}
     (real / "adapter" / "adapter_config.json").write_text(json.dumps(about))

@@ -37,7 +37,7 @@ def test_a_difference_in_tables_of_eighty_columns_and_as_json(folder: Path, cli:
 def test_one_model_is_not_a_difference(folder: Path, cli: Cli) -> None:
     ran = cli("diff", "base")
     assert ran.code != 0
-    assert "two models are compared, not 1" in ran.err
+    assert "diff needs two models, and got 1" in ran.err
 
 
 def test_an_inspection_in_tables_of_eighty_columns_and_as_json(folder: Path, cli: Cli) -> None:

@@ -134,7 +134,7 @@ def test_what_nobody_foresaw_is_a_short_message_and_70_and_a_traceback_on_reques
     ran = cli("merge", "linear.yml", "out")
     assert ran.code == 70
     assert "error[internal]: KeyError: '[oops]'" in ran.err
-    assert "WEIGHTSMITH_DEBUG=1" in ran.err
+    assert "--verbose" in ran.err
     assert "Traceback" not in ran.err
     monkeypatch.setenv("WEIGHTSMITH_DEBUG", "1")
     ran = cli("merge", "linear.yml", "out")

@@ -24,7 +24,7 @@ MERGEKIT = """--allow-crimes --no-allow-crimes --unsafe-truncate-embeddings --no
 KNOWN = {name: flag for flag in FLAGS for name in flag.names}
 
 
-OURS = {"--device"}
+OURS = {"--device", "-v", "--verbose"}
 """Of the same name and meaning here."""
 
 
@@ -80,7 +80,6 @@ def test_a_flag_whose_absence_would_change_the_result_is_refused_by_name(cli: Cl
         (["--out-shard-size", "12345"], ["--max-shard-size", "12345"]),
         (["--out-shard-size", "-1"], ["--max-shard-size", str(1 << 62)]),
         (["--out-shard-size", "2GiB"], ["--max-shard-size", "2GiB"]),
-        (["-vv"], []),
         (["--no-quiet"], []),
         (["--seed", "1", "--json"], ["--seed", "1", "--json"]),
         (["--", "--cuda"], ["--", "--cuda"]),

@@ -38,7 +38,7 @@ ADDRESSES = (
     "org/name",
 )
 SUCCEEDING: dict[str, list[list[str]]] = {
-    "merge": [["linear.yml", "out", "--report"]],
+    "merge": [["linear.yml", "out", "--report", "out/report.html"]],
     "moe": [["linear.yml", "out"]],
     "plan": [["linear.yml"], ["linear.yml", "--explain", "*q_proj*"], ["linear.yml", "--distance"]],
     "preview": [["linear.yml", "--report", "page.html"]],
@@ -56,6 +56,7 @@ SUCCEEDING: dict[str, list[list[str]]] = {
     "schema": [[]],
     "clean": [[]],
     "doctor": [[]],
+    "help": [["merge"]],
     "studio": [[]],
 }
 

@@ -39,9 +39,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "schema": ([], ""),
     "clean": ([], ""),
     "doctor": ([], ""),
+    "help": (["merge"], ""),
 }
 """Arguments of each command, and what it says of its output when the result cannot be printed."""
-NO_JSON = {"init", "schema"}
+NO_JSON = {"init", "schema", "help"}
 FAULTS = {"closed": "text", "full": "json", "pipe": "text"}
 ALL_FAULTS = {"merge", "inspect", "methods"}
 """Commands that meet every fault of stdout; the others meet one."""

@@ -541,6 +541,7 @@ def test_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) 
         "--dtype",
         "bfloat16",
         "--report",
+        "out/report.html",
     )
     assert ran.code == 0, ran.err
     assert "self_attn.q_proj" in ran.out

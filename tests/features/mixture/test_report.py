@@ -61,7 +61,7 @@ def test_the_picture_is_xml_with_a_cell_for_each_layer_and_expert_and_names_do_n
 def test_the_output_has_the_report_and_it_is_of_the_mixture_s_own_router(models: Path, tmp_path: Path) -> None:
     """In layer 0 the mixture's router, run by transformers, sends tokens where the report says."""
     recipe = recipe_of(models, told(0, 1, 2))
-    moe(recipe, tmp_path / "out", report=True)
+    moe(recipe, tmp_path / "out", report=tmp_path / "out/report.html")
     data = json.loads((tmp_path / "out/routing.json").read_text())
     assert "routing.svg" in (tmp_path / "out/README.md").read_text()
     page = (tmp_path / "out/report.html").read_text()
@@ -102,7 +102,8 @@ def test_plan_knows_recipes_of_both_kinds(cli: Cli, recipe: Path) -> None:
 
 def test_the_output_folder_is_named_when_and_only_when_something_is_written(cli: Cli, recipe: Path) -> None:
     assert "name the folder to create" in cli("moe", str(recipe)).err
-    assert "nothing is written" in cli("moe", str(recipe), "out", "--plan").err
+    assert cli("moe", str(recipe), str(recipe.parent / "out"), "--plan").out == cli("moe", str(recipe), "--plan").out
+    assert not (recipe.parent / "out").exists()
 
 
 def test_flags_of_mergekit_moe_are_answered(cli: Cli, recipe: Path) -> None:

@@ -785,10 +785,10 @@ def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
     with monkeypatch.context() as patch:
         patch.setattr(FolderBackend, "discard", killed)
         with pytest.raises(KeyboardInterrupt):
-            run("linear", report=True)
+            run("linear", report="hf://org/out/report.html")
     assert len(hub.written["org/out"].commits) == 2
-    run("linear", report=False, overwrite=overwrite)
-    assert hub.pushed == {"org/out": local(here, "linear", report=False)}
+    run("linear", overwrite=overwrite)
+    assert hub.pushed == {"org/out": local(here, "linear")}
 
 
 def test_a_folder_that_cannot_be_removed_after_the_commit_is_named(

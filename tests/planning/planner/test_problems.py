@@ -47,7 +47,9 @@ parameters:
         "Nothing was written. (7 problems)",
     ]
     assert "    3 | dtyp: bfloat16\n      | ^^^^\n  -> Write 'dtype'.\n" in str(caught.value)
-    assert "   12 |   density: 1.5\n      |            ^^^\n  -> Write density: number 0 to 1.\n" in str(caught.value)
+    assert "   12 |   density: 1.5\n      |            ^^^\n  -> Use a number from 0 to 1, such as density: 0.5.\n" in str(
+        caught.value
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "r.yml"]
 
 

@@ -260,7 +260,7 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
             "merge_method: linear\n",
             [
                 "SyntaxProblem: r.yml:1:1: one of models, slices or modules is needed at the top level\n"
-                "  -> Write models: and what it takes."
+                "  -> Add models: and a list below it."
             ],
         ),
         (
@@ -269,7 +269,7 @@ ONLY_ONE = "SyntaxProblem: r.yml:3:1: exactly one of models, slices or modules i
         ),
         (
             "merge_method: linear\nmodules:\n  m: {}\n",
-            ["SyntaxProblem: r.yml:3:6: one of models or slices is needed in a module\n  -> Write models: and what it takes."],
+            ["SyntaxProblem: r.yml:3:6: one of models or slices is needed in a module\n  -> Add models: and a list below it."],
         ),
         (
             "- merge_method: linear\n",

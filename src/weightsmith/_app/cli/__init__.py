@@ -16,7 +16,6 @@ numpy, numba, yaml and the rest are imported inside the commands, so that `--hel
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -72,14 +71,17 @@ def _run(app: Typer) -> int:
     except ResultLost as error:
         return tell_lost(error)
     except TyperException as error:
-        shown = io.StringIO()
-        error.show(shown)  # type: ignore[attr-defined]
-        note(shown.getvalue().rstrip())
-        code = getattr(error, "exit_code", 2)
-        if "--json" in sys.argv:
-            from weightsmith._app.cli.exits import Exit
-            from weightsmith._app.cli.failures import print_json
-            from weightsmith._base.errors import Finding
+        from weightsmith._app.cli.exits import Exit
+        from weightsmith._app.cli.failures import print_json
+        from weightsmith._app.cli.help import is_overview, misuse
+        from weightsmith._base.text import RED, diagnostic
 
-            print_json([Finding(error.format_message())], ["usage"], Exit(code))
+        code = getattr(error, "exit_code", 2)
+        if is_overview(error):  # no command was given
+            note(error.format_message())
+            return code
+        found = misuse(error)
+        diagnostic(f"error[usage]: {found}", RED)
+        if "--json" in sys.argv:
+            print_json([found], ["usage"], Exit(code))
         return code

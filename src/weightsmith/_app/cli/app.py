@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
-from weightsmith._app.cli import exits
+from weightsmith._app.cli import options
 from weightsmith._app.cli.clean import clean
 from weightsmith._app.cli.diff import diff
 from weightsmith._app.cli.doctor import doctor
 from weightsmith._app.cli.eval import evaluate
 from weightsmith._app.cli.extract_lora import extract_lora
+from weightsmith._app.cli.help import Command, Group, overview, page_of, terminal_width
 from weightsmith._app.cli.init import init
 from weightsmith._app.cli.inspect import inspect
 from weightsmith._app.cli.merge import merge
@@ -26,18 +28,29 @@ from weightsmith._app.cli.schema import schema
 from weightsmith._app.cli.studio import studio
 from weightsmith._app.cli.transplant_tokenizer import transplant_tokenizer
 from weightsmith._app.cli.verify import verify
+from weightsmith._base.errors import nearest
 from weightsmith._base.text import result
 from weightsmith._version import __version__
 
+
+class App(typer.Typer):
+    """Typer, with our help pages and the options that every command has."""
+
+    def command(self, name: str | None = None, *, group: str = "More", **how: Any) -> Callable[..., Any]:
+        """Register a command. group: its heading in `weightsmith --help`."""
+        register = super().command(name, rich_help_panel=group, **{"cls": Command, **how})
+        return lambda function: register(options.common(function))
+
+
 # rich_markup_mode=None: typer's plain help. Its other one interprets brackets, cuts long lines, and takes 60 ms to import.
-app = typer.Typer(
+app = App(
     name="weightsmith",
-    help="Make LLM checkpoints from checkpoints, at the speed of copying files.",
-    epilog=exits.epilog(),
+    help="Merge, stack and quantise LLM checkpoints.",
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -50,20 +63,47 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("-V", "--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
-) -> None: ...
+    verbose: options.Verbose = False,
+) -> None:
+    options.set_verbose(verbose)
 
 
-_MERGEKIT = "mergekit-yaml's other flags are accepted and answered, or refused with the next step."
-app.command(cls=MergeCommand, epilog=_MERGEKIT)(merge)
-app.command(cls=MoeCommand, epilog=_MERGEKIT.replace("-yaml", "-moe"))(moe)
-app.command(cls=MoeCommand)(plan)
+def help_(
+    context: typer.Context,
+    command: Annotated[str, typer.Argument(metavar="COMMAND", help="Command to describe.", show_default=False)] = "",
+) -> None:
+    """Show the help of a command.
+
+    Examples:
+        weightsmith help
+        weightsmith help merge
+    """
+    program = context.parent
+    assert program is not None
+    commands: dict[str, Any] = program.command.commands  # type: ignore[attr-defined]
+    if command and command not in commands:
+        raise typer.BadParameter(f"there is no command {command!r}{nearest(command, commands)}.", param_hint="COMMAND")
+    path = program.command_path
+    page = page_of(commands[command], f"{path} {command}") if command else overview(program.command, path)
+    result(page.lines(terminal_width()))
+
+
+_MERGEKIT = "Other mergekit-{} flags are either ignored with a note or rejected with a suggestion."
+MAKE, LOOK, WRITE, KEEP = "Make a model", "Look before and after", "Write a recipe", "Housekeeping"
+
+app.command(group=MAKE, cls=MergeCommand, epilog=_MERGEKIT.format("yaml"))(merge)
+app.command(group=MAKE, cls=MoeCommand, epilog=_MERGEKIT.format("moe"))(moe)
+for command in (quantize, dequantize, extract_lora, transplant_tokenizer, run):
+    app.command(group=MAKE)(command)
+app.command(group=LOOK, cls=MoeCommand)(plan)
 for command in (preview, inspect, diff):
-    app.command()(command)
-app.command("eval")(evaluate)
-for command in (
-    *(studio, quantize, dequantize, extract_lora, transplant_tokenizer),
-    *(run, verify, init, methods, schema, clean, doctor),
-):
-    app.command()(command)
+    app.command(group=LOOK)(command)
+app.command("eval", group=LOOK)(evaluate)
+app.command(group=LOOK)(verify)
+for command in (init, methods, schema, studio):
+    app.command(group=WRITE)(command)
+for command in (clean, doctor):
+    app.command(group=KEEP)(command)
+app.command("help", group=KEEP)(help_)

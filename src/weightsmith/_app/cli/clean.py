@@ -24,10 +24,14 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Remove the unfinished work that is listed.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """List the work of interrupted runs; --yes removes it.
+    """List and remove unfinished work of interrupted runs.
 
     Searches the current folder unless FOLDERs are named. Removes only folders that weightsmith made and that no process uses.
     In a bucket, aborts the uploads of interrupted runs.
+
+    Examples:
+        weightsmith clean
+        weightsmith clean ./merges --yes
     """
     with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
         from weightsmith._base.errors import printable

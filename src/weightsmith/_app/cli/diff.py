@@ -18,23 +18,27 @@ def diff(
     running: RunOptions,
     base: Annotated[
         str | None,
-        typer.Option("--base", metavar="BASE", help="Compare the task vectors of two or more models: their changes to BASE."),
+        typer.Option("--base", metavar="BASE", help="Compare the task vectors of two or more models: their deltas from BASE."),
     ] = None,
     tensors: Annotated[
         list[str] | None,
-        typer.Option("--tensors", metavar="GLOB", help="Only tensors whose names match, one row each (repeatable)."),
+        typer.Option("--tensors", metavar="GLOB", help="Show tensors whose names match, one row each (repeatable)."),
     ] = None,
     report: options.PageFile = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show the differences between models A and B.
+    """Compare two models, or the task vectors of several.
 
-    Compares weights, config, tokenizer and chat template, and summarises the differences in words. With --base: compares the
-    task vectors of two or more models in pairs: cosines, sign conflicts, shared largest elements, shared leading directions.
+    Compares weights, config, tokenizer and chat template, and summarises the differences. For each part and layer: the share
+    of elements that differ, the norm of the delta relative to A, the cosine of A and B, and the rank of the deltas.
 
-    For each part and layer: the share of elements that differ, the norm of the delta relative to A, the cosine of A and B, and
-    the rank of the deltas (the median of those of low rank above the rounding noise, and the number of the others).
+    With --base, compares the task vectors of two or more models in pairs: cosines, sign conflicts, shared largest elements,
+    shared leading directions.
+
+    Examples:
+        weightsmith diff ./base ./tuned
+        weightsmith diff --base ./base ./french ./german --report diff.html
     """
     # Each thread decomposes small matrices of its own: BLAS's threads would only wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -44,6 +44,10 @@ def doctor(
     """Show packages, cores, memory, disk and Hub access.
 
     Exits with 1 if a required package is missing.
+
+    Examples:
+        weightsmith doctor
+        weightsmith doctor /data
     """
     with failures(as_json=as_json), status_line("checking packages, memory, disk and the Hub", quiet=as_json):
         facts = _facts(Path(folder))

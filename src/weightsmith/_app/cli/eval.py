@@ -36,6 +36,10 @@ def evaluate(
     command again to resume.
 
     In a jsonl file with `messages`, the assistant's answers are scored, in the model's chat template.
+
+    Examples:
+        weightsmith eval ./base ./tuned ties.yml --text french.txt
+        weightsmith eval ./tuned --text chats.jsonl --reference ./base
     """
     doing = "reading the models' headers"
     with working(doing, quiet=quiet, as_json=as_json, page=report, resumes=True) as work:

@@ -23,18 +23,13 @@ MEANINGS = {
     Exit.DONE: "done",
     Exit.PROBLEMS: "the recipe or the models have problems; nothing was written",
     Exit.USAGE: "invalid command line",
-    Exit.OUTPUT: "the output cannot be written or checked, or the result cannot be printed",
+    Exit.OUTPUT: "the output cannot be written or checked, or the result not printed",
     Exit.DAMAGED: "verify found damage",
-    Exit.INPUT_FAILED: "an input changed or failed during the run, or workers were lost; finished work can be resumed",
-    Exit.UNEXPECTED: "unexpected error; WEIGHTSMITH_DEBUG=1 prints the traceback",
+    Exit.INPUT_FAILED: "an input or a worker failed during the run; finished work is kept",
+    Exit.UNEXPECTED: "unexpected error; --verbose shows the traceback",
     Exit.INTERRUPTED: "interrupted; run the same command again to resume",
-    Exit.NO_READER: "the program that reads the output closed it (| head)",
+    Exit.NO_READER: "broken pipe (for example | head)",
 }
-
-
-def epilog() -> str:
-    """The table for `--help`; the backspace makes typer preserve the lines."""
-    return "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {text}" for code, text in MEANINGS.items())
 
 
 def markdown() -> str:

@@ -33,6 +33,10 @@ def extract_lora(
 
     PEFT loads the adapter, and BASE+OUT names the model with it in a recipe. OUT is created only when complete. If
     interrupted, run the same command again to resume; decompositions are reused for other ranks.
+
+    Examples:
+        weightsmith extract-lora ./tuned org/base ./adapter --max-rank 16
+        weightsmith extract-lora ./tuned org/base ./adapter --energy 0.95
     """
     options.check_out(out, plan=plan_only)
     with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:

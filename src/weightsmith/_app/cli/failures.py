@@ -14,6 +14,7 @@ import typer
 from weightsmith._app.cli.exits import Exit
 from weightsmith._base.errors import (
     MAX_MESSAGE,
+    NOTHING_WRITTEN,
     CheckpointError,
     Corrupt,
     Finding,
@@ -40,6 +41,7 @@ def failures(
     usage: bool = False,
     merging: bool = False,
     checking: bool = False,
+    writes: bool = True,
     as_json: bool = False,
     interrupted: Callable[[], str] = lambda: "Interrupted.",
 ) -> Iterator[None]:
@@ -48,6 +50,7 @@ def failures(
     usage        the block reads the command line
     merging      tensor data is being read: a failing input is not a problem of the recipe
     checking     the block looks at a finished output: that there is none is a problem of the output
+    writes       the command makes something: an error says whether it was written
     as_json      print the errors as one JSON object too, to stdout
     interrupted  what to say after Ctrl-C
     """
@@ -67,6 +70,8 @@ def failures(
         raise typer.Exit(Exit.INTERRUPTED) from None
     except WeightsmithError as error:
         _debug()
+        if not writes and error.state == NOTHING_WRITTEN:
+            error.state = ""
         diagnostic(report(error), RED)
         code = Exit.USAGE if usage else exit_code(error, merging=merging, checking=checking)
         if as_json:
@@ -82,9 +87,9 @@ def failures(
             raise typer.Exit(Exit.PROBLEMS) from None
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         diagnostic(f"error[internal]: {legible(what, MAX_MESSAGE)}", RED)
-        if not os.environ.get(DEBUG):
+        if not _debugging():
             note(
-                f"  -> Report it to weightsmith with the recipe and the output of the same command with {DEBUG}=1, "
+                "  -> Report it to weightsmith with the recipe and the output of the same command with --verbose, "
                 "unless the machine (memory, disk) is at fault."
             )
         if as_json:
@@ -118,6 +123,19 @@ _written: list[str] = []
 def forget_written() -> None:
     """A command begins."""
     _written.clear()
+    _tracebacks.clear()
+
+
+_tracebacks: list[bool] = []
+
+
+def show_tracebacks() -> None:
+    """Show the traceback of an error of this command, as WEIGHTSMITH_DEBUG=1 does."""
+    _tracebacks.append(True)
+
+
+def _debugging() -> bool:
+    return bool(_tracebacks or os.environ.get(DEBUG))
 
 
 def tell_lost(error: ResultLost) -> Exit:
@@ -146,6 +164,6 @@ def _environment() -> ParameterError | None:
 
 
 def _debug() -> None:
-    if os.environ.get(DEBUG):
+    if _debugging():
         lines = traceback.format_exc().rstrip().split("\n")
         note("\n".join(f"| {printable(line)}" for line in lines))  # what an error says may have lines that look like ours

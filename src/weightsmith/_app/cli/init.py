@@ -64,10 +64,14 @@ def init(
     listed: Annotated[bool, typer.Option("--list", help="List goals and presets; write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it already exists.")] = False,
 ) -> None:
-    """Write a commented recipe to begin with.
+    """Write a recipe to begin with.
 
     On a terminal, asks for a goal and models that the options do not name. With --preset: the recipe of a paper, with
     placeholders for the models.
+
+    Examples:
+        weightsmith init
+        weightsmith init --goal combine --base org/base --model org/fr --model ./de
     """
     with failures(interrupted=lambda: "Interrupted. Nothing was written."):
         if listed:

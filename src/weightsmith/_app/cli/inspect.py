@@ -29,6 +29,10 @@ def inspect(
 
     Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, unless --stats is given; those of Hub
     models by byte range.
+
+    Examples:
+        weightsmith inspect org/model
+        weightsmith inspect ./merged --stats
     """
     with working("reading the model's headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter

@@ -24,7 +24,12 @@ def merge(
     """Merge checkpoints into OUT as RECIPE describes.
 
     OUT is created only when complete. If interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith merge ties.yml merged
+        weightsmith merge ties.yml merged-q4 --quantize gguf-q4_k_m --threads 8
     """
+    options.check_order(recipe, out)
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
         from weightsmith._features.any_recipe import assemble_merge

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
+from weightsmith._app.cli.help import Command
 from weightsmith._base.text import note
 
 
@@ -59,7 +59,6 @@ FLAGS = (
     Flag(("--lora-merge-dtype",), "accepted", "arithmetic is always float32 or wider", value=True),
     _switch("trust-remote-code", "a model's own code is copied and never run"),
     Flag(("--no-unsafe-truncate-embeddings",), "accepted", "embeddings are never truncated"),
-    Flag(("-v", "--verbose"), "accepted", "`weightsmith plan` shows the whole plan"),
     Flag(
         ("--transformers-cache",),
         "passed on",
@@ -176,11 +175,9 @@ def translate(args: Sequence[str], flags: Sequence[Flag] = FLAGS) -> Translated:
 
 
 def _split(arg: str) -> tuple[str, bool, str]:
-    """Name, whether a value is attached, the value: `--a=b`, `-j4`, `-vv`."""
+    """Name, whether a value is attached, the value: `--a=b`, `-j4`."""
     if arg.startswith("-j") and len(arg) > 2:
         return "-j", True, arg[2:].removeprefix("=")
-    if arg.startswith("-v") and set(arg[1:]) == {"v"}:
-        return "-v", False, ""
     name, equals, value = arg.partition("=")
     return name, bool(equals), value
 
@@ -197,7 +194,7 @@ ANSWERS = "weightsmith.mergekit_flags"
 """Key of `translate`'s result in the context's `meta`."""
 
 
-class MergeCommand(TyperCommand):
+class MergeCommand(Command):
     """`merge`, with mergekit's flags removed before typer reads the command line; they are in no help text."""
 
     flags: Sequence[Flag] = FLAGS

@@ -35,6 +35,10 @@ def methods(
 
     The list includes methods of installed packages. A description has parameters with defaults, formula, source and an
     example.
+
+    Examples:
+        weightsmith methods
+        weightsmith methods ties
     """
     with failures(as_json=as_json):
         from weightsmith._methods import all_methods, get, installed_methods

@@ -31,17 +31,20 @@ def moe(
     running: RunOptions,
     out: options.OutOrPlan = "",
     plan_only: options.PlanOnly = False,
-    routing_only: Annotated[
-        bool, typer.Option("--routing", help="Compute the router weights and show the routing of the prompts; write nothing.")
-    ] = False,
+    routing_only: Annotated[bool, typer.Option("--routing", help="Show the routing of the prompts; write nothing.")] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
     """Make a mixture of experts as RECIPE describes.
 
     OUT is created only when complete. If interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith moe experts.yml mixture
+        weightsmith moe experts.yml --routing
     """
     options.check_out(out, plan=plan_only, routing=routing_only)
+    options.check_order(recipe, out)
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
         from weightsmith._features.mixture.build import assemble_moe

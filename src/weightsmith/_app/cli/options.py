@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from weightsmith._app.cli.failures import failures
-from weightsmith._base.errors import SyntaxProblem
+from weightsmith._app.cli.failures import failures, show_tracebacks
+from weightsmith._base.errors import SyntaxProblem, printable
 from weightsmith._base.options import Option, find_option, option_records, options_of, read_options
 
 _OUT = "Folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]"
@@ -21,12 +21,21 @@ Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, a YAML fi
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, Hub id or base+adapter.")]
 Out = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}.")]
 OutOrPlan = Annotated[str, typer.Argument(metavar="OUT", help=f"{_OUT}; ignored with --plan.", show_default=False)]
-PlanOnly = Annotated[bool, typer.Option("--plan", help="Show the plan, as `weightsmith plan` does; compute and write nothing.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress and summary; warnings and errors are still shown.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+PlanOnly = Annotated[bool, typer.Option("--plan", help="Show the plan; compute and write nothing.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", help="Hide progress and summary; warnings and errors are still shown.", rich_help_panel="General"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.", rich_help_panel="General")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the traceback of an error.", rich_help_panel="General")]
 PageFile = Annotated[
     Path | None,
-    typer.Option("--report", metavar="FILE", help="Also write the result as a page: one HTML file, readable offline."),
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        help="Also write the result to one HTML file, readable offline.",
+        rich_help_panel="Output",
+    ),
 ]
 
 
@@ -45,14 +54,17 @@ def recipe_source(recipe: str) -> str:
         raise SyntaxProblem(what, where="<stdin>", fix="save it as UTF-8") from None
 
 
-def check_out(out: str, *, plan: bool, **unwritten: bool) -> None:
-    """Raise BadParameter unless there is either an output, or one of the flags that write none. With --plan it is ignored."""
-    if plan:
-        return
-    given = [f"--{flag}" for flag, is_given in unwritten.items() if is_given]
-    if bool(out) == bool(given):
-        what = f"with {given[0]} nothing is written." if out else "name the folder to create."
-        raise typer.BadParameter(what, param_hint="OUT")
+def check_out(out: str, **unwritten: bool) -> None:
+    """Raise BadParameter unless there is an output, or one of the flags that write none: these ignore OUT, as `plan` does."""
+    if not out and not any(unwritten.values()):
+        raise typer.BadParameter("name the folder to create.", param_hint="OUT")
+
+
+def check_order(recipe: str, out: str) -> None:
+    """Raise BadParameter if the recipe stands where OUT does, and no recipe in its place."""
+    if out.endswith((".yml", ".yaml")) and Path(out).is_file() and recipe != "-" and not Path(recipe).is_file():
+        what = f"{printable(out)} is a recipe, and {printable(recipe)} is none: RECIPE comes first, then OUT."
+        raise typer.BadParameter(what)
 
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:
@@ -76,10 +88,34 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
             found = read_options(name, texts, *made.values(), text=True)
         function(**given, **dict(zip(made, found, strict=True)))
 
-    command.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    _sign(command, parameters)
     command.flags = flags  # type: ignore[attr-defined]
     return command
+
+
+def common(function: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options that every command has."""
+
+    @wraps(function)
+    def command(*, verbose: bool, **given: Any) -> None:
+        set_verbose(verbose)
+        function(**given)
+
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    _sign(command, [*own, inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)])
+    return command
+
+
+def set_verbose(verbose: bool) -> None:
+    """Apply `--verbose`, of the program or of a command."""
+    if verbose:
+        show_tracebacks()
+
+
+def _sign(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> None:
+    """Give a function the parameters that typer reads."""
+    command.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
 def _parameter(option: Option, command: str) -> inspect.Parameter:
@@ -90,8 +126,13 @@ def _parameter(option: Option, command: str) -> inspect.Parameter:
     default: Any = inspect.Parameter.empty if required else option.default if is_flag else None
     help = option.sentence(lambda name: find_option(name).flag(command))
     if default_text := option.default_text():
-        help += f"  [default: {default_text}]"
-    shown = is_flag and not default_text
-    flag = typer.Option(*option.spellings(command), metavar=option.metavar or None, help=help, show_default=shown)
+        help += f" [default: {default_text}]"
+    flag = typer.Option(
+        *option.spellings(command),
+        metavar=option.metavar or None,
+        help=help,
+        show_default=False,
+        rich_help_panel=option.group,
+    )
     annotation: Any = Annotated[str if required else kind, flag]
     return inspect.Parameter(option.keyword(command), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

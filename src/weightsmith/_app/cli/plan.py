@@ -34,7 +34,8 @@ def plan(
     settings: QuantizeSettings,
     running: RunOptions,
     out: Annotated[
-        str, typer.Argument(metavar="[OUT]", help="Ignored, so that a command line of merge works here.", show_default=False)
+        str,
+        typer.Argument(metavar="[OUT]", help="Ignored, so that plan can replace merge in any command.", show_default=False),
     ] = "",
     explain: Annotated[
         str,
@@ -42,24 +43,26 @@ def plan(
             "--explain",
             metavar="TENSOR",
             show_default=False,
-            help="Show the parameters of one output tensor, or of all that match a pattern such as '*.mlp.*', and the line of "
-            "the recipe that sets each.",
+            help="Show where the parameters of a tensor, or of '*.mlp.*', come from.",
         ),
     ] = "",
     distance: Annotated[
         bool,
-        typer.Option("--distance", help="Merge without writing; show the distance of each layer from the base."),
+        typer.Option("--distance", help="Merge without writing; show how far each layer moves from the base."),
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show the plan of RECIPE. Writes nothing.
+    """Show the plan of RECIPE.
 
-    Reads headers only, unless --distance is given: those of Hub models by byte range. Shows the size of the download, or with
-    --stream of the transfer, and the modules that `modules:` in a recipe may name.
+    Writes nothing, and reads only the headers of the models unless --distance is given. Shows the size of the download, or
+    with --stream of the transfer, and the modules that `modules:` in a recipe may name.
 
-    Accepts the options of merge, and of moe for a mixture. With --json: the whole plan, as `weightsmith run` takes it, and the
-    place of each tensor.
+    Accepts the options of merge, and of moe for a mixture. --json prints the whole plan for `weightsmith run`.
+
+    Examples:
+        weightsmith plan ties.yml
+        weightsmith plan ties.yml --explain model.layers.3.mlp.up_proj.weight
     """
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json):
         answer(context, quiet=quiet)

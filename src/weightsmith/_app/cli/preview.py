@@ -24,10 +24,12 @@ def preview(
 ) -> None:
     """Predict the effect of RECIPE on its models.
 
-    Computes a sample, which takes seconds. Writes nothing.
+    Merges a sample of each tensor, in seconds, and writes nothing. Shows what survives of each model, by part and by layer:
+    energy, flipped signs and dropped elements; and the distance from the base, and the cost of merging.
 
-    For each model, by part and by layer: the share of its delta's energy that survives, the share of elements that the merge
-    moves the other way, and the share that is dropped. Also the distance from the base, and the cost of merging.
+    Examples:
+        weightsmith preview ties.yml
+        weightsmith preview ties.yml --report preview.html
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:

@@ -30,15 +30,20 @@ def quantize(
     out: options.OutOrPlan = "",
     plan_only: options.PlanOnly = False,
     list_formats: Annotated[
-        bool, typer.Option("--list", callback=_list, is_eager=True, help="List the formats and the programs that read them.")
+        bool,
+        typer.Option("--list", callback=_list, is_eager=True, help="List the formats and their readers, and exit."),
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Store MODEL in a quantised FORMAT, in OUT.
+    """Store MODEL in a quantised format, in OUT.
 
     A flag that the format does not read is an error. A quantised model is dequantised first. OUT is created only when
     complete. If interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith quantize ./model ./model-fp8 --format fp8-dynamic
+        weightsmith quantize org/model model.gguf --format gguf-q4_k_m
     """
     _copy(model, out, planning, settings, running, "quantising", plan_only=plan_only, quiet=quiet, as_json=as_json)
 
@@ -53,10 +58,14 @@ def dequantize(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Copy MODEL with plain weights into the folder OUT.
+    """Convert MODEL to unquantised weights, in OUT.
 
     MODEL may be stored in any format that weightsmith reads. OUT is created only when complete. If interrupted, run the same
     command again to resume.
+
+    Examples:
+        weightsmith dequantize ./model-gptq ./plain
+        weightsmith dequantize model.gguf ./plain --dtype bfloat16
     """
     _copy(model, out, planning, QuantizeSettings(), running, "dequantising", plan_only=plan_only, quiet=quiet, as_json=as_json)
 

@@ -37,8 +37,7 @@ def run(
             "--part",
             metavar="K/N",
             show_default=False,
-            help="Run part K of N without publishing. Several processes may run different parts at once; when all are done, "
-            "the same command without --part publishes.",
+            help="Run part K of N and publish nothing; for several processes.",
         ),
     ] = "",
     allow_code: Annotated[
@@ -49,7 +48,12 @@ def run(
 ) -> None:
     """Run PLAN, or one part of it, and write OUT.
 
-    The output is identical to that of the recipe. The models must be those that the plan was made for.
+    The output is identical to that of the recipe. The models must be those that the plan was made for. When all parts are
+    done, run the same command without --part to finish.
+
+    Examples:
+        weightsmith run plan.json merged
+        weightsmith run plan.json merged --part 2/4
     """
     chosen = parse_part(part) if part else None
     if chosen and running.push:

@@ -19,9 +19,12 @@ def schema(
 ) -> None:
     """Print the JSON Schema of recipes.
 
-    It includes the methods of installed packages. Editors complete and check recipes with it: save it to a file, and begin a
-    recipe with the comment
-    `# yaml-language-server: $schema=FILE`.
+    Editors complete and check recipes with it: save it to a file, and begin a recipe with the comment
+    `# yaml-language-server: $schema=FILE`. It includes the methods of installed packages.
+
+    Examples:
+        weightsmith schema > recipe.schema.json
+        weightsmith schema moe > moe.schema.json
     """
     with failures():
         from weightsmith._methods import all_methods, installed_methods

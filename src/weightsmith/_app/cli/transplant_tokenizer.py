@@ -35,6 +35,10 @@ def transplant_tokenizer(
 
     Shared tokens keep the model's rows; rows of missing tokens are approximated. OUT is created only when complete. If
     interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith transplant-tokenizer ./model org/donor ./out
+        weightsmith transplant-tokenizer ./model org/donor --plan
     """
     options.check_out(out, plan=plan_only)
     with working("reading the models' headers and tokenizers", out=out, quiet=quiet, as_json=as_json) as work:

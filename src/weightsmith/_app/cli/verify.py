@@ -21,6 +21,10 @@ def verify(
     """Check every byte of OUT against its checksums.
 
     Names each damaged tensor and file. Requires nothing but OUT.
+
+    Examples:
+        weightsmith verify merged
+        weightsmith verify s3://bucket/merged --threads 8
     """
     with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
         from weightsmith._execution.progress import Reading, meter

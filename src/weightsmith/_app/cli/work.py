@@ -109,7 +109,7 @@ def working(
     work = Work(out, quiet, as_json, time.monotonic(), page)
     kept = f" Finished layers are kept.\n  -> Resume with the same command: {_command()}" if resumes else ""
     message = (lambda: interrupted(out)) if out else (lambda: f"Interrupted.{kept}")
-    with failures(as_json=as_json, interrupted=message), status_line(doing, quiet=quiet or as_json):
+    with failures(as_json=as_json, interrupted=message, writes=bool(out)), status_line(doing, quiet=quiet or as_json):
         if quiet or not is_terminal(sys.stderr):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
         if page is not None:

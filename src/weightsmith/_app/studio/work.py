@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from weightsmith._app.api import merge
 from weightsmith._base.errors import Busy, WeightsmithError, report
+from weightsmith._execution.page import PAGE_NAME
 from weightsmith._execution.progress import Meter, Rates, Reading, show_progress
 from weightsmith._outputs.local.area import staging_folder
 
@@ -93,7 +94,7 @@ class Work:
                 rechecking=watching.rechecking,
                 overwrite=overwrite,
                 resume=resume,
-                report=True,
+                report=str(Path(out) / PAGE_NAME),
             )
         except KeyboardInterrupt:
             self._update(state="cancelled")

@@ -9,6 +9,7 @@ A new option is one field. The command line's flags, the functions' keywords, th
 """
 
 from weightsmith._base.options.docstrings import lists_options as lists_options
+from weightsmith._base.options.option import GROUPS as GROUPS
 from weightsmith._base.options.option import Option as Option
 from weightsmith._base.options.option import assignment as assignment
 from weightsmith._base.options.option import find_option as find_option

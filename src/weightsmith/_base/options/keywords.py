@@ -50,7 +50,7 @@ class RunKeywords(TypedDict, total=False):
     resume: bool
     fsync: bool
     card: bool
-    report: bool
+    report: str | os.PathLike[str] | None
     allow_nonfinite: bool
     device: str
     keep_stages: bool

@@ -16,6 +16,12 @@ from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_n
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?)?", re.IGNORECASE | re.ASCII)
 
+GROUPS = (
+    *("Options", "Recipe", "Ranks", "Modules", "Token rows", "Texts"),
+    *("Output", "Quantisation", "Resources", "Remote", "Advanced", "General"),
+)
+"""Headings of options in help texts, in this order. A heading that is not listed stands after the first."""
+
 _LISTED = 12
 """Choices that a message lists."""
 
@@ -27,6 +33,7 @@ class Option:
     """One option, as a keyword of Python functions and as a flag of commands.
 
     usage     flags, and the name of the value in help texts: `-k, --k K`, `--card/--no-card`
+    group     heading in help texts, one of `GROUPS`
     help      one sentence without its full stop; `name` in backticks is another option. The choices follow in brackets
     more      further sentences, for the docs only; Markdown
     unset     the default in words, if it is None
@@ -44,6 +51,7 @@ class Option:
     default: Any
     usage: str
     help: str
+    group: str
     more: str = ""
     unset: str = ""
     choices: tuple[Any, ...] | str = ()
@@ -115,6 +123,8 @@ class Option:
 
     def default_text(self) -> str:
         """The default in words; "" if that is nothing."""
+        if self.type is bool and self.default is not None and "/" in self.usage:
+            return self.spellings()[-1].split("/")[not self.default].lstrip("-")
         if self.default is None or self.type in (bool, tuple, Mapping):
             return self.unset
         shown = self.default / 10**9 if self.nbytes else self.default
@@ -268,15 +278,18 @@ def option(default: object, usage: str, help: str, **facts: Any) -> Any:
 _OPTIONS: dict[type[Any], Mapping[str, Option]] = {}
 
 
-def option_record(*commands: str) -> Callable[[type[Record]], type[Record]]:
-    """Register a dataclass of options, and list them in its docstring. commands: those of options that name none."""
+def option_record(*commands: str, group: str) -> Callable[[type[Record]], type[Record]]:
+    """Register a dataclass of options, and list them in its docstring. commands, group: those of options that name none."""
 
     def register(record: type[Record]) -> type[Record]:
         hints, found = get_type_hints(record), dict[str, Option]()
         for each in fields(record):  # type: ignore[arg-type]
             default: Any = {} if each.default is MISSING else each.default
             found[each.name] = Option(
-                name=each.name, hint=hints[each.name], default=default, **{"commands": commands, **each.metadata}
+                name=each.name,
+                hint=hints[each.name],
+                default=default,
+                **{"commands": commands, "group": group, **each.metadata},
             )
         _OPTIONS[record] = found
         lines = [f"    {name:<20} {each.sentence(str)}" for name, each in found.items()]

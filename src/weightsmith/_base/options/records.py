@@ -30,7 +30,7 @@ TABLES = ("no", "yes", "embed", "lm_head")
 """The tables of token rows in which a token of another text may serve: none, both, or one of them."""
 
 
-@option_record(*RECIPES)
+@option_record(*RECIPES, group="Recipe")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeOptions:
     """How a recipe is planned."""
@@ -44,6 +44,7 @@ class RecipeOptions:
         more="`quantize` rounds to it first.",
         commands=(*RECIPES, *COPIES),
         spelled={"dequantize": "dtype"},
+        group="Output",
     )
     max_shard_bytes: int | None = option(
         None,
@@ -53,18 +54,19 @@ class RecipeOptions:
         least=1,
         more="A larger tensor gets a file of its own.",
         commands=("merge", "moe", "plan", *COPIES),
+        group="Output",
     )
     seed: int = option(
         0,
         "--seed N",
-        "Seed of random masks, router weights, noise and calibration rows",
-        more="The same seed gives the same bytes with any number of threads.",
+        "Seed of random masks, router weights and noise",
+        more="Calibration rows are drawn with it too. The same seed gives the same bytes with any number of threads.",
         commands=(*RECIPES, "quantize"),
     )
     lenient: bool = option(
         False,
         "--mergekit-lenient",
-        "Warn about settings that mergekit silently ignores, instead of failing",
+        "Warn about settings that mergekit ignores, instead of failing",
         more="The same for experts with equal prompts or router weights.",
     )
     allow_code: bool = option(
@@ -73,9 +75,10 @@ class RecipeOptions:
     routing_report: bool | None = option(
         None,
         "--routing-report/--no-routing-report",
-        "Write the routing of the prompts to OUT/routing.json and OUT/routing.svg",
+        "Write the routing of the prompts to OUT/routing.json and .svg",
         unset="only if the gate mode runs the base on the prompts",
         commands=("moe", "plan"),
+        group="Output",
     )
     quantize: str | None = option(
         None,
@@ -86,6 +89,7 @@ class RecipeOptions:
         commands=("merge", "moe", "plan", "quantize"),
         spelled={"quantize": "format"},
         required=("quantize",),
+        group="Quantisation",
     )
     adapter_rank: int | None = option(
         None,
@@ -99,18 +103,22 @@ class RecipeOptions:
     adapter_space: str = option(
         "core",
         "--adapter-space SPACE",
-        "Space in which adapters are merged, compressed only with `adapter_rank`",
+        "Space in which adapters are merged",
+        more="`compressed` only with `--adapter-rank`.",
         choices=("core", "knots", "compressed"),
         commands=ADAPTERS,
+        group="Advanced",
     )
     check_loading: bool = option(
         True,
         "--check-loading/--no-check-loading",
-        "Compare the output with the model that transformers builds from its config.json",
-        more="Only for stacks, mixtures and surgery: [what is checked](#what-is-checked-before-a-merge).",
+        "Check that transformers can load the output",
+        more="The output is compared with the model that transformers builds from its config.json. Only for stacks, mixtures "
+        "and surgery: [what is checked](#what-is-checked-before-a-merge).",
+        group="Advanced",
     )
     settings: Mapping[str, Any] = option(
-        dict, "--set KEY=VALUE", "Set a value in the recipe, such as parameters.t=0.3 (repeatable)", more="The value is YAML."
+        dict, "--set KEY=VALUE", "Override a recipe value, such as parameters.t=0.3 (repeatable)", more="The value is YAML."
     )
 
     @property
@@ -125,7 +133,7 @@ class RecipeOptions:
         return ONE_FILE_BYTES if self.quantize is not None and self.quantize.startswith("gguf-") else SHARD_BYTES
 
 
-@option_record("merge", "moe", "plan", "quantize")
+@option_record("merge", "moe", "plan", "quantize", group="Quantisation")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeSettings:
     """Settings of quantised formats. Each format names those that it reads; any other is an error."""
@@ -141,17 +149,18 @@ class QuantizeSettings:
     head_bits: int | None = option(
         None,
         "--head-bits BITS",
-        "EXL2 only: bits per weight of the output head, 16 for float16",
+        "EXL2 only: bits per weight of the output head",
+        more="16 is float16.",
         unset="6",
         choices=(2, 3, 4, 5, 6, 8, 16),
     )
     calibration: str | None = option(
         None,
         "--calibration FILE",
-        "Calibration text: a txt, jsonl or parquet file, built-in, or none to round to nearest",
+        "Calibration text: a file, built-in, or none",
         unset="EXL2: built-in; others: none",
         path=True,
-        more="See [calibration](calibration.md).",
+        more="The file is txt, jsonl or parquet; `none` rounds to nearest. See [calibration](calibration.md).",
     )
     calibration_rows: int | None = option(
         None, "--calibration-rows N", "Number of rows of calibration text", unset="at most 128", least=1
@@ -162,7 +171,8 @@ class QuantizeSettings:
     measure: str | None = option(
         None,
         "--measure METHOD",
-        "EXL2 only: method that measures settings, full for ExLlamaV2's, which is slow",
+        "EXL2 only: how settings are measured",
+        more="`full` is ExLlamaV2's measurement, which is slow.",
         unset="proxy",
         choices=("proxy", "full"),
     )
@@ -194,20 +204,27 @@ class QuantizeSettings:
         return tuple(each.name for each in fields(self) if getattr(self, each.name) != each.default)
 
 
-@option_record(*WRITING)
+@option_record(*WRITING, group="Output")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """How a plan is run. These options do not affect the weights, but for rounding on another type of device."""
 
     threads: int | None = option(
-        None, "--threads N", "Number of threads", unset="all available cores", least=1, commands=(*WRITING, *LOOKING)
+        None,
+        "--threads N",
+        "Number of threads",
+        unset="all available cores",
+        least=1,
+        commands=(*WRITING, *LOOKING),
+        group="Resources",
     )
     max_memory_bytes: int | None = option(
         None,
         "--max-memory SIZE",
-        "Limit of resident memory, such as 500MB or 2GiB; the result does not depend on it",
+        "Memory limit, such as 500MB or 2GiB; does not affect the output",
         least=1,
         commands=RUNNING,
+        group="Resources",
     )
     overwrite: bool = option(
         False,
@@ -219,53 +236,62 @@ class RunOptions:
     resume: bool = option(
         True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
     )
-    fsync: bool = option(True, "--fsync/--no-fsync", "Flush the data to disk before OUT is created")
+    fsync: bool = option(True, "--fsync/--no-fsync", "Flush the data to disk before OUT is created", group="Advanced")
     card: bool = option(True, "--card/--no-card", "Write README.md, a model card")
-    report: bool = option(
-        False,
-        "--report",
-        "Write OUT/report.html: models, method and distances by layer and part",
-        more="See [reports](look.md#reports).",
+    report: str | None = option(
+        None,
+        "--report FILE",
+        "Also write the result to one HTML file, readable offline",
+        path=True,
+        more="Models, method, and distances by layer and part. `OUT/report.html` becomes part of the checkpoint, with "
+        "pictures in its model card. See [reports](look.md#reports).",
     )
     allow_nonfinite: bool = option(
         False,
         "--allow-nonfinite",
-        "Merge NaN and infinity like any number; otherwise they are an error",
+        "Merge NaN and infinity like any number, instead of failing",
         more="The error names model, tensor and element.",
+        group="Advanced",
     )
     device: str = option(
         "cpu",
         "--device DEVICE",
-        "Device for whole matrices and hidden states: cpu, cuda, cuda:1 or auto",
+        "Device for computation: cpu, cuda, cuda:1 or auto",
+        more="It computes whole matrices and hidden states; everything else runs on the CPU.",
         commands=tuple(each for each in RUNNING if each != "dequantize"),
+        group="Resources",
     )
     keep_stages: bool = option(
         False,
         "--keep-stages",
-        "Write the results of recipes that the recipe uses as models to OUT.stage-NAME, and keep them",
+        "Keep results of recipes used as models, as OUT.stage-NAME",
         more="See [stages](recipe.md#stages).",
         commands=("merge", "moe", "plan"),
+        group="Advanced",
     )
     stream: bool = option(
         False,
         "--stream",
-        "Read the needed bytes of Hub models over the network, without downloading the models",
-        more="See [remote models](remote.md).",
+        "Read Hub models over the network instead of downloading them",
+        more="Only the needed byte ranges are read. See [remote models](remote.md).",
         commands=(*WRITING, *LOOKING),
+        group="Remote",
     )
     max_spool_bytes: int = option(
         SPOOL_BYTES,
         "--max-spool SIZE",
-        "Disk limit for streamed bytes that are read again; bytes beyond it are transferred again",
+        "Disk limit of streamed data; what does not fit is fetched again",
         least=1,
         commands=RUNNING,
+        group="Resources",
     )
     evaluate: str | None = option(
         None,
         "--evaluate FILE",
-        "Measure how well the result predicts a text, before OUT is created: a txt, jsonl or parquet file, or built-in",
+        "Measure how well the result predicts a text",
         path=True,
-        more="Perplexity, and KL divergence from the source: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",
+        more="Before OUT is created: perplexity, and KL divergence from the source. The text is a txt, jsonl or parquet file, "
+        "or `built-in`: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",
         commands=("merge", "moe", "quantize"),
     )
     push: str | None = option(
@@ -273,18 +299,23 @@ class RunOptions:
         "--push ORG/NAME[@BRANCH]",
         "Upload OUT to the Hub when it is complete",
         more="See [pushing](#pushing-to-the-hub).",
+        group="Remote",
     )
-    public: bool = option(False, "--public", "Make a new model on the Hub public; otherwise it is private")
-    commit_message: str | None = option(None, "--commit-message TEXT", "Commit message on the Hub", unset="the plan's title")
+    public: bool = option(False, "--public", "Create the Hub model as public; otherwise it is private", group="Remote")
+    commit_message: str | None = option(
+        None, "--commit-message TEXT", "Commit message on the Hub", unset="the plan's title", group="Remote"
+    )
     ray: str | None = option(
         None,
         "--ray ADDRESS",
-        "Run on a Ray cluster: HOST:PORT, auto (this machine's cluster, or a new one), or local (a new one)",
-        more="Inputs and output are in a shared folder or a bucket: [several machines](scale.md).",
+        "Ray cluster to run on: HOST:PORT, auto or local",
+        more="`auto` is this machine's cluster, or a new one; `local` is a new one. Inputs and output are in a shared folder "
+        "or a bucket: [several machines](scale.md).",
+        group="Remote",
     )
 
 
-@option_record("extract_lora")
+@option_record("extract_lora", group="Modules")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtractSettings:
     """How `extract_lora` makes an adapter of a fine-tune. Modules are named as in the base: `model.layers.0.mlp.up_proj`."""
@@ -292,61 +323,89 @@ class ExtractSettings:
     max_rank: int = option(
         128,
         "--max-rank R",
-        "Maximum rank; also the rank of every module, unless `energy` or `max_parameters` chooses it",
+        "Maximum rank of a module",
+        more="Also the rank of every module, unless `--energy` or `--max-parameters` chooses it.",
         least=1,
+        group="Ranks",
     )
     energy: float | None = option(
         None,
         "--energy SHARE",
-        "Choose the smallest rank that keeps this share of each matrix's change, such as 0.9; rounding noise is not counted",
+        "Choose ranks that keep this share of the change, such as 0.9",
+        more="The smallest rank of each matrix that keeps it; rounding noise is not counted.",
         above=0,
         most=1,
+        group="Ranks",
     )
     max_parameters: int | None = option(
-        None, "--max-parameters N", "Choose ranks so that all factors together have at most this many parameters", least=1
+        None,
+        "--max-parameters N",
+        "Choose ranks so that the adapter has at most N parameters",
+        least=1,
+        group="Ranks",
     )
-    sv_epsilon: float = option(0.0, "--sv-epsilon S", "Drop singular values up to this size", least=0)
+    sv_epsilon: float = option(0.0, "--sv-epsilon S", "Drop singular values up to this size", least=0, group="Ranks")
     exact: bool = option(
-        False, "--exact", "Use exact singular value decompositions; otherwise randomised ones where they are cheaper"
+        False,
+        "--exact",
+        "Use exact singular value decompositions",
+        more="Otherwise randomised ones are used where they are cheaper.",
+        group="Advanced",
     )
     embed_lora: bool = option(
-        False, "--embed-lora/--no-embed-lora", "Decompose embedding and head too; otherwise they are saved whole if they differ"
+        False,
+        "--embed-lora/--no-embed-lora",
+        "Decompose embedding and head too",
+        more="Otherwise they are saved whole if they differ.",
     )
     include: tuple[str, ...] = option(
-        (), "-i, --include, --include-regex REGEX", "Only modules whose name matches this regular expression (repeatable)"
+        (), "-i, --include, --include-regex REGEX", "Include modules whose names match REGEX (repeatable)"
     )
     exclude: tuple[str, ...] = option(
-        (), "-e, --exclude, --exclude-regex REGEX", "No module whose name matches this regular expression (repeatable)"
+        (), "-e, --exclude, --exclude-regex REGEX", "Exclude modules whose names match REGEX (repeatable)"
     )
     save_modules: tuple[str, ...] = option(
-        (), "--save-module NAME", "Save the modules whose name ends in this whole, if they differ (repeatable)"
+        (),
+        "--save-module NAME",
+        "Save modules with this name whole, if they differ (repeatable)",
+        more="NAME is the end of the module's name.",
     )
     distribute_scale: bool = option(
-        True, "--distribute-scale/--no-distribute-scale", "Share singular values between A and B; otherwise all are in A"
+        True,
+        "--distribute-scale/--no-distribute-scale",
+        "Share singular values between A and B",
+        more="Otherwise all are in A.",
+        group="Advanced",
     )
     skip_undecomposable: bool = option(
         False,
         "--skip-undecomposable",
-        "Leave out tensors that cannot be decomposed (norms, embedding, head), instead of saving them whole",
+        "Leave out norms, embedding and head",
+        more="Otherwise tensors that cannot be decomposed are saved whole.",
     )
     layout: str = option(
         "peft",
         "--for PROGRAM",
-        "Program that loads the adapter, vllm for factors of linear layers only",
+        "Program that loads the adapter",
+        more="vLLM loads factors of linear layers only.",
         choices=("peft", "vllm"),
+        group="Output",
     )
     intruder_scale: float = option(
         1.0,
         "--intruder-scale SCALE",
-        "Scale of intruder dimensions, singular vectors of the fine-tune that the base lacks; 0 removes them",
+        "Scale of intruder dimensions; 0 removes them",
         least=0,
         most=1,
-        more="See [modules](lora.md#modules).",
+        more="They are singular vectors of the fine-tune that the base lacks. See [modules](lora.md#modules).",
+        group="Advanced",
     )
-    dtype: DType | None = option(None, "--dtype DTYPE", "Dtype of the factors", unset="the fine-tune's", choices=DTYPE_NAMES)
+    dtype: DType | None = option(
+        None, "--dtype DTYPE", "Dtype of the factors", unset="the fine-tune's", choices=DTYPE_NAMES, group="Output"
+    )
 
 
-@option_record("transplant_tokenizer")
+@option_record("transplant_tokenizer", group="Token rows")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransplantSettings:
     """How `transplant_tokenizer` makes the rows of tokens that the model lacks."""
@@ -379,26 +438,33 @@ class TransplantSettings:
     prefix_match: str = option(
         "no",
         "-pm, --prefix-match TABLE",
-        "Use the row of the longest token that a missing token begins with, in both tables or one",
+        "Use the row of a missing token's longest known prefix",
+        more="TABLE is where: both tables (yes), or one of them.",
         choices=TABLES,
     )
     byte_match: str = option(
-        "yes", "-bm, --byte-match TABLE", "Use the row of <0x41> for A and the reverse, in both tables or one", choices=TABLES
+        "yes",
+        "-bm, --byte-match TABLE",
+        "Use the row of <0x41> for A, and the reverse",
+        more="TABLE is where: both tables (yes), or one of them.",
+        choices=TABLES,
     )
-    magikarp: bool = option(False, "--magikarp", "Approximate poorly trained tokens too, and do not use them for others")
+    magikarp: bool = option(False, "--magikarp", "Approximate poorly trained tokens too", more="They are not used for others.")
     match_norms: bool = option(False, "--match-norms", "Scale new rows to the norm predicted from shared tokens")
     new_vocab_noise: float | None = option(
         None, "-nvn, --new-vocab-noise S", "Standard deviation of noise added to new rows", unset="no noise", least=0
     )
     new_vocab_scale: float | None = option(None, "-nvs, --new-vocab-scale F", "Factor of new rows", unset="1")
     seed: int = option(0, "--seed N", "Seed of random rows and noise")
-    max_shard_bytes: int | None = option(None, "--max-shard-size SIZE", "Maximum size of a weight file", unset="5GB", least=1)
+    max_shard_bytes: int | None = option(
+        None, "--max-shard-size SIZE", "Maximum size of a weight file", unset="5GB", least=1, group="Output"
+    )
     report_text: str | None = option(
-        None, "--report-text FILE", "Text in which the report counts the missing tokens", path=True
+        None, "--report-text FILE", "Text in which the report counts the missing tokens", path=True, group="Output"
     )
 
 
-@option_record("evaluate")
+@option_record("evaluate", group="Texts")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateSettings:
     """The texts that `evaluate` scores, and how they are cut."""
@@ -412,7 +478,9 @@ class EvaluateSettings:
     tokens: int | None = option(
         None, "--tokens N", "Number of tokens in each row", unset="512, or the model's maximum", least=2
     )
-    work: str | None = option(None, "--work FOLDER", "Folder for unfinished work", unset="the current folder", path=True)
+    work: str | None = option(
+        None, "--work FOLDER", "Folder for unfinished work", unset="the current folder", path=True, group="Resources"
+    )
 
 
 def output_dtype(asked: object) -> DType | None:

@@ -9,6 +9,7 @@ terminal.py  facts, sentences and tables of a page on the terminal
 
 from weightsmith._base.pages.html import check_page as check_page
 from weightsmith._base.pages.html import to_html as to_html
+from weightsmith._base.pages.html import write_html as write_html
 from weightsmith._base.pages.html import write_page as write_page
 from weightsmith._base.pages.notebook import Shown as Shown
 from weightsmith._base.pages.svg import heat_maps as heat_maps

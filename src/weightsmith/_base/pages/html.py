@@ -148,15 +148,21 @@ def check_page(path: str | os.PathLike[str]) -> Path:
     """The path of a page that is to be written, before hours of work.
 
     Raises OutputExists for a file that is no page of weightsmith, which is not replaced; StoreError for a folder, and for a
-    path in a folder that does not exist.
+    path below a file.
     """
     found = real_path(expand_user(os.fspath(path)))
     where = os.fspath(path)
     try:
-        if not found.parent.is_dir():
-            raise _refused(f"there is no folder {found.parent}", where)
+        given = expand_user(where).absolute()
+        if any(each.is_symlink() and not each.exists() for each in given.parents) or (
+            given.is_symlink() and not found.parent.is_dir()
+        ):
+            raise _refused("there is a link to nowhere", where)
+        above = next(each for each in found.parents if os.path.lexists(each))
+        if not above.is_dir():
+            raise _refused(f"{above} is no folder", where)
         if os.path.lexists(found) and not found.is_file():
-            raise _refused("it is no file", where)
+            raise _refused("it is a folder, or no regular file", where)
         if found.exists():
             with found.open("rb") as file:
                 ours = GENERATOR.encode() in file.read(_FIRST_BYTES)
@@ -170,9 +176,14 @@ def check_page(path: str | os.PathLike[str]) -> Path:
 
 def write_page(path: str | os.PathLike[str], page: Page) -> Path:
     """Write a page, whole or not at all; an earlier page of that name is replaced. Raises as `check_page`."""
+    return write_html(path, to_html(page).encode(errors="replace"))
+
+
+def write_html(path: str | os.PathLike[str], data: bytes) -> Path:
+    """`write_page`, of a page that is HTML already. Missing parent folders are created."""
     found = check_page(path)
-    data = to_html(page).encode(errors="replace")
     try:
+        found.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(dir=found.parent, prefix=f".{found.name[:80]}.")
         try:
             with os.fdopen(fd, "wb") as file:

@@ -136,6 +136,9 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
     """
     place = locate(ref, revision)
     if isinstance(place, Path) and not is_folder(place):
+        if place.suffix in (".yml", ".yaml"):
+            fix = "Name a model. For a recipe: weightsmith plan, or weightsmith preview."
+            raise Unsupported("this is a recipe, not a model", where=ref, fix=fix)
         if place.suffix != ".safetensors":
             raise Unsupported(
                 "an adapter is a folder, or a .safetensors file", where=ref, fix=f"Name the one that holds {CONFIG_NAME}."

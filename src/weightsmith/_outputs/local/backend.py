@@ -175,7 +175,8 @@ class FolderBackend:
             if error.errno in FULL:
                 raise disk.no_space(self.disk, self.spec.layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
             fix = "raise the limit: ulimit -n 65536" if error.errno in disk.TOO_MANY_FILES else "choose another output folder"
-            raise StoreError(f"cannot be prepared: {error.strerror}", where=str(self.folder), fix=fix) from error
+            what = f"the output folder cannot be prepared: {error.strerror}"
+            raise StoreError(what, where=str(self.area.out), fix=fix) from error
 
     def _take(self, resume: bool, names: Collection[str] | None, progress: Progress | None) -> None:
         """Take the folder for this process alone. names: of the tensors to take over if they are finished; None: all."""

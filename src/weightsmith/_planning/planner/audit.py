@@ -164,7 +164,10 @@ def _scheduled(parameters: Parameters) -> list[Entry]:
 
 def wrong_value(parameter: Parameter, error: ValueError, value: object, entry: Entry) -> ParameterError:
     """The problem of a value that `coerce` refuses."""
-    from weightsmith._methods.describe import values
+    from weightsmith._methods.describe import example_value, values
 
-    fix = f"write {parameter.name}: {values(parameter).replace(' | ', ' or ')}"
+    allowed = values(parameter).replace(" | ", " or ").replace("number 0 to", "number from 0 to")
+    if parameter.kind in ("float", "int") and not parameter.choices:
+        allowed = f"a {allowed}, such as {parameter.name}: {example_value(parameter)}"
+    fix = f"use {allowed}"
     return ParameterError(f"{parameter.name} {error}, not {value!r}", where=entry.where, fix=fix)

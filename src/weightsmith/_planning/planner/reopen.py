@@ -64,6 +64,8 @@ _NEEDED = {
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a JSON file. Raises FormatError, NotFound and CheckpointError."""
+    if os.fspath(path).endswith((".yml", ".yaml")):
+        raise FormatError("this is a recipe, not a plan", where=os.fspath(path), fix=f"{_MAKE}; or merge it: weightsmith merge")
     with collector_paused():
         return plan_from_json(read_object(Path(path), MAX_PLAN_BYTES, "the plan", _MAKE, max_memory=_MAX_PLAN_MEMORY))
 

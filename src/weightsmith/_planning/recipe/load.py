@@ -433,6 +433,9 @@ def _read(source: Source, *, lenient: bool) -> _Written | WeightsmithError:
     return _Written(read_yaml(text_or_problem, name, lenient=lenient), text_or_problem, name, (name, text_or_problem))
 
 
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
+
+
 def _text(path: Path) -> str | WeightsmithError:
     try:
         about = path.stat()
@@ -443,6 +446,9 @@ def _text(path: Path) -> str | WeightsmithError:
     except IsADirectoryError:
         inside = path / "mergekit_config.yml"
         fix = f"Name the file in it: {inside}." if inside.is_file() else "Name a YAML file."
+        if (path / "config.json").is_file():
+            fix = f"Write a recipe that names it: weightsmith init --model {path}."
+            return NotFound("this is the folder of a model, not a recipe", where=str(path), fix=fix)
         return NotFound("the recipe is a folder", where=str(path), fix=fix)
     except FileNotFoundError:
         return _not_found(path)
@@ -457,6 +463,8 @@ def _text(path: Path) -> str | WeightsmithError:
         before = data[: error.start].decode()
         line = before.count("\n") + 1
         column = len(before) - before.rfind("\n")
+        if path.suffix in _WEIGHTS:
+            return NotFound("this is a file of weights, not a recipe", where=str(path), fix="Name a YAML file.")
         what = f"the recipe is not UTF-8 text: byte 0x{data[error.start]:02x}"
         return SyntaxProblem(what, where=f"{path}:{line}:{column}", fix="Save the file as UTF-8.")
 

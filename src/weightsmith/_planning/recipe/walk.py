@@ -105,7 +105,7 @@ class Walker(Walk):
             what = f"exactly one of {choice} is allowed {level.place}, not {len(given)}"
             self.problem(what, pairs[given[1]].where, "Keep one of them.", details=details)
         else:
-            self.problem(f"one of {choice} is needed {level.place}", where, f"Write {level.one_of[0]}: and what it takes.")
+            self.problem(f"one of {choice} is needed {level.place}", where, f"Add {level.one_of[0]}: and a list below it.")
 
     # ---- keys that the level does not have
 

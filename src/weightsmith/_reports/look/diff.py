@@ -76,11 +76,12 @@ def diff(
     """
     if base is not None:
         if len(models) < 2:
-            what = f"two or more models are compared with a base, not {len(models)}"
-            raise ParameterError(what, fix="compare one model with the base: diff(base, model)")
+            what = f"--base compares two or more models, and got {len(models)}"
+            raise ParameterError(what, fix=f"run weightsmith diff {base} MODEL, to compare one model with its base")
         return compare(base, models, tensors=tensors, threads=threads, stream=stream, progress=progress)
     if len(models) != 2:
-        raise ParameterError(f"two models are compared, not {len(models)}", fix="name A and B; or several, and their base")
+        fix = "run weightsmith diff A B, or weightsmith diff --base BASE A B C"
+        raise ParameterError(f"diff needs two models, and got {len(models)}", fix=fix)
     return _differ(models[0], models[1], tensors, threads, progress, stream=stream)
 
 

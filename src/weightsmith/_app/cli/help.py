@@ -1,0 +1,231 @@
+"""Help pages: what a command's parameters and docstring say, as text for a terminal and as a man page.
+
+A docstring is a summary, paragraphs, and after `Examples:` one command line each. Options stand under the headings of
+`weightsmith._base.options.GROUPS`; those that are written by hand name theirs as `rich_help_panel`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from weightsmith._base.errors import Finding, nearest
+from weightsmith._base.options import GROUPS
+
+MAX_WIDTH = 100
+"""Longer lines are hard to read."""
+_NAMES = 24
+"""Columns of names; longer ones have a line of their own."""
+
+START = (
+    ("weightsmith init", "write a recipe for your models: recipe.yml"),
+    ("weightsmith merge", "run it: weightsmith merge recipe.yml OUT"),
+    ("weightsmith help merge", "show what a command can do"),
+)
+"""What to run first, for the help of the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A heading, and names with their meanings."""
+
+    title: str
+    rows: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HelpPage:
+    """The help of a command.
+
+    name      as typed: `weightsmith merge`
+    usage     what follows it
+    summary   the first sentence
+    text      the other paragraphs
+    examples  command lines
+    sections  arguments and options
+    notes     paragraphs at the end
+    aligned   the meanings of all sections start in one column
+    """
+
+    name: str
+    usage: str
+    summary: str
+    text: tuple[str, ...]
+    examples: tuple[str, ...]
+    sections: tuple[Rows, ...]
+    notes: tuple[str, ...] = ()
+    aligned: bool = True
+
+    def lines(self, width: int) -> str:
+        """The page as text, with lines of at most `width` characters where names allow that."""
+        usage = textwrap.fill(f"Usage: {self.name} {self.usage}", width, subsequent_indent="    ", break_on_hyphens=False)
+        found = [usage, "", *_filled(self.summary, width, 2)]
+        for paragraph in self.text:
+            found += ["", *_filled(paragraph, width, 2)]
+        if self.examples:
+            found += ["", "Examples:", *(f"  {each}" for each in self.examples)]  # never broken: they are copied
+        whole = _column(row for each in self.sections for row in each.rows)
+        for section in self.sections:
+            found += ["", f"{section.title}:", *_rows(section.rows, whole if self.aligned else _column(section.rows), width)]
+        for paragraph in self.notes:
+            found += ["", *_filled(paragraph, width, 0)]
+        return "\n".join(found)
+
+
+def _filled(text: str, width: int, indent: int) -> list[str]:
+    margin = " " * indent
+    return textwrap.wrap(text, width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
+
+
+def _column(rows: Iterable[tuple[str, str]]) -> int:
+    """Where meanings start."""
+    return max((len(names) for names, _ in rows if len(names) <= _NAMES), default=_NAMES) + 4
+
+
+def _rows(rows: Sequence[tuple[str, str]], column: int, width: int) -> list[str]:
+    found = []
+    for names, meaning in rows:
+        lines = _filled(meaning, width, column) or [""]
+        if len(names) <= column - 4:
+            found += [f"  {names}".ljust(column) + lines[0].lstrip(), *lines[1:]]
+        else:
+            found += [f"  {names}", *lines]
+    return [line.rstrip() for line in found]
+
+
+def terminal_width() -> int:
+    """Columns of a help page."""
+    return max(40, min(MAX_WIDTH, shutil.get_terminal_size().columns))
+
+
+def is_overview(error: Any) -> bool:
+    """Whether an error of typer is the help, which it shows where no command is named."""
+    return type(error).__name__ == "NoArgsIsHelpError"
+
+
+def misuse(error: Any) -> Finding:
+    """What is wrong with a command line, from an error of typer: in our words, with the usage and the next step."""
+    context = error.ctx
+    name = context.command_path if context else "weightsmith"
+    parameter = getattr(error, "param", None)
+    what = error.format_message().rstrip(".")
+    options = getattr(error, "option_name", "")
+    details: tuple[str, ...] = ()
+    fix = f"run {name} --help"
+    if type(error).__name__ == "MissingParameter" and parameter is not None:
+        named = _argument(parameter) if parameter.param_type_name == "argument" else _names(parameter)
+        what, fix = f"{named} is missing", f"{fix}, which has examples"
+    elif options and hasattr(error, "possibilities"):
+        known = [flag for each in context.command.params for flag in (*each.opts, *each.secondary_opts)]
+        what = f"no such option: {options}{nearest(options, known)}"
+    elif (found := re.fullmatch(r"No such command '(.*?)'.*", what)) is not None:
+        what = f"no such command: {found[1]}{nearest(found[1], context.command.commands)}"
+    elif (found := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", what)) is not None:
+        what = f"too many arguments: {found[1]}"
+    elif (found := re.match(r"Invalid value(?: for ([^:]*))?: (.*)", what)) is not None:
+        what = f"{found[1].strip(QUOTES)}: {found[2]}" if found[1] else found[2]
+    if context is not None and hasattr(context.command, "usage_line"):
+        details = (context.command.usage_line(name),)
+    return Finding(what, details=details, fix=fix)
+
+
+QUOTES = "'\""
+
+
+class Command(TyperCommand):
+    """A command with our help page."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Typer's hook for `--help`."""
+        return page_of(self, ctx.command_path).lines(terminal_width())
+
+    def usage_line(self, name: str) -> str:
+        """Its usage, for messages."""
+        return f"usage: {name} {page_of(self, name).usage}"
+
+
+class Group(TyperGroup):
+    """All commands, with our help page."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Typer's hook for `--help`."""
+        return overview(self, ctx.command_path).lines(terminal_width())
+
+
+def page_of(command: Any, name: str) -> HelpPage:
+    """The help of a command."""
+    summary, text, examples = _parts(command.help)
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    usage = " ".join(["[OPTIONS]", *map(_place, arguments)])
+    listed = Rows("Arguments", tuple((_argument(each), _meaning(each)) for each in arguments))
+    notes = (command.epilog,) if command.epilog else ()
+    return HelpPage(name, usage, summary, text, examples, (*([listed] if arguments else []), *_options(command)), notes)
+
+
+def overview(group: Any, name: str) -> HelpPage:
+    """The help of the program: what to run first, and all commands in groups."""
+    commands: dict[str, list[tuple[str, str]]] = {}
+    for own, command in group.commands.items():
+        if not command.hidden:
+            commands.setdefault(command.rich_help_panel, []).append((own, _parts(command.help)[0]))
+    listed = [Rows(title, tuple(rows)) for title, rows in commands.items()]
+    codes = Rows("Exit codes", tuple((f"{code:d}", meaning) for code, meaning in _exit_codes()))
+    summary, text, _ = _parts(group.help)
+    sections = (Rows("Start here", START), *listed, *_options(group), codes)
+    return HelpPage(name, "[OPTIONS] COMMAND [ARGS]...", summary, text, (), sections, aligned=False)
+
+
+def _exit_codes() -> Iterable[tuple[int, str]]:
+    from weightsmith._app.cli.exits import MEANINGS
+
+    return MEANINGS.items()
+
+
+def _parts(text: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Summary, further paragraphs and examples of a docstring."""
+    words, _, examples = inspect.cleandoc(text or "").partition("\n\nExamples:\n")
+    summary, *more = (" ".join(paragraph.split()) for paragraph in words.split("\n\n"))
+    return summary, tuple(more), tuple(line.strip() for line in examples.splitlines() if line.strip())
+
+
+def _options(command: Any) -> list[Rows]:
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for each in command.params:
+        if each.param_type_name == "option" and not each.hidden:
+            groups.setdefault(each.rich_help_panel or GROUPS[0], []).append((_names(each), _meaning(each)))
+    groups.setdefault(GROUPS[-1], []).append(("-h, --help", "Show this help."))
+    order = [GROUPS[0], *(name for name in groups if name not in GROUPS), *GROUPS[1:]]
+    return [Rows(name, tuple(groups[name])) for name in order if name in groups]
+
+
+def _names(option: Any) -> str:
+    names = ", ".join(sorted((*option.opts, *option.secondary_opts), key=lambda name: name.startswith("--")))
+    return f"{names} {option.metavar}" if option.metavar else names
+
+
+def _argument(argument: Any) -> str:
+    return str(argument.metavar).strip("[]").replace("]", "").removesuffix("...")
+
+
+def _place(argument: Any) -> str:
+    """An argument in the line of the usage."""
+    name = _argument(argument)
+    many = "..." if argument.nargs != 1 else ""
+    return f"{name}{many}" if argument.required else f"[{name}]{many}"
+
+
+def _meaning(parameter: Any) -> str:
+    default = parameter.default
+    if isinstance(default, bool):
+        default = (parameter.opts if default else parameter.secondary_opts)[-1].lstrip("-") if parameter.secondary_opts else ""
+    shown = parameter.show_default and default not in (None, "", []) and not parameter.required
+    notes = [f"[default: {default}]"] * bool(shown)
+    notes += ["[required]"] * bool(parameter.required and parameter.param_type_name == "option")
+    return " ".join([parameter.help or "", *notes]).strip()
