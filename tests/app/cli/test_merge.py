@@ -148,8 +148,11 @@ def test_what_nobody_foresaw_is_a_short_message_and_70_and_a_traceback_on_reques
         (["merge"], "RECIPE"),
         (["merge", "r.yml"], "OUT"),
         (["merge", "r.yml", "out", "--frob"], "--frob"),
-        (["merge", "r.yml", "out", "--max-memory", "lots"], "a size such as 800MB, 5GB or 2GiB, not 'lots'"),
-        (["merge", "r.yml", "out", "--max-shard-size", "5B"], "5GB or 2GiB, not '5B'"),
+        (
+            ["merge", "r.yml", "out", "--max-memory", "lots"],
+            "a size such as 800MB, 5GB or 2GiB, or a number of bytes, not 'lots'",
+        ),
+        (["merge", "r.yml", "out", "--max-shard-size", "5B"], "5GB or 2GiB, or a number of bytes, not '5B'"),
         (["merge", "r.yml", "out", "--max-shard-size", "0"], "--max-shard-size (max_shard_bytes): must be at least 1, not 0"),
         (["merge", "r.yml", "out", "--out-dtype", "bflat16"], "did you mean 'bfloat16'?"),
         (["merge", "r.yml", "out", "--threads", "0"], "--threads (threads): must be at least 1, not 0"),

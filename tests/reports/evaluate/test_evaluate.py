@@ -332,7 +332,7 @@ def test_a_mixture_is_evaluated_before_it_is_published(work: Path, cli: Cli) -> 
     (work / "moe.yml").write_text(
         "base_model: a\ngate_mode: random\narchitecture: mixtral\nexperts: [{source_model: a}, {source_model: b}]\n"
     )
-    ran = cli("moe", "moe.yml", "out", "--evaluate", "t.txt", "--report", "--quantize", "fp8-dynamic")
+    ran = cli("moe", "moe.yml", "out", "--evaluate", "t.txt", "--report", "out/report.html", "--quantize", "fp8-dynamic")
     assert ran.code == 0, ran.err
     assert "on t.txt: perplexity" in ran.out
     assert "it grows most in layers" in ran.out

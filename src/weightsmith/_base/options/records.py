@@ -142,7 +142,7 @@ class QuantizeSettings:
     size_bytes: int | None = option(
         None,
         "--size SIZE",
-        "EXL2 only: as many bits as fit, so that the weight files have at most this size, such as 4GB",
+        "EXL2 only: as many bits as fit into weight files of this size, such as 4GB",
         least=1,
         more="See [EXL2](exl2.md#a-target-size).",
     )
@@ -182,7 +182,7 @@ class QuantizeSettings:
     tensor_types: tuple[str, ...] = option(
         (),
         "--tensor-type REGEX=TYPE",
-        "GGUF only: type of the tensors whose name in llama.cpp matches, such as ffn_down=Q6_K (repeatable; the last one wins)",
+        "GGUF only: type of tensors whose llama.cpp name matches, such as ffn_down=Q6_K (repeatable; the last one wins)",
         more="See [GGUF](gguf.md#types-of-single-tensors).",
     )
     group_size: int | None = option(
