@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,6 +175,19 @@ def test_products_are_made_in_their_order_and_transient_ones_forgotten(monkeypat
     again = Kept(plan)
     go(plan, again, results=results)
     assert again.log == []  # nothing needs y any more
+
+
+def test_the_output_is_let_go_of_without_a_search_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("slerp", {"t": 0.5}, products(monkeypatch, lambda context: [np.zeros(1, np.int64)]))
+    output = Kept(plan)
+    known = weakref.ref(output)
+    gc.disable()
+    try:
+        go(plan, output)
+        del output
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_a_product_names_it_and_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,12 +203,18 @@ class Run:
         if self._scheduler.error is not None:
             raise self._scheduler.error
 
+    def release(self) -> None:
+        """Let go of the output after a run that ended well. The parts of a run refer to each other, so that without this a
+        model in memory stays there until Python collects garbage, which it rarely does in a process with torch."""
+        del self._scheduler, self.products
+
     def _make(self, steps: Sequence[Step], targets: Mapping[str, Target], check: Callable[[], None]) -> None:
         """Run steps for a product that computes. The products they need are finished, because it needs them too."""
         workload = Workload(allow_nonfinite=self._allow_nonfinite)
         run = Run(self.reader, steps, (), MemoryOutput(targets), self.resources, workload)
         run.go(check)
         self._count(run.read_bytes, 0)
+        run.release()
 
     def _begin(self, step: Step) -> list[LeafPass]:
         """The passes of a step; a step of no elements is complete at once."""
@@ -336,6 +342,7 @@ def run(
         report()
         task.go(report)
         report()
+        task.release()
     done = {**skip, **task.finished}
     made = {step.out.name: done[step.out.name] for step in steps}
     return Outcome(task.read_bytes, task.total_bytes, made, results, ahead.fetched_bytes)
