@@ -206,6 +206,7 @@ class Run:
     def release(self) -> None:
         """Let go of the output after a run that ended well. The parts of a run refer to each other, so that without this a
         model in memory stays there until Python collects garbage, which it rarely does in a process with torch."""
+        self.products.release()
         del self._scheduler, self.products
 
     def _make(self, steps: Sequence[Step], targets: Mapping[str, Target], check: Callable[[], None]) -> None:

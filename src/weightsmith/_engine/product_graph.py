@@ -99,6 +99,10 @@ class ProductGraph:
         self._cancelled.set()
         self._computing.close()
 
+    def release(self) -> None:
+        """Let go of the output, after `close` and a run that ended well."""
+        del self._computing
+
     def reduce(self, reduction: ReductionPass, task: Task, buffers: Buffers) -> tuple[Any, int]:
         """Statistics of a tile for a product that streams, and the bytes that were read."""
         assert task.matrix is not None
