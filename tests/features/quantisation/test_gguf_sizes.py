@@ -12,6 +12,7 @@ import pytest
 
 import weightsmith
 from tests.calibration_help import TEXT, prepared_for, quantise, save_model, settings
+from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
 from weightsmith._base.options import QuantizeSettings
 from weightsmith._features.quantisation import gguf
@@ -19,6 +20,8 @@ from weightsmith._features.quantisation.calibration import measured
 from weightsmith._features.quantisation.calibration.measured import MeasureWork
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.writing import TYPES
+
+__all__ = ["cli"]
 
 
 def sized(folder: Path, nbytes: int, **more: Any) -> QuantizeSettings:
@@ -99,3 +102,29 @@ def test_sizes_that_cannot_be(given: Mapping[str, Any], words: str, tmp_path: Pa
     (tmp_path / "text.txt").write_text(TEXT)
     with pytest.raises(PlanError, match=words):
         prepared_for(model, replace(sized(tmp_path, 1), **given), name="gguf-q4_k_m")
+
+
+def test_a_plan_for_a_size_can_be_run_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """With all its settings."""
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "m")
+    (tmp_path / "text.txt").write_text(TEXT)
+    more = [
+        "--calibration",
+        "text.txt",
+        "--calibration-rows",
+        "2",
+        "--calibration-tokens",
+        "32",
+        "--tensor-type",
+        "attn_q=Q5_0",
+    ]
+    quantize = ["quantize", "m", "--format", "gguf-q4_k_m", "--size", "120kB", *more]
+    planned = cli(*quantize, "--plan", "--json")
+    assert planned.code == 0, planned.err
+    (tmp_path / "plan.json").write_text(planned.out)
+    ran = cli("run", "plan.json", "later", "--quiet")
+    assert ran.code == 0, ran.err
+    assert cli(*quantize, "now", "--quiet").code == 0
+    assert (tmp_path / "later/model.gguf").read_bytes() == (tmp_path / "now/model.gguf").read_bytes()
+    assert {kind for name, kind in kinds(tmp_path / "now/model.gguf").items() if "attn_q." in name} == {"Q5_0"}
