@@ -142,9 +142,9 @@ class QuantizeSettings:
     size_bytes: int | None = option(
         None,
         "--size SIZE",
-        "EXL2 only: as many bits as fit into weight files of this size, such as 4GB",
+        "EXL2, GGUF: as many bits as fit into weight files of this size, such as 4GB",
         least=1,
-        more="See [EXL2](exl2.md#a-target-size).",
+        more="See [EXL2](exl2.md#a-target-size) and [GGUF](gguf.md#a-target-size).",
     )
     head_bits: int | None = option(
         None,

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._activations.rows import BUILT_IN
 from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import keys_of
 from weightsmith._activations.statistics import find_statistic
@@ -20,7 +21,16 @@ from weightsmith._base.files import read_bounded, show
 from weightsmith._base.options import QuantizeSettings, named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.base import Format
-from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, MEASURING, NONE, Chain, unused
+from weightsmith._features.quantisation.calibration.measured import MeasureWork
+from weightsmith._features.quantisation.calibration.plan import (
+    CALIBRATION_SETTINGS,
+    MEASURED_ROWS,
+    MEASURING,
+    NONE,
+    Chain,
+    unused,
+)
+from weightsmith._features.quantisation.exl2.optimise import Candidate, solve
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
@@ -29,7 +39,7 @@ from weightsmith._models.formats.gguf.families import Family, gguf_place, is_nor
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, TYPES, GgufEncoding, libgguf
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import joined, lacking
 from weightsmith._plans import FILL, JOIN, Dropped, PlanDraft, Product, Settings, Step, Table
@@ -45,7 +55,13 @@ Importances = Mapping[str, npt.NDArray[np.float32]]
 
 def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) -> None:
     """Make the draft one of a GGUF file. Raises PlanError."""
+    sized = settings.size_bytes is not None
+    if sized and settings.calibration is None:
+        settings = replace(settings, calibration=BUILT_IN)
     measures = settings.calibration not in (None, NONE)
+    if sized and not measures:
+        what = "types for a size are chosen by a measurement on a text"
+        raise PlanError([option_error("size_bytes", what, f"leave out {named('calibration')}, or name a text")])
     if measures and settings.imatrix is not None:
         what = "importances come from a file or from a calibration text, not both"
         raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
@@ -57,16 +73,26 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
             _fill(mixture, assembled, {} if settings.imatrix is None else read_imatrix(settings.imatrix), chosen)
             return
         family = family_of_config(draft.config)
-        chain = Chain(assembled, settings, prefix=MEASURING)
+        chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
         weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
+        tried = [_candidates(family, own, chosen) for own in weights] if sized else []
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
         trial = replace(assembled, draft=PlanDraft.of(draft))
         _fill(mixture, trial, _importances_of(family, ones), chosen)  # its errors, before anything is measured
+        if sized:
+            _slots(trial.draft, settings, family, {each: {} for own in tried for each in own}, tried)
 
     def moments(layer: int, states: Product) -> list[Product]:
         return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
 
-    chain.measure(draft, chain.forward(moments), _format_name(mixture), settings)
+    def losses(layer: int, states: Product, gradients: Product, _leaving: Product) -> list[Product]:
+        return [chain.losses(layer, states, gradients, tried[layer])] if tried[layer] else []
+
+    if sized:
+        products = chain.backward(losses, lambda layer: tuple(tried[layer]), moments)
+    else:
+        products = chain.forward(moments)
+    chain.measure(draft, products, _format_name(mixture), settings)
 
 
 def follow(
@@ -81,13 +107,99 @@ def follow(
     Raises PlanError, FormatError.
     """
     found: dict[str, npt.NDArray[np.float32]] = {}
+    losses: dict[str, Mapping[str, float]] = {}
     for product in measured:
-        if product.name in arrays:
+        if product.name in arrays and product.op == "measured_layer":
+            candidates, [table] = MeasureWork.of(product).candidates, arrays[product.name]
+            rows = zip(candidates.items(), table.tolist(), strict=True)
+            losses |= {name: dict(zip(own, row, strict=False)) for (name, own), row in rows}
+        elif product.name in arrays:
             found |= _by_weight(StatisticWork.of(product), arrays[product.name])
+    chosen = _chosen(settings)
     with _problems_of_a_plan():
-        importances = _importances_of(family_of_config(assembled.draft.config), found)
-        _fill(mixture, assembled, importances, _chosen(settings))
+        family = family_of_config(assembled.draft.config)
+        importances = _importances_of(family, found)
+        if settings.size_bytes is not None:
+            trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
+            _fill(mixture, trial, importances, chosen)
+            chosen = [*_fitting_types(trial.draft, settings, family, losses), *chosen]
+        _fill(mixture, assembled, importances, chosen)
         return {"imatrix.dat": imatrix_bytes(importances)}
+
+
+# ---- types for a size
+
+Losses = Mapping[str, Mapping[str, float]]
+"""Nats for each token that each encoding of a weight costs: weight → encoding → loss."""
+
+_WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+_NARROW = ("IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""The types that a measurement tries: for rows of whole blocks of 256, and for others."""
+
+_HEADER_BYTES = 100
+"""At most what a GGUF file has for a tensor besides name and numbers, with padding."""
+
+
+def _candidates(family: Family, specs: Iterable[TensorSpec], chosen: Chosen) -> dict[str, tuple[str, ...]]:
+    """The encodings to try for each weight whose type is not asked for."""
+    found = {}
+    for spec in specs:
+        place = gguf_place(family, spec.name)
+        if place is None or any(pattern.search(place.name) for pattern, _ in chosen):
+            continue
+        kinds = _WIDE if spec.shape[-1] % 256 == 0 else _NARROW if spec.shape[-1] % 32 == 0 else ()
+        if kinds:
+            found[spec.name] = tuple(f"{PREFIX}{kind.lower()}" for kind in kinds)
+    return found
+
+
+def _slots(
+    draft: PlanDraft,
+    settings: QuantizeSettings,
+    family: Family,
+    losses: Losses,
+    tried: Sequence[Mapping[str, Sequence[str]]],
+) -> tuple[dict[str, list[tuple[str, Candidate]]], int]:
+    """The types of each tensor that was measured, with sizes and losses; and the bits that there are for them.
+
+    draft  of the GGUF file, with any types
+
+    Raises ParameterError if even the smallest do not fit.
+    """
+    encodings: dict[str, list[str]] = {}
+    weights: dict[str, list[str]] = {}
+    for own in tried:
+        for weight, names in own.items():
+            if place := gguf_place(family, weight):
+                encodings[place.name] = list(names)
+                weights.setdefault(place.name, []).append(weight)
+    slots: dict[str, list[tuple[str, Candidate]]] = {}
+    fixed = len(draft.header) + 4096
+    for step in draft.steps:
+        [out] = step.stored
+        fixed += len(out.name) + _HEADER_BYTES
+        if out.name not in encodings:
+            fixed += out.nbytes
+            continue
+        for name in encodings[out.name]:
+            dtype = TYPES[name.removeprefix(PREFIX).upper()]
+            loss = sum(losses[weight].get(name, 0.0) for weight in weights[out.name])
+            bits = 8 * replace(out, dtype=dtype).nbytes
+            slots.setdefault(out.name, []).append((dtype.name, Candidate(bits, loss)))
+    budget = 8 * ((settings.size_bytes or 0) - fixed)
+    least = sum(min(each.bits for _, each in own) for own in slots.values())
+    if budget < least:
+        what = f"the file has at least {fixed + least // 8:,} bytes with the types that are tried, not {settings.size_bytes:,}"
+        fix = f"ask for more, or set the types of other tensors ({named('tensor_types')}), such as token_embd=Q4_K"
+        raise option_error("size_bytes", what, fix)
+    return slots, budget
+
+
+def _fitting_types(draft: PlanDraft, settings: QuantizeSettings, family: Family, losses: Losses) -> Chosen:
+    """The types with the least sum of losses that fit into the size."""
+    slots, budget = _slots(draft, settings, family, losses, [{weight: list(own) for weight, own in losses.items()}])
+    picked = solve([[candidate for _, candidate in own] for own in slots.values()], budget)
+    return [(re.compile(f"{re.escape(name)}$"), own[i][0]) for (name, own), i in zip(slots.items(), picked, strict=True)]
 
 
 def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, npt.NDArray[np.float32]]:
@@ -324,7 +436,7 @@ def _format(mixture: Mixture) -> Format:
     readers = "llama.cpp, Ollama, LM Studio"
     if mixture.default in ("F32", "F16", "BF16", "Q8_0"):
         return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, frozenset({"tensor_types"}))
-    settings = CALIBRATION_SETTINGS | {"imatrix", "tensor_types"}
+    settings = CALIBRATION_SETTINGS | {"imatrix", "tensor_types", "size_bytes"}
     return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, settings, partial(follow, mixture))
 
 

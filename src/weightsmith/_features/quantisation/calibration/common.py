@@ -75,6 +75,11 @@ def split(weights: Mapping[str, str], specs: Mapping[str, TensorSpec], arrays: A
 class CalibratedWork(LayerWork):
     """A layer, some weights of which are quantised."""
 
+    @staticmethod
+    def takes(encoding: str) -> bool:
+        """Whether weights can be in this encoding."""
+        return takes_hessian(encoding)
+
     def encodings(self) -> Iterable[tuple[str, str]]:
         """The names of the weights, and their encodings."""
         raise NotImplementedError
@@ -94,7 +99,7 @@ class CalibratedWork(LayerWork):
             return problem
         work, specs = cls.of(product), {step.out.name: step.out for step in product.steps}
         for name, encoding in work.encodings():
-            if name not in specs or not takes_hessian(encoding):
+            if name not in specs or not work.takes(encoding):
                 return "it has no step for a weight, or cannot calibrate its encoding"
             try:
                 if why := find_encoding(encoding).refusal(specs[name]):

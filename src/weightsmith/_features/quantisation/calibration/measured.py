@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from weightsmith._activations.gradients import LAST_FIRST
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, dequantise, quantise
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from weightsmith._features.quantisation.exl2.matrix import FactoredHessian
 
 FEATURES = 128
+
+_BLOCKS = frozenset(f"{PREFIX}{name.lower()}" for name in TYPES.keys() - {*PLAIN, *NEEDS_IMPORTANCES})
+"""Encodings of ggml's blocks that can be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,11 @@ class MeasureWork(common.CalibratedWork):
 
     gradients: str
     candidates: Mapping[str, tuple[str, ...]]
+
+    @staticmethod
+    def takes(encoding: str) -> bool:
+        """ggml's blocks too, if they can do without importances."""
+        return common.takes_hessian(encoding) or encoding in _BLOCKS
 
     @property
     def needs(self) -> set[str]:
@@ -71,38 +81,60 @@ def _compute(bench: ProductContext) -> Arrays:
         tokens = rows.states.shape[0] * rows.states.shape[1]
 
         def measure(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
-            prepared = factors.prepare(inputs, site, finish)
-            for name in inputs.sites[site]:
+            own_weights = inputs.sites[site]
+            prepared = importances = None
+            if all(each.startswith(PREFIX) for name in own_weights for each in work.candidates[name]):
+                hessian = finish(site)
+                importances = None if hessian is None else np.ascontiguousarray(hessian.diagonal(), np.float32)
+            else:
+                prepared = factors.prepare(inputs, site, finish)
+            for name in own_weights:
                 weighted = finish(name)
                 if weighted is not None:  # else no token reached it, and nothing depends on it
                     weight, own = rows.layer.linear(name).weight.detach().cpu().numpy(), squares[places[name]]
                     with common.located(f"{name}, {work.base.label}"):
-                        found = _losses(weight, prepared, weighted, own[: len(weight)], work.candidates[name])
+                        quantised = partial(_quantised, prepared=prepared, importances=importances)
+                        found = _losses(weight, quantised, weighted, own[: len(weight)], work.candidates[name])
                     losses[places[name], : len(found)] = np.divide(found, tokens)
 
         use_sums(rows, list(work.candidates), measure, scales=scales)
     return [losses]
 
 
+def _quantised(
+    part: Floats, encoding: str, *, prepared: FactoredHessian | None, importances: npt.NDArray[np.float32] | None
+) -> Floats:
+    """Rows of a weight as loaders compute them.
+
+    prepared     the Hessian of its inputs, for encodings with codes of GPTQ
+    importances  its diagonal, for ggml's blocks
+    """
+    if not encoding.startswith(PREFIX):
+        return common.dequantise(common.quantise(part, encoding, prepared), encoding, part.shape)
+    dtype = TYPES[encoding.removeprefix(PREFIX).upper()]
+    blocks = np.empty(part.size // dtype.block * dtype.itemsize, np.uint8)
+    quantise(dtype, part, blocks, importances)
+    return dequantise(dtype, blocks, part.size).reshape(part.shape)
+
+
 def _losses(
     weight: Floats,
-    prepared: FactoredHessian | None,
+    quantised: Callable[[Floats, str], Floats],
     weighted: Floats,
     squares: npt.NDArray[np.float64],
     encodings: tuple[str, ...],
 ) -> list[float]:
     """The change of all predictions together that each encoding causes, in nats.
 
-    prepared  the Hessian of its inputs, for quantising
-    weighted  the same, each token weighted by the square of its gradient: for measuring
-    squares   of the gradients of each output feature
+    quantised  (rows, encoding) → rows as loaders compute them
+    weighted   the Hessian of its inputs, each token weighted by the square of its gradient
+    squares    of the gradients of each output feature
     """
     some, shares = drawn(squares)
     part = np.ascontiguousarray(weight[some])
     found = []
     for encoding in encodings:
-        delta = part - common.dequantise(common.quantise(part, encoding, prepared), encoding, part.shape)
-        found.append(0.5 * float(shares @ _energies(delta, weighted)))
+        found.append(0.5 * float(shares @ _energies(part - quantised(part, encoding), weighted)))
     return found
 
 

@@ -1,0 +1,130 @@
+"""`--size` of a GGUF format: types that a measurement chooses, so that the file has a size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.calibration_help import TEXT, prepared_for, quantise, save_model, settings
+from tests.cli_help import Cli, cli
+from weightsmith._base.errors import PlanError
+from weightsmith._base.options import QuantizeSettings
+from weightsmith._features.quantisation import gguf
+from weightsmith._features.quantisation.calibration import measured
+from weightsmith._features.quantisation.calibration.measured import MeasureWork
+from weightsmith._models.formats.gguf.header import read_gguf_header
+from weightsmith._models.formats.gguf.writing import TYPES
+
+__all__ = ["cli"]
+
+
+def sized(folder: Path, nbytes: int, **more: Any) -> QuantizeSettings:
+    return settings(folder, bits=None, uniform=False, size_bytes=nbytes, **more)
+
+
+def kinds(path: Path) -> dict[str, str]:
+    return {tensor.name: tensor.dtype.name for tensor in read_gguf_header(path).tensors}
+
+
+def test_the_types_of_a_plan_are_those_of_least_loss_that_fit(tmp_path: Path) -> None:
+    """A weight that matters more gets more bits; what no measurement covers has the types of the format."""
+    model = save_model(tmp_path / "m")
+    plain = Path(str(weightsmith.quantize(model, tmp_path / "p", "gguf-q4_0", progress=False).out)) / "model.gguf"
+    size = plain.stat().st_size
+    made = quantise(model, tmp_path / "q", sized(tmp_path, size + 12_000), name="gguf-q4_0")
+    path = Path(str(made.out)) / "model.gguf"
+    assert path.stat().st_size <= size + 12_000
+    found, before = kinds(path), kinds(plain)
+    linear = {name for name in found if ".attn_" in name or ".ffn_" in name if "norm" not in name}
+    assert len({found[name] for name in linear}) > 1
+    assert {name: found[name] for name in found.keys() - linear} == {name: before[name] for name in found.keys() - linear}
+    assert (tmp_path / "q" / "imatrix.dat").is_file()
+
+
+def test_all_that_fits_is_chosen_and_types_that_are_asked_for_stay(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "m")
+    given = sized(tmp_path, 10**9, tensor_types=("attn_q=Q5_0",))
+    found = kinds(Path(str(quantise(model, tmp_path / "q", given, name="gguf-q4_k_m").out)) / "model.gguf")
+    assert {kind for name, kind in found.items() if "attn_q." in name} == {"Q5_0"}
+    assert {kind for name, kind in found.items() if "attn_k." in name or "ffn_up" in name} == {"Q8_0"}
+
+
+def test_the_loss_of_a_type_is_that_of_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """½ Σ Δ H Δᵀ, with blocks that the importances decide."""
+    rng = np.random.default_rng(0)
+    weight, inputs = rng.standard_normal((64, 256)).astype(np.float32), rng.standard_normal((500, 256)).astype(np.float32)
+    inputs[:, :16] *= 20
+    hessian = inputs.T @ inputs
+    squares = np.ones(64)
+
+    def loss(encoding: str, importances: Any) -> float:
+        quantised = lambda part, name: measured._quantised(part, name, prepared=None, importances=importances)  # noqa: E731
+        [found] = measured._losses(weight, quantised, hessian, squares, (encoding,))
+        delta = weight - quantised(weight, encoding)
+        wanted = np.einsum("ij,jk,ik->i", delta, hessian, delta, dtype=np.float64).mean() / 2
+        assert found == pytest.approx(float(wanted), rel=1e-3)
+        return found
+
+    diagonal = np.ascontiguousarray(hessian.diagonal())
+    found = {kind: loss(f"gguf-{kind.lower()}", diagonal) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
+    assert sorted(found, key=lambda kind: -found[kind]) == list(found)
+    assert loss("gguf-q3_k", diagonal) < loss("gguf-q3_k", None)
+
+
+def test_every_weight_is_measured_once_with_types_that_fit(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "m", "mixtral")
+    with prepared_for(model, sized(tmp_path, 10**9), name="gguf-q4_k_m") as prepared:
+        works = [MeasureWork.of(product) for product in prepared.plan.products if product.op == "measured_layer"]
+    assert len(works) == 2
+    names = [name for work in works for name in work.candidates]
+    assert len(names) == len(set(names)) == 2 * (4 + 4 * 3)
+    assert {each for work in works for own in work.candidates.values() for each in own} == {
+        f"gguf-{kind.lower()}" for kind in gguf._NARROW
+    }
+    assert set(gguf._NARROW) | set(gguf._WIDE) <= set(TYPES)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"size_bytes": 1000}, r"the file has at least [\d,]+ bytes with the types that are tried, not 1,000"),
+        ({"size_bytes": 10**6, "calibration": "none"}, "types for a size are chosen by a measurement on a text"),
+    ],
+)
+def test_sizes_that_cannot_be(given: Mapping[str, Any], words: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "m")
+    (tmp_path / "text.txt").write_text(TEXT)
+    with pytest.raises(PlanError, match=words):
+        prepared_for(model, replace(sized(tmp_path, 1), **given), name="gguf-q4_k_m")
+
+
+def test_a_plan_for_a_size_can_be_run_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """With all its settings."""
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "m")
+    (tmp_path / "text.txt").write_text(TEXT)
+    more = [
+        "--calibration",
+        "text.txt",
+        "--calibration-rows",
+        "2",
+        "--calibration-tokens",
+        "32",
+        "--tensor-type",
+        "attn_q=Q5_0",
+    ]
+    quantize = ["quantize", "m", "--format", "gguf-q4_k_m", "--size", "120kB", *more]
+    planned = cli(*quantize, "--plan", "--json")
+    assert planned.code == 0, planned.err
+    (tmp_path / "plan.json").write_text(planned.out)
+    ran = cli("run", "plan.json", "later", "--quiet")
+    assert ran.code == 0, ran.err
+    assert cli(*quantize, "now", "--quiet").code == 0
+    assert (tmp_path / "later/model.gguf").read_bytes() == (tmp_path / "now/model.gguf").read_bytes()
+    assert {kind for name, kind in kinds(tmp_path / "now/model.gguf").items() if "attn_q." in name} == {"Q5_0"}
