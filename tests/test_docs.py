@@ -7,9 +7,9 @@ Conventions of fenced blocks in README.md, CHANGELOG.md and docs/:
 * ```` ```python ````: is run. A first line `# NAME.py` puts it into the folder first, for the blocks after it.
 * ```` ```yaml ````: a whole recipe, which must plan. A first line `# NAME.yml` puts it into the folder for the commands;
   `# NAME.yml: wrong on purpose` says that it must not plan.
-* ```` ```bash ````: is run, and must succeed. What it prints is not compared. Not run are README's, blocks that install something,
-  name a remote place or call other programs (`ELSEWHERE`), and those that say why: a line `<!-- not run: REASON -->` above the
-  block, or `<!-- commands not run: REASON -->` anywhere on the page. The make targets in it must exist.
+* ```` ```bash ````: is run, and must succeed; what it prints is not compared. README's are not run, nor are blocks that install
+  something, name a remote place or call other programs (`ELSEWHERE`), nor those that say why: a line `<!-- not run: REASON -->`
+  above the block, or `<!-- commands not run: REASON -->` anywhere on the page. The make targets in it must exist.
 * ```` ```text ````: is only shown. Commands in it need such a reason too.
 
 The blocks of one page run in order in one folder with the models `base`, `fr`, `de`, `py` and `over`: the demo's in every
