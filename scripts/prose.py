@@ -92,12 +92,14 @@ def problems(text: Text) -> Iterator[Problem]:
     ["a.md:3: 'if not given' -> [default: ...]"]
     """
     plain = _plain(text.text)
+    if " " not in plain:  # a heading or a cell that is a name: `### quantize`
+        return
     for pattern, better in _COMPILED.items():
         for found in pattern.finditer(plain):
             yield Problem(text, found[0], better)
     for sentence in re.split(r"(?<=[.!?]) +|: +(?=\x00|[A-Z])", plain):
         words = len(re.findall(r"[^\s\x00]*[^\W\x00][^\s\x00]*|\x00", sentence))
-        if words > MAX_WORDS:
+        if words > MAX_WORDS and 2 * sentence.count("\x00") < words:  # not a list of names
             start = " ".join(sentence.replace("\x00", "...").split()[:6])
             yield Problem(text, sentence, f"write two: {start} ...", words)
 
@@ -128,7 +130,7 @@ def page_texts(page: Path, *, until: str = "") -> Iterator[Text]:
         if line.startswith("```"):
             fenced = not fenced
             yield from done()
-        elif fenced or line.startswith("<"):
+        elif fenced or line.startswith("<") or (line.startswith("    ") and not lines):
             yield from done()
         elif line.startswith("|"):
             yield from done()

@@ -7,8 +7,10 @@ Conventions of fenced blocks in README.md, CHANGELOG.md and docs/:
 * ```` ```python ````: is run. A first line `# NAME.py` puts it into the folder first, for the blocks after it.
 * ```` ```yaml ````: a whole recipe, which must plan. A first line `# NAME.yml` puts it into the folder for the commands;
   `# NAME.yml: wrong on purpose` says that it must not plan.
-* ```` ```bash ````: is not run (installation, make); the make targets in it must exist.
-* ```` ```text ````: is only shown.
+* ```` ```bash ````: is run, and must succeed; what it prints is not compared. README's are not run, nor are blocks that install
+  something, name a remote place or call other programs (`ELSEWHERE`), nor those that say why: a line `<!-- not run: REASON -->`
+  above the block, or `<!-- commands not run: REASON -->` anywhere on the page. The make targets in it must exist.
+* ```` ```text ````: is only shown. Commands in it need such a reason too.
 
 The blocks of one page run in order in one folder with the models `base`, `fr`, `de`, `py` and `over`: the demo's in every
 header and size, but full of zeros.
@@ -94,9 +96,54 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
+ELSEWHERE = re.compile(
+    r"\b(pip|uv|make|docker|ollama|vllm|curl|jupyter|ray|git|python|mergekit-yaml)\b|://|\borg/|\byour-name/|--(push|ray|stream)\b"
+)
+"""Blocks with these cannot run in a test: they need a network, another program, or a file of the repository."""
+
+
+def has_command(block: Block) -> bool:
+    """Whether a block shows a command of weightsmith."""
+    return re.search(r"^(\$ )?weightsmith [a-z]", block.text, re.MULTILINE) is not None
+
+
+def is_run(block: Block) -> bool:
+    """Whether a block of commands is run here."""
+    if block.language != "bash" or block.page.parent == ROOT:
+        return False
+    return not (ELSEWHERE.search(block.text) or says_why_not(block))
+
+
+def says_why_not(block: Block) -> bool:
+    """Whether the page has the reason why a block is not run."""
+    lines = block.page.read_text(encoding="utf-8").splitlines()
+    above = next((line for line in reversed(lines[: block.line - 1]) if line.strip()), "")
+    return bool(re.fullmatch(r"<!-- not run: .{10,} -->", above)) or any(
+        re.fullmatch(r"<!-- commands not run: .{10,} -->", line) for line in lines
+    )
+
 
 def of_language(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language]
+
+
+def test_every_command_of_a_page_is_run_or_says_why_not() -> None:
+    shown = [
+        block for block in BLOCKS if block.language in ("bash", "text") and block.page.parent != ROOT and has_command(block)
+    ]
+    assert [str(block) for block in shown if not (is_run(block) or says_why_not(block) or ELSEWHERE.search(block.text))] == []
+
+
+def test_a_command_without_a_reason_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```text\nweightsmith verify out\n```\n\n<!-- not run: it takes an hour -->\n\n```bash\nweightsmith doctor\n```\n"
+    )
+    first, second = blocks_of(page)
+    assert (has_command(first), is_run(first), says_why_not(first)) == (True, False, False)
+    assert (has_command(second), is_run(second), says_why_not(second)) == (True, False, True)
+    page.write_text("```bash\nweightsmith doctor\n```\n\n```bash\npip install weightsmith\n```\n")
+    assert [is_run(block) for block in blocks_of(page)] == [True, False]
 
 
 def test_every_block_has_a_language_that_says_what_is_done_with_it() -> None:
@@ -242,7 +289,7 @@ def sessions(text: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if any(block.page == page and block.language in ("console", "python") for block in BLOCKS)],
+    [page for page in PAGES if any(b.page == page and (b.language in ("console", "python") or is_run(b)) for b in BLOCKS)],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_what_a_page_shows_is_what_the_commands_print(page: Path, folder: Path) -> None:
@@ -251,6 +298,9 @@ def test_what_a_page_shows_is_what_the_commands_print(page: Path, folder: Path) 
             (folder / block.name).write_text(block.text)
         if block.language == "python":
             assert run(folder, sys.executable, "-c", block.text) == "", block
+        if is_run(block):
+            printed = run(folder, "bash", "-c", f"set -e\n{block.text}echo it ran\n")
+            assert printed.endswith("it ran\n"), f"{block}:\n{printed}"
         for command, expected in sessions(block.text) if block.language == "console" else ():
             printed = run(folder, "bash", "-c", command)
             assert pattern(expected).fullmatch(printed), f"{block}: $ {command}\nshows:\n{expected}\nprints:\n{printed}"

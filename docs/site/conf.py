@@ -2,17 +2,22 @@
 
 Pages are plain Markdown, as GitHub shows them. The sidebar is the list of docs/README.md: a heading is a group, an item a page.
 A line `<!-- report: NAME -->` becomes a link to build/demo/gallery/NAME.html where `examples/gallery.py` has made that file.
+search_index.py makes what the search looks in; site.js has the search and the copy buttons. Nothing is loaded from other sites.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+from search_index import index
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "docs" / "README.md"
@@ -32,7 +37,8 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 
 html_theme = "furo"
 html_title = "weightsmith"
-html_static_path = ["style.css"]
+html_static_path = ["style.css", "site.js"]
+html_js_files = ["site.js"]
 html_css_files = ["style.css"]
 html_show_sphinx = html_show_sourcelink = html_show_copyright = html_copy_source = False
 html_show_search_summary = False  # it would take requests, which browsers refuse to pages opened from the disk
@@ -94,9 +100,10 @@ def _name_folders(app: Sphinx, tree: nodes.document) -> None:
 
 
 def _finish(app: Sphinx, error: Exception | None) -> None:
-    """The first page as index.html too, and the reports that pages link to."""
+    """The first page as index.html too, what the search looks in, and the reports that pages link to."""
     if error is None:
         out = Path(app.outdir)
+        (out / "_static" / "search_index.js").write_text(index(ROOT, sorted(app.env.found_docs)), encoding="utf-8")
         shutil.copy(out / "README.html", out / "index.html")
         (out / "reports").mkdir(exist_ok=True)
         for report in sorted(REPORTS.glob("*.html")):

@@ -18,6 +18,9 @@ from tests.cli_help import LINEAR, make_models
 from weightsmith._base.errors import PlanError
 from weightsmith._base.text import is_terminal
 from weightsmith._execution import progress as meters
+from weightsmith._models.checkpoint import locate
+from weightsmith._outputs.bucket.prefix import parse_prefix
+from weightsmith._outputs.hub.address import parse_hub_address
 
 
 @pytest.fixture
@@ -261,3 +264,10 @@ def test_modules_are_merged_as_their_state_dicts(recipe: dict[str, Any]) -> None
     assert all(torch.equal(merged[name], expected[name]) for name in merged)
     a.load_state_dict(weightsmith.merge_state_dicts("slerp", [a, b], base=a, t=1.0))
     torch.testing.assert_close(a.weight, b.weight)
+
+
+def test_the_address_of_an_output_is_opened_like_its_text() -> None:
+    for text, parse in (("hf://org/merged@v2", parse_hub_address), ("s3://bucket/merged", parse_prefix)):
+        address = parse(text)
+        assert os.fspath(address) == str(address) == text
+        assert locate(address) == locate(text)

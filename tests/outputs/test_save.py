@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.output_help import layout, open_staging, put, tree
-from weightsmith._base.errors import CannotResume, OutputExists, StoreError
+from weightsmith._base.errors import CannotResume, OutputExists, ParameterError, StoreError
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPES
 from weightsmith._files import views
 from weightsmith._outputs.local.area import StagingArea
@@ -506,3 +506,13 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     with pytest.raises(OutputExists, match="not a file"):
         save_file({"a": np.ones(3)}, tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_the_size_of_weight_files_may_be_text(tmp_path: Path) -> None:
+    tensors = {"a": np.zeros(100, np.float32), "b": np.zeros(100, np.float32)}
+    assert len(save_model(tensors, tmp_path / "m", max_shard_bytes="0.4kB").files) > len(
+        save_model(tensors, tmp_path / "n").files
+    )
+    with pytest.raises(ParameterError, match="max_shard_bytes: must be a size such as 800MB, 5GB or 2GiB, not 'big'"):
+        save_model(tensors, tmp_path / "o", max_shard_bytes="big")
+    assert not (tmp_path / "o").exists()

@@ -66,9 +66,9 @@ def merge(
     progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
 
-    Raises PlanError for problems of recipe, models and options, and leaves nothing of this run on disk; StoreError for problems
-    with the output, CheckpointError if an input changes or cannot be read, PushFailed if the finished output cannot be
-    uploaded. After KeyboardInterrupt or a crash, the same call resumes.
+    Raises PlanError for problems with the recipe, the models and the options; nothing of this run is then on disk. Raises
+    StoreError for problems with the output, CheckpointError if an input changes or cannot be read, and PushFailed if the
+    finished output cannot be uploaded. After KeyboardInterrupt or a crash, the same call resumes.
     """
     began = time.monotonic()
     planning, settings, running = read_options("merge", options, *_ALL)
@@ -90,9 +90,9 @@ def moe(
 
     Accepts mergekit-moe's recipes and weightsmith's own keys; see docs/moe.md. Arguments and errors are as for `merge`.
 
-    Hidden states are computed while the engine copies, on torch's threads, and need memory for one layer in float32 besides
-    the engine's. A PlanError for the prompts or the base's config may be raised at that point. Nothing of this run is then
-    left on disk; work of an earlier one is kept.
+    Hidden states are computed on torch's threads while the engine copies. They need memory for one layer in float32, in
+    addition to the engine's. A PlanError for the prompts or the base's config may be raised at that point. Nothing of this run
+    is then left on disk; work of an earlier one is kept.
     """
     from weightsmith._features.mixture.build import assemble_moe
 
@@ -115,7 +115,7 @@ def quantize(
 ) -> Merged:
     """Store a model in a quantised format, in a new folder.
 
-    model    folder, hub id or `base+adapter`, as in a recipe; a quantised one is dequantised first
+    model    folder, Hub id or `base+adapter`, as in a recipe; a quantised one is dequantised first
     format   such as `fp8-dynamic` or `gguf-q4_k_m`; `weightsmith quantize --list` lists all
 
     Everything else is as for `merge`. Raises PlanError for an unknown format, a setting that the format does not read, and a
@@ -179,7 +179,7 @@ def extract_lora(
 ) -> Merged:
     """Extract a LoRA adapter from a fine-tune and its base into a new folder, as PEFT reads it.
 
-    finetuned, base  folders or hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
+    finetuned, base  folders or Hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
     dtype            dtype of the factors: a string, a numpy dtype or a torch dtype; None: that of the fine-tune's weights
 
     `Merged.reports["extraction"]` has the share of each matrix's change that the adapter keeps. Everything else is as for
@@ -207,9 +207,9 @@ def transplant_tokenizer(
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[TransplantKeywords],
 ) -> Merged:
-    """Give a model the tokenizer of another, in a new folder.
+    """Replace a model's tokenizer with another model's, in a new folder.
 
-    model    folder, hub id or `base+adapter`, stored in any format that weightsmith reads
+    model    folder, Hub id or `base+adapter`, stored in any format that weightsmith reads
     donor    the same; or, for approximations that do not need its embeddings, a folder with a tokenizer alone
 
     Shared tokens keep the model's rows; the others are approximated. `Merged.reports["rows of missing tokens"]` describes the

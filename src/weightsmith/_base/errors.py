@@ -11,7 +11,7 @@
     │   ├── ParameterError   a missing, misplaced or out-of-range parameter
     │   └── MethodError      a merge method of the user's own that may not be run, cannot be used, or failed
     ├── CheckpointError      what the inputs are
-    │   ├── NotFound         no such folder, file, hub id or tensor
+    │   ├── NotFound         no such folder, file, Hub id or tensor
     │   ├── FormatError      bytes that break the file format (never trusted, never executed)
     │   └── Unsupported      a format, dtype or quantisation that this version does not read
     ├── PluginError          a plug-in of an installed package that cannot be loaded or used
@@ -205,7 +205,7 @@ class CheckpointError(WeightsmithError):
 
 
 class NotFound(CheckpointError):
-    """No such folder, file, hub id or tensor."""
+    """No such folder, file, Hub id or tensor."""
 
 
 class FormatError(CheckpointError):
@@ -257,7 +257,7 @@ class Busy(StoreError):
 
 
 class CannotResume(StoreError):
-    """A staging folder made by another plan."""
+    """Unfinished work of another plan is in the staging folder."""
 
 
 class PushFailed(StoreError):

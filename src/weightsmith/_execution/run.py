@@ -52,7 +52,7 @@ class Merged(NamedTensors):
     `merged["lm_head.weight"]`, `name in merged`, `for name in merged`, `len(merged)`. The output is opened when you first ask
     for a name, and a tensor is read when you ask for it.
 
-    out            the finished folder, or its address in a bucket or on the hub
+    out            the finished folder, or its address in a bucket or on the Hub
     plan           the plan that was run
     resumed        number of tensors that an interrupted run had finished
     read_bytes, written_bytes   of tensor data, in this run
@@ -61,7 +61,7 @@ class Merged(NamedTensors):
     distance       distance from the base: in total, then per layer; () without a base
     warnings       the plan's and those found in the data
     reports        reports of products, by name: where a router routes the prompts
-    url            of the model on the hub, if it is there
+    url            of the model's page on the Hub, or ""
     stages         folders with the results of other recipes, if they are kept
     """
 

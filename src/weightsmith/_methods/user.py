@@ -61,24 +61,25 @@ def block_method(function: Function, /) -> OwnMethod: ...
 @overload
 def block_method(*, min_models: int = 1, max_models: int | None = None) -> Callable[[Function], OwnMethod]: ...
 def block_method(function: Function | None = None, /, *, min_models: int = 1, max_models: int | None = None) -> Any:
-    """Make a merge method of a function over rows.
+    """Turn a function over rows into a merge method.
 
-    The function takes, by these names, and whatever parameters it likes:
+    The function takes these arguments by name, and any parameters of its own:
 
-    models  float32 [models, n]: the same n elements of each model, whole rows one after the other; a vector's are cut anywhere
-    base    float32 [n]: of the base; a function without `base` has none, and one with `base=None` may be merged without
-    out     float32 [n]: to be filled, all of it; nothing is returned
+    models  float32 [models, n]: the same n elements of each model, in whole rows; a vector may be cut anywhere
+    base    float32 [n]: elements of the base. Without this argument, the method has no base; with `base=None` it is optional
+    out     float32 [n]: fill every element; return nothing
 
-    All are C-contiguous, the function's own to write in, and float64 when the output is F32 or F64, or an input is F64.
+    All arrays are C-contiguous, and the function may write to them. They are float64 if the output is F32 or F64, or an input
+    is F64.
 
-    A parameter has a type, `float`, `int`, `bool` or `str`, and a default unless it is required; `float | None = None` may be
-    left out. `PerModel[float]` has one value for each model: an array of float64, int64 or bool, a tuple of str. A name that
-    ends in an underscore because Python keeps the word for itself, `lambda_`, is written without it in recipes.
+    A parameter has a type, `float`, `int`, `bool` or `str`, and a default unless it is required. `float | None = None` is
+    optional. `PerModel[float]` has one value for each model: an array of float64, int64 or bool, or a tuple of str. Append an
+    underscore to Python keywords: `lambda_` is `lambda` in recipes.
 
-    n depends on the tensor's shape alone, never on tiles and threads. The function is called from many threads at once; under
-    `numba.njit(nogil=True)` they run side by side.
+    n depends only on the tensor's shape, never on tiles and threads. The function is called from many threads at once. With
+    `numba.njit(nogil=True)` they run in parallel.
 
-    min_models, max_models   inputs besides the base
+    min_models, max_models   number of inputs besides the base
     """
     return _decorated("block", function, min_models, max_models)
 
@@ -88,14 +89,14 @@ def tensor_method(function: Function, /) -> OwnMethod: ...
 @overload
 def tensor_method(*, min_models: int = 1, max_models: int | None = None) -> Callable[[Function], OwnMethod]: ...
 def tensor_method(function: Function | None = None, /, *, min_models: int = 1, max_models: int | None = None) -> Any:
-    """Make a merge method of a function over whole tensors.
+    """Turn a function over whole tensors into a merge method.
 
-    models   a list of float32 arrays in the tensor's shape; experts of a fused tensor come one at a time
-    base     such an array; as for `block_method`, which also says what parameters are
+    models   a list of float32 arrays in the tensor's shape; experts of a fused tensor are passed one at a time
+    base     an array of the same shape; optional as for `block_method`, which also describes parameters
     returns  an array of the same shape: numpy, or torch on any device
 
-    The arrays are float64 when the output is F32 or F64, or an input is F64. A tensor is in memory as a whole, for as many
-    tensors at once as there are threads; the result is the same for any number of threads if the function's is.
+    The arrays are float64 if the output is F32 or F64, or an input is F64. Whole tensors are in memory, as many at once as
+    there are threads. The result does not depend on the number of threads if the function's does not.
     """
     return _decorated("tensor", function, min_models, max_models)
 

@@ -60,7 +60,7 @@ class ModelFolder:
     """A model's files besides its tensors.
 
     path         of the folder
-    revision     commit hash of a hub model, digest of the files' versions at another address, "" otherwise
+    revision     commit hash of a Hub model, digest of the files' versions at another address, "" otherwise
     config, files, left_out, ignored, alone, repositories   see `Checkpoint`
     temporary    the folder, if it is removed when the checkpoint is closed
     """
@@ -93,7 +93,7 @@ class Checkpoint(NamedTensors):
     ref          as the user named it
     folder       contains config.json and the other files; a temporary one if they are made from the weight files (GGUF)
     source       source of the tensors; its members are available here too, so a checkpoint is itself a source
-    revision     commit hash of a hub model, digest of the files' versions at another address, "" otherwise
+    revision     commit hash of a Hub model, digest of the files' versions at another address, "" otherwise
     config       config.json, or None if missing
     files        names of the files to copy into a new model (including config.json and the tokenizer), sorted
     left_out     names of other top-level files, which no loader reads and which are not copied
@@ -101,7 +101,7 @@ class Checkpoint(NamedTensors):
     metadata     the weight files' metadata (`__metadata__` of safetensors), without keys on which files disagree
     quantised    the quantisation of the weights, None if not quantised
     decoded      the quantisation of stored weights that the source decodes; "" if there is none
-    repositories  hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
+    repositories  Hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
     notes        warnings about the model
     alone        a single file, opened without its folder
     plan         of a merge whose result it is, if the tensors are computed when they are read
@@ -167,11 +167,11 @@ class Checkpoint(NamedTensors):
 
     @property
     def missing(self) -> dict[Path, int]:
-        """Files of hub models that a merge needs and that are not cached yet, with their sizes."""
+        """Files of Hub models that a merge needs and that are not cached yet, with their sizes."""
         return {repo.folder / name: nbytes for repo in self.repositories for name, nbytes in repo.missing.items()}
 
     def stream(self) -> None:
-        """Read weights of hub models that are not cached where they are; `download` then brings the other files alone."""
+        """Stream the weights of Hub models that are not cached; `download` then downloads the other files only."""
         for repository in self.repositories:
             repository.stream()
 
@@ -181,7 +181,7 @@ class Checkpoint(NamedTensors):
             repository.download()
 
     def fetch(self, names: Sequence[str]) -> None:
-        """Download these files of a hub model, unless cached. Not for weights."""
+        """Download these files of a Hub model, unless cached. Not for weights."""
         for repository in self.repositories[:1]:
             repository.download([glob.escape(name) for name in names], quiet=True)
 
@@ -263,7 +263,7 @@ def open_checkpoint(
     download: bool = True,
     stream: bool = False,
 ) -> Checkpoint:
-    """Open a model: a local folder, one weight file, a hub id `org/name[@revision]`, or an address.
+    """Open a model: a local folder, one weight file, a Hub id `org/name[@revision]`, or an address.
 
     Addresses are `hf://org/name[@revision]`, `https://host/folder`, `s3://bucket/folder`, `gs://` and `az://`; see
     docs/remote.md. Their tensors are read by byte range.
@@ -272,14 +272,14 @@ def open_checkpoint(
     whose config.json and tokenizer are made from the file. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, bitsandbytes,
     EXL3 and MLX weights are dequantised to float32; others are returned as stored.
 
-    The result of `merge` and other functions is opened where it was written. A local path takes precedence over a hub id of the
-    same name; a Path is never a hub id. A single file is opened without
-    the config.json next to it: open the folder to get both. Hub models are downloaded to huggingface_hub's cache
+    The result of `merge` and other functions is opened where it was written. A local path takes precedence over a Hub id of the
+    same name; a Path is never a Hub id. A single file is opened without
+    the config.json next to it: open the folder to get both. Models on the Hub are downloaded to huggingface_hub's cache
     (`cache_dir`, else HF_HOME) unless cached.
 
     raw       return tensors as stored, without decoding
-    download  False reads the headers of a hub model by byte range; tensors can be read after `Checkpoint.download`
-    stream    read the tensors of a hub model by byte range, without a download
+    download  False reads the headers of a Hub model by byte range; tensors can be read after `Checkpoint.download`
+    stream    read the tensors of a Hub model by byte range, without a download
 
     Raises NotFound, FormatError (a byte that breaks the format), Unsupported (adapters, dtypes, codes in another layout),
     CheckpointError (permissions, network), ParameterError (a revision for a local path, or two revisions).

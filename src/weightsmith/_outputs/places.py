@@ -58,15 +58,15 @@ def open_output(out: str | os.PathLike[str], spec: OutputSpec) -> Staging:
 
 
 def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
-    """Re-read a checkpoint whole and compare it with its manifest.
+    """Compare every byte of a checkpoint with its manifest.
 
     folder    a folder, or an address: `s3://bucket/prefix`, `hf://org/name[@branch]`
-    threads   threads that read and hash, 4 MiB of memory each; of an address 8 read, 16 MiB each
-    progress  called with (bytes of tensors done, in all)
+    threads   threads that read and hash, with 4 MiB of memory each; an address is read by 8, with 16 MiB each
+    progress  called with (bytes of tensors done, bytes of all tensors)
 
-    Raises Corrupt, whose details name every damaged tensor, header and file, every missing file, and files that are not of the
-    checkpoint and that a loader would read (weights, adapters, a tokenizer); NotFound when there is no manifest, FormatError
-    when weightsmith did not write it.
+    Raises Corrupt. Its details name every damaged tensor, header and file, and every missing file. They also name foreign
+    files that a loader would read: weights, adapters, a tokenizer. Raises NotFound if there is no manifest, and FormatError if
+    weightsmith did not write it.
     """
     return place_of(folder).verify(threads=threads, progress=progress)
 

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from weightsmith._base.errors import NOTHING_WRITTEN, CannotResume, Finding, OutputExists, StoreError
+from weightsmith._base.errors import NOTHING_WRITTEN, CannotResume, Finding, OutputExists, ParameterError, StoreError
 from weightsmith._base.files import FULL, expand_user, write_all
+from weightsmith._base.options.option import parse_size
 from weightsmith._files.containers.safetensors import PT_METADATA, make_layout
 from weightsmith._files.views import TILE_BYTES, View, pieces, view_of
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes, hash_bytes
@@ -66,11 +67,11 @@ def save_file(
     metadata   `__metadata__` of the file; None means `{"format": "pt"}`
     tied       `copy` stores every name; `alias` stores the first of several identical views, and names the others in
                the metadata (`{"lm_head.weight": "model.embed_tokens.weight"}`), as the safetensors library does
-    overwrite  False raises OutputExists when there is such a file
-    fsync      False leaves it to the system when the bytes reach the disk
+    overwrite  False raises OutputExists if the file exists
+    fsync      False does not wait until the bytes are on the disk
 
-    A file of that name stays as it was until the new one is whole; folders on the way that are missing are made. Raises
-    StoreError for what cannot be stored, NoSpace.
+    An existing file stays unchanged until the new one is complete. Missing parent folders are created. Raises StoreError for
+    tensors that cannot be stored, and NoSpace.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -126,25 +127,32 @@ def save_model(
     tensors: Mapping[str, Any],
     folder: str | os.PathLike[str],
     *,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int | str = 5_000_000_000,
     metadata: Mapping[str, str] | None = None,
     tied: Tied = "copy",
     config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     fsync: bool = True,
 ) -> Saved:
-    """Write tensors as a checkpoint folder: weight files, their index when there are several, manifest, config.json.
+    """Write tensors as a checkpoint folder: weight files, manifest, config.json, and an index if there are several files.
 
-    Arguments as for `save_file`. With several weight files the aliases are named in the index's metadata, as
-    huggingface_hub does.
+    Arguments are as for `save_file`. With several weight files, the index's metadata names the aliases, as in
+    huggingface_hub.
 
-    max_shard_bytes  bound of one file's tensor data
+    max_shard_bytes  maximum size of a weight file's tensors: a number of bytes, or text such as "2GB"
     config           written as config.json; None writes none
     overwrite        True replaces a checkpoint that weightsmith wrote, but no other folder
 
-    The folder appears whole or not at all, and `verify` can check it. Raises StoreError for what cannot be stored,
-    OutputExists, NoSpace, and CannotResume where an interrupted merge into this folder could still be resumed.
+    The folder appears complete or not at all, and `verify` can check it. Raises StoreError for tensors that cannot be stored,
+    ParameterError for a wrong size, OutputExists, NoSpace, and CannotResume if an interrupted merge into this folder can still
+    be resumed.
     """
+    if isinstance(max_shard_bytes, str):
+        try:
+            max_shard_bytes = parse_size(max_shard_bytes)
+        except ValueError:
+            what = f"must be a size such as 800MB, 5GB or 2GiB, not {max_shard_bytes!r}"
+            raise ParameterError(what, where="max_shard_bytes", state=NOTHING_WRITTEN) from None
     views, aliases = _views(tensors, tied)
     specs = [view.spec for view in views]
     layout = make_layout(specs, max_shard_bytes, _with_aliases(metadata, aliases))

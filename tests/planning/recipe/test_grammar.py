@@ -388,7 +388,7 @@ def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: 
         (
             "{model: {revision: v1}}",
             "SyntaxProblem: r.yml:2:26: the key 'path' is missing in a model path\n"
-            "  -> Add path. Folder, weight file, or hub id `org/name`.",
+            "  -> Add path. Folder, weight file, or Hub id `org/name`.",
         ),
     ],
 )

@@ -77,8 +77,8 @@ PATH = Level(
     "in a model path",
     "A model's place and version.",
     (
-        Key("path", TEXT, "Folder, weight file, or hub id `org/name`.", required=True),
-        Key("revision", TEXT, "Branch, tag or commit of a hub model."),
+        Key("path", TEXT, "Folder, weight file, or Hub id `org/name`.", required=True),
+        Key("revision", TEXT, "Branch, tag or commit of a Hub model."),
     ),
     make=_path,
 )

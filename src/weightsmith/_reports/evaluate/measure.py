@@ -39,7 +39,7 @@ def evaluate(
     progress: Watching = True,
     **options: Unpack[EvaluateKeywords],
 ) -> Evaluation:
-    """How well models predict texts: perplexity, bits per byte, and differences with their standard errors.
+    """Measure how well models predict texts: perplexity, bits per byte, and differences with their standard errors.
 
     models     folders, Hub ids or `base+adapter`, stored in any format that weightsmith reads; or recipes, whose results are
                not written: the path of a YAML file, or a mapping

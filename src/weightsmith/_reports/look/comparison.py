@@ -276,7 +276,7 @@ class Comparison(Shown):
 
     @cached_property
     def reading(self) -> tuple[str, ...]:
-        """What it means for a merge, in sentences. Models are A, B, C, … in their order."""
+        """The conclusions for a merge, in sentences. Models are A, B, C, … in their order."""
         return tuple(_read(self))
 
     def to_json(self) -> dict[str, Any]:

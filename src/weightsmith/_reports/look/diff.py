@@ -52,22 +52,23 @@ def diff(
     stream: bool = False,
     progress: Watching = True,
 ) -> Difference | Comparison:
-    """What model B differs in from model A; or, with a base, how the task vectors of two or more models lie to each other.
+    """Compare two models; or, with a base, the task vectors of two or more models.
 
-    models    as in a recipe: a folder, a weight file, a hub id, `base+adapter`; stored in any format that weightsmith reads
+    models    as in a recipe: a folder, a weight file, a Hub id, `base+adapter`; stored in any format that weightsmith reads
     base      the model that all were fine-tuned from
-    tensors   globs of tensor names of A, or of the base; all if there are none
+    tensors   globs of tensor names of A, or of the base; default: all tensors
     threads   default: all available processors; does not affect the result
-    stream    read weights of hub models that are not cached where they are, instead of downloading them
+    stream    stream weights of Hub models that are not cached, instead of downloading them
     progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
 
-    Tensors are matched as in a merge. Embeddings of different numbers of tokens are compared in the rows that both have.
+    Returns a Difference, or with a base a Comparison. Tensors are matched as in a merge. If embeddings have different numbers
+    of tokens, the rows that both have are compared.
 
-    Raises PlanError for models that cannot be opened, UnknownName for a glob that matches no tensor, ParameterError for another
-    number of models.
+    Raises PlanError for models that cannot be opened, UnknownName for a glob that matches no tensor, and ParameterError for a
+    wrong number of models.
 
-    Cost: two passes over both models, one where nothing differs. With a base: one, and an eighth. Memory does not depend on
-    the size of the models.
+    Cost: two passes over both models, and one pass over tensors that do not differ. With a base: one pass, and an eighth of
+    one. Memory does not depend on the size of the models.
 
     >>> weightsmith.diff("base", "base-german").reading  # doctest: +SKIP
     ('A change of low rank, as LoRA makes it, or a merge of such models: rank about 8 in all linear layers of all layers.', ...)

@@ -254,13 +254,13 @@ def inspect(
     stream: bool = False,
     progress: Watching = True,
 ) -> Inspection:
-    """What a model is.
+    """Summarise a model: architecture, size, dtypes, tokenizer and files.
 
-    model     as in a recipe: a folder, a weight file, a hub id, `base+adapter`; or the folder or hub id of an adapter
-    tensors   globs of tensor names; all if there are none
-    stats     read the tensors too, and measure them; of a hub model this downloads them, unless they are streamed
+    model     as in a recipe: a folder, a weight file, a Hub id, `base+adapter`; or the folder or Hub id of an adapter
+    tensors   globs of tensor names; default: all tensors
+    stats     read the tensors too, and measure them; a model on the Hub is downloaded for this, unless it is streamed
     threads   default: all available processors; does not affect the result
-    stream    read weights of hub models that are not cached where they are, instead of downloading them
+    stream    stream weights of Hub models that are not cached, instead of downloading them
     progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
 
     Without `stats` only headers and small files are read. Raises PlanError for a model that cannot be opened, UnknownName for

@@ -169,16 +169,16 @@ def preview(
     progress: Watching = True,
     **options: Unpack[PlanKeywords],
 ) -> Preview:
-    """What a merge will do to its models.
+    """Estimate the effect of a merge on its models, from a sample.
 
     recipe    as for `merge`
     full      compute all of it; False: about 131,000 elements of each matrix, in runs of rows that depend on its name alone
     threads   default: all available processors; does not affect the result
-    stream    read weights of hub models that are not cached where they are, instead of downloading them
+    stream    stream weights of Hub models that are not cached, instead of downloading them
     progress  called about ten times per second; True: a bar in terminals and notebooks, False: none
 
-    Nothing is written. What the method knows of a whole matrix (thresholds, norms, singular vectors), a sample takes from its
-    own rows. Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters.
+    Nothing is written. Whole-matrix statistics (thresholds, norms, singular vectors) are estimated from the sampled rows.
+    Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters.
 
     >>> weightsmith.preview("ties.yml").total.models[0].survives  # doctest: +SKIP
     0.62
