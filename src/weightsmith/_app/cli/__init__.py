@@ -2,7 +2,7 @@
 
     app.py             the commands together
     merge.py moe.py quantize.py extract_lora.py transplant_tokenizer.py inspect.py diff.py preview.py plan.py run.py verify.py
-    studio.py methods.py schema.py init.py clean.py doctor.py
+    studio.py methods.py schema.py init.py clean.py doctor.py demo.py
                        one command each, quantize.py two
     presets/           the recipes of the papers
     options.py         shared arguments, and flags made from the records of `weightsmith._base.options`
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 WORKING = (
     "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "studio", "quantize", "dequantize", "extract-lora",
     "transplant-tokenizer", "run", "verify", "clean", "doctor",
+    "demo",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""
 
