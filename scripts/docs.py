@@ -13,6 +13,7 @@ Types:
 Blocks in pages that are otherwise written by hand, between `<!-- NAME:begin -->` and `<!-- NAME:end -->`:
     docs/recipe.md            the tables of `weightsmith._planning.recipe.grammar` and the methods' parameters
     docs/moe.md, docs/moe-surgery.md   the tables of `weightsmith._planning.recipe.moe_grammar`
+    docs/configuration.md     the settings
     docs/cli.md               the options of each command, the exit codes, mergekit's flags
 """
 
@@ -30,6 +31,7 @@ from typer.main import get_command
 from weightsmith._app.cli import exits, mergekit_flags
 from weightsmith._app.cli.app import app
 from weightsmith._base.options import Option, find_option, option_records, options_of
+from weightsmith._base.options.configuration import settings
 from weightsmith._base.tensors import DTYPE_NAMES, DType
 from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._methods import all_methods
@@ -62,7 +64,7 @@ def pages() -> dict[Path, str]:
 
 # ---- the recipe
 
-WITH_BLOCKS = ("recipe.md", "moe.md", "moe-surgery.md", "cli.md")
+WITH_BLOCKS = ("recipe.md", "moe.md", "moe-surgery.md", "cli.md", "configuration.md")
 
 
 def filled(texts: Mapping[Path, str], methods: Sequence[Method]) -> dict[Path, str]:
@@ -73,6 +75,7 @@ def filled(texts: Mapping[Path, str], methods: Sequence[Method]) -> dict[Path, s
     blocks["settings without effect"] = _misuse()
     blocks |= {f"options of {name}": rows for name, rows in _commands().items()}
     blocks |= {"exit codes": exits.markdown(), "flags of mergekit": mergekit_flags.markdown()}
+    blocks["settings"] = _settings()
     places = [match[2] for text in texts.values() for match in BLOCK.finditer(text)]
     if sorted(places) != sorted(blocks):
         wrong = {name for name in (*blocks, *places) if places.count(name) != 1 or name not in blocks}
@@ -199,6 +202,17 @@ def _flags(command: Any, options: Mapping[str, Option]) -> list[tuple[str, str, 
             text += f" Default: {default}."
         rows.append((", ".join(names), "" if found is None else f"`{parameter.name}`", text))
     return rows
+
+
+def _settings() -> str:
+    """The table of what a user sets once."""
+    rows = []
+    for each in settings().values():
+        where = "your own file" if each.own else "any file"
+        text = each.help if each.option is None else each.option.sentence(lambda name: f"`{find_option(name).flag()}`")
+        default = each.option.default_text() if each.option is not None else ""
+        rows.append((f"`{each.key}`", f"`{each.variable}`", where, text + (f" Default: {default}." if default else "")))
+    return table(("key", "variable", "read from", ""), rows)
 
 
 # ---- the methods

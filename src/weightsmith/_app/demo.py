@@ -73,7 +73,7 @@ def _shapes() -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (HIDDEN, side),
         "mlp.down_proj": (side, HIDDEN),
     }
-    shapes = {"model.embed_tokens.weight": (len(_vocabulary()), side)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(_vocabulary()), side)}
     shapes |= {f"model.layers.{i}.{part}.weight": shape for i in range(LAYERS) for part, shape in layer.items()}
     return shapes | {"model.norm.weight": (side,)}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import weightsmith
 from tests.cli_help import Cli, cli, run_process
 from weightsmith._app.cli import demo as command
 
@@ -69,7 +68,7 @@ def test_a_demo_that_fails_leaves_nothing_behind(
         raise error
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(weightsmith, "verify", fail)
+    monkeypatch.setattr("weightsmith._outputs.places.verify", fail)
     assert cli("demo").code != 0
     assert list(tmp_path.iterdir()) == []
 

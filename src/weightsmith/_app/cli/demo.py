@@ -64,8 +64,9 @@ def demo(
 
 
 def _run(target: Path, *, quiet: bool, as_json: bool) -> None:
-    from weightsmith import merge, verify
+    from weightsmith._app.api import merge
     from weightsmith._app.demo import make_models
+    from weightsmith._outputs.places import verify
 
     began = time.monotonic()
     target.mkdir()
