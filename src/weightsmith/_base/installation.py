@@ -13,7 +13,10 @@ PROGRAM = "weightsmith"
 
 
 def install(extra: str) -> str:
-    """The command that adds an extra of weightsmith: `pip install 'weightsmith[torch]'`, or that of uv, pipx or a clone."""
+    """The command that adds an extra of weightsmith: `pip install 'weightsmith[torch]'`, or that of uv or pipx.
+
+    An installation from a clone or a wheel names it, as an index may not have the package.
+    """
     return _command(f"[{extra}]")
 
 
@@ -33,14 +36,15 @@ def reinstall() -> str:
 
 
 def _command(extra: str) -> str:
-    how, source = installed_by(), clone()
+    how, (source, editable) = installed_by(), installed_from()
+    named = f"{source or PROGRAM}{extra}"
     if how == "pipx":
-        return f"pipx install --force '{source or PROGRAM}{extra}'"
+        return f"pipx install --force '{named}'"
     if how == "uv tool":
-        return f"uv tool install '{source or PROGRAM}{extra}'"
-    if source:
-        return f"pip install -e '{source}{extra}'"
-    return f"pip install '{PROGRAM}{extra}'" if extra else f"pip install --upgrade {PROGRAM}"
+        return f"uv tool install --force '{named}'"
+    if not extra:
+        return f"pip install --force-reinstall '{named}'"
+    return f"pip install {'-e ' if editable else ''}'{named}'"
 
 
 @cache
@@ -52,13 +56,16 @@ def installed_by() -> str:
 
 
 @cache
-def clone() -> str:
-    """The folder that an editable installation runs from; "" for any other."""
+def installed_from() -> tuple[str, bool]:
+    """The folder or wheel that was installed, if it is still there, and whether it is editable; "" for an index."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
         about = json.loads(distribution(PROGRAM).read_text("direct_url.json") or "{}")
-        address = urlsplit(about.get("url", ""))
-        return unquote(address.path) if about.get("dir_info", {}).get("editable") and address.scheme == "file" else ""
-    except (PackageNotFoundError, OSError, ValueError, AttributeError):
-        return ""
+        address = urlsplit(about["url"])
+        path = unquote(address.path)
+        if address.scheme == "file" and Path(path).exists():
+            return path, bool(about.get("dir_info", {}).get("editable"))
+    except (PackageNotFoundError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return "", False

@@ -17,6 +17,7 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.exits import Exit
 from weightsmith._app.cli.failures import failures
 from weightsmith._base.errors import printable
+from weightsmith._base.installation import reinstall
 from weightsmith._base.options.configuration import FILE, in_force, user_file
 from weightsmith._base.text import show_fact, show_json, size, status_line
 from weightsmith._version import __version__
@@ -149,7 +150,7 @@ def _show(facts: dict[str, Any]) -> None:
     fact("weightsmith", f"{facts['weightsmith']}, Python {facts['python']} ({sys.executable})")
     fact("system", facts["platform"])
     for number, (name, version) in enumerate(facts["packages"].items()):
-        fact("" if number else "packages", f"{name:<15} {version or 'MISSING: run pip install --upgrade weightsmith'}")
+        fact("" if number else "packages", f"{name:<15} {version or f'MISSING: run {reinstall()}'}")
     for number, (name, version) in enumerate(facts["optional"].items()):
         fact("" if number else "optional", f"{name:<15} {version or f'not installed ({OPTIONAL[name]})'}")
     fact("cores", str(facts["cores"]))
