@@ -50,7 +50,7 @@ def environment(**more: str) -> dict[str, str]:
     import weightsmith
 
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "WEIGHTSMITH_DEBUG", "PYTHONUNBUFFERED")}
-    return env | {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1])} | more
+    return {"WEIGHTSMITH_CONFIG": ""} | env | {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1])} | more
 
 
 def run_process(*args: object, code: str = "", **more: Any) -> Ran:
@@ -92,6 +92,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """The command line, in this process."""
     for name in ("NO_COLOR", "WEIGHTSMITH_DEBUG"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WEIGHTSMITH_CONFIG", os.environ.get("WEIGHTSMITH_CONFIG", ""))  # not this user's settings
     return Cli(monkeypatch, capsys)
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from weightsmith._base.errors import Unsupported, WeightsmithError
+from weightsmith._base.installation import install
 
 
 def missing(names: Sequence[str], whose: str, extra: str, instead: str = "") -> list[WeightsmithError]:
@@ -20,7 +21,7 @@ def missing(names: Sequence[str], whose: str, extra: str, instead: str = "") -> 
     if not absent:
         return []
     what = f"{whose} require {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
-    return [Unsupported(what, fix=f"run pip install 'weightsmith[{extra}]'{instead}")]
+    return [Unsupported(what, fix=f"run {install(extra)}{instead}")]
 
 
 def package_version(name: str) -> str:

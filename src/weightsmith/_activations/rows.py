@@ -27,6 +27,7 @@ from weightsmith._activations.bounded import BoundedScript
 from weightsmith._activations.packages import missing
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line
 from weightsmith._base.files import expand_user, open_bounded, show
+from weightsmith._base.installation import install_package
 from weightsmith._base.options import option_error
 from weightsmith._base.strict_json import MAX_MEMORY, JsonError, parse
 from weightsmith._base.text import status
@@ -74,7 +75,7 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
         raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"
-        raise Unsupported(what, where=path, fix="run pip install pyarrow, or convert the text to .jsonl")
+        raise Unsupported(what, where=path, fix=f"run {install_package('pyarrow')}, or convert the text to .jsonl")
     return TextSource(str(file), _sha256(file), rows or 0, tokens or TOKENS, seed)
 
 

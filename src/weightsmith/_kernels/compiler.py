@@ -23,6 +23,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from weightsmith._base.errors import Finding, ParameterError, first_line
+from weightsmith._base.installation import install_package
 from weightsmith._base.text import warn
 from weightsmith._kernels.watch import watch
 
@@ -55,7 +56,8 @@ def internals() -> ModuleType | None:
             why = f"its inside is another than this version takes: {first_line(error)}"
         else:
             return internals
-    fix = f"run pip install 'numba<{TESTED[0]}.{TESTED[1] + 1}' to change that"
+    older = install_package(f"'numba<{TESTED[0]}.{TESTED[1] + 1}'")
+    fix = f"run {older} to change that"
     warn(Finding(f"kernels compile more slowly with numba {numba.__version__}: {why}", fix=fix))
     return None
 

@@ -180,7 +180,7 @@ def _damaged_models() -> None:
 def _quiet_environment() -> Iterator[None]:
     """No colour, no network, no settings of this machine."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WEIGHTSMITH_", "NO_COLOR", "COLUMNS"))}
-    with mock.patch.dict(os.environ, kept | {"HF_HUB_OFFLINE": "1"}, clear=True):
+    with mock.patch.dict(os.environ, kept | {"HF_HUB_OFFLINE": "1", "WEIGHTSMITH_CONFIG": ""}, clear=True):
         yield
 
 

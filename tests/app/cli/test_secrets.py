@@ -57,6 +57,7 @@ SUCCEEDING: dict[str, list[list[str]]] = {
     "clean": [[]],
     "doctor": [[]],
     "help": [["merge"]],
+    "demo": [["out"]],
     "studio": [[]],
 }
 

@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "clean": ([], ""),
     "doctor": ([], ""),
     "help": (["merge"], ""),
+    "demo": (["OUT"], "The demo is in "),
 }
 """Arguments of each command, and what it says of its output when the result cannot be printed."""
 NO_JSON = {"init", "schema", "help"}

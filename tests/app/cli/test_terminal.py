@@ -280,6 +280,7 @@ STARTED: dict[str, list[str]] = {
     "verify": ["a"],
     "clean": [],
     "doctor": [],
+    "demo": ["out"],
 }
 """Some of them end with an error, which comes after the first words too."""
 
@@ -303,7 +304,7 @@ def test_something_is_said_before_anything_is_loaded_or_read(folder: Path, name:
     assert shown.startswith("\r\x1b[2Kstarting"), shown[:200]
     starting, own, *_ = shown.split("\r\x1b[2K")[1:]
     assert set(re.findall(r"\[(\w+)\]", starting)) <= {"typer", "numpy"}  # what it takes to read a command line
-    assert own.startswith(("reading ", "loading ", "looking ", "checking ")), own[:200]
+    assert own.startswith(("reading ", "loading ", "looking ", "checking ", "making ")), own[:200]
     assert ("[file]" in shown) or name not in SEEN
 
 

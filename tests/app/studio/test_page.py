@@ -22,6 +22,7 @@ import pytest
 
 from tests.app.studio.models import make
 from tests.cli_help import environment, run_process
+from weightsmith._base.installation import install
 from weightsmith._planning.recipe import load
 
 GRADIO = find_spec("gradio") is not None
@@ -36,7 +37,7 @@ HOSTILE = "<img src=x onerror=window.evil=1>"
 def test_without_gradio_the_command_says_what_to_install() -> None:
     ran = run_process("studio")
     assert ran.code == 1
-    assert "the studio needs Gradio\n  -> Run pip install 'weightsmith[studio]'." in ran.err
+    assert f"the studio needs Gradio\n  -> Run {install('studio')}." in ran.err
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import weightsmith
 from tests.activations.test_decoder import save_model
 from tests.zoo import SIZES
 from weightsmith._base.errors import PlanError
+from weightsmith._base.installation import install
 from weightsmith._engine.local import Resources, Workload, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.unwritten import DiscardedOutput
@@ -368,4 +369,4 @@ def test_packages_that_are_missing_are_those_of_a_mixture(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("weightsmith._activations.packages.find_spec", lambda name: None)
     [found] = missing_packages()
-    assert found.finding.fix == "Run pip install 'weightsmith[moe]'; or use gate_mode: random, which needs no hidden states."
+    assert found.finding.fix == f"Run {install('moe')}; or use gate_mode: random, which needs no hidden states."

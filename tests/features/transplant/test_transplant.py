@@ -125,7 +125,7 @@ def test_a_transplant_to_itself_is_the_identity(tmp_path: Path, rows: int) -> No
 
 def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same_role(tmp_path: Path) -> None:
     own, donor = pair(tmp_path)
-    made = transplant(own, donor, tmp_path / "out", approximation="zero", report="out/report.html")
+    made = transplant(own, donor, tmp_path / "out", approximation="zero", report=tmp_path / "out/report.html")
     rows, before, ids, old = table(made.out), table(own), vocabulary(donor), vocabulary(own)
     assert rows.shape == (len(ids), WIDTH)
     special = {"<|begin|>": "<s>", "<|end|>": "</s>"}

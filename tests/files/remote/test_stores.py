@@ -19,6 +19,7 @@ import weightsmith
 from tests.files.remote.servers import model, write
 from tests.files.remote.test_streaming import content, linear
 from weightsmith._base.errors import CheckpointError, NotFound, PlanError, Unsupported
+from weightsmith._base.installation import install
 from weightsmith._files.remote import stores
 from weightsmith._files.remote.addresses import parse_address
 
@@ -29,7 +30,7 @@ def test_without_the_package_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(Unsupported, match="the package obstore, which reads object stores, is not installed") as caught:
         weightsmith.open_checkpoint("s3://models/a")
-    assert "pip install 'weightsmith[remote]'" in str(caught.value)
+    assert install("remote") in str(caught.value)
 
 
 def test_an_error_of_a_store_shows_no_signature() -> None:

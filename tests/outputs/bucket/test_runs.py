@@ -41,6 +41,7 @@ from tests.mini import write_checkpoint
 from tests.output_help import tree
 from weightsmith._app.cli import main
 from weightsmith._base.errors import OutputExists, ParameterError, StoreError
+from weightsmith._base.installation import install
 from weightsmith._files.remote import retries
 from weightsmith._outputs.bucket import parts, uploads
 from weightsmith._outputs.bucket.contents import open_bucket
@@ -496,7 +497,7 @@ def test_the_library_that_is_missing_is_named(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(StoreError, match=message) as found:
         run("linear", f"{scheme}://bkt/out")
-    assert f"pip install 'weightsmith[{extra}]'" in str(found.value)
+    assert install(extra) in str(found.value)
     assert {path.name for path in here.iterdir()} == {*MODELS}
 
 

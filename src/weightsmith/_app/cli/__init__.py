@@ -2,12 +2,13 @@
 
     app.py             the commands together
     merge.py moe.py quantize.py extract_lora.py transplant_tokenizer.py inspect.py diff.py preview.py plan.py run.py verify.py
-    studio.py methods.py schema.py init.py clean.py doctor.py
+    studio.py methods.py schema.py init.py clean.py doctor.py demo.py
                        one command each, quantize.py two
     presets/           the recipes of the papers
     options.py         shared arguments, and flags made from the records of `weightsmith._base.options`
     work.py            the frame of a command: status line, errors, progress bar, result
     mergekit_flags.py  mergekit's flags: accepted, passed on or refused
+    help.py manual.py  help pages, and the man page
     summary.py         totals of a plan
     failures.py exits.py    errors to messages and exit codes
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 WORKING = (
     "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "studio", "quantize", "dequantize", "extract-lora",
     "transplant-tokenizer", "run", "verify", "clean", "doctor",
+    "demo",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""
 

@@ -9,6 +9,7 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.clean import clean
+from weightsmith._app.cli.demo import demo
 from weightsmith._app.cli.diff import diff
 from weightsmith._app.cli.doctor import doctor
 from weightsmith._app.cli.eval import evaluate
@@ -104,6 +105,6 @@ app.command("eval", group=LOOK)(evaluate)
 app.command(group=LOOK)(verify)
 for command in (init, methods, schema, studio):
     app.command(group=WRITE)(command)
-for command in (clean, doctor):
+for command in (demo, clean, doctor):
     app.command(group=KEEP)(command)
 app.command("help", group=KEEP)(help_)

@@ -17,6 +17,8 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.exits import Exit
 from weightsmith._app.cli.failures import failures
 from weightsmith._base.errors import printable
+from weightsmith._base.installation import reinstall
+from weightsmith._base.options.configuration import FILE, in_force, user_file
 from weightsmith._base.text import show_fact, show_json, size, status_line
 from weightsmith._version import __version__
 
@@ -41,7 +43,7 @@ def doctor(
     folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Folder whose disk is checked, for the output.")] = ".",
     as_json: options.Json = False,
 ) -> None:
-    """Show packages, cores, memory, disk and Hub access.
+    """Show packages, cores, memory, disk, settings and Hub access.
 
     Exits with 1 if a required package is missing.
 
@@ -83,6 +85,7 @@ def _facts(folder: Path) -> dict[str, Any]:
         "memory_available_bytes": available,
         "disk": {"folder": str(place), "free_bytes": shutil.disk_usage(place).free},
         "kernel_cache": str(cache_folder()),
+        "settings": {key: {"value": each.value, "source": each.source} for key, each in in_force().items()},
         "hub": _hub(),
     }
 
@@ -147,7 +150,7 @@ def _show(facts: dict[str, Any]) -> None:
     fact("weightsmith", f"{facts['weightsmith']}, Python {facts['python']} ({sys.executable})")
     fact("system", facts["platform"])
     for number, (name, version) in enumerate(facts["packages"].items()):
-        fact("" if number else "packages", f"{name:<15} {version or 'MISSING: run pip install --upgrade weightsmith'}")
+        fact("" if number else "packages", f"{name:<15} {version or f'MISSING: run {reinstall()}'}")
     for number, (name, version) in enumerate(facts["optional"].items()):
         fact("" if number else "optional", f"{name:<15} {version or f'not installed ({OPTIONAL[name]})'}")
     fact("cores", str(facts["cores"]))
@@ -156,6 +159,10 @@ def _show(facts: dict[str, Any]) -> None:
     fact("memory", shown + (f", {size(available)} available" if available is not None else ""))
     fact("disk", f"{size(facts['disk']['free_bytes'])} free in {facts['disk']['folder']}")
     fact("kernels", f"compiled, in {facts['kernel_cache']}")
+    for number, (key, each) in enumerate(facts["settings"].items()):
+        fact("" if number else "settings", f"{key} = {each['value']}, from {each['source']}")
+    if not facts["settings"]:
+        fact("settings", f"none; {user_file()} or ./{FILE} may have them")
     hub = facts["hub"]
     fact("hub", f"{hub['endpoint']}: {hub['answer']}; {'a' if hub['token'] else 'no'} token is set")
     fact("", f"cache in {hub['cache']}")

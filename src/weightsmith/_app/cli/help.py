@@ -25,6 +25,7 @@ _NAMES = 24
 """Columns of names; longer ones have a line of their own."""
 
 START = (
+    ("weightsmith demo", "merge three tiny models, in seconds"),
     ("weightsmith init", "write a recipe for your models: recipe.yml"),
     ("weightsmith merge", "run it: weightsmith merge recipe.yml OUT"),
     ("weightsmith help merge", "show what a command can do"),

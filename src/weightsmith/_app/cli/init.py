@@ -17,7 +17,7 @@ from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._app.goals import GOALS, Goal
 from weightsmith._base.errors import nearest, printable
 from weightsmith._base.redaction import has_secret
-from weightsmith._base.text import note, result, say, show_table
+from weightsmith._base.text import columns, note, result, say, show_table
 
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -112,9 +112,10 @@ def _list() -> None:
 
 
 def _title(preset: str) -> str:
-    """The first sentence of a preset's comment, cut to fit a line of 80."""
+    """The first sentence of a preset's comment; on a terminal cut to fit a line of 80."""
     comment = itertools.takewhile(lambda line: line.startswith("#"), _text(preset).splitlines())
-    return textwrap.shorten(re.split(r"[.;] ", " ".join(line[2:] for line in comment))[0], 59, placeholder=" …")
+    sentence = re.split(r"[.;] ", " ".join(line[2:] for line in comment))[0]
+    return sentence if columns(sys.stdout) is None else textwrap.shorten(sentence, 59, placeholder=" …")
 
 
 def _text(preset: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -14,6 +15,8 @@ import typer
 from weightsmith._app.cli.failures import failures, show_tracebacks
 from weightsmith._base.errors import SyntaxProblem, printable
 from weightsmith._base.options import Option, find_option, option_records, options_of, read_options
+from weightsmith._base.options.configuration import in_force
+from weightsmith._base.text import note
 
 _OUT = "Folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]"
 
@@ -27,7 +30,10 @@ Quiet = Annotated[
     typer.Option("--quiet", help="Hide progress and summary; warnings and errors are still shown.", rich_help_panel="General"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.", rich_help_panel="General")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the traceback of an error.", rich_help_panel="General")]
+Verbose = Annotated[
+    bool,
+    typer.Option("-v", "--verbose", help="Show tracebacks and the settings in force.", rich_help_panel="General"),
+]
 PageFile = Annotated[
     Path | None,
     typer.Option(
@@ -83,6 +89,7 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def command(**given: Any) -> None:
         asked = {each: given.pop(each) for each in flags}
+        asked |= {keyword: _settings[each.name] for keyword, each in flags.items() if _is_unset(asked[keyword], each)}
         texts = {each: value for each, value in asked.items() if value is not None and value != []}
         with failures(as_json=given.get("as_json", False), usage=True):
             found = read_options(name, texts, *made.values(), text=True)
@@ -93,12 +100,32 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+_settings: dict[str, Any] = {}
+"""Option → its default by the user's settings, for the command that runs."""
+
+
+def _is_unset(value: object, option: Option) -> bool:
+    return value is None and option.name in _settings
+
+
 def common(function: Callable[..., None]) -> Callable[..., None]:
     """A command with the options that every command has."""
 
     @wraps(function)
     def command(*, verbose: bool, **given: Any) -> None:
         set_verbose(verbose)
+        with failures(as_json=given.get("as_json", False), usage=True):
+            found = in_force()
+        _settings.clear()
+        for each in found.values():
+            if each.setting.option is not None:
+                _settings[each.setting.option.name] = each.value if isinstance(each.value, bool) else str(each.value)
+            elif each.setting.own:
+                os.environ.setdefault(each.setting.variable, each.value)
+            elif each.setting.key in given:
+                given[each.setting.key] = given[each.setting.key] or each.value
+            if verbose:
+                note(f"{each.setting.key} = {printable(str(each.value))} ({printable(each.source)})")
         function(**given)
 
     own = inspect.signature(function, eval_str=True).parameters.values()
@@ -121,9 +148,11 @@ def _sign(command: Callable[..., None], parameters: Sequence[inspect.Parameter])
 def _parameter(option: Option, command: str) -> inspect.Parameter:
     """The flag of an option, as typer reads it. Values are read by the option itself, not by typer."""
     is_flag, is_list = option.type is bool, option.type in (tuple, Mapping)
-    kind: Any = (bool | None if option.optional else bool) if is_flag else list[str] if is_list else str | None
+    kind: Any = (
+        (bool | None if option.optional or option.setting else bool) if is_flag else list[str] if is_list else str | None
+    )
     required = command in option.required
-    default: Any = inspect.Parameter.empty if required else option.default if is_flag else None
+    default: Any = inspect.Parameter.empty if required else option.default if is_flag and not option.setting else None
     help = option.sentence(lambda name: find_option(name).flag(command))
     if default_text := option.default_text():
         help += f" [default: {default_text}]"

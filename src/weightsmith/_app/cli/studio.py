@@ -36,7 +36,7 @@ def studio(
     """Open a local web page for merging without YAML.
 
     Choose models, a goal and a method, set parameters with sliders, preview the merge, run it, and compare the result. Serves
-    until Ctrl-C. Requires Gradio: pip install 'weightsmith[studio]'.
+    until Ctrl-C. Requires Gradio, of the extra `studio`.
 
     Examples:
         weightsmith studio

@@ -13,6 +13,7 @@ import numpy as np
 from weightsmith._app.studio.check import first_finding, model_allowed
 from weightsmith._app.studio.places import Places
 from weightsmith._base.errors import CheckpointError, Unsupported, WeightsmithError, first_line
+from weightsmith._base.installation import install
 from weightsmith._base.text import size
 from weightsmith._reports.judge import Judge
 from weightsmith._reports.look.models import opened
@@ -51,7 +52,7 @@ def compare(models: Sequence[str], places: Places, *, prompt: str, text: str = "
     Raises Unsupported without transformers, and for too much of anything.
     """
     if not available():
-        raise Unsupported("comparing needs torch and transformers", fix="run pip install 'weightsmith[moe]'")
+        raise Unsupported("comparing needs torch and transformers", fix=f"run {install('moe')}")
     if len(models) > MAX_MODELS or max(len(prompt), len(text)) > MAX_CHARACTERS or not 0 < new_tokens <= MAX_NEW_TOKENS:
         what = f"at most {MAX_MODELS} models, {MAX_CHARACTERS:,} characters and {MAX_NEW_TOKENS} new tokens"
         raise Unsupported(f"too much to compare: {what}", fix="ask for less")

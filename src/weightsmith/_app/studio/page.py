@@ -15,6 +15,7 @@ from weightsmith._app.studio import compare, draft, show
 from weightsmith._app.studio.places import Places, is_this_machine
 from weightsmith._app.studio.session import Session
 from weightsmith._base.errors import Unsupported
+from weightsmith._base.installation import install
 from weightsmith._base.text import end_status
 
 # ---- What may be sent to the server, and what a browser may load for the page.
@@ -142,7 +143,7 @@ def _gradio() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "gradio":
             raise
-        raise Unsupported("the studio needs Gradio", fix="run pip install 'weightsmith[studio]'") from None
+        raise Unsupported("the studio needs Gradio", fix=f"run {install('studio')}") from None
     return gradio
 
 

@@ -2,6 +2,7 @@
 
     records.py   the options, in six records
     option.py    one option: flags, keyword, help text, and the check that command line and Python share
+    configuration.py    what a user sets once, in a file or in the environment
     keywords.py  the records as TypedDicts for type checkers, written by scripts/docs.py
     docstrings.py   the options of a function in its docstring
 

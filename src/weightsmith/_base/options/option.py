@@ -44,6 +44,7 @@ class Option:
     commands  functions whose commands have its flag
     spelled   its keyword in functions with another name for it
     required  functions that require it
+    setting   a user may set it once, in a file or in the environment (`configuration.py`)
     """
 
     name: str
@@ -63,6 +64,7 @@ class Option:
     commands: Collection[str] = ()
     spelled: Mapping[str, str]
     required: Collection[str] = ()
+    setting: bool = False
 
     @property
     def optional(self) -> bool:

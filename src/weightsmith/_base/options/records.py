@@ -217,6 +217,7 @@ class RunOptions:
         least=1,
         commands=(*WRITING, *LOOKING),
         group="Resources",
+        setting=True,
     )
     max_memory_bytes: int | None = option(
         None,
@@ -225,6 +226,7 @@ class RunOptions:
         least=1,
         commands=RUNNING,
         group="Resources",
+        setting=True,
     )
     overwrite: bool = option(
         False,
@@ -237,7 +239,7 @@ class RunOptions:
         True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
     )
     fsync: bool = option(True, "--fsync/--no-fsync", "Flush the data to disk before OUT is created", group="Advanced")
-    card: bool = option(True, "--card/--no-card", "Write README.md, a model card")
+    card: bool = option(True, "--card/--no-card", "Write README.md, a model card", setting=True)
     report: str | None = option(
         None,
         "--report FILE",
@@ -260,6 +262,7 @@ class RunOptions:
         more="It computes whole matrices and hidden states; everything else runs on the CPU.",
         commands=tuple(each for each in RUNNING if each != "dequantize"),
         group="Resources",
+        setting=True,
     )
     keep_stages: bool = option(
         False,
@@ -284,6 +287,7 @@ class RunOptions:
         least=1,
         commands=RUNNING,
         group="Resources",
+        setting=True,
     )
     evaluate: str | None = option(
         None,

@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from weightsmith._base.errors import ParameterError, first_line
+from weightsmith._base.installation import install
 from weightsmith._base.options import RunOptions, named
 from weightsmith._base.redaction import know
 from weightsmith._execution.distributed.work import Answer, Lost, Order, Share, do
@@ -60,7 +61,7 @@ class RayWorkers:
         try:
             ray = import_module("ray")
         except ImportError:
-            raise ParameterError("Ray is not installed: pip install 'weightsmith[ray]'", where=named("ray")) from None
+            raise ParameterError("Ray is not installed", where=named("ray"), fix=f"run {install('ray')}") from None
         ours = not ray.is_initialized()
         if ours:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

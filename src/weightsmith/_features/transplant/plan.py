@@ -18,6 +18,7 @@ from typing import Any
 
 from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded
+from weightsmith._base.installation import install_package
 from weightsmith._base.options import RecipeOptions, TransplantSettings, option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
@@ -320,7 +321,7 @@ class _Transplant:
             found = Counter(tokenizer.encode(text, add_special_tokens=False).ids)
         except ImportError as error:
             what = "report_text needs the package tokenizers, which is not installed"
-            raise option_error("report_text", what, "run pip install tokenizers") from error
+            raise option_error("report_text", what, f"run {install_package('tokenizers')}") from error
         except WeightsmithError:
             raise
         except Exception as error:  # tokenizers raises anything

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.errors import CheckpointError, NotFound, Unsupported, first_line
 from weightsmith._base.files import show
+from weightsmith._base.installation import install
 from weightsmith._files.remote.access import allows_http, settings
 from weightsmith._files.remote.addresses import Address
 from weightsmith._files.remote.failures import lasting, no_panic, passes
@@ -32,7 +33,7 @@ def obstore(where: str) -> ModuleType:
         import obstore.store
     except ImportError:
         what = "the package obstore, which reads object stores, is not installed"
-        raise Unsupported(what, where=where, fix="install it: pip install 'weightsmith[remote]'") from None
+        raise Unsupported(what, where=where, fix=f"run {install('remote')}") from None
     module: ModuleType = found
     return module
 

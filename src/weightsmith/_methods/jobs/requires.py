@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from weightsmith._base.errors import ParameterError, first_line
+from weightsmith._base.installation import install
 from weightsmith._base.options import named
 
 
@@ -14,7 +15,7 @@ def needs_torch() -> str:
         found = importlib.util.find_spec("torch") is not None
     except ImportError:
         found = False
-    return "" if found else "this method requires torch, which is not installed: pip install 'weightsmith[torch]'"
+    return "" if found else f"this method requires torch, which is not installed: run {install('torch')}"
 
 
 def named_device(device: str) -> str:

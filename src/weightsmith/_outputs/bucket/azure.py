@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from weightsmith._base.errors import StoreError
+from weightsmith._base.installation import install
 from weightsmith._files.remote.access import azure, azure_identity, azure_token
 from weightsmith._outputs.bucket.client import (
     AGAIN,
@@ -99,7 +100,7 @@ class AzureBucket(Bucket):
             try:
                 self._identity = azure_identity()
             except ImportError as error:
-                fix = "give the key of the account, or install azure-identity: pip install 'weightsmith[azure]'"
+                fix = f"give the key of the account, or install azure-identity: {install('azure')}"
                 raise StoreError("an identity of Azure requires azure-identity", where=where, fix=fix) from error
         key = {"account_name": access.account, "account_key": access.key} if access.key else None
         with self._opening(f"correct {_ENDPOINT}; {_CREDENTIALS}"):

@@ -15,6 +15,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError, WeightsmithError, first_line, legible
+from weightsmith._base.installation import install
 from weightsmith._files.remote import retries
 from weightsmith._files.remote.access import allows_http
 from weightsmith._files.remote.environment import check_network
@@ -245,7 +246,7 @@ class Bucket(ABC):
         try:
             yield
         except ImportError as error:
-            fix = f"install it: pip install 'weightsmith[{extra}]'"
+            fix = f"run {install(extra)}"
             raise StoreError(f"{what} requires {library}", where=f"{self.scheme}://{self.name}", fix=fix) from error
 
     @contextmanager

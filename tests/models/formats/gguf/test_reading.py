@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.gguf_help import BYTE_LEVEL, LETTERS, SENTENCEPIECE, SIZES, decoded, llama, write_gguf
 from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
+from weightsmith._base.installation import install
 from weightsmith._base.tensors import DType
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import open_checkpoint
@@ -404,7 +405,7 @@ def test_without_libgguf_plain_files_are_read(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "libgguf", None)
     with pytest.raises(Unsupported, match="the package libgguf") as caught:
         open_checkpoint(path)
-    assert "pip install 'weightsmith[gguf]'" in str(caught.value)
+    assert install("gguf") in str(caught.value)
 
 
 def test_the_temporary_folder_is_removed(tiny: Path) -> None:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.files import show
+from weightsmith._base.installation import install
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
 from weightsmith._models.formats.matrices import maxima_of
@@ -166,7 +167,7 @@ def libgguf(where: str = "") -> ModuleType:
         import libgguf as found
     except ImportError:
         what = "the package libgguf, which encodes and decodes ggml's types of blocks, is not installed"
-        raise Unsupported(what, where=where, fix="install it: pip install 'weightsmith[gguf]'") from None
+        raise Unsupported(what, where=where, fix=f"run {install('gguf')}") from None
     module: ModuleType = found
     return module
 

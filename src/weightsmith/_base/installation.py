@@ -1,0 +1,71 @@
+"""How this program was installed, and so how a package is added to it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+PROGRAM = "weightsmith"
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra of weightsmith: `pip install 'weightsmith[torch]'`, or that of uv or pipx.
+
+    An installation from a clone or a wheel names it, as an index may not have the package.
+    """
+    return _command(f"[{extra}]")
+
+
+def install_package(package: str) -> str:
+    """The command that adds another package beside weightsmith."""
+    how = installed_by()
+    if how == "pipx":
+        return f"pipx inject {PROGRAM} {package}"
+    if how == "uv tool":
+        return f"uv tool install {PROGRAM} --with {package}"
+    return f"pip install {package}"
+
+
+def reinstall() -> str:
+    """The command that repairs the installation."""
+    return _command("")
+
+
+def _command(extra: str) -> str:
+    how, (source, editable) = installed_by(), installed_from()
+    named = f"{source or PROGRAM}{extra}"
+    if how == "pipx":
+        return f"pipx install --force '{named}'"
+    if how == "uv tool":
+        return f"uv tool install --force '{named}'"
+    if not extra:
+        return f"pip install --force-reinstall '{named}'"
+    return f"pip install {'-e ' if editable else ''}'{named}'"
+
+
+@cache
+def installed_by() -> str:
+    """`pipx` or `uv tool` for a program with an environment of its own, else `pip`."""
+    parts = Path(sys.prefix).parts
+    pairs = {*pairwise(parts)}
+    return "pipx" if ("pipx", "venvs") in pairs else "uv tool" if ("uv", "tools") in pairs else "pip"
+
+
+@cache
+def installed_from() -> tuple[str, bool]:
+    """The folder or wheel that was installed, if it is still there, and whether it is editable; "" for an index."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        about = json.loads(distribution(PROGRAM).read_text("direct_url.json") or "{}")
+        address = urlsplit(about["url"])
+        path = unquote(address.path)
+        if address.scheme == "file" and Path(path).exists():
+            return path, bool(about.get("dir_info", {}).get("editable"))
+    except (PackageNotFoundError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return "", False
