@@ -230,10 +230,18 @@ def test_the_plan_says_what_is_measured(folder: Path, monkeypatch: pytest.Monkey
     printed = run("plan", "by_text.yml").out
     # Three inputs of each of two layers: q and up of 4 features, down of 6.
     for text, rows, name in (("a", 4, "a"), ("all", 5, "b")):
-        read = f"{rows} rows of 16 tokens of {folder}/{text}.txt, through ./{name}: second_moments, 544 bytes on disk"
+        read = f"{rows} rows of 16 tokens of {folder}/{text}.txt, through ./{name}: second_moments, 544 bytes"
         assert read in " ".join(printed.split())
-    summary = json.loads(run("plan", "by_text.yml", "--json").out)["summary"]["texts"]
-    assert [(text["model"], text["rows"], text["bytes"]) for text in summary] == [("./a", 4, 544), ("./b", 5, 544)]
+    summary = json.loads(run("plan", "by_text.yml", "--json").out)["summary"]
+    assert [(text["model"], text["rows"], text["bytes"]) for text in summary["texts"]] == [("./a", 4, 544), ("./b", 5, 544)]
+    # One layer of both models, and states: of a before and after its layer 0, of b before its own.
+    assert summary["product_bytes"] == 2 * 272 + (2 * 5 + 4) * 16 * 4 * 4
+    assert "disk 4.13 kB at most, beside the output, for one layer's statistics at a time" in " ".join(printed.split())
+    assert summary["measuring_bytes"] == 272 + 4 * sum(
+        step["shape"][0] * (step["shape"] + [1])[1]
+        for step in json.loads(run("plan", "by_text.yml", "--json").out)["steps"]
+        if step["name"].startswith("model.layers.0.")
+    )
 
 
 def test_the_seed_chooses_the_rows() -> None:

@@ -12,6 +12,7 @@ from weightsmith._base.options import RunOptions
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import Resources
 from weightsmith._engine.passes import visits, whole_passes
+from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
@@ -27,7 +28,7 @@ from weightsmith._files.remote.ahead import TransferEstimate, estimate
 from weightsmith._models.structure import analyse
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import stored_plain
-from weightsmith._plans import PLAIN, Plan, Read, Step
+from weightsmith._plans import PLAIN, Plan, Product, Read, Step
 from weightsmith._reports.look.files import Change, changes
 
 TORCH_BYTES = 250 << 20
@@ -132,7 +133,7 @@ class StageFacts:
 class TextFacts:
     """A text that a model is measured on, for the merge method.
 
-    nbytes  statistics that are kept beside the output until it is complete
+    nbytes  statistics of all layers
     """
 
     model: str
@@ -158,6 +159,8 @@ class Summary:
     downloads    files of Hub models that are neither cached nor streamed
     transfer     streamed bytes
     texts        what models are measured on first, for the merge method
+    product_bytes  the most that the values computed before tensors take beside the output, at a time
+    measuring_bytes  memory for the largest layer that is measured, in float32, and its statistics
     stages       other recipes whose results it reads, in the order of their dependencies
     """
 
@@ -179,6 +182,8 @@ class Summary:
     downloads: tuple[Download, ...] = ()
     stages: tuple[StageFacts, ...] = ()
     texts: tuple[TextFacts, ...] = ()
+    product_bytes: int = 0
+    measuring_bytes: int = 0
 
 
 def summarise(prepared: Prepared, options: RunOptions) -> Summary:
@@ -232,6 +237,8 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         downloads=_downloads(prepared),
         stages=_stages(prepared),
         texts=_texts(plan),
+        product_bytes=most_bytes(plan),
+        measuring_bytes=max((_measuring_bytes(product) for product in plan.products if product.op == "statistic"), default=0),
         memory=_memory(plan, options.threads, options.max_memory_bytes, [reader.job_facts(leaf)[1] for leaf in leaves]),
     )
 
@@ -272,6 +279,10 @@ def _texts(plan: Plan) -> tuple[TextFacts, ...]:
             kinds, nbytes = tuple(dict.fromkeys((*own.kinds, kind))), sum(out.nbytes for out in product.outs)
             found[chain[product.name]] = replace(own, kinds=kinds, nbytes=own.nbytes + nbytes)
     return tuple(facts for facts in found.values() if facts.kinds)
+
+
+def _measuring_bytes(product: Product) -> int:
+    return 4 * sum(step.out.size for step in product.steps) + sum(out.nbytes for out in product.outs)
 
 
 def _downloads(prepared: Prepared) -> tuple[Download, ...]:
