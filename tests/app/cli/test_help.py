@@ -27,6 +27,7 @@ COMMANDS = (
     "dequantize",
     "extract-lora",
     "transplant-tokenizer",
+    "statistics",
     "run",
     "verify",
     "init",

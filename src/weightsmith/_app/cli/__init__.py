@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WORKING = (
     "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "studio", "quantize", "dequantize", "extract-lora",
-    "transplant-tokenizer", "run", "verify", "clean", "doctor",
+    "transplant-tokenizer", "statistics", "run", "verify", "clean", "doctor",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""
 

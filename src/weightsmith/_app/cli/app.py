@@ -23,6 +23,7 @@ from weightsmith._app.cli.preview import preview
 from weightsmith._app.cli.quantize import dequantize, quantize
 from weightsmith._app.cli.run import run
 from weightsmith._app.cli.schema import schema
+from weightsmith._app.cli.statistics import statistics
 from weightsmith._app.cli.studio import studio
 from weightsmith._app.cli.transplant_tokenizer import transplant_tokenizer
 from weightsmith._app.cli.verify import verify
@@ -63,7 +64,7 @@ for command in (preview, inspect, diff):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (
-    *(studio, quantize, dequantize, extract_lora, transplant_tokenizer),
+    *(studio, quantize, dequantize, extract_lora, transplant_tokenizer, statistics),
     *(run, verify, init, methods, schema, clean, doctor),
 ):
     app.command()(command)

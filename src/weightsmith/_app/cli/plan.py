@@ -120,6 +120,7 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
     for i, text in enumerate(summary.texts):
         read = f"{count(text.rows, 'row')} of {text.tokens:,} tokens of {text.text}, through {text.model}"
+        read = read if text.rows else f"{text.model}, earlier: {text.text}"
         fact("" if i else "measured", f"{read}: {', '.join(text.kinds)}, {size(text.nbytes)}")
     if summary.texts:
         fact("disk", f"{size(summary.product_bytes)} at most, beside the output, for one layer's statistics at a time")

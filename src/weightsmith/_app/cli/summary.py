@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weightsmith._activations.work import EmbeddingWork, StatisticWork
+from weightsmith._activations.work import EmbeddingWork
 from weightsmith._base.options import RunOptions
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import Resources
@@ -133,6 +133,8 @@ class StageFacts:
 class TextFacts:
     """A text that a model is measured on, for the merge method.
 
+    text    or the folder of its statistics
+    rows    0 for statistics in a folder
     nbytes  statistics of all layers
     """
 
@@ -269,13 +271,17 @@ def _texts(plan: Plan) -> tuple[TextFacts, ...]:
     found: dict[str, TextFacts] = {}
     chain: dict[str, str] = {}
     for product in plan.products:  # a model's states come from one embedding, layer after layer
+        chain[product.name] = next((chain[need] for need in product.needs if need in chain), product.name)
         if product.op == "embedding":
             work = EmbeddingWork.of(product)
             text, label = work.text, plan.models[work.base.model].ref
             found[product.name] = TextFacts(label, text.source, text.rows, text.tokens, (), 0)
-        chain[product.name] = next((chain[need] for need in product.needs if need in chain), product.name)
+        elif product.op == "stored_statistic":
+            label, folder = plan.models[product.settings["model"]].ref, product.settings["folder"]
+            chain[product.name] = f"{label} in {folder}"
+            found.setdefault(chain[product.name], TextFacts(label, folder, 0, 0, (), 0))
         if product.name in wanted:
-            own, kind = found[chain[product.name]], StatisticWork.of(product).kind
+            own, kind = found[chain[product.name]], product.settings["kind"]
             kinds, nbytes = tuple(dict.fromkeys((*own.kinds, kind))), sum(out.nbytes for out in product.outs)
             found[chain[product.name]] = replace(own, kinds=kinds, nbytes=own.nbytes + nbytes)
     return tuple(facts for facts in found.values() if facts.kinds)

@@ -1,4 +1,4 @@
-"""The options, in six records: of recipes, quantised formats, adapters, transplanted tokenizers, evaluations, and runs."""
+"""The options, in seven records: of recipes, formats, adapters, transplants, evaluations, statistics, and runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPIES = ("quantize", "dequantize")
 ADAPTERS = ("merge", "plan")
 WRITING = ("merge", "moe", "plan", *COPIES, "extract_lora", "transplant_tokenizer", "run")
 LOOKING = ("inspect", "diff", "preview", "evaluate")
-RUNNING = (*WRITING, "evaluate")
+RUNNING = (*WRITING, "evaluate", "statistics")
 
 APPROXIMATIONS = (
     *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
@@ -178,7 +178,7 @@ class RunOptions:
     """How a plan is run. These options do not affect the weights, but for rounding on another type of device."""
 
     threads: int | None = option(
-        None, "--threads N", "Number of threads", unset="all available cores", least=1, commands=(*WRITING, *LOOKING)
+        None, "--threads N", "Number of threads", unset="all available cores", least=1, commands=(*RUNNING, *LOOKING)
     )
     max_memory_bytes: int | None = option(
         None,
@@ -193,11 +193,14 @@ class RunOptions:
         "Replace a checkpoint that weightsmith made",
         more="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or changed "
         "files, or is read, is never replaced: choose another name, or remove it yourself.",
+        commands=(*WRITING, "statistics"),
     )
     resume: bool = option(
         True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
     )
-    fsync: bool = option(True, "--fsync/--no-fsync", "Flush the data to disk before OUT is created")
+    fsync: bool = option(
+        True, "--fsync/--no-fsync", "Flush the data to disk before OUT is created", commands=(*WRITING, "statistics")
+    )
     card: bool = option(True, "--card/--no-card", "Write README.md, a model card")
     report: bool = option(
         False,
@@ -229,7 +232,7 @@ class RunOptions:
         "--stream",
         "Read the needed bytes of Hub models over the network, without downloading the models",
         more="See [remote models](remote.md).",
-        commands=(*WRITING, *LOOKING),
+        commands=(*RUNNING, *LOOKING),
     )
     max_spool_bytes: int = option(
         SPOOL_BYTES,
@@ -391,6 +394,23 @@ class EvaluateSettings:
         None, "--tokens N", "Number of tokens in each row", unset="512, or the model's maximum", least=2
     )
     work: str | None = option(None, "--work FOLDER", "Folder for unfinished work", unset="the current folder", path=True)
+
+
+@option_record("statistics")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticsSettings:
+    """What `statistics` measures, and how the text is cut."""
+
+    kind: tuple[str, ...] = option(
+        ("second_moments", "magnitudes"),
+        "--kind NAME",
+        "Statistic to compute: second_moments for regmean, magnitudes for aim, fisher, or another (repeatable)",
+        unset="second_moments and magnitudes",
+        more="The merge methods and their statistics: [merges that look at text](statistics.md).",
+    )
+    rows: int | None = option(None, "--rows N", "Number of rows of the text", unset="all, at most 128", least=1)
+    tokens: int | None = option(None, "--tokens N", "Number of tokens in each row", unset="512", least=1)
+    seed: int = option(0, "--seed N", "Seed of the rows that are drawn, and of the labels of fisher")
 
 
 def output_dtype(asked: object) -> DType | None:

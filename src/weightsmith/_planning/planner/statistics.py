@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.files import expand_user
 from weightsmith._methods.base import Method, Requirement
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning.planner.inputs import at
@@ -75,14 +76,23 @@ def measure(
     if found.problems or not wanted:
         return found
     from weightsmith._activations.model import input_of, statistic_products, text_for
+    from weightsmith._activations.stored import is_stored
 
     known: dict[int, TextModel] = {}
+    stored = list[Product]()
     requests: dict[tuple[int, str], StatisticRequest] = {}
+    from_folders: dict[tuple[int, str], StatisticRequest] = {}
     for number, kinds in sorted(wanted.items()):
         given = own.get(number) or recipe.measured
         assert given is not None
         known[number] = input_of(inputs, number, INSTEAD)
         try:
+            if is_stored(given.path):
+                text, own_products = _stored(given, known[number], kinds)
+                stored += own_products
+                found.files.append(expand_user(given.path))
+                from_folders |= {(number, kind): StatisticRequest(kind, number, text) for kind in kinds}
+                continue
             text = text_for(known[number], given.path, given.rows, given.tokens, seed, option="")
         except PlanError as error:
             found.problems += [at(problem, given.where) for problem in error.problems]
@@ -90,13 +100,32 @@ def measure(
         requests |= {(number, kind): StatisticRequest(kind, number, text) for kind in kinds}
     if found.problems:
         return found
-    found.products = statistic_products(known.__getitem__, requests.values())
-    found.files = _files(request.text for request in requests.values())
-    reader = _Reader(required, inputs, requests, found.products)
+    found.products = (*statistic_products(known.__getitem__, requests.values()), *stored)
+    found.files += _files(request.text for request in requests.values())
+    reader = _Reader(required, inputs, requests | from_folders, found.products)
     found.steps = [_each_leaf(step, reader) for step in steps]
     if reader.without:
         found.findings.append(_without(reader.without))
     return found
+
+
+def _stored(given: TextRef, model: TextModel, kinds: Collection[str]) -> tuple[TextSource, Sequence[Product]]:
+    """The text of statistics in a folder, and the products that read them. Raises PlanError with all problems."""
+    from weightsmith._activations.model import tokenizer_hash
+    from weightsmith._activations.stored import check_stored, read_stored, stored_products
+
+    try:
+        stored = read_stored(given.path)
+        problems = check_stored(stored, model, tokenizer_hash(model), kinds)
+        if given.rows or given.tokens:
+            problems.append(ParameterError("statistics have the rows they were made of", fix="remove 'rows' and 'tokens'"))
+        if problems:
+            raise PlanError(problems)
+        return stored.text, stored_products(stored, model, kinds)
+    except PlanError:
+        raise
+    except WeightsmithError as error:
+        raise PlanError([error]) from error
 
 
 def own_texts(recipe: Recipe, models: Mapping[ModelRef, int], problems: list[WeightsmithError]) -> dict[int, TextRef]:
@@ -178,13 +207,10 @@ class _Reader:
         products: Sequence[Product],
     ) -> None:
         self.without: list[str] = []
+        from weightsmith._activations.model import measured_weights
+
         self._required, self._inputs, self._requests = required, inputs, requests
-        self._weights = {
-            (product.settings["base"]["model"], weight)
-            for product in products
-            if product.op == "statistic"
-            for weight in product.settings["weights"]
-        }
+        self._weights = measured_weights(products)
 
     def measured(self, leaf: Step) -> Step:
         """The leaf with its statistics; as it is if one of them is missing."""
