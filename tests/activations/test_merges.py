@@ -119,6 +119,46 @@ def test_regmean_is_the_closed_form(given: dict[str, Any], alpha: float, mu: flo
 
 
 @pytest.mark.slow
+def test_texts_run_through_the_merged_layers(deep: Path, tmp_path: Path) -> None:
+    """Layer by layer: what comes out of the merged layers below enters each model's own layer, which is measured."""
+    base, a, b = (stored(deep / name) for name in ("base", "a", "b"))
+    states = [whole(deep, name) for name in "ab"]
+    expected: Weights = {}
+    ridge = 0.05
+
+    def put(model: Whole, weights: Weights, prefix: str) -> None:
+        model.model.load_state_dict({k: v for k, v in weights.items() if k.startswith(prefix)}, strict=False)
+
+    means = {name: (a[name] + b[name]) / 2 for name in base}
+    for each in states:
+        put(each, means, "model.embed_tokens")
+    for layer in range(5):
+        prefix = f"model.layers.{layer}."
+        names = [name for name in base if name.startswith(prefix) and name.endswith("proj.weight")]
+        for each, own in zip(states, (a, b), strict=True):
+            put(each, own, prefix)
+        for name in names:
+            grams = []
+            for each in states:
+                x = each.entering(name.removesuffix(".weight"))
+                grams.append(x.T @ x / len(x))
+            total = sum(grams)
+            m, one = total.diagonal().mean(), torch.eye(len(total), dtype=torch.float64)
+            deltas = (a[name] - base[name]) @ grams[0] + (b[name] - base[name]) @ grams[1]
+            expected[name] = deltas @ torch.linalg.inv(total + ridge * m * one)
+        done = {name: base[name] + expected[name] if name in expected else means[name] for name in base}
+        for each in states:
+            put(each, done, prefix)
+    found = merged(deep, tmp_path / "merge", "regmean", through="merge", ridge=ridge)
+    plain = merged(deep, tmp_path / "model", "regmean", ridge=ridge)
+    assert len(expected) == 5 * 7
+    for name, delta in expected.items():
+        torch.testing.assert_close(found[name].double() - base[name], delta, rtol=1e-3, atol=2e-4)
+    last = "model.layers.4.mlp.down_proj.weight"
+    assert float((plain[last].double() - base[last] - expected[last]).abs().max()) > 2e-3
+
+
+@pytest.mark.slow
 def test_fisher_is_the_weighted_mean(folder: Path, tmp_path: Path) -> None:
     found = merged(folder, tmp_path / "out", "fisher", floor=0.1)
     information = [whole(folder, name).fisher() for name in "ab"]
@@ -150,9 +190,9 @@ def test_aim_scales_the_columns_of_any_merge_by_what_enters_the_base(folder: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["regmean", "fisher"])
+@pytest.mark.parametrize(("method", "given"), [("regmean", {}), ("regmean", {"through": "merge"}), ("fisher", {})])
 def test_threads_kills_and_plans_from_json_change_no_byte(
-    method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, given: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep, made = Staging.keep, list[str]()
 
@@ -162,7 +202,7 @@ def test_threads_kills_and_plans_from_json_change_no_byte(
         made.append(product.name)
         return keep(staging, product, arrays)
 
-    asked = recipe(folder, method)
+    asked = recipe(folder, method, **given)
     weightsmith.merge(asked, tmp_path / "one", threads=1, card=False, progress=False)
     with prepare(asked) as prepared:
         (tmp_path / "plan.json").write_text(json.dumps(prepared.plan.to_json()))
@@ -190,9 +230,11 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "states"), [("regmean", 3), ("fisher", 12)])
+@pytest.mark.parametrize(
+    ("method", "given", "states"), [("regmean", {}, 3), ("regmean", {"through": "merge"}, 3), ("fisher", {}, 12)]
+)
 def test_statistics_are_released_layer_by_layer(
-    method: str, states: int, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, given: dict[str, Any], states: int, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk holds the statistics of one layer of each model; a run that died goes on without those of finished layers."""
     keep, taken, made, known = Staging.keep, list[int](), list[str](), dict[str, int]()
@@ -210,7 +252,7 @@ def test_statistics_are_released_layer_by_layer(
         finish(staging, name, done)
 
     monkeypatch.setattr(Staging, "keep", watch)
-    asked, finish = recipe(deep, method), Staging.finish
+    asked, finish = recipe(deep, method, **given), Staging.finish
     weightsmith.merge(asked, tmp_path / "one", threads=1, card=False, progress=False)
     with prepare(asked) as prepared:
         sizes = {p.name: sum(out.nbytes for out in p.outs) for p in prepared.plan.products if p.op == "statistic"}

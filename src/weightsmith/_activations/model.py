@@ -329,6 +329,40 @@ def statistic_products(models: Callable[[int], TextModel], requests: Iterable[St
     return tuple(found)
 
 
+def merged_products(
+    models: Callable[[int], TextModel], requests: Iterable[StatisticRequest], steps: Sequence[Step]
+) -> tuple[Product, ...]:
+    """As `statistic_products`, of requests that are `merged`: each text runs through the layers of a merge of the models.
+
+    A layer is merged when all its statistics are known; its result is what the next layer gets. Inside a layer, the model that
+    is measured has its own weights (Nguyen et al. 2025, RegMean++, https://arxiv.org/abs/2508.03121).
+
+    steps  of the merge, with the arrays that they read
+
+    Raises PlanError. Cost: each layer is merged once more for each text.
+    """
+    kinds: dict[tuple[int, TextSource], list[str]] = {}
+    for request in dict.fromkeys(requests):
+        kinds.setdefault((request.model, request.text), []).append(request.kind)
+    products: list[Product] = []
+    maker: dict[str, str] = {}
+    runs: list[tuple[TextRun, TextRun, Sequence[str]]] = []
+    for (number, text), own in kinds.items():
+        model, prefix = models(number), prefix_of(number, text, merged=True)
+        structure, needs = analyse([step.out for step in steps], model.config), partial(needs_of, maker=maker)
+        merge = replace(model, label="the merge", steps=tuple(steps), structure=structure, needs=needs)
+        runs.append((TextRun(model, text, prefix), TextRun(merge, text, prefix), own))
+    states = [merge.embedding() for _, merge, _ in runs]
+    products += states
+    for layer in range(runs[0][1].layers):
+        for (run, _, own), entering in zip(runs, states, strict=True):
+            products += [run.statistic(kind, layer, entering, run.linear(layer)) for kind in own]
+        maker |= arrays_of(products)
+        states = [merge.states(layer, entering) for (_, merge, _), entering in zip(runs, states, strict=True)]
+        products += states
+    return _needed(products)
+
+
 def _products(run: TextRun, kinds: Iterable[str]) -> tuple[Product, ...]:
     plain: list[str] = []
     deep: list[str] = []
@@ -342,6 +376,12 @@ def _products(run: TextRun, kinds: Iterable[str]) -> tuple[Product, ...]:
         return [run.statistic(kind, layer, states, run.linear(layer), leaving) for kind in deep]
 
     return run.backward(back, before=ahead) if deep else run.forward(ahead)
+
+
+def linear_weights(model: TextModel) -> set[tuple[int, str]]:
+    """The linear layers of a model of which there are statistics: its index, and name of the weight."""
+    run = TextRun(model, TextSource("", "", 0, 0, 0))
+    return {(model.number, weight) for layer in range(run.layers) for weight in run.linear(layer)}
 
 
 def measured_weights(products: Iterable[Product]) -> set[tuple[int, str]]:
@@ -358,10 +398,10 @@ def measured_weights(products: Iterable[Product]) -> set[tuple[int, str]]:
 def array_name(request: StatisticRequest, weight: str) -> str:
     """The name of the array that a request makes for a linear layer, by the name of its weight; steps read it as a tensor."""
     key = weight if find_statistic(request.kind).gradients else site_of(weight)
-    return f"{prefix_of(request.model, request.text)}{request.kind} of {key}"
+    return f"{prefix_of(request.model, request.text, merged=request.merged)}{request.kind} of {key}"
 
 
-def prefix_of(number: int, text: TextSource) -> str:
+def prefix_of(number: int, text: TextSource, *, merged: bool = False) -> str:
     """What the names of the products and arrays of a model on a text begin with."""
     digest = hashlib.sha256(repr(sorted(asdict(text).items())).encode()).hexdigest()[:12]
-    return f"model {number}, text {digest}: "
+    return f"model {number}, text {digest}{', merged' * merged}: "

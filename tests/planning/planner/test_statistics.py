@@ -167,6 +167,29 @@ def test_slices_and_modules_are_measured_too() -> None:
     assert sum(len(step.statistics) for step in plan_of(modules).steps) == 2 * 2 * 3
 
 
+def test_through_the_merge_each_layer_needs_the_merged_ones_below() -> None:
+    plan = plan_of(recipe(a=short("a"), b=short("b", rows=5), through="merge"))
+    products = {product.name: product for product in plan.products}
+    step = next(step for step in plan.steps if step.out.name == DOWN)
+    for each in step.statistics:
+        (states,) = products[plan.maker[each.read.tensor]].needs
+        below = [need for need in products[states].needs if products[need].op == "statistic"]
+        assert len(below) == 2  # of both models: what leaves the layer below is merged
+        assert {inner.op for inner in products[states].steps if inner.role == "linear"} == {"regmean"}
+    assert [product.op for product in plan.products].count("statistic") == 2 * 2
+
+
+def test_no_text_runs_through_a_merge_with_other_layers_or_tokens() -> None:
+    sliced = recipe(text=short("all"), through="merge")
+    del sliced["models"]
+    sliced["slices"] = [{"sources": [{"model": f"./{name}", "layer_range": [0, 2]} for name in ("base", "a", "b")]}]
+    (one,) = refused(sliced)
+    assert "texts cannot run through the layers of a merge with 'slices'" in one
+    assert "rite through: model in the parameters" in one
+    united = recipe(text=short("all"), through="merge") | {"tokenizer": {"source": "union"}}
+    assert any("of a merge with 'tokenizer'" in each for each in refused(united))
+
+
 def test_aim_measures_the_base_alone() -> None:
     plan = plan_of(recipe("ties", text=short("all"), weight=1, density=0.5, aim=0.4))
     step = next(step for step in plan.steps if step.out.name == DOWN)
