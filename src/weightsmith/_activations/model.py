@@ -346,12 +346,12 @@ def merged_products(
         kinds.setdefault((request.model, request.text), []).append(request.kind)
     products: list[Product] = []
     maker: dict[str, str] = {}
-    runs: list[tuple[TextRun, TextRun, Sequence[str]]] = []
-    for (number, text), own in kinds.items():
+    runs: list[tuple[TextRun, TextRun, list[str]]] = []
+    for (number, text), own_kinds in kinds.items():
         model, prefix = models(number), prefix_of(number, text, merged=True)
         structure, needs = analyse([step.out for step in steps], model.config), partial(needs_of, maker=maker)
         merge = replace(model, label="the merge", steps=tuple(steps), structure=structure, needs=needs)
-        runs.append((TextRun(model, text, prefix), TextRun(merge, text, prefix), own))
+        runs.append((TextRun(model, text, prefix), TextRun(merge, text, prefix), own_kinds))
     states = [merge.embedding() for _, merge, _ in runs]
     products += states
     for layer in range(runs[0][1].layers):
