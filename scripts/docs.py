@@ -158,7 +158,7 @@ def keywords_module() -> str:
     ]
     for record in option_records():
         name = record.__name__.removesuffix("Options").removesuffix("Settings")
-        parent = "RunKeywords" if name in ("Extract", "Transplant", "Evaluate") else "TypedDict"
+        parent = "RunKeywords" if name in ("Extract", "Transplant", "Evaluate", "Statistics") else "TypedDict"
         more = " and those of runs" if parent == "RunKeywords" else ""
         lines += ["", "", f"class {name}Keywords({parent}, total=False):", f'    """`{record.__name__}`{more}."""', ""]
         own = [each for each in options_of(record).values() if (name, each.name) not in NAMED]

@@ -832,6 +832,109 @@ def _use_texts(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     yield lambda: rows_of(text_source(text, rng.choice((None, 2)), 16, 0), Path("m"), 64, 1)
 
 
+def _make_conversations() -> None:
+    """Chat-formatted texts and a chat template, with the tokenizer of `_make_texts`."""
+    _make_texts()
+    talk = [{"role": role, "content": f"{role} says the fox"} for role in ("system", "user", "assistant", "user", "assistant")]
+    lines = [json.dumps({"messages": talk[i % 2 :], "source": "x"}) for i in range(6)]
+    Path("talks.jsonl").write_text("\n".join(lines))
+    Path("template.jinja").write_text(_TEMPLATE)
+
+
+_TEMPLATE = """{%- macro turn(role) %}{{ bos_token ~ role | upper }}{{ "\\n" }}{% endmacro -%}
+{%- if messages[0].role == "system" %}{{ messages[0].content | trim }}{% endif -%}
+{%- for message in messages if message.role != "system" -%}
+{{ turn(message.role) + message["content"] }}{% if message.content %}{{ eos_token }}{% endif %}
+{%- endfor -%}
+{%- set ns = namespace(n=0) -%}
+{%- if add_generation_prompt %}{{ turn("assistant") }}{% endif -%}
+"""
+_JINJA = """
+    {{ {% %} }} {%- -%} {# #} for in range(10**9) range(99999999) endfor if else endif set namespace macro endmacro messages
+    message.role message.content loop.index loop.last raise_exception("no") strftime_now("%Y") tojson trim upper | ~ * 10**10
+    "x" * 10**10 ().__class__.__mro__ self cycler joiner include "/etc/passwd" import extends block raw endraw none true
+    bos_token eos_token add_generation_prompt tools documents generation endgeneration [] {} [0] [::-1] .format(1) break
+""".split()
+
+
+def mutate_conversations(rng: Rng, data: bytes) -> bytes:
+    """A line with other messages, or a template with other expressions; or other bytes."""
+    if data.startswith(b"{%-") and rng.random() < 0.8:
+        text = data.decode(errors="replace")
+        for _ in range(rng.randint(1, 4)):
+            first, length = rng.randrange(len(text) + 1), rng.choice((0, 1, 3, 10, 40))
+            words = " ".join(rng.choice(_JINJA) for _ in range(rng.randint(0, 3)))
+            text = text[:first] + rng.choice((words, "{{ " + words + " }}", "{% " + words + " %}")) + text[first + length :]
+        return text.encode()
+    lines = data.split(b"\n")
+    if data.startswith(b'{"') and rng.random() < 0.8:
+        i = rng.randrange(len(lines))
+        lines[i] = mutate_json(rng, lines[i], ("messages", "role", "content", "assistant", "user", "tool_calls")).replace(
+            b"\n", b""
+        )
+        return b"\n".join(lines)
+    return mutate_bytes(rng, data)
+
+
+def _use_conversations(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    from weightsmith._activations import conversations
+    from weightsmith._activations.rows import load_tokenizer, text_source
+    from weightsmith._activations.scored_rows import Cutter
+
+    conversations.RENDERING_SECONDS = 2  # a template may loop for as long as it is let
+    names = {"bos_token": "a", "eos_token": "b"}
+
+    def rows() -> Any:
+        template = Path("template.jinja").read_text(errors="replace")
+        cutter = Cutter(load_tokenizer(Path("m/tokenizer.json")), "m", 64, template, names)
+        return cutter.rows(text_source("talks.jsonl", None, rng.choice((60, 200)), 0), 8)
+
+    yield rows
+
+
+def _make_statistics() -> None:
+    """`m-stats`, statistics of the model `m` on the text of `settings`; `m2`, its copy."""
+    import weightsmith
+    from tests.calibration_help import save_model, settings
+
+    if not Path("m").is_dir():
+        save_model(Path("m"))
+        settings(Path())
+    shutil.copytree("m", "m2")
+    weightsmith.statistics("m", "text.txt", "m-stats", kind=["second_moments"], rows=2, tokens=8, progress=False)
+
+
+def _use_statistics(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+    from weightsmith._activations.stored import read_stored
+
+    if file.endswith("statistics.json"):
+        _fit_manifest(Path("m-stats"))
+    text = {"model": "m", "text": "m-stats"}
+    yield lambda: read_stored("m-stats")
+    yield lambda: weightsmith.plan({"merge_method": "regmean", "base_model": "m2", "models": [text]})
+
+
+def _fit_manifest(folder: Path) -> None:
+    """Give a manifest the checksum of a record that was mutated, and its own."""
+    from weightsmith._activations.stored import RECORD
+    from weightsmith._outputs.checksum import hash_bytes
+
+    path, data = folder / "weightsmith.json", (folder / RECORD).read_bytes()
+    fields = json.loads(path.read_bytes())
+    del fields["checksum"]
+    fields["files"][RECORD] = {"bytes": len(data), "xxh3_128": hash_bytes(data)}
+    body = json.dumps(fields).encode()[1:]
+    path.write_bytes(b'{\n  "checksum": "' + hash_bytes(body).encode() + b'",\n' + body)
+
+
+def mutate_statistics(rng: Rng, data: bytes) -> bytes:
+    """A record with other values, which the manifest fits; or a manifest with others."""
+    if b'"checksum"' in data[:20]:
+        return mutate_checksummed(rng, data)
+    return mutate_json(rng, data, ("model", "text", "kinds", "rows", "tokens", "source", "sha256", "weights", "seed"))
+
+
 _PARQUET = find_spec("pyarrow") is not None
 _TEXTS = ("t.txt", "t.jsonl", *(["t.parquet"] if _PARQUET else []))
 _ADAPTER_WORDS = ("r", "rank_pattern", "alpha_pattern", "use_dora", "modules_to_save", "q_proj", "base_model_name_or_path")
@@ -977,6 +1080,7 @@ PRODUCTS = {
     "errors": ("measured_blocks",),
     "importances": ("statistic",),
     "evaluated": ("given", "embedded_rows", "losses"),
+    "stored": ("stored_statistic",),
 }
 """The plans that are mutated, and the kinds of products that each of them is there for; together all of `products.KINDS`."""
 
@@ -1036,6 +1140,12 @@ def _make_products() -> None:
             products = scored(input_of(prepared.inputs, 0), rows).products
             return dataclasses.replace(prepared.plan, products=products)
 
+    def stored() -> Plan:
+        """A merge that reads statistics from a folder."""
+        _make_statistics()
+        text = {"model": "m", "text": "m-stats"}
+        return weightsmith.plan({"merge_method": "regmean", "base_model": "m2", "models": [text]})
+
     makers: dict[str, Callable[[], Plan]] = {
         "scope": lambda: weightsmith.plan(ties),
         "active": lambda: weightsmith.plan({"merge_method": "ramplus", "base_model": "a", "models": [{"model": "b"}]}),
@@ -1054,6 +1164,7 @@ def _make_products() -> None:
         "errors": lambda: weightsmith.plan(copy, quantize="exl2", bits=4.1, measure="full", **calibration),
         "importances": lambda: weightsmith.plan(copy, quantize="gguf-q4_k_m", **calibration),
         "evaluated": evaluated,
+        "stored": stored,
     }
     Path("products").mkdir()
     for name, ops in PRODUCTS.items():
@@ -1143,6 +1254,10 @@ KINDS: dict[str, Kind] = {
         _use_measurement,
     ),
     "calibration": Kind(_make_texts, ("m/tokenizer.json", *_TEXTS), mutate_text, _use_texts),
+    "conversations": Kind(_make_conversations, ("talks.jsonl", "template.jinja"), mutate_conversations, _use_conversations),
+    "statistics": Kind(
+        _make_statistics, ("m-stats/statistics.json", "m-stats/weightsmith.json"), mutate_statistics, _use_statistics
+    ),
     "settings": Kind(
         _make_models,
         ("a/tokenizer_config.json",),

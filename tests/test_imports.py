@@ -65,6 +65,7 @@ NAMES = [
     "run",
     "save_file",
     "save_model",
+    "statistics",
     "tensor_method",
     "transplant_tokenizer",
     "verify",

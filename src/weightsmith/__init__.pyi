@@ -7,6 +7,7 @@ from weightsmith._app.api import moe as moe
 from weightsmith._app.api import plan as plan
 from weightsmith._app.api import quantize as quantize
 from weightsmith._app.api import run as run
+from weightsmith._app.api import statistics as statistics
 from weightsmith._app.api import transplant_tokenizer as transplant_tokenizer
 from weightsmith._base.errors import Busy as Busy
 from weightsmith._base.errors import CannotResume as CannotResume

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import weightsmith
 from tests.activations.test_statistics import Whole
-from tests.calibration_help import TEXT, changed, save_model
+from tests.calibration_help import CONFIGS, TEXT, TINY, changed, save_model
 from weightsmith._base.options import QuantizeSettings, RunOptions
+from weightsmith._engine.product_graph import most_bytes
 from weightsmith._execution.execute import execute
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
+from weightsmith.abc.output import Finished
 from weightsmith.abc.product import Arrays
 
 Weights = dict[str, torch.Tensor]
@@ -116,6 +119,46 @@ def test_regmean_is_the_closed_form(given: dict[str, Any], alpha: float, mu: flo
 
 
 @pytest.mark.slow
+def test_texts_run_through_the_merged_layers(deep: Path, tmp_path: Path) -> None:
+    """Layer by layer: what comes out of the merged layers below enters each model's own layer, which is measured."""
+    base, a, b = (stored(deep / name) for name in ("base", "a", "b"))
+    states = [whole(deep, name) for name in "ab"]
+    expected: Weights = {}
+    ridge = 0.05
+
+    def put(model: Whole, weights: Weights, prefix: str) -> None:
+        model.model.load_state_dict({k: v for k, v in weights.items() if k.startswith(prefix)}, strict=False)
+
+    means = {name: (a[name] + b[name]) / 2 for name in base}
+    for each in states:
+        put(each, means, "model.embed_tokens")
+    for layer in range(5):
+        prefix = f"model.layers.{layer}."
+        names = [name for name in base if name.startswith(prefix) and name.endswith("proj.weight")]
+        for each, own in zip(states, (a, b), strict=True):
+            put(each, own, prefix)
+        for name in names:
+            grams = []
+            for each in states:
+                x = each.entering(name.removesuffix(".weight"))
+                grams.append(x.T @ x / len(x))
+            total = sum(grams)
+            m, one = total.diagonal().mean(), torch.eye(len(total), dtype=torch.float64)
+            deltas = (a[name] - base[name]) @ grams[0] + (b[name] - base[name]) @ grams[1]
+            expected[name] = deltas @ torch.linalg.inv(total + ridge * m * one)
+        done = {name: base[name] + expected[name] if name in expected else means[name] for name in base}
+        for each in states:
+            put(each, done, prefix)
+    found = merged(deep, tmp_path / "merge", "regmean", through="merge", ridge=ridge)
+    plain = merged(deep, tmp_path / "model", "regmean", ridge=ridge)
+    assert len(expected) == 5 * 7
+    for name, delta in expected.items():
+        torch.testing.assert_close(found[name].double() - base[name], delta, rtol=1e-3, atol=2e-4)
+    last = "model.layers.4.mlp.down_proj.weight"
+    assert float((plain[last].double() - base[last] - expected[last]).abs().max()) > 2e-3
+
+
+@pytest.mark.slow
 def test_fisher_is_the_weighted_mean(folder: Path, tmp_path: Path) -> None:
     found = merged(folder, tmp_path / "out", "fisher", floor=0.1)
     information = [whole(folder, name).fisher() for name in "ab"]
@@ -147,9 +190,9 @@ def test_aim_scales_the_columns_of_any_merge_by_what_enters_the_base(folder: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["regmean", "fisher"])
+@pytest.mark.parametrize(("method", "given"), [("regmean", {}), ("regmean", {"through": "merge"}), ("fisher", {})])
 def test_threads_kills_and_plans_from_json_change_no_byte(
-    method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, given: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep, made = Staging.keep, list[str]()
 
@@ -159,7 +202,7 @@ def test_threads_kills_and_plans_from_json_change_no_byte(
         made.append(product.name)
         return keep(staging, product, arrays)
 
-    asked = recipe(folder, method)
+    asked = recipe(folder, method, **given)
     weightsmith.merge(asked, tmp_path / "one", threads=1, card=False, progress=False)
     with prepare(asked) as prepared:
         (tmp_path / "plan.json").write_text(json.dumps(prepared.plan.to_json()))
@@ -171,6 +214,66 @@ def test_threads_kills_and_plans_from_json_change_no_byte(
     weightsmith.run(tmp_path / "plan.json", tmp_path / "three", progress=False)
     one, two, three = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two", "three"))
     assert one == two == three
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of five layers, and two texts."""
+    made = tmp_path_factory.mktemp("deep")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIGS, "llama", lambda: transformers.LlamaConfig(**TINY | {"num_hidden_layers": 5}))
+        for seed, name in enumerate(("base", "a", "b")):
+            save_model(made / name, seed=seed)
+    (made / "a.txt").write_text(TEXT)
+    (made / "b.txt").write_text(TEXT.upper()[::-1])
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "given", "states"), [("regmean", {}, 3), ("regmean", {"through": "merge"}, 3), ("fisher", {}, 12)]
+)
+def test_statistics_are_released_layer_by_layer(
+    method: str, given: dict[str, Any], states: int, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk holds the statistics of one layer of each model; a run that died goes on without those of finished layers."""
+    keep, taken, made, known = Staging.keep, list[int](), list[str](), dict[str, int]()
+
+    def watch(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        kept = keep(staging, product, arrays)
+        made.append(product.name)
+        known[product.name] = sum(array.nbytes for array in arrays)
+        taken.append(sum(known[name] for name in staging.products))
+        return kept
+
+    def stop(staging: Staging, name: str, done: Finished) -> None:
+        if name == "model.layers.2.self_attn.o_proj.weight":
+            raise KeyboardInterrupt
+        finish(staging, name, done)
+
+    monkeypatch.setattr(Staging, "keep", watch)
+    asked, finish = recipe(deep, method, **given), Staging.finish
+    weightsmith.merge(asked, tmp_path / "one", threads=1, card=False, progress=False)
+    with prepare(asked) as prepared:
+        sizes = {p.name: sum(out.nbytes for out in p.outs) for p in prepared.plan.products if p.op == "statistic"}
+        most = most_bytes(prepared.plan)
+        assert max(taken) <= most == 2 * max(sizes.values()) + states * ROWS * TOKENS * TINY["hidden_size"] * 4
+        made.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Staging, "finish", stop)
+            with pytest.raises(KeyboardInterrupt):
+                execute(prepared, tmp_path / "two", RunOptions(threads=2, card=False))
+    left = tmp_path.glob(".two*staging/products/*")
+    assert 0 < sum(path.stat().st_size for path in left) <= most
+    first = {name for name in made if name in sizes}
+    made.clear()
+    weightsmith.merge(asked, tmp_path / "two", threads=2, card=False, progress=False)
+    again = {name for name in made if name in sizes}
+    assert 4 <= len(first) < 10
+    assert len(first & again) <= 2
+    assert first | again == set(sizes)
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
 
 
 def test_a_full_preview_has_the_distance_of_the_merge(folder: Path, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ KEYWORDS = {
     options.ExtractSettings: keywords.ExtractKeywords,
     options.TransplantSettings: keywords.TransplantKeywords,
     options.EvaluateSettings: keywords.EvaluateKeywords,
+    options.StatisticsSettings: keywords.StatisticsKeywords,
     options.RunOptions: keywords.RunKeywords,
 }
 
@@ -159,6 +160,7 @@ CALLS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "dequantize": (weightsmith.dequantize, ("m", "out")),
     "extract_lora": (weightsmith.extract_lora, ("a", "b", "out")),
     "transplant_tokenizer": (weightsmith.transplant_tokenizer, ("a", "b", "out")),
+    "statistics": (weightsmith.statistics, ("m", "built-in", "out")),
     "run": (weightsmith.run, ("plan.json", "out")),
 }
 OUT_OF_RANGE = [
@@ -180,6 +182,7 @@ OUT_OF_RANGE = [
     ("extract_lora", "intruder_scale", "-0.5", -0.5, "must be at least 0, not -0.5"),
     ("transplant_tokenizer", "k", "0", 0, "must be at least 1, not 0"),
     ("transplant_tokenizer", "prefix_match", "both", "both", "must be one of no, yes, embed, lm_head, not 'both'"),
+    ("statistics", "rows", "0", 0, "must be at least 1, not 0"),
     ("run", "max_spool_bytes", "0", 0, "must be at least 1, not 0"),
 ]
 

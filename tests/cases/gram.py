@@ -75,6 +75,14 @@ def stock(base: np.ndarray, ds: Sequence[np.ndarray], pooled: bool = False) -> n
     return t * np.mean([base + d for d in ds], axis=0) + (1 - t) * base
 
 
+def even(ds: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """The mean of deltas, each by its weight over its norm."""
+    norms = [float(np.linalg.norm(d)) for d in ds]
+    shares = [w / n if n > 0 else 0.0 for w, n in zip(weights, norms, strict=True)]
+    total = sum(map(abs, shares)) or 1.0
+    return np.sum([s / total * d for s, d in zip(shares, ds, strict=True)], axis=0)
+
+
 def stock_rows(base: np.ndarray, ds: Sequence[np.ndarray]) -> np.ndarray:
     """Each row by itself; a vector is one row."""
     if base.ndim < 2:
@@ -128,6 +136,11 @@ CASES = (
     ),
     Case("karcher", "karcher", KARCHER, [{}] * 3, lambda a: karcher(f64(a)), base=False),
     Case("karcher, one", "karcher", KARCHER, [{}], lambda a: f64(a)[0], base=False),
+    Case("nan", "nan", {"lambda": 1.0}, [{}, *[{"weight": 1.0}] * 2], lambda a: f64(a)[0] + even(deltas(a), (1.0, 1.0))),
+    Case(
+        "nan, weights", "nan", {"lambda": 1.7}, [{}, *W3],
+        lambda a: f64(a)[0] + 1.7 * even(deltas(a), [w["weight"] for w in W3]),
+    ),
     Case("model_stock", "model_stock", STOCK, [{}] * 3, lambda a: stock(f64(a)[0], deltas(a))),
     Case("model_stock, four", "model_stock", STOCK, [{}] * 5, lambda a: stock(f64(a)[0], deltas(a))),
     Case(

@@ -117,7 +117,7 @@ def text_for(
     except WeightsmithError as error:
         problems.append(error)
     try:
-        text = replace(text, tokenizer=_tokenizer_hash(model))
+        text = replace(text, tokenizer=tokenizer_hash(model))
     except WeightsmithError as error:
         found.append(error)
     if problems := [*problems, *found]:
@@ -143,7 +143,8 @@ def _no_decoder(model: TextModel) -> WeightsmithError:
     return Unsupported("it is not a decoder with a config.json", where=model.label, fix=f"choose a decoder{model.instead}")
 
 
-def _tokenizer_hash(model: TextModel) -> str:
+def tokenizer_hash(model: TextModel) -> str:
+    """sha256 of the model's tokenizer.json. Raises Unsupported, NotFound."""
     if not model.tokenizes:
         fix = f"merge first, and use the result{model.instead}"
         raise Unsupported("a text cannot run through a merge that changes the tokenizer", where=model.label, fix=fix)
@@ -322,8 +323,44 @@ def statistic_products(models: Callable[[int], TextModel], requests: Iterable[St
     texts: dict[tuple[int, TextSource], list[str]] = {}
     for request in dict.fromkeys(requests):
         texts.setdefault((request.model, request.text), []).append(request.kind)
-    found = [_products(TextRun(models(number), text, _prefix(number, text)), kinds) for (number, text), kinds in texts.items()]
-    return tuple(product for products in found for product in products)
+    found: list[Product] = []
+    for (number, text), kinds in texts.items():
+        found += _products(TextRun(models(number), text, prefix_of(number, text)), kinds)
+    return tuple(found)
+
+
+def merged_products(
+    models: Callable[[int], TextModel], requests: Iterable[StatisticRequest], steps: Sequence[Step]
+) -> tuple[Product, ...]:
+    """As `statistic_products`, of requests that are `merged`: each text runs through the layers of a merge of the models.
+
+    A layer is merged when all its statistics are known; its result is what the next layer gets. Inside a layer, the model that
+    is measured has its own weights (Nguyen et al. 2025, RegMean++, https://arxiv.org/abs/2508.03121).
+
+    steps  of the merge, with the arrays that they read
+
+    Raises PlanError. Cost: each layer is merged once more for each text.
+    """
+    kinds: dict[tuple[int, TextSource], list[str]] = {}
+    for request in dict.fromkeys(requests):
+        kinds.setdefault((request.model, request.text), []).append(request.kind)
+    products: list[Product] = []
+    maker: dict[str, str] = {}
+    runs: list[tuple[TextRun, TextRun, list[str]]] = []
+    for (number, text), own_kinds in kinds.items():
+        model, prefix = models(number), prefix_of(number, text, merged=True)
+        structure, needs = analyse([step.out for step in steps], model.config), partial(needs_of, maker=maker)
+        merge = replace(model, label="the merge", steps=tuple(steps), structure=structure, needs=needs)
+        runs.append((TextRun(model, text, prefix), TextRun(merge, text, prefix), own_kinds))
+    states = [merge.embedding() for _, merge, _ in runs]
+    products += states
+    for layer in range(runs[0][1].layers):
+        for (run, _, own), entering in zip(runs, states, strict=True):
+            products += [run.statistic(kind, layer, entering, run.linear(layer)) for kind in own]
+        maker |= arrays_of(products)
+        states = [merge.states(layer, entering) for (_, merge, _), entering in zip(runs, states, strict=True)]
+        products += states
+    return _needed(products)
 
 
 def _products(run: TextRun, kinds: Iterable[str]) -> tuple[Product, ...]:
@@ -341,12 +378,30 @@ def _products(run: TextRun, kinds: Iterable[str]) -> tuple[Product, ...]:
     return run.backward(back, before=ahead) if deep else run.forward(ahead)
 
 
+def linear_weights(model: TextModel) -> set[tuple[int, str]]:
+    """The linear layers of a model of which there are statistics: its index, and name of the weight."""
+    run = TextRun(model, TextSource("", "", 0, 0, 0))
+    return {(model.number, weight) for layer in range(run.layers) for weight in run.linear(layer)}
+
+
+def measured_weights(products: Iterable[Product]) -> set[tuple[int, str]]:
+    """The linear layers of which products give statistics: index of the model, and name of the weight."""
+    found: set[tuple[int, str]] = set()
+    for product in products:
+        settings = product.settings
+        if product.op in ("statistic", "stored_statistic"):
+            model = settings["base"]["model"] if product.op == "statistic" else settings["model"]
+            found.update((model, weight) for weight in settings["weights"])
+    return found
+
+
 def array_name(request: StatisticRequest, weight: str) -> str:
     """The name of the array that a request makes for a linear layer, by the name of its weight; steps read it as a tensor."""
     key = weight if find_statistic(request.kind).gradients else site_of(weight)
-    return f"{_prefix(request.model, request.text)}{request.kind} of {key}"
+    return f"{prefix_of(request.model, request.text, merged=request.merged)}{request.kind} of {key}"
 
 
-def _prefix(number: int, text: TextSource) -> str:
+def prefix_of(number: int, text: TextSource, *, merged: bool = False) -> str:
+    """What the names of the products and arrays of a model on a text begin with."""
     digest = hashlib.sha256(repr(sorted(asdict(text).items())).encode()).hexdigest()[:12]
-    return f"model {number}, text {digest}: "
+    return f"model {number}, text {digest}{', merged' * merged}: "

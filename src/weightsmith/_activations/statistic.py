@@ -72,4 +72,4 @@ def _installed(product: Product) -> str:
     return STATISTICS.identity(StatisticWork.of(product).kind)
 
 
-KIND = ProductKind(FORWARD, compute=_compute, check=_check, installed=_installed, device=True)
+KIND = ProductKind(FORWARD, compute=_compute, check=_check, installed=_installed, device=True, released=True)

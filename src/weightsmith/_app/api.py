@@ -1,4 +1,5 @@
-"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, `extract_lora`, `transplant_tokenizer` and `run`."""
+"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, `extract_lora`, `transplant_tokenizer`,
+`statistics` and `run`."""
 
 from __future__ import annotations
 
@@ -15,11 +16,19 @@ from weightsmith._base.options import (
     QuantizeSettings,
     RecipeOptions,
     RunOptions,
+    StatisticsSettings,
     TransplantSettings,
     lists_options,
     read_options,
 )
-from weightsmith._base.options.keywords import ExtractKeywords, Keywords, PlanKeywords, RunKeywords, TransplantKeywords
+from weightsmith._base.options.keywords import (
+    ExtractKeywords,
+    Keywords,
+    PlanKeywords,
+    RunKeywords,
+    StatisticsKeywords,
+    TransplantKeywords,
+)
 from weightsmith._execution.distributed import execute
 from weightsmith._execution.execute import execute_part
 from weightsmith._execution.progress import callbacks, watched_meter
@@ -226,6 +235,40 @@ def transplant_tokenizer(
     with prepare_transplant(model, donor, settings) as prepared:
         with _watched("copying", progress, rechecking) as watching:
             return execute(prepared, out, running, watching, began=began)
+
+
+@lists_options("statistics", StatisticsSettings, RunOptions)
+def statistics(
+    model: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[StatisticsKeywords],
+) -> Merged:
+    """Write the statistics of a model on a text into a new folder, which recipes name in place of the text.
+
+    model    folder, hub id or `base+adapter`, stored in any format that weightsmith reads
+    text     a .txt, .jsonl or .parquet file, or `built-in`
+    options  see `weightsmith._base.options`: `StatisticsSettings` and `RunOptions`
+
+    The folder has one float32 array for each kind and linear layer, and `statistics.json` with the hashes of weights, text and
+    tokenizer. Everything else is as for `merge`. Raises PlanError for an unknown kind, a text that is too short, and a model
+    that is not a decoder with a tokenizer.
+
+    Cost: a forward pass over the text, `fisher` also one back; memory of one layer and its statistics.
+
+    >>> weightsmith.statistics("fr", "fr.txt", "fr-stats", rows=32, tokens=512).out.name  # doctest: +SKIP
+    'fr-stats'
+    """
+    from weightsmith._features.statistics import prepare_statistics
+
+    began = time.monotonic()
+    settings, running = read_options("statistics", options, StatisticsSettings, RunOptions)
+    with prepare_statistics(model, text, settings) as prepared:
+        with _watched("measuring", progress, rechecking) as watching:
+            return execute(prepared, out, replace(running, card=False), watching, began=began)
 
 
 @lists_options("run", RunOptions)

@@ -122,6 +122,8 @@ class Workload:
     skip      output tensors (`Step.out`) that are finished already
     results   with the products that are finished already; None: none
     folders   of each model's files, for products that read them
+    release   remove the arrays of a product (`ProductKind.released`) once all steps and products that need it are finished;
+              False where another run reads them
     allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
     """
 
@@ -131,6 +133,7 @@ class Workload:
     results: Results | None = None
     folders: Sequence[Path] = ()
     allow_nonfinite: bool = False
+    release: bool = False
 
 
 class Run:
@@ -149,7 +152,7 @@ class Run:
         in_order: bool = False,
     ) -> None:
         """
-        workload  its folders, and whether NaN is allowed
+        workload  its folders, whether NaN is allowed, and whether products are released
         abandon   after an error: wakes threads that wait for bytes, or for the output. May be called several times
         in_order  see `run`
         """
@@ -168,7 +171,7 @@ class Run:
         self._copier = Copier(reader, finite, output, self._encoder)
         self._merger = Merger(reader, finite, measures=True)
         means = Means(workload.folders, resources.device, resources.workers, resources.product_bytes)
-        self.products = ProductGraph(reader, finite, output, steps, products, means, self._make)
+        self.products = ProductGraph(reader, finite, output, steps, products, means, self._make, release=workload.release)
         needs = ((step, reader.plan.needs(step)) for step in steps)
         self._scheduler = Scheduler(
             needs, self.products.unmade, self._begin, self._complete, resources.resident_bytes, in_order=in_order
@@ -249,6 +252,7 @@ class Run:
         with self._lock:
             self.tensors += 1
             self.finished[step.out.name] = done[0]
+        self.products.step_finished(step)
 
     def _work(self) -> None:
         """The loop of each thread."""

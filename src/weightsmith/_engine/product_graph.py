@@ -1,12 +1,13 @@
 """Computes the products of a plan in the graph of a run: when each begins, and what follows when it is finished.
 
-Products that stream share the threads of the steps. Those that compute have a thread of their own, one after another.
+Products that stream share the threads of the steps. Those that compute have a thread of their own, one after another. Large
+arrays (`ProductKind.released`) wait for the steps that read earlier ones, and are removed after their own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,7 @@ class Means:
 class ProductGraph:
     """The unfinished products of a run.
 
-    unmade       by name; transient ones only if an unfinished product needs them
+    unmade       by name; those that are removed later only if something unfinished needs them
     computation  the product that is being computed
     """
 
@@ -73,8 +74,13 @@ class ProductGraph:
         products: Sequence[Product],
         means: Means,
         make: Callable[[Sequence[Step], Mapping[str, Target], Callable[[], None]], None],
+        *,
+        release: bool = False,
     ) -> None:
-        """make: makes steps and hands their bytes to targets; calls the function from time to time, which may raise."""
+        """
+        make     makes steps and hands their bytes to targets; calls the function from time to time, which may raise
+        release  see `Workload`
+        """
         self._reader = reader
         self._finite = finite
         self._output = output
@@ -83,8 +89,10 @@ class ProductGraph:
         self._makes_products = bool(products)
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
-        self._computing = Computing(self._compute)
-        self.unmade = _unmade(reader.plan, steps, products, reader.results)
+        self._computing = Computing(self._compute, self._keeps)
+        self._released = _released(reader.plan) if release else frozenset()
+        self._left = {step.out.name: reader.plan.needs(step) for step in steps}
+        self.unmade = _unmade(reader.plan, self._left.values(), products, reader.results, self._released)
         self._unbegun = dict(self.unmade)
         self.computation: Computation | None = None
 
@@ -122,6 +130,13 @@ class ProductGraph:
         self._begin()
         self._scheduler.product_finished(product.name)
 
+    def step_finished(self, step: Step) -> None:
+        """A step is finished: remove what only it needed."""
+        with self._lock:
+            needs = self._left.pop(step.out.name)
+        if not needs.isdisjoint(self._released):
+            self._forget()
+
     def _begin(self) -> None:
         """Begin every product whose own needs are finished."""
         with self._lock:
@@ -140,14 +155,16 @@ class ProductGraph:
                 self._scheduler.reduce(reduction)
 
     def _forget(self) -> None:
-        """Remove transient products that no unfinished product needs."""
+        """Remove products that are transient, or released, and that nothing unfinished needs."""
         if not self._makes_products:  # it runs for a product, whose own needs are in use
             return
         with self._lock:
-            needed = {name for product in self.unmade.values() for name in product.needs}
+            needed = {name for needs in (*(p.needs for p in self.unmade.values()), *self._left.values()) for name in needs}
         results = self._reader.results
         for product in self._reader.plan.products:
-            if product.transient and product.name not in needed and results.finished(product.name):
+            if not _passes(product, self._released) or product.name in needed:
+                continue
+            if results.finished(product.name):
                 results.drop(product)
                 self._output.forget(product)
 
@@ -157,9 +174,15 @@ class ProductGraph:
             for place in self._reader.cuts(leaf):
                 yield leaf, matrix, place
 
+    def _keeps(self, product: Product) -> bool:
+        """Whether no arrays are released sooner because of this product."""
+        return self._released.isdisjoint(product.needs)
+
     def _compute(self, product: Product) -> None:
         compute = find_kind(product.op).compute
         assert compute is not None
+        if product.name in self._released:
+            self._scheduler.wait_for(lambda step: not self._released.isdisjoint(self._left.get(step.out.name, ())))
         self.done(product, compute(self.context(product)))
 
     def context(self, product: Product) -> ProductContext:
@@ -199,10 +222,14 @@ class ProductGraph:
 
 
 class Computing:
-    """A thread that computes products, one after another; it starts with the first of them."""
+    """A thread that computes products, one after another; it starts with the first of them.
 
-    def __init__(self, compute: Callable[[Product], None]) -> None:
+    later  whether a product lets others, that are asked for after it, go first
+    """
+
+    def __init__(self, compute: Callable[[Product], None], later: Callable[[Product], bool]) -> None:
         self._compute = compute
+        self._later = later
         self._queue: list[Product] = []
         self._condition = threading.Condition()
         self._closed = False
@@ -224,7 +251,8 @@ class Computing:
                     self._condition.wait()
                 if self._closed:
                     return
-                product = self._queue.pop(0)
+                product = min(self._queue, key=self._later)
+                self._queue.remove(product)
             try:
                 self._compute(product)
                 return_freed()
@@ -245,12 +273,53 @@ class Computing:
             leave([self._thread])
 
 
-def _unmade(plan: Plan, steps: Sequence[Step], products: Sequence[Product], results: Results) -> dict[str, Product]:
-    """The unfinished products; of the transient ones, those that an unfinished product needs."""
-    wanted = {p.name for p in products if not p.transient} | {name for step in steps for name in plan.needs(step)}
+def _released(plan: Plan) -> frozenset[str]:
+    return frozenset(product.name for product in plan.products if find_kind(product.op).released)
+
+
+def _passes(product: Product, released: Collection[str]) -> bool:
+    """Whether it is removed once all that need it are finished."""
+    return product.transient or product.name in released
+
+
+def _unmade(
+    plan: Plan,
+    steps: Iterable[Collection[str]],
+    products: Sequence[Product],
+    results: Results,
+    released: Collection[str],
+) -> dict[str, Product]:
+    """The unfinished products; of those that are removed later, what is needed by an unfinished step or product.
+
+    steps  what each needs
+    """
+    wanted = {p.name for p in products if not _passes(p, released)} | {name for needs in steps for name in needs}
     found = {}
     for product in reversed(plan.products):
         if product.name in wanted and not results.finished(product.name):
             found[product.name] = product
             wanted.update(product.needs)
     return {p.name: p for p in plan.products if p.name in found}
+
+
+def most_bytes(plan: Plan) -> int:
+    """The most bytes that the arrays of a plan's products take at a time, in a run of all of it.
+
+    Products are taken in the order of `Computing`; steps are as slow as `ProductGraph` lets them be.
+    """
+    released = _released(plan) if plan.then is None else frozenset[str]()
+    steps = [plan.needs(step) for step in plan.steps]
+    unmade = _unmade(plan, steps, plan.products, Results(plan), released)
+    unbegun, queue, live, needed, most = dict(unmade), list[Product](), list[Product](), set[str](), 0
+    while unbegun or queue:
+        queue += [unbegun.pop(p.name) for p in list(unbegun.values()) if unmade.keys().isdisjoint(p.needs)]
+        product = min(queue, key=lambda each: released.isdisjoint(each.needs))
+        queue.remove(product)
+        gone = {*released} if product.name in released else set[str]()
+        live = [each for each in live if each.name in needed or not _passes(each, gone)]
+        del unmade[product.name]
+        live.append(product)
+        most = max(most, sum(out.nbytes for each in live for out in each.outs))
+        steps = [needs for needs in steps if not unmade.keys().isdisjoint(needs)]
+        needed = {name for needs in (*(p.needs for p in unmade.values()), *steps) for name in needs}
+    return most

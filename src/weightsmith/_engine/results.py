@@ -47,6 +47,17 @@ class Results:
             for out in product.outs:
                 self._arrays.pop(out.name, None)
 
+    def recall(self, name: str, checksum: str) -> None:
+        """Enter the checksum of a product whose arrays were removed: all that were computed from it are finished, or it is
+        computed again.
+        """
+        with self._lock:
+            self._digests[name] = bytes.fromhex(checksum)
+
+    def known(self, name: str) -> bool:
+        """True if `digest` knows this product: it has been computed, by this run or an earlier one."""
+        return name in self._digests or self.finished(name)
+
     def arrays(self, name: str) -> Sequence[npt.NDArray[Any]]:
         """The arrays of a finished product."""
         with self._lock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from weightsmith._engine.active import ActivePass, LeafPass, ReductionPass, Task
@@ -73,6 +73,18 @@ class Scheduler:
             self._products.discard(name)
             self._sort(self._blocked)
             self._condition.notify_all()
+
+    def wait_for(self, steps: Callable[[Step], bool]) -> None:
+        """Wait until none of these steps has begun, or could begin; or until something fails."""
+        with self._condition:
+            while self.error is None and any(map(steps, self._under_way())):
+                self._condition.wait()
+
+    def _under_way(self) -> Iterator[Step]:
+        yield from self._ready
+        for active in (*self._begun, *self._active):
+            if isinstance(active, LeafPass):
+                yield active.active.step
 
     def reduce(self, reduction: ReductionPass) -> None:
         """Begin a reduction, before all else."""

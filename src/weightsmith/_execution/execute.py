@@ -187,6 +187,7 @@ def _run_unwritten(
     if options.stream:
         stream(prepared.inputs)
     download(prepared.inputs)
-    workload = Workload(steps=steps, products=products, folders=[model.folder for model in prepared.inputs])
+    folders = [model.folder for model in prepared.inputs]
+    workload = Workload(steps=steps, products=products, folders=folders, release=bool(steps))
     resources = resources_of(prepared.plan, options)
     return run(prepared.plan, prepared.inputs, DiscardedOutput(), resources, workload, progress=progress)

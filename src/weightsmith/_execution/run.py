@@ -250,7 +250,7 @@ def run_plan(
                 helped = helpers(prepared, staging, out, options, callbacks)
             results = kept_products(plan, staging, following.arrays)
             done = finished_steps(plan, staging, results, options.allow_nonfinite)
-            outcome = run(skip=done, results=results)
+            outcome = run(skip=done, results=results, release=True)
             unknown = watched.wait()
         except WeightsmithError as error:
             made = not isinstance(error, PlanError) and bool(staging.products)
@@ -416,6 +416,7 @@ def kept_products(
     wanted: Sequence[Product] | None = None,
 ) -> Results:
     """The products that an earlier run or another process has finished. known: the arrays of some; wanted: None: all."""
+    from weightsmith._engine.products import find_kind
     from weightsmith._engine.results import Results
 
     results = Results(plan)
@@ -423,6 +424,8 @@ def kept_products(
         arrays = known[product.name] if product.name in known else staging.product(product)
         if arrays is not None:
             results.put(product, arrays)
+        elif find_kind(product.op).released and product.name in staging.products:
+            results.recall(product.name, staging.products[product.name])
     return results
 
 
@@ -431,14 +434,14 @@ def finished_steps(
 ) -> dict[str, Finished]:
     """The output tensors (`Step.out`) that an earlier run or another process has finished. steps: of the plan; None: all.
 
-    A tensor counts only if the products it was computed from still exist (recomputed, they might differ), and if it was
-    checked for NaN in the same way as in this run. The staging is told which others are computed again.
+    A tensor counts only if the products it was computed from still exist (recomputed, they might differ) or were released, and
+    if it was checked for NaN in the same way as in this run. The staging is told which others are computed again.
     """
     steps, finished = plan.steps if steps is None else steps, staging.records
 
     def counts(step: Step) -> bool:
         needed = plan.needs(step)
-        if not all(out.name in finished for out in step.outs) or not all(map(results.finished, needed)):
+        if not all(out.name in finished for out in step.outs) or not all(map(results.known, needed)):
             return False
         digests = {results.digest(needed), results.digest(needed, allow_nonfinite=allow_nonfinite)}
         return all(finished[out.name].made_from in digests for out in step.outs)
@@ -453,10 +456,10 @@ def reports_of(products: Iterable[Product], results: Results) -> dict[str, Repor
 
     found = {}
     for product in products:
-        if product.transient:
+        kind = find_kind(product.op)
+        if product.transient or kind.released:
             continue
-        arrays = [results.array(out.name) for out in product.outs]
-        report = find_kind(product.op).report(product, arrays)
+        report = kind.report(product, [results.array(out.name) for out in product.outs])
         if report is not None:
             found[product.name] = report
     return found

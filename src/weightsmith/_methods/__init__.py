@@ -17,7 +17,7 @@ from weightsmith._methods.base import Method
 from weightsmith._methods.steps import with_steps
 
 NAMES = (
-    "linear", "task_arithmetic",
+    "linear", "task_arithmetic", "nan",
     "slerp", "nuslerp", "multislerp", "karcher", "model_stock", "geometric_median",
     "ties", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs", "breadcrumbs_ties", "task_vectors",
     "localize_and_stitch", "cabs", "magmax", "consensus_ta", "sce", "ram", "ramplus_tl", "ramplus", "nearswap", "arcee_fusion",

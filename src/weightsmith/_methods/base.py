@@ -71,10 +71,12 @@ class Requirement:
 
     kind  a name of `weightsmith._activations.statistics.STATISTICS`
     of    `models`: of each model besides the base, on that model's text; `base`: of the base
+    merged  what enters a layer comes out of the merged layers below, and not out of the model's own
     """
 
     kind: str
     of: Literal["models", "base"] = "models"
+    merged: bool = False
 
     def inputs(self, count: int, *, base: bool) -> range:
         """The places of the inputs that it is of, of so many. base: the first is the base."""

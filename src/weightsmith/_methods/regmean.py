@@ -135,14 +135,15 @@ tells nothing (experts that are one tensor), take the mean of the deltas. Takes 
     use="""When you have a few thousand tokens of what each model is for, and with a prior that is good on its own: on the
 testbed's small language model tsv_m as the prior gave a perplexity of 8.03 (7.97 with `mu: 1`), tsv_m alone 8.14, and
 regmean without a prior 8.16. What has no text loses: English, which no text was of,
-went from 3.46 to 3.66. A text that is unlike what its model is for makes the merge worse.""",
+went from 3.46 to 3.66. `through: merge` has not been measured there. A text that is unlike what its model is for makes the merge worse.""",
     source="Jin et al. 2022, Dataless Knowledge Fusion by Merging Weights of Language Models (RegMean), section 3, "
-    "https://arxiv.org/abs/2212.09849; solved for deltas; the prior is weightsmith's own",
+    "https://arxiv.org/abs/2212.09849; solved for deltas; the prior is weightsmith's own. "
+    "`through: merge`: Nguyen et al. 2025, RegMean++, https://arxiv.org/abs/2508.03121",
     formula="Gᵢ = mean xxᵀ of model i, alpha times off the diagonal;  m = mean diag(Σ Gᵢ);  Δ₀ the prior;  "
     "out = base + λ (Σ wᵢδᵢGᵢ + μ m Δ₀)(Σ Gᵢ + (μ + ridge) m I)⁻¹",
     example=example_recipe("regmean", texts=True, shared="{prior: tsv_m, prior_parameters: {directions: 8, lambda: 0.8}}"),
     check=_check,
-    requires=lambda: (Requirement(KIND),),
+    requires=lambda through: (Requirement(KIND, merged=through == "merge"),),
 )
 def regmean(
     matrix: Matrix,
@@ -155,6 +156,11 @@ def regmean(
     prior_parameters: Annotated[
         str | None, "Parameters of the prior, as a mapping: `{directions: 8, lambda: 0.8}`. Not given: its defaults."
     ] = None,
+    through: Annotated[
+        Literal["model", "merge"],
+        "Layers through which a text runs to the layer that is measured: the model's own, or the merged ones (RegMean++, arXiv "
+        "2508.03121).",
+    ] = "model",
     mu: Annotated[float, "How strongly the prior pulls, as a share of the mean of the diagonal.", Bounds(0.0)] = 0.3,
     lambda_: Lambda = 1.0,
 ) -> Job:

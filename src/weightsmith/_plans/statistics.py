@@ -32,8 +32,10 @@ class StatisticRequest:
     kind   a name of `weightsmith._activations.statistics.STATISTICS`
     model  its index in the plan
     text   with as many rows as it has; `weightsmith._activations.text_for` makes it
+    merged  what enters a layer comes out of the merged layers below
     """
 
     kind: str
     model: int
     text: TextSource
+    merged: bool = False

@@ -181,6 +181,8 @@ class ProductKind:
     reads    files that it reads, other than `product.files`
     installed  the code of plug-ins that it uses: `Plugins.identity`, or "". Belongs to the identity of interrupted work
     transient  only products need its arrays: `Product.transient`
+    released   large arrays without a report, computed alike each time: removed once the products and steps that need them
+               are finished
     device   the result depends on `ProductContext.device`: finished work is mixed only with that of the same type of device
     serves   whether a finished product has all that another one of this kind, of one tensor alone, would have
     check    why a product's settings, steps and arrays are invalid, or ""; plans may come from untrusted sources
@@ -199,3 +201,4 @@ class ProductKind:
     installed: Callable[[Product], str] = _no_plugins
     device: bool = False
     transient: bool = False
+    released: bool = False

@@ -39,6 +39,7 @@ COMMANDS: list[list[str]] = [
     ["dequantize", "bad", "out"],
     ["extract-lora", "bad", "worse", "out", "--report", "out/report.html"],
     ["transplant-tokenizer", "bad", "worse", "out"],
+    ["statistics", "worse", "built-in", "out"],
     ["moe", "moe.yml", "out"],
     ["inspect", "adapter"],
     ["inspect", "org/name"],
@@ -127,7 +128,7 @@ def test_no_string_of_a_model_forges_a_line(args: list[str], bad: Path, cli: Cli
     with fake_hub.serve({}) as server:
         fake_hub.use(server, cli.monkeypatch)
         for more in ([], ["--json"]):
-            trying(*args, *more, code=FAILING.get(args[1], int(args[0] == "eval")))
+            trying(*args, *more, code=FAILING.get(args[1], int(args[0] in ("eval", "statistics"))))
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 500])

@@ -49,6 +49,7 @@ SUCCEEDING: dict[str, list[list[str]]] = {
     "dequantize": [["a", "out"]],
     "extract-lora": [["a", "b", "out"]],
     "transplant-tokenizer": [["a", "b", "out"]],
+    "statistics": [["a", "built-in", "out"]],
     "run": [["plan.json", "out"]],
     "verify": [["made"]],
     "init": [["new.yml", "--goal", "average", "--model", "a", "--model", "b"], ["-", "--preset", "ties-paper"]],

@@ -276,6 +276,7 @@ STARTED: dict[str, list[str]] = {
     "dequantize": ["a", "OUT"],
     "extract-lora": ["a", "b", "OUT"],
     "transplant-tokenizer": ["a", "b", "OUT"],
+    "statistics": ["a", "built-in", "OUT"],
     "run": ["plan.json", "OUT"],
     "verify": ["a"],
     "clean": [],

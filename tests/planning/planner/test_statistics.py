@@ -167,6 +167,29 @@ def test_slices_and_modules_are_measured_too() -> None:
     assert sum(len(step.statistics) for step in plan_of(modules).steps) == 2 * 2 * 3
 
 
+def test_through_the_merge_each_layer_needs_the_merged_ones_below() -> None:
+    plan = plan_of(recipe(a=short("a"), b=short("b", rows=5), through="merge"))
+    products = {product.name: product for product in plan.products}
+    step = next(step for step in plan.steps if step.out.name == DOWN)
+    for each in step.statistics:
+        (states,) = products[plan.maker[each.read.tensor]].needs
+        below = [need for need in products[states].needs if products[need].op == "statistic"]
+        assert len(below) == 2  # of both models: what leaves the layer below is merged
+        assert {inner.op for inner in products[states].steps if inner.role == "linear"} == {"regmean"}
+    assert [product.op for product in plan.products].count("statistic") == 2 * 2
+
+
+def test_no_text_runs_through_a_merge_with_other_layers_or_tokens() -> None:
+    sliced = recipe(text=short("all"), through="merge")
+    del sliced["models"]
+    sliced["slices"] = [{"sources": [{"model": f"./{name}", "layer_range": [0, 2]} for name in ("base", "a", "b")]}]
+    (one,) = refused(sliced)
+    assert "texts cannot run through the layers of a merge with 'slices'" in one
+    assert "rite through: model in the parameters" in one
+    united = recipe(text=short("all"), through="merge") | {"tokenizer": {"source": "union"}}
+    assert any("of a merge with 'tokenizer'" in each for each in refused(united))
+
+
 def test_aim_measures_the_base_alone() -> None:
     plan = plan_of(recipe("ties", text=short("all"), weight=1, density=0.5, aim=0.4))
     step = next(step for step in plan.steps if step.out.name == DOWN)
@@ -230,10 +253,18 @@ def test_the_plan_says_what_is_measured(folder: Path, monkeypatch: pytest.Monkey
     printed = run("plan", "by_text.yml").out
     # Three inputs of each of two layers: q and up of 4 features, down of 6.
     for text, rows, name in (("a", 4, "a"), ("all", 5, "b")):
-        read = f"{rows} rows of 16 tokens of {folder}/{text}.txt, through ./{name}: second_moments, 544 bytes on disk"
+        read = f"{rows} rows of 16 tokens of {folder}/{text}.txt, through ./{name}: second_moments, 544 bytes"
         assert read in " ".join(printed.split())
-    summary = json.loads(run("plan", "by_text.yml", "--json").out)["summary"]["texts"]
-    assert [(text["model"], text["rows"], text["bytes"]) for text in summary] == [("./a", 4, 544), ("./b", 5, 544)]
+    summary = json.loads(run("plan", "by_text.yml", "--json").out)["summary"]
+    assert [(text["model"], text["rows"], text["bytes"]) for text in summary["texts"]] == [("./a", 4, 544), ("./b", 5, 544)]
+    # One layer of both models, and states: of a before and after its layer 0, of b before its own.
+    assert summary["product_bytes"] == 2 * 272 + (2 * 5 + 4) * 16 * 4 * 4
+    assert "disk 4.13 kB at most, beside the output, for one layer's statistics at a time" in " ".join(printed.split())
+    assert summary["measuring_bytes"] == 272 + 4 * sum(
+        step["shape"][0] * (step["shape"] + [1])[1]
+        for step in json.loads(run("plan", "by_text.yml", "--json").out)["steps"]
+        if step["name"].startswith("model.layers.0.")
+    )
 
 
 def test_the_seed_chooses_the_rows() -> None:

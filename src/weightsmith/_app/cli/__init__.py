@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 WORKING = (
     "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "studio", "quantize", "dequantize", "extract-lora",
-    "transplant-tokenizer", "run", "verify", "clean", "doctor",
-    "demo",
+    "transplant-tokenizer", "statistics", "run", "verify", "clean", "doctor", "demo",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""
 

@@ -26,6 +26,7 @@ from weightsmith._app.cli.preview import preview
 from weightsmith._app.cli.quantize import dequantize, quantize
 from weightsmith._app.cli.run import run
 from weightsmith._app.cli.schema import schema
+from weightsmith._app.cli.statistics import statistics
 from weightsmith._app.cli.studio import studio
 from weightsmith._app.cli.transplant_tokenizer import transplant_tokenizer
 from weightsmith._app.cli.verify import verify
@@ -102,6 +103,7 @@ app.command(group=LOOK, cls=MoeCommand)(plan)
 for command in (preview, inspect, diff):
     app.command(group=LOOK)(command)
 app.command("eval", group=LOOK)(evaluate)
+app.command(group=LOOK)(statistics)
 app.command(group=LOOK)(verify)
 for command in (init, methods, schema, studio):
     app.command(group=WRITE)(command)

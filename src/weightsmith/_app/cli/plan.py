@@ -123,7 +123,10 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
     for i, text in enumerate(summary.texts):
         read = f"{count(text.rows, 'row')} of {text.tokens:,} tokens of {text.text}, through {text.model}"
-        fact("" if i else "measured", f"{read}: {', '.join(text.kinds)}, {size(text.nbytes)} on disk until the end")
+        read = read if text.rows else f"{text.model}, earlier: {text.text}"
+        fact("" if i else "measured", f"{read}: {', '.join(text.kinds)}, {size(text.nbytes)}")
+    if summary.texts:
+        fact("disk", f"{size(summary.product_bytes)} at most, beside the output, for one layer's statistics at a time")
     if summary.downloads:
         nbytes = size(sum(d.nbytes for d in summary.downloads))
         fact(
@@ -149,8 +152,10 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     over = "; this is the minimum" if max_memory is not None and memory.peak_bytes > max_memory else ""
     fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
     if memory.calibrates:
-        doing = "measurement" if summary.texts else "calibration"
-        fact("", f"plus the {doing}: torch, transformers, a layer in float32 and its inputs")
+        layer = f"{size(summary.measuring_bytes)} for " if summary.texts else ""
+        what = "measurement: torch, transformers, " if summary.texts else "calibration: torch, transformers, "
+        more = "a layer in float32 and its statistics" if summary.texts else "a layer in float32 and its inputs"
+        fact("", f"plus the {what}{layer}{more}")
     section("output tensors by op")
     ops = [(t.op, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
     show_table(("op", "tensors", "" if summary.measured else "bytes"), ops, right={1, 2})
@@ -253,6 +258,8 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
             "stream": asdict(summary.transfer),
             "peak_memory_bytes": summary.memory.peak_bytes,
             "calibrates": summary.memory.calibrates,
+            "product_bytes": summary.product_bytes,
+            "measuring_bytes": summary.measuring_bytes,
             "threads": summary.memory.threads,
             "downloads": _records(summary.downloads),
             "stages": _records(summary.stages),

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weightsmith._activations.work import EmbeddingWork, StatisticWork
+from weightsmith._activations.work import EmbeddingWork
 from weightsmith._base.options import RunOptions
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import Resources
 from weightsmith._engine.passes import visits, whole_passes
+from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
@@ -30,7 +31,7 @@ from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import stored_plain
-from weightsmith._plans import PLAIN, Plan, Read, Step
+from weightsmith._plans import PLAIN, Plan, Product, Read, Step
 from weightsmith._reports.look.files import Change, changes
 
 TORCH_BYTES = 250 << 20
@@ -148,7 +149,9 @@ class StageFacts:
 class TextFacts:
     """A text that a model is measured on, for the merge method.
 
-    nbytes  statistics that are kept beside the output until it is complete
+    text    or the folder of its statistics
+    rows    0 for statistics in a folder
+    nbytes  statistics of all layers
     """
 
     model: str
@@ -175,6 +178,8 @@ class Summary:
     downloads    files of Hub models that are neither cached nor streamed
     transfer     streamed bytes
     texts        what models are measured on first, for the merge method
+    product_bytes  the most that the values computed before tensors take beside the output, at a time
+    measuring_bytes  memory for the largest layer that is measured, in float32, and its statistics
     stages       other recipes whose results it reads, in the order of their dependencies
     """
 
@@ -197,6 +202,8 @@ class Summary:
     downloads: tuple[Download, ...] = ()
     stages: tuple[StageFacts, ...] = ()
     texts: tuple[TextFacts, ...] = ()
+    product_bytes: int = 0
+    measuring_bytes: int = 0
 
 
 def summarise(prepared: Prepared, options: RunOptions) -> Summary:
@@ -252,6 +259,8 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         downloads=_downloads(prepared),
         stages=_stages(prepared),
         texts=_texts(plan),
+        product_bytes=most_bytes(plan),
+        measuring_bytes=max((_measuring_bytes(product) for product in plan.products if product.op == "statistic"), default=0),
         memory=_memory(plan, options.threads, options.max_memory_bytes, [reader.job_facts(leaf)[1] for leaf in leaves]),
     )
 
@@ -311,16 +320,24 @@ def _texts(plan: Plan) -> tuple[TextFacts, ...]:
     found: dict[str, TextFacts] = {}
     chain: dict[str, str] = {}
     for product in plan.products:  # a model's states come from one embedding, layer after layer
+        chain[product.name] = next((chain[need] for need in product.needs if need in chain), product.name)
         if product.op == "embedding":
             work = EmbeddingWork.of(product)
             text, label = work.text, plan.models[work.base.model].ref
             found[product.name] = TextFacts(label, text.source, text.rows, text.tokens, (), 0)
-        chain[product.name] = next((chain[need] for need in product.needs if need in chain), product.name)
+        elif product.op == "stored_statistic":
+            label, folder = plan.models[product.settings["model"]].ref, product.settings["folder"]
+            chain[product.name] = f"{label} in {folder}"
+            found.setdefault(chain[product.name], TextFacts(label, folder, 0, 0, (), 0))
         if product.name in wanted:
-            own, kind = found[chain[product.name]], StatisticWork.of(product).kind
+            own, kind = found[chain[product.name]], product.settings["kind"]
             kinds, nbytes = tuple(dict.fromkeys((*own.kinds, kind))), sum(out.nbytes for out in product.outs)
             found[chain[product.name]] = replace(own, kinds=kinds, nbytes=own.nbytes + nbytes)
     return tuple(facts for facts in found.values() if facts.kinds)
+
+
+def _measuring_bytes(product: Product) -> int:
+    return 4 * sum(step.out.size for step in product.steps) + sum(out.nbytes for out in product.outs)
 
 
 def _downloads(prepared: Prepared) -> tuple[Download, ...]:

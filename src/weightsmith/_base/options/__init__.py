@@ -1,6 +1,6 @@
 """Options, each said once: a dataclass field with its help, default and limits, from which all else follows.
 
-    records.py   the options, in six records
+    records.py   the options, in seven records
     option.py    one option: flags, keyword, help text, and the check that command line and Python share
     configuration.py    what a user sets once, in a file or in the environment
     keywords.py  the records as TypedDicts for type checkers, written by scripts/docs.py
@@ -26,5 +26,6 @@ from weightsmith._base.options.records import ExtractSettings as ExtractSettings
 from weightsmith._base.options.records import QuantizeSettings as QuantizeSettings
 from weightsmith._base.options.records import RecipeOptions as RecipeOptions
 from weightsmith._base.options.records import RunOptions as RunOptions
+from weightsmith._base.options.records import StatisticsSettings as StatisticsSettings
 from weightsmith._base.options.records import TransplantSettings as TransplantSettings
 from weightsmith._base.options.records import output_dtype as output_dtype

@@ -108,6 +108,15 @@ class EvaluateKeywords(RunKeywords, total=False):
     work: str | os.PathLike[str] | None
 
 
+class StatisticsKeywords(RunKeywords, total=False):
+    """`StatisticsSettings` and those of runs."""
+
+    kind: Sequence[str]
+    rows: int | None
+    tokens: int | None
+    seed: int
+
+
 class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):
     """Those of a plan."""
 

@@ -1,4 +1,4 @@
-"""The options, in six records: of recipes, quantised formats, adapters, transplanted tokenizers, evaluations, and runs."""
+"""The options, in seven records: of recipes, formats, adapters, transplants, evaluations, statistics, and runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPIES = ("quantize", "dequantize")
 ADAPTERS = ("merge", "plan")
 WRITING = ("merge", "moe", "plan", *COPIES, "extract_lora", "transplant_tokenizer", "run")
 LOOKING = ("inspect", "diff", "preview", "evaluate")
-RUNNING = (*WRITING, "evaluate")
+RUNNING = (*WRITING, "evaluate", "statistics")
 
 APPROXIMATIONS = (
     *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
@@ -215,7 +215,7 @@ class RunOptions:
         "Number of threads",
         unset="all available cores",
         least=1,
-        commands=(*WRITING, *LOOKING),
+        commands=(*RUNNING, *LOOKING),
         group="Resources",
         setting=True,
     )
@@ -234,11 +234,18 @@ class RunOptions:
         "Replace a checkpoint that weightsmith made",
         more="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or changed "
         "files, or is read, is never replaced: choose another name, or remove it yourself.",
+        commands=(*WRITING, "statistics"),
     )
     resume: bool = option(
         True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
     )
-    fsync: bool = option(True, "--fsync/--no-fsync", "Flush the data to disk before OUT is created", group="Advanced")
+    fsync: bool = option(
+        True,
+        "--fsync/--no-fsync",
+        "Flush the data to disk before OUT is created",
+        commands=(*WRITING, "statistics"),
+        group="Advanced",
+    )
     card: bool = option(True, "--card/--no-card", "Write README.md, a model card", setting=True)
     report: str | None = option(
         None,
@@ -277,7 +284,7 @@ class RunOptions:
         "--stream",
         "Read Hub models over the network instead of downloading them",
         more="Only the needed byte ranges are read. See [remote models](remote.md).",
-        commands=(*WRITING, *LOOKING),
+        commands=(*RUNNING, *LOOKING),
         group="Remote",
     )
     max_spool_bytes: int = option(
@@ -485,6 +492,23 @@ class EvaluateSettings:
     work: str | None = option(
         None, "--work FOLDER", "Folder for unfinished work", unset="the current folder", path=True, group="Resources"
     )
+
+
+@option_record("statistics")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticsSettings:
+    """What `statistics` measures, and how the text is cut."""
+
+    kind: tuple[str, ...] = option(
+        ("second_moments", "magnitudes"),
+        "--kind NAME",
+        "Statistic: second_moments for regmean, magnitudes for aim, fisher, … (repeatable)",
+        unset="second_moments and magnitudes",
+        more="The merge methods and their statistics: [merges that look at text](statistics.md).",
+    )
+    rows: int | None = option(None, "--rows N", "Number of rows of the text", unset="all, at most 128", least=1)
+    tokens: int | None = option(None, "--tokens N", "Number of tokens in each row", unset="512", least=1)
+    seed: int = option(0, "--seed N", "Seed of the rows that are drawn, and of the labels of fisher")
 
 
 def output_dtype(asked: object) -> DType | None:

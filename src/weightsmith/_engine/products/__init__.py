@@ -24,6 +24,7 @@ OWN = {
     "states": "weightsmith._activations.states:KIND",
     "gradients": "weightsmith._activations.gradients:KIND",
     "statistic": "weightsmith._activations.statistic:KIND",
+    "stored_statistic": "weightsmith._activations.stored:KIND",
     "given": "weightsmith._activations.given:KIND",
     "embedded_rows": "weightsmith._activations.embedded_rows:KIND",
     "sampled_states": "weightsmith._activations.sampled_states:KIND",

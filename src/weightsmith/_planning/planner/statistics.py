@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._activations.statistics import find_statistic
-from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.errors import Finding, ParameterError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.files import expand_user
 from weightsmith._methods.base import Method, Requirement
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning.planner.inputs import at
@@ -64,39 +65,97 @@ def measure(
     found = Measured(list(steps))
     own = own_texts(recipe, models, found.problems)
     required = [method.requires(each.shared) for each in settings]
-    wanted: dict[int, dict[str, None]] = {}
+    wanted: dict[int, dict[Requirement, None]] = {}
     for leaf in (leaf for step in steps for leaf in step.leaves if any(required)):
         for each, i in _wanted(leaf, required):
-            wanted.setdefault(leaf.inputs[i].model, {})[each.kind] = None
+            wanted.setdefault(leaf.inputs[i].model, {})[each] = None
     _refuse_unread(method, recipe, own, wanted, labels, found)
     missing = [number for number in wanted if own.get(number, recipe.measured) is None]
     if missing:
         found.problems.append(_no_text(method, recipe, [labels[number] for number in missing], len(wanted)))
     if found.problems or not wanted:
         return found
-    from weightsmith._activations.model import input_of, statistic_products, text_for
+    from weightsmith._activations.model import (
+        input_of,
+        linear_weights,
+        measured_weights,
+        merged_products,
+        statistic_products,
+        text_for,
+    )
+    from weightsmith._activations.stored import is_stored
 
     known: dict[int, TextModel] = {}
-    requests: dict[tuple[int, str], StatisticRequest] = {}
-    for number, kinds in sorted(wanted.items()):
+    stored = list[Product]()
+    requests: dict[tuple[int, Requirement], StatisticRequest] = {}
+    from_folders: dict[tuple[int, Requirement], StatisticRequest] = {}
+    merged = [each for own_wanted in wanted.values() for each in own_wanted if each.merged]
+    if merged:
+        found.problems += _unmergeable(recipe)
+    for number, own_wanted in sorted(wanted.items()):
         given = own.get(number) or recipe.measured
         assert given is not None
         known[number] = input_of(inputs, number, INSTEAD)
         try:
+            if is_stored(given.path):
+                text, own_products = _stored(given, known[number], own_wanted)
+                stored += own_products
+                found.files.append(expand_user(given.path))
+                from_folders |= {(number, each): StatisticRequest(each.kind, number, text) for each in own_wanted}
+                continue
             text = text_for(known[number], given.path, given.rows, given.tokens, seed, option="")
         except PlanError as error:
             found.problems += [at(problem, given.where) for problem in error.problems]
             continue
-        requests |= {(number, kind): StatisticRequest(kind, number, text) for kind in kinds}
+        requests |= {(number, each): StatisticRequest(each.kind, number, text, each.merged) for each in own_wanted}
     if found.problems:
         return found
-    found.products = statistic_products(known.__getitem__, requests.values())
-    found.files = _files(request.text for request in requests.values())
-    reader = _Reader(required, inputs, requests, found.products)
+    plain = [request for request in requests.values() if not request.merged]
+    found.products = (*statistic_products(known.__getitem__, plain), *stored)
+    found.files += _files(request.text for request in requests.values())
+    weights = measured_weights(found.products)
+    for request in requests.values():
+        weights |= linear_weights(known[request.model]) if request.merged else set()
+    reader = _Reader(required, inputs, requests | from_folders, weights)
     found.steps = [_each_leaf(step, reader) for step in steps]
+    if merged:
+        through = [request for request in requests.values() if request.merged]
+        found.products += merged_products(known.__getitem__, through, found.steps)
     if reader.without:
         found.findings.append(_without(reader.without))
     return found
+
+
+def _unmergeable(recipe: Recipe) -> list[WeightsmithError]:
+    """Why no text can run through the merge while it is made."""
+    own = {"slices": recipe.slices, "tokenizer": recipe.tokenizer}
+    keys = [key for key, value in own.items() if value]
+    what = "texts cannot run through the layers of a merge with '{}': its layers or tokens are not those of the models"
+    fix = "remove it, or write through: model in the parameters"
+    return [Unsupported(what.format(key), where=recipe.at(key), fix=fix) for key in keys]
+
+
+def _stored(given: TextRef, model: TextModel, wanted: Collection[Requirement]) -> tuple[TextSource, Sequence[Product]]:
+    """The text of statistics in a folder, and the products that read them. Raises PlanError with all problems."""
+    from weightsmith._activations.model import tokenizer_hash
+    from weightsmith._activations.stored import check_stored, read_stored, stored_products
+
+    try:
+        stored = read_stored(given.path)
+        kinds = list(dict.fromkeys(each.kind for each in wanted))
+        problems = check_stored(stored, model, tokenizer_hash(model), kinds)
+        if any(each.merged for each in wanted):
+            what = "statistics in a folder are of the model alone, and this merge measures what enters its own layers"
+            problems.append(ParameterError(what, fix="name the text, or write through: model in the parameters"))
+        if given.rows or given.tokens:
+            problems.append(ParameterError("statistics have the rows they were made of", fix="remove 'rows' and 'tokens'"))
+        if problems:
+            raise PlanError(problems)
+        return stored.text, stored_products(stored, model, kinds)
+    except PlanError:
+        raise
+    except WeightsmithError as error:
+        raise PlanError([error]) from error
 
 
 def own_texts(recipe: Recipe, models: Mapping[ModelRef, int], problems: list[WeightsmithError]) -> dict[int, TextRef]:
@@ -174,35 +233,30 @@ class _Reader:
         self,
         required: Sequence[Sequence[Requirement]],
         inputs: Sequence[Checkpoint],
-        requests: Mapping[tuple[int, str], StatisticRequest],
-        products: Sequence[Product],
+        requests: Mapping[tuple[int, Requirement], StatisticRequest],
+        weights: Collection[tuple[int, str]],
     ) -> None:
         self.without: list[str] = []
-        self._required, self._inputs, self._requests = required, inputs, requests
-        self._weights = {
-            (product.settings["base"]["model"], weight)
-            for product in products
-            if product.op == "statistic"
-            for weight in product.settings["weights"]
-        }
+        self._required, self._inputs, self._requests, self._weights = required, inputs, requests, weights
 
     def measured(self, leaf: Step) -> Step:
         """The leaf with its statistics; as it is if one of them is missing."""
         wanted = _wanted(leaf, self._required)
-        reads = [self._read(each.kind, leaf.inputs[i], i) for each, i in wanted]
+        reads = [self._read(each, leaf.inputs[i], i) for each, i in wanted]
         found = tuple(read for read in reads if read is not None)
         if len(found) < len(wanted):
             self.without.append(leaf.out.name)
             return leaf
         return replace(leaf, statistics=found)
 
-    def _read(self, kind: str, read: Read, i: int) -> StatisticRead | None:
+    def _read(self, required: Requirement, read: Read, i: int) -> StatisticRead | None:
         """The statistic of an input; None if there is none."""
         from weightsmith._activations.model import array_name
 
         if (read.model, read.tensor) not in self._weights:
             return None
-        array, view = array_name(self._requests[read.model, kind], read.tensor), read.view
+        kind, view = required.kind, read.view
+        array = array_name(self._requests[read.model, required], read.tensor)
         if view is None:
             return StatisticRead(kind, i, Read(PRODUCTS, array))
         shape, (n, k) = find_statistic(kind).shape, self._inputs[read.model].specs[read.tensor].shape

@@ -197,7 +197,7 @@ def _computed(
     prepared = replace(one.prepared, plan=plan, loading=None)
     with staged(prepared, folder, running, watching) as (staging, run):
         try:
-            results = run(results=kept_products(plan, staging, made.given)).results
+            results = run(results=kept_products(plan, staging, made.given), release=True).results
         except WeightsmithError:
             if not staging.products:  # what fails first leaves nothing behind
                 staging.discard()

@@ -1,0 +1,73 @@
+"""`weightsmith statistics`: the plan whose output is the statistics of one model on one text."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from weightsmith._activations.model import input_of, prefix_of, statistic_products, text_for
+from weightsmith._activations.statistics import STATISTICS
+from weightsmith._activations.stored import RECORD, ModelRecord, record_of
+from weightsmith._base.errors import PlanError, WeightsmithError, nearest
+from weightsmith._base.options import RecipeOptions, StatisticsSettings, option_error
+from weightsmith._planning.planner import Assembled, Prepared
+from weightsmith._planning.planner.build import assemble
+from weightsmith._plans import COPY, PRODUCTS, Made, Product, Read, Settings, Step
+from weightsmith._plans.statistics import StatisticRequest
+from weightsmith._version import __version__
+
+
+def prepare_statistics(model: str | os.PathLike[str], text: str | os.PathLike[str], settings: StatisticsSettings) -> Prepared:
+    """Plan a folder of the statistics of a model on a text.
+
+    model  as in a recipe: a folder, a hub id, `base+adapter`
+    text   a .txt, .jsonl or .parquet file, or `built-in`
+
+    Raises PlanError with all problems. Cost: hashes the weights, and tokenizes the text.
+    """
+    kinds, problems = _kinds(settings)
+    recipe = {"merge_method": "passthrough", "models": [{"model": os.fspath(model)}]}
+    try:
+        assembled = assemble(recipe, RecipeOptions())
+    except PlanError as error:
+        raise PlanError([*error.problems, *problems]) from error
+    try:
+        if problems:
+            raise PlanError(problems)
+        _fill(assembled, os.fspath(text), kinds, settings)
+    except BaseException:
+        assembled.close()
+        raise
+    return assembled.finish()
+
+
+def _kinds(settings: StatisticsSettings) -> tuple[tuple[str, ...], list[WeightsmithError]]:
+    """The kinds asked for, each once."""
+    kinds = tuple(dict.fromkeys(name.strip() for each in settings.kind for name in each.split(",")))
+    known = STATISTICS.names
+    unknown = [name for name in kinds if name not in known]
+    return kinds, [
+        option_error("kind", f"must be one of {', '.join(known)}{nearest(name, known)}, not '{name}'") for name in unknown
+    ]
+
+
+def _fill(assembled: Assembled, text: str, kinds: tuple[str, ...], settings: StatisticsSettings) -> None:
+    draft, found = assembled.draft, input_of(assembled.inputs, 0)
+    source = text_for(found, text, settings.rows, settings.tokens, settings.seed, option="")
+    requests = [StatisticRequest(kind, 0, source) for kind in kinds]
+    draft.products = list(statistic_products(lambda number: found, requests))
+    prefix = prefix_of(0, source)
+    draft.settings = [Settings({}, ({},))]
+    draft.steps = [step for product in draft.products if product.op == "statistic" for step in _steps(product, prefix)]
+    packages = draft.products[0].settings["packages"]
+    draft.files = {RECORD: record_of(ModelRecord.of(found.checkpoint), source, kinds, packages)}
+    draft.config, draft.carried, draft.dropped, draft.lacking, draft.vocabulary = None, [], [], {}, None
+    draft.recipe, draft.follows_recipe, draft.seed = "", False, settings.seed
+    title = f"Statistics of {found.label} on {source.source}, made with weightsmith {__version__}."
+    draft.made = Made("statistics", title, relation="")
+    assembled.origins, assembled.resolver, assembled.again, assembled.loading = {}, None, None, None
+
+
+def _steps(product: Product, prefix: str) -> list[Step]:
+    """A copy of each array, under its own name."""
+    return [Step(replace(out, name=out.name.removeprefix(prefix)), COPY, (Read(PRODUCTS, out.name),)) for out in product.outs]
