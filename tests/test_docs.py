@@ -185,6 +185,11 @@ def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(
         with prepare_moe(block.text) as mixture:
             assert mixture.plan.steps
         return
+    if "{tune: " in block.text:
+        template = recipes.read_template(block.text)
+        with prepare(template.fill(template.start)) as tuned:
+            assert tuned.plan.steps
+        return
     recipe, problems = recipes.parse(block.text, str(block), parameter_names=parameter_names())
     assert recipe is not None
     assert (problems, list(recipe.findings)) == ([], [])

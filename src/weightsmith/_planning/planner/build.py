@@ -90,6 +90,8 @@ def _recipe_of(loaded: recipes.Loaded) -> Any:
 
 
 def _folder_of(source: recipes.Source) -> Path:
+    if isinstance(source, recipes.Written):
+        return source.folder
     on_disk = isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source)
     return Path(str(source)).parent if on_disk else Path()
 
