@@ -124,8 +124,14 @@ def _misuse() -> str:
 # ---- options
 
 
-NAMED = (("Extract", "dtype"), ("Evaluate", "text"))
+NAMED = (("Extract", "dtype"), ("Evaluate", "text"), ("Tune", "report_text"), ("Tune", "reference"))
 """Options that are parameters of their function."""
+
+
+_RUNS = "RunKeywords", " and those of runs"
+_PARENTS = {name: _RUNS for name in ("Extract", "Transplant", "Evaluate")}
+_PARENTS["Tune"] = "RecipeKeywords, EvaluateKeywords", ", and those of recipes, evaluations and runs"
+"""The classes that those of a record extend, and what its docstring says of them."""
 
 
 def keywords_module() -> str:
@@ -141,8 +147,7 @@ def keywords_module() -> str:
     ]
     for record in option_records():
         name = record.__name__.removesuffix("Options").removesuffix("Settings")
-        parent = "RunKeywords" if name in ("Extract", "Transplant", "Evaluate") else "TypedDict"
-        more = " and those of runs" if parent == "RunKeywords" else ""
+        parent, more = _PARENTS.get(name, ("TypedDict", ""))
         lines += ["", "", f"class {name}Keywords({parent}, total=False):", f'    """`{record.__name__}`{more}."""', ""]
         own = [each for each in options_of(record).values() if (name, each.name) not in NAMED]
         lines += [f"    {each.name}: {_typed(each)}" for each in own]

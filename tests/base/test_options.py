@@ -38,6 +38,7 @@ KEYWORDS = {
     options.ExtractSettings: keywords.ExtractKeywords,
     options.TransplantSettings: keywords.TransplantKeywords,
     options.EvaluateSettings: keywords.EvaluateKeywords,
+    options.TuneSettings: keywords.TuneKeywords,
     options.RunOptions: keywords.RunKeywords,
 }
 

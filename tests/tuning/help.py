@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 from tests.calibration_help import TEXT, changed, save_model
@@ -18,12 +19,18 @@ models:
 """
 
 
+def words(seed: int) -> str:
+    """A text without a passage that occurs twice: the words of another in random order."""
+    known = sorted({*TEXT.split()})
+    return " ".join(random.Random(seed).choices(known, k=220))
+
+
 def make(folder: Path) -> Path:
     """Three models, texts, and a recipe of them."""
     for seed, name in enumerate("abc"):
         save_model(folder / name, seed=seed)
         changed(folder / name, o_proj=8, down_proj=8, lm_head=8, embed_tokens=8)
     (folder / "r.yml").write_text(TIES)
-    (folder / "t.txt").write_text(TEXT)
-    (folder / "u.txt").write_text(TEXT[::-1])
+    for seed, name in enumerate("tu"):
+        (folder / f"{name}.txt").write_text(words(seed))
     return folder

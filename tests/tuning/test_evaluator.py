@@ -153,9 +153,8 @@ def test_divergence_from_a_reference_is_that_of_eval(work: Path) -> None:
 
 def test_a_candidate_with_other_weights_follows_one_that_failed(work: Path) -> None:
     Path("r.yml").unlink()
-    Path("r.yml").write_text(
-        "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels: [{model: b, parameters: {weight: {tune: [-1, 1e38]}}}]\n"
-    )
+    text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
+    Path("r.yml").write_text(f"{text}  - {{model: b, parameters: {{weight: {{tune: [-1, 1e38]}}}}}}\n")
     with Candidates("r.yml", RecipeOptions()) as recipe:
         prepared = recipe.prepare((0.5,))
         one = opened("r.yml", prepared)

@@ -6,6 +6,6 @@ texts.py       rows to tune on, and rows for the report
 search.py      which candidate is next: CMA-ES, random, grid
 journal.py     one line for each trial; a search that is resumed reads them again
 tune.py        `tune`: the search
-report.py      what was found, in sentences and as a page
+result.py      what was found, in sentences; report.py as a page
 evolve.py      configs of mergekit-evolve
 """

@@ -48,6 +48,13 @@ class Candidates:
         return self.rounded(self._template.start)
 
     @property
+    def base(self) -> str | None:
+        """The base of the recipe that was prepared last, if it is a model and not a recipe."""
+        recipe = self._bounds[-1].request.recipe
+        ref = recipe.base_model
+        return None if ref is None or ref.path in recipe.stages else str(ref)
+
+    @property
     def text(self) -> str:
         """The recipe as it was written."""
         return self._template.written.text

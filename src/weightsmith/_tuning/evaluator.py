@@ -43,6 +43,9 @@ MEMORY_BYTES = 4 << 30
 BATCH_TOKENS = 1024
 """Tokens that run through a layer together: always the same, so that no loss depends on the number of threads."""
 
+_NEITHER = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+"""Keys of config.json that do not change predictions."""
+
 Numbers = npt.NDArray[np.float64]
 Report = Callable[[float], None]
 
@@ -145,6 +148,12 @@ class Evaluator:
         """Whether all tensors of a candidate are held at once."""
         return self._holds_model
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan makes a model that can be scored: of the same tensors and the same config.json, but for dtypes."""
+        shapes = {step.out.name: step.out.shape for step in plan.steps}
+        own, theirs = ({k: v for k, v in (c or {}).items() if k not in _NEITHER} for c in (self._config, plan.config))
+        return shapes == {name: spec.shape for name, spec in self._specs.items()} and own == theirs
+
     def losses(
         self, candidate: Candidate, rows: Rows, reference: Reference | None = None, report: Report = lambda share: None
     ) -> tuple[Numbers, Numbers | None]:
@@ -173,10 +182,7 @@ class Evaluator:
     @contextmanager
     def _loaded(self, candidate: Candidate) -> Iterator[None]:
         """Make the tensors that have changed, or drop what is no longer right; after an error, begin with a new module."""
-        plan = candidate.plan
-        if {step.out.name: step.out.shape for step in plan.steps} != {n: s.shape for n, s in self._specs.items()} or (
-            plan.config != self._config
-        ):
+        if not self.fits(candidate.plan):
             what = "its tensors or its config.json are not those of the recipe at its start values"
             raise MismatchError(what, where=self.base.label, fix="let all choices be models of one shape and dtype")
         signatures = candidate.signatures

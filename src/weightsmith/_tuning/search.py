@@ -4,8 +4,8 @@
     random  every value at random, within its range
     grid    all combinations of evenly spaced numbers and of choices
 
-CMA-ES is for numbers. Choices are tried before it, with the numbers at their start: all combinations if they take no more than a
-quarter of the budget, else one choice at a time; the best are kept. `random` and `grid` treat choices as they treat numbers.
+CMA-ES is for numbers. Choices are tried before it, with the numbers at their start: all combinations if they take no more than
+a quarter of the budget, else one choice at a time; the best are kept. `random` and `grid` treat choices as they treat numbers.
 """
 
 from __future__ import annotations
@@ -160,13 +160,9 @@ class _Cma:
     def _optimizer(self, mean: Sequence[float]) -> Any:
         import cmaes
 
-        n = len(mean)
-        bounds = np.tile([0.0, 1.0], (n, 1))
-        # cmaes knows no problem of one dimension: the second one has no effect.
-        padded = np.array([*mean, 0.5] if n == 1 else mean)
-        bounds = np.tile([0.0, 1.0], (len(padded), 1))
-        make = cmaes.SepCMA if n > SEPARABLE else cmaes.CMA
-        return make(mean=padded, sigma=STEP, bounds=bounds, seed=self._seed)
+        bounds = np.tile([0.0, 1.0], (len(mean), 1))
+        make = cmaes.SepCMA if len(mean) > SEPARABLE else cmaes.CMA
+        return make(mean=np.array(mean), sigma=STEP, bounds=bounds, seed=self._seed)
 
 
 def _unit(each: Tunable, value: Scalar) -> float:

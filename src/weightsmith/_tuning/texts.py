@@ -24,8 +24,11 @@ REPORT_ROWS = 64
 LEAST_ROWS = 4
 """Of a text that is split: two to tune on, and two for the report, whose differences then have an error."""
 
-RUN = 16
-"""Tokens in a row that are looked for in another text."""
+RUN = 32
+"""Tokens that are looked for in another text, one after the other."""
+
+LEAST_RUN = 8
+"""Shorter rows say nothing: they may be in any text."""
 
 FEW = 4
 """Of so many rows of a text, one is among the few that every candidate is scored on."""
@@ -120,32 +123,31 @@ def _check_apart(
 ) -> None:
     """Raise PlanError if rows of the report are in a text to tune on, wherever they begin there."""
     problems: list[WeightsmithError] = []
+    held_rows = [[ids for ids in _scored(held) if len(ids) >= LEAST_RUN] for held in report]
+    run = min([RUN, *(len(ids) for own in held_rows for ids in own)])
     for name, rows in zip(names, tune, strict=True):
-        known = set[bytes]()
-        stream = [_scored(rows, i) for i in range(len(rows.ids))]
-        whole = np.concatenate(stream)
-        for i in range(len(whole) - RUN + 1):
-            known.add(_digest(whole[i : i + RUN]))
-        for other, held in zip(report_names, report, strict=True):
-            shared = sum(_is_in(_scored(held, i), known) for i in range(len(held.ids)))
+        whole = np.concatenate(_scored(rows))
+        known = {_digest(whole[i : i + run]) for i in range(len(whole) - run + 1)}
+        for other, own in zip(report_names, held_rows, strict=True):
+            shared = sum(_is_in(ids, known, run) for ids in own)
             if shared:
-                own = "the other rows of" if split and other == name else "the rows of"
-                what = f"{shared:,} of {count(len(held.ids), 'row')} of {other} for the report are in {own} {name} to tune on too"
+                which = "the other rows of" if split and other == name else "the rows of"
+                what = f"{shared:,} of {count(len(own), 'row')} of {other} for the report are in {which} {name} to tune on too"
                 fix = "give another text: a gain on rows that were tuned on says nothing"
                 problems.append(option_error("report_text", what, fix))
     if problems:
         raise PlanError(problems)
 
 
-def _scored(rows: ScoredRows, i: int) -> np.ndarray:
-    found: np.ndarray = rows.ids[i][rows.nbytes[i] >= 0]
-    return found
+def _scored(rows: ScoredRows) -> list[np.ndarray]:
+    """The tokens of each row up to the last scored one."""
+    return [ids[: np.flatnonzero(nbytes >= 0)[-1] + 1] for ids, nbytes in zip(rows.ids, rows.nbytes, strict=True)]
 
 
-def _is_in(ids: np.ndarray, known: set[bytes]) -> bool:
+def _is_in(ids: np.ndarray, known: set[bytes], run: int) -> bool:
     """Whether half of the runs of a row, or more, are known."""
-    starts = range(0, len(ids) - RUN + 1, RUN)
-    return bool(starts) and 2 * sum(_digest(ids[i : i + RUN]) in known for i in starts) >= len(starts)
+    starts = range(0, len(ids) - run + 1, run)
+    return 2 * sum(_digest(ids[i : i + run]) in known for i in starts) >= len(starts)
 
 
 def _digest(ids: np.ndarray) -> bytes:

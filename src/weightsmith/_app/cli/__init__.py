@@ -2,6 +2,7 @@
 
     app.py             the commands together
     merge.py moe.py quantize.py extract_lora.py transplant_tokenizer.py inspect.py diff.py preview.py plan.py run.py verify.py
+    eval.py tune.py
     studio.py methods.py schema.py init.py clean.py doctor.py
                        one command each, quantize.py two
     presets/           the recipes of the papers
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 WORKING = (
-    "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "studio", "quantize", "dequantize", "extract-lora",
+    "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "tune", "studio", "quantize", "dequantize", "extract-lora",
     "transplant-tokenizer", "run", "verify", "clean", "doctor",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""

@@ -25,6 +25,7 @@ from weightsmith._app.cli.run import run
 from weightsmith._app.cli.schema import schema
 from weightsmith._app.cli.studio import studio
 from weightsmith._app.cli.transplant_tokenizer import transplant_tokenizer
+from weightsmith._app.cli.tune import tune
 from weightsmith._app.cli.verify import verify
 from weightsmith._base.text import result
 from weightsmith._version import __version__
@@ -63,7 +64,7 @@ for command in (preview, inspect, diff):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (
-    *(studio, quantize, dequantize, extract_lora, transplant_tokenizer),
+    *(tune, studio, quantize, dequantize, extract_lora, transplant_tokenizer),
     *(run, verify, init, methods, schema, clean, doctor),
 ):
     app.command()(command)

@@ -23,4 +23,5 @@ from weightsmith._base.options.records import QuantizeSettings as QuantizeSettin
 from weightsmith._base.options.records import RecipeOptions as RecipeOptions
 from weightsmith._base.options.records import RunOptions as RunOptions
 from weightsmith._base.options.records import TransplantSettings as TransplantSettings
+from weightsmith._base.options.records import TuneSettings as TuneSettings
 from weightsmith._base.options.records import output_dtype as output_dtype

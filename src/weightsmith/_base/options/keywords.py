@@ -105,6 +105,15 @@ class EvaluateKeywords(RunKeywords, total=False):
     work: str | os.PathLike[str] | None
 
 
+class TuneKeywords(RecipeKeywords, EvaluateKeywords, total=False):
+    """`TuneSettings`, and those of recipes, evaluations and runs."""
+
+    budget: int
+    time: str | None
+    search: str
+    objective: str
+
+
 class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):
     """Those of a plan."""
 
