@@ -39,6 +39,7 @@ from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.evaluate.values import RowLosses, score_of
 from weightsmith._tuning.candidates import Candidates, Values
 from weightsmith._tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
+from weightsmith._tuning.evolve import evolution
 from weightsmith._tuning.journal import Journal, Trial
 from weightsmith._tuning.result import Tuning
 from weightsmith._tuning.search import searcher
@@ -57,7 +58,7 @@ def tune(
     recipe: Source,
     out: str | os.PathLike[str],
     *,
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     report_text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     progress: bool | Meter = True,
@@ -65,9 +66,10 @@ def tune(
 ) -> Tuning:
     """Find the values of a recipe with which the merge predicts texts best, and write the recipe with them.
 
-    recipe       as for `merge`, with `{tune: [0, 1]}` in place of numbers and `{choice: [ties, dare_ties]}` of other values
+    recipe       as for `merge`, with `{tune: [0, 1]}` in place of numbers and `{choice: [ties, dare_ties]}` of other values;
+                 or a config of mergekit-evolve, whose tasks name texts
     out          the recipe to write, `tuned.yml`; the trials are kept beside it in `tuned.trials.jsonl`
-    text         .txt, .jsonl or .parquet files to tune on, or `built-in`
+    text         .txt, .jsonl or .parquet files to tune on, or `built-in`; none: those that the config names
     report_text  files to judge the result on; none: the last third of the rows of each text
     reference    for `objective="kl"`: a model, or one for each text
     progress     True: a bar in terminals and notebooks, False: none
@@ -106,22 +108,17 @@ def tuned(
     shown: Meter,
 ) -> Tuning:
     """See `tune`."""
-    seconds = _seconds(settings.time)
+    seconds, config = _seconds(settings.time), evolution(recipe)
+    if config is not None:
+        recipe, texts = config.recipe, replace(texts, text=texts.text or config.texts)
     if not texts.text:
         raise option_error("text", "no text is given", "name a .txt, .jsonl or .parquet file")
     _check_references(settings, texts)
     target = check_output(out)
     with ExitStack() as stack:
-        candidates = stack.enter_context(Candidates(_source_of(recipe), planning))
+        candidates = stack.enter_context(Candidates(recipe, planning))
         search = _Search(candidates, target, planning, texts, settings, running, shown, stack)
         return search.run(seconds)
-
-
-def _source_of(recipe: Source) -> Source:
-    """A recipe, or the recipe of a config of mergekit-evolve."""
-    from weightsmith._tuning.evolve import converted
-
-    return converted(recipe) or recipe
 
 
 def _check_references(settings: TuneSettings, texts: EvaluateSettings) -> None:
