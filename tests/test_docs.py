@@ -559,7 +559,7 @@ def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {
         re.split(r"[<>=]", line)[0]
-        for name in ("torch", "lora", "moe", "calibration", "gguf", "studio", "remote", "gcs", "azure")
+        for name in ("torch", "lora", "moe", "calibration", "gguf", "studio", "remote", "gcs", "azure", "tune")
         for line in project["optional-dependencies"][name]
     }
     modules = {

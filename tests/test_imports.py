@@ -41,6 +41,7 @@ NAMES = [
     "StoreError",
     "SyntaxProblem",
     "TensorLost",
+    "Tuning",
     "UnknownKey",
     "UnknownMethod",
     "UnknownName",
@@ -67,6 +68,7 @@ NAMES = [
     "save_model",
     "tensor_method",
     "transplant_tokenizer",
+    "tune",
     "verify",
 ]
 

@@ -22,6 +22,7 @@ COMMANDS = (
     "inspect",
     "diff",
     "eval",
+    "tune",
     "studio",
     "quantize",
     "dequantize",

@@ -135,7 +135,7 @@ def test_the_table_has_every_command() -> None:
     from weightsmith._app.cli.app import app
 
     names = {each.name or each.callback.__name__.replace("_", "-") for each in app.registered_commands if each.callback}
-    assert names == {*COMMANDS, "studio", "eval"}  # one serves until Ctrl-C, the other needs a model that transformers runs
+    assert names == {*COMMANDS, "studio", "eval", "tune"}  # one serves until Ctrl-C, two need a model that transformers runs
 
 
 @pytest.mark.slow

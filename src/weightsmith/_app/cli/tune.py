@@ -32,7 +32,7 @@ def tune(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Find the values of a recipe with which the merge predicts a text best.
+    """Find the values of a recipe that suit a text best.
 
     Write {tune: [0, 1]} in place of a number, or {choice: [ties, dare_ties]} in place of another value. Candidates are
     merged in memory, and not written. OUT is the recipe with the best values; its page says whether the gain holds on other
@@ -43,8 +43,8 @@ def tune(
         "reading the models' headers", out=out, quiet=quiet, as_json=as_json, page=page, told=tuning_interrupted
     ) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._tuning.report import tuning_page
-        from weightsmith._tuning.tune import tuned
+        from weightsmith._reports.tuning.report import tuning_page
+        from weightsmith._reports.tuning.tune import tuned
 
         with meter(quiet=quiet) as shown:
             found = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)

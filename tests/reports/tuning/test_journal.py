@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weightsmith._base.errors import Busy, CannotResume, OutputExists
-from weightsmith._tuning.journal import Journal, Trial
+from weightsmith._reports.tuning.journal import Journal, Trial
 
 ABOUT = {"recipe": "abc", "seed": 3}
 TRIALS = [

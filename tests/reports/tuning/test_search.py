@@ -8,7 +8,7 @@ import pytest
 
 from weightsmith._base.errors import ParameterError
 from weightsmith._planning.recipe import Scalar, Tunable
-from weightsmith._tuning.search import Values, searcher
+from weightsmith._reports.tuning.search import Values, searcher
 
 
 def number(name: str, low: float = 0.0, high: float = 1.0) -> Tunable:

@@ -10,8 +10,8 @@ import pytest
 from weightsmith._base.errors import PlanError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._reports.evaluate.opening import Opened, opened
-from weightsmith._tuning.candidates import Candidates
-from weightsmith._tuning.texts import Texts, read_texts
+from weightsmith._reports.tuning.candidates import Candidates
+from weightsmith._reports.tuning.texts import Texts, read_texts
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from weightsmith._base.pages import Code, Column, Curves, Facts, Page, Table
 from weightsmith._base.pages.values import Block, Value
 from weightsmith._base.text import duration
 from weightsmith._reports.evaluate.values import Score, of_change
-from weightsmith._tuning.result import Tuning, total
+from weightsmith._reports.tuning.result import Tuning, total
 
 
 def tuning_page(found: Tuning) -> Page:

@@ -17,9 +17,9 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli, environment
 from weightsmith._base.errors import NonFinite, OutputExists, PlanError, WeightsmithError
-from weightsmith._tuning import tune as module
-from weightsmith._tuning.evaluator import Evaluator
-from weightsmith._tuning.result import Tuning
+from weightsmith._reports.tuning import tune as module
+from weightsmith._reports.tuning.evaluator import Evaluator
+from weightsmith._reports.tuning.result import Tuning
 
 __all__ = ["cli"]
 

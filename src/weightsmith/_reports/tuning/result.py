@@ -13,7 +13,7 @@ from weightsmith._base.text import count
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.values import Change, Score, mean_score, of_change, perplexity
 from weightsmith._reports.look.models import json_values
-from weightsmith._tuning.journal import Trial
+from weightsmith._reports.tuning.journal import Trial
 
 
 @dataclass(frozen=True)

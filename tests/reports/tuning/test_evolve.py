@@ -11,8 +11,8 @@ import weightsmith
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._planning.recipe import read_template
-from weightsmith._tuning.candidates import Candidates
-from weightsmith._tuning.evolve import evolution
+from weightsmith._reports.tuning.candidates import Candidates
+from weightsmith._reports.tuning.evolve import evolution
 
 GENOME = {"models": ["b", "c"], "merge_method": "ties", "base_model": "a"}
 

@@ -100,15 +100,15 @@ def _texts(keys: Mapping[str, Pair], problems: list[WeightsmithError]) -> tuple[
     for task in tasks if isinstance(tasks, tuple) else ():
         given = plain(task)
         given = given if isinstance(given, dict) else {"name": given}
-        name = given.get("name")
-        if not isinstance(name, str) or Path(name).suffix not in _TEXTS:
+        text = given.get("name")
+        if not isinstance(text, str) or Path(text).suffix not in _TEXTS:
             fix = f"name a text that ends in {', '.join(_TEXTS)}; a benchmark's own text may be one"
-            problems.append(NotFound(f"the task {name!r} is no text", where=task.where, fix=fix))
+            problems.append(NotFound(f"the task {text!r} is no text", where=task.where, fix=fix))
             continue
         if given.get("weight", 1) != 1 or "metric" in given:
             fix = "remove 'weight' and 'metric': --objective mean counts all texts the same, worst counts the worst one"
             problems.append(UnknownKey("texts have no weights and metrics", where=task.where, fix=fix))
-        texts.append(name)
+        texts.append(text)
     return tuple(texts)
 
 

@@ -37,13 +37,13 @@ from weightsmith._planning.planner.prepared import download, missing_files, stre
 from weightsmith._planning.recipe import Scalar, Source
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.evaluate.values import RowLosses, score_of
-from weightsmith._tuning.candidates import Candidates, Values
-from weightsmith._tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
-from weightsmith._tuning.evolve import evolution
-from weightsmith._tuning.journal import Journal, Trial
-from weightsmith._tuning.result import Tuning
-from weightsmith._tuning.search import searcher
-from weightsmith._tuning.texts import few_of, part, read_texts
+from weightsmith._reports.tuning.candidates import Candidates, Values
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
+from weightsmith._reports.tuning.evolve import evolution
+from weightsmith._reports.tuning.journal import Journal, Trial
+from weightsmith._reports.tuning.result import Tuning
+from weightsmith._reports.tuning.search import searcher
+from weightsmith._reports.tuning.texts import few_of, part, read_texts
 
 PROMOTED = 4
 """One in so many candidates, the best of the recent ones, is scored on all rows."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tuning import help
+from tests.reports.tuning import help
 
 
 @pytest.fixture(scope="session")
