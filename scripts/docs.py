@@ -141,8 +141,14 @@ def _misuse() -> str:
 # ---- options
 
 
-NAMED = (("Extract", "dtype"), ("Evaluate", "text"))
+NAMED = (("Extract", "dtype"), ("Evaluate", "text"), ("Tune", "report_text"), ("Tune", "reference"))
 """Options that are parameters of their function."""
+
+
+_RUNS = "RunKeywords", " and those of runs"
+_PARENTS = {name: _RUNS for name in ("Extract", "Transplant", "Evaluate", "Statistics")}
+_PARENTS["Tune"] = "RecipeKeywords, EvaluateKeywords", ", and those of recipes, evaluations and runs"
+"""The classes that those of a record extend, and what its docstring says of them."""
 
 
 def keywords_module() -> str:
@@ -158,8 +164,7 @@ def keywords_module() -> str:
     ]
     for record in option_records():
         name = record.__name__.removesuffix("Options").removesuffix("Settings")
-        parent = "RunKeywords" if name in ("Extract", "Transplant", "Evaluate", "Statistics") else "TypedDict"
-        more = " and those of runs" if parent == "RunKeywords" else ""
+        parent, more = _PARENTS.get(name, ("TypedDict", ""))
         lines += ["", "", f"class {name}Keywords({parent}, total=False):", f'    """`{record.__name__}`{more}."""', ""]
         own = [each for each in options_of(record).values() if (name, each.name) not in NAMED]
         lines += [f"    {each.name}: {_typed(each)}" for each in own]
@@ -451,10 +456,10 @@ def _programs() -> str:
 THEMES = {
     "Make models": (
         *("merge", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("plan", "run", "Merged", "Plan", "Progress"),
+        *("tune", "plan", "run", "Merged", "Tuning", "Plan", "Progress"),
     ),
     "Inspect and measure": (
-        *("inspect", "diff", "preview", "evaluate"),
+        *("inspect", "diff", "preview", "evaluate", "statistics"),
         *("Inspection", "Difference", "Comparison", "Preview", "Evaluation"),
     ),
     "Read and write checkpoints": ("open_checkpoint", "Checkpoint", "save_file", "save_model", "verify"),

@@ -315,12 +315,16 @@ _YAML = (
     "/proc/self/environ",
     "{file: built-in, rows: 2, tokens: 8}",
     "regmean",
+    "{tune: [0, 1]}",
+    "[{tune: [0, 0.5], start: 0.25}, {tune: [1, .nan]}]",
+    "{choice: [ties, dare_ties]}",
+    "{choice: [a, b], start: b}",
 )
 _RECIPE_KEYS = """
     merge_method base_model models model slices sources layer_range parameters weight density t normalize lambda dtype
     out_dtype tokenizer_source tokenizer modules filter value embed_slerp int8_mask experts source_model gate_mode
     positive_prompts prune_experts merge_experts keep groups saliency architecture experts_per_token shared_experts <<
-    text file rows tokens prior prior_parameters mu aim
+    text file rows tokens prior prior_parameters mu aim tune choice start
 """.split()
 
 
@@ -544,9 +548,16 @@ def _use_adapter(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     from weightsmith._base.options import QuantizeSettings, RecipeOptions
     from weightsmith._features.any_recipe import prepare_any
+    from weightsmith._planning.recipe import read_template
 
     lenient = rng.random() < 0.5
     yield lambda: prepare_any(file, RecipeOptions(lenient=lenient), QuantizeSettings()).close()
+
+    def fill() -> None:
+        template = read_template(file, lenient=lenient)
+        prepare_any(template.fill(template.start), RecipeOptions(lenient=lenient), QuantizeSettings()).close()
+
+    yield fill
 
 
 def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
@@ -1029,6 +1040,8 @@ _RECIPES = {
     "stages.yml": "name: one\nmerge_method: linear\nmodels:\n  - model: a\nparameters: {weight: 0.5}\n---\n"
     "merge_method: ties\nbase_model: a\nmodels:\n  - model: one\n  - model:\n      merge_method: slerp\n      base_model: one\n"
     "      models:\n        - model: b\n      parameters: {t: 0.5}\nparameters: {weight: 1}\n",
+    "tune.yml": "merge_method: {choice: [ties, dare_ties]}\nbase_model: a\nx-w: &w {tune: [0, 1]}\nmodels:\n  - model: b\n"
+    "    parameters:\n      density: [{tune: [0.1, 1]}, 0.5]\n      weight: *w\nparameters:\n  lambda:\n    tune: [0, 2]\n",
     "prune.yml": "model: x\nprune_experts:\n  saliency: saliency.json\n  experts: 2\n",
     "groups.yml": "model: x\nmerge_experts:\n  groups: [[0, 1], [2, 3]]\n  weights: [[1, 2], [1, 1]]\n",
 }

@@ -16,6 +16,7 @@ ALLOWED = {
     "_app/cli/plan.py:plan",
     "_app/cli/quantize.py:_copy",
     "_app/cli/quantize.py:quantize",
+    "_app/cli/tune.py:tune",
     "_methods/breadcrumbs.py:breadcrumbs",
     "_methods/breadcrumbs_ties.py:breadcrumbs_ties",
     "_methods/signature.py:merge_method",

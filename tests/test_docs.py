@@ -232,6 +232,11 @@ def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(
         with prepare_moe(block.text) as mixture:
             assert mixture.plan.steps
         return
+    if "{tune: " in block.text:
+        template = recipes.read_template(block.text)
+        with prepare(template.fill(template.start)) as tuned:
+            assert tuned.plan.steps
+        return
     recipe, problems = recipes.parse(block.text, str(block), parameter_names=parameter_names())
     assert recipe is not None
     assert (problems, list(recipe.findings)) == ([], [])
@@ -642,7 +647,7 @@ def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {
         re.split(r"[<>=]", line)[0]
-        for name in ("torch", "lora", "moe", "calibration", "gguf", "studio", "remote", "gcs", "azure")
+        for name in ("torch", "lora", "moe", "calibration", "gguf", "studio", "remote", "gcs", "azure", "tune")
         for line in project["optional-dependencies"][name]
     }
     modules = {

@@ -41,6 +41,7 @@ NAMES = [
     "StoreError",
     "SyntaxProblem",
     "TensorLost",
+    "Tuning",
     "UnknownKey",
     "UnknownMethod",
     "UnknownName",
@@ -68,6 +69,7 @@ NAMES = [
     "statistics",
     "tensor_method",
     "transplant_tokenizer",
+    "tune",
     "verify",
 ]
 

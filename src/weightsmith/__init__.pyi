@@ -59,4 +59,6 @@ from weightsmith._reports.look.inspect import inspect as inspect
 from weightsmith._reports.look.preview import Preview as Preview
 from weightsmith._reports.look.preview import preview as preview
 from weightsmith._reports.look.values import Difference as Difference
+from weightsmith._reports.tuning.result import Tuning as Tuning
+from weightsmith._reports.tuning.tune import tune as tune
 from weightsmith._version import __version__ as __version__

@@ -39,8 +39,17 @@ KEYWORDS = {
     options.TransplantSettings: keywords.TransplantKeywords,
     options.EvaluateSettings: keywords.EvaluateKeywords,
     options.StatisticsSettings: keywords.StatisticsKeywords,
+    options.TuneSettings: keywords.TuneKeywords,
     options.RunOptions: keywords.RunKeywords,
 }
+
+
+PARAMETERS = {
+    options.ExtractSettings: ("dtype",),
+    options.EvaluateSettings: ("text",),
+    options.TuneSettings: ("report_text", "reference"),
+}
+"""Options that are parameters of their function."""
 
 
 def flags_of(command: str) -> dict[str, Any]:
@@ -77,7 +86,7 @@ def test_an_option_has_its_flag_in_every_command_that_names_it(record: type[Any]
 
 @CASES
 def test_type_checkers_know_an_option_and_its_type(record: type[Any], option: Option) -> None:
-    if (record, option.name) in ((options.ExtractSettings, "dtype"), (options.EvaluateSettings, "text")):
+    if option.name in PARAMETERS.get(record, ()):
         return  # a parameter of the function
     known = typing.get_type_hints(KEYWORDS[record])[option.name]
     assert known is Any if option.type is DType else (type(None) in typing.get_args(known)) == option.optional
@@ -86,6 +95,8 @@ def test_type_checkers_know_an_option_and_its_type(record: type[Any], option: Op
 def test_type_checkers_know_no_keyword_that_is_no_option() -> None:
     for record, known in KEYWORDS.items():
         shared = set(keywords.RunKeywords.__annotations__) if known is not keywords.RunKeywords else set()
+        if known is keywords.TuneKeywords:
+            shared |= {*keywords.RecipeKeywords.__annotations__, *keywords.EvaluateKeywords.__annotations__}
         assert set(known.__annotations__) - shared <= set(options.options_of(record))
 
 

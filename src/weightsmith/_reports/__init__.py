@@ -1,6 +1,6 @@
 """What models and merges look like, for people. Imports everything but `_app`.
 
 `look/` has `inspect`, `diff` and `preview`: statistics as products of plans without output, and what they mean, in words and as
-pages. `evaluate/` has `evaluate`: how well models predict texts. `judge.py` loads a model with transformers: perplexity, greedy
-continuation.
+pages. `evaluate/` has `evaluate`: how well models predict texts. `tuning/` has `tune`: values of a recipe that a text chooses.
+`judge.py` loads a model with transformers: perplexity, greedy continuation.
 """

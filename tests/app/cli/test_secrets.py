@@ -45,6 +45,7 @@ SUCCEEDING: dict[str, list[list[str]]] = {
     "inspect": [["a", "--stats", "--report", "page.html"]],
     "diff": [["a", "b", "--report", "page.html"]],
     "eval": [["a", "--text", "built-in", "--report", "page.html"]],
+    "tune": [["linear.yml", "tuned.yml", "--text", "built-in", "--set", "parameters.weight={tune: [0, 1]}"]],
     "quantize": [["a", "out", "--format", "fp8-dynamic"]],
     "dequantize": [["a", "out"]],
     "extract-lora": [["a", "b", "out"]],

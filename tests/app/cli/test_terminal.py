@@ -271,6 +271,7 @@ STARTED: dict[str, list[str]] = {
     "inspect": ["a", "--stats"],
     "diff": ["a", "b"],
     "eval": ["a", "--text", "built-in"],
+    "tune": ["linear.yml", "OUT.yml", "--text", "built-in"],
     "studio": ["nowhere"],
     "quantize": ["a", "OUT", "--format", "fp8-dynamic"],
     "dequantize": ["a", "OUT"],

@@ -399,6 +399,13 @@ class Layer:
         found: Tensor = (after if isinstance(after, Tensor) else after[0])[0]
         return found
 
+    def batch(self, hidden: Tensor) -> Tensor:
+        """Run some rows, float32 [rows, tokens, hidden], without gradients. Thread-safe."""
+        with torch.no_grad():
+            after = self.module(hidden, *self.args, **self.kwargs)
+        found: Tensor = after if isinstance(after, Tensor) else after[0]
+        return found
+
     def linear(self, weight: str) -> nn.Linear:
         """A linear layer, by the stored name of its weight. Raises Unsupported if there is none."""
         if weight not in self.linears:

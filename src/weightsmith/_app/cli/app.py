@@ -29,6 +29,7 @@ from weightsmith._app.cli.schema import schema
 from weightsmith._app.cli.statistics import statistics
 from weightsmith._app.cli.studio import studio
 from weightsmith._app.cli.transplant_tokenizer import transplant_tokenizer
+from weightsmith._app.cli.tune import tune
 from weightsmith._app.cli.verify import verify
 from weightsmith._base.errors import nearest
 from weightsmith._base.text import result
@@ -104,6 +105,7 @@ for command in (preview, inspect, diff):
     app.command(group=LOOK)(command)
 app.command("eval", group=LOOK)(evaluate)
 app.command(group=LOOK)(statistics)
+app.command(group=MAKE)(tune)
 app.command(group=LOOK)(verify)
 for command in (init, methods, schema, studio):
     app.command(group=WRITE)(command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,16 +99,24 @@ class Work:
 
 @contextmanager
 def working(
-    doing: str, *, out: str = "", quiet: bool = False, as_json: bool = False, page: Path | None = None, resumes: bool = False
+    doing: str,
+    *,
+    out: str = "",
+    quiet: bool = False,
+    as_json: bool = False,
+    page: Path | None = None,
+    resumes: bool = False,
+    told: Callable[[str], str] | None = None,
 ) -> Iterator[Work]:
     """Errors as messages, and a status line.
 
     doing    until there is a progress bar
     resumes  a command without output keeps its unfinished work
+    told     what to say after Ctrl-C; None: `interrupted`
     """
     work = Work(out, quiet, as_json, time.monotonic(), page)
     kept = f" Finished layers are kept.\n  -> Resume with the same command: {_command()}" if resumes else ""
-    message = (lambda: interrupted(out)) if out else (lambda: f"Interrupted.{kept}")
+    message = (lambda: (told or interrupted)(out)) if out else (lambda: f"Interrupted.{kept}")
     with failures(as_json=as_json, interrupted=message, writes=bool(out)), status_line(doing, quiet=quiet or as_json):
         if quiet or not is_terminal(sys.stderr):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
@@ -211,6 +219,15 @@ def interrupted(out: str) -> str:
     if not folder.exists():
         return nothing
     return f"Interrupted. Finished tensors are kept in {folder}{resume}"
+
+
+def tuning_interrupted(out: str) -> str:
+    """The message after Ctrl-C of a search."""
+    journal = Path(out).with_suffix(".trials.jsonl")
+    if not journal.exists():
+        return "Interrupted. No trial was finished."
+    best = f" {out} has the best values so far." if Path(out).exists() else ""
+    return f"Interrupted.{best} Finished trials are kept in {journal}\n  -> Resume with the same command: {_command()}"
 
 
 def _command() -> str:

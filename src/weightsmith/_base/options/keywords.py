@@ -117,6 +117,15 @@ class StatisticsKeywords(RunKeywords, total=False):
     seed: int
 
 
+class TuneKeywords(RecipeKeywords, EvaluateKeywords, total=False):
+    """`TuneSettings`, and those of recipes, evaluations and runs."""
+
+    budget: int
+    time: str | None
+    search: str
+    objective: str
+
+
 class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):
     """Those of a plan."""
 

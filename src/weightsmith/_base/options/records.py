@@ -1,4 +1,4 @@
-"""The options, in seven records: of recipes, formats, adapters, transplants, evaluations, statistics, and runs."""
+"""The options, in records: of recipes, formats, adapters, transplants, evaluations, statistics, tuning, and runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ ONE_FILE_BYTES = 50_000_000_000
 """The largest file that the Hub takes: people expect one GGUF file, not one for each 5 GB."""
 SPOOL_BYTES = 20_000_000_000
 
-RECIPES = ("merge", "moe", "plan", "preview")
+PLANNED = ("merge", "moe", "plan", "preview")
+RECIPES = (*PLANNED, "tune")
 COPIES = ("quantize", "dequantize")
 ADAPTERS = ("merge", "plan")
 WRITING = ("merge", "moe", "plan", *COPIES, "extract_lora", "transplant_tokenizer", "run")
-LOOKING = ("inspect", "diff", "preview", "evaluate")
-RUNNING = (*WRITING, "evaluate", "statistics")
+LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
+RUNNING = (*WRITING, "evaluate", "statistics", "tune")
 
 APPROXIMATIONS = (
     *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
@@ -42,7 +43,7 @@ class RecipeOptions:
         unset="the recipe's, or the model's own",
         choices=DTYPE_NAMES,
         more="`quantize` rounds to it first.",
-        commands=(*RECIPES, *COPIES),
+        commands=(*PLANNED, *COPIES),
         spelled={"dequantize": "dtype"},
         group="Output",
     )
@@ -475,26 +476,36 @@ class TransplantSettings:
     )
 
 
-@option_record("evaluate", group="Texts")
+@option_record("evaluate", "tune", group="Texts")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateSettings:
-    """The texts that `evaluate` scores, and how they are cut."""
+    """The texts that `evaluate` and `tune` score, and how they are cut."""
 
     text: tuple[str, ...] = option(
         (), "--text FILE", "Text to predict: a txt, jsonl or parquet file, or built-in (repeatable)", path=True
     )
     rows: int | None = option(
-        None, "--rows N", "Number of rows of each text, from its beginning", unset="all, at most 512", least=1
+        None,
+        "--rows N",
+        "Number of rows of each text, from its beginning",
+        unset="all, at most 512; tune: at most 24, or 16 with a report text",
+        least=1,
     )
     tokens: int | None = option(
         None, "--tokens N", "Number of tokens in each row", unset="512, or the model's maximum", least=2
     )
     work: str | None = option(
-        None, "--work FOLDER", "Folder for unfinished work", unset="the current folder", path=True, group="Resources"
+        None,
+        "--work FOLDER",
+        "Folder for unfinished work",
+        unset="the current folder",
+        path=True,
+        commands=("evaluate",),
+        group="Resources",
     )
 
 
-@option_record("statistics")
+@option_record("statistics", group="Texts")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatisticsSettings:
     """What `statistics` measures, and how the text is cut."""
@@ -509,6 +520,38 @@ class StatisticsSettings:
     rows: int | None = option(None, "--rows N", "Number of rows of the text", unset="all, at most 128", least=1)
     tokens: int | None = option(None, "--tokens N", "Number of tokens in each row", unset="512", least=1)
     seed: int = option(0, "--seed N", "Seed of the rows that are drawn, and of the labels of fisher")
+
+
+@option_record("tune", group="Search")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneSettings:
+    """How `tune` searches."""
+
+    report_text: tuple[str, ...] = option(
+        (),
+        "--report-text FILE",
+        "Text to judge the result on, once, at the end (repeatable)",
+        unset="the last third of the rows of each text",
+        path=True,
+    )
+    budget: int = option(100, "--budget N", "Number of candidates to try", least=1)
+    time: str | None = option(None, "--time TIME", "Stop after this time, such as 90s, 30m or 2h", unset="no limit")
+    search: str = option(
+        "cma",
+        "--search NAME",
+        "How candidates are chosen",
+        choices=("cma", "random", "grid"),
+        more="`cma` is CMA-ES, and needs `pip install 'weightsmith[tune]'`.",
+    )
+    objective: str = option(
+        "mean",
+        "--objective NAME",
+        "Measure to minimise: mean loss, worst text, KL divergence from `reference`",
+        choices=("mean", "worst", "kl"),
+    )
+    reference: tuple[str, ...] = option(
+        (), "--reference MODEL", "Model to stay close to, for kl: one, or one for each text (repeatable)"
+    )
 
 
 def output_dtype(asked: object) -> DType | None:

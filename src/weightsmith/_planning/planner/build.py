@@ -90,6 +90,8 @@ def _recipe_of(loaded: recipes.Loaded) -> Any:
 
 
 def _folder_of(source: recipes.Source) -> Path:
+    if isinstance(source, recipes.Written):
+        return source.folder
     on_disk = isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source)
     return Path(str(source)).parent if on_disk else Path()
 
@@ -141,6 +143,21 @@ def bind(
         raise
 
 
+def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[WeightsmithError, ...]:
+    """The problems that a recipe has before its models are opened: of the text, the method, and parameters."""
+    loaded = _load(source, "merge", options)
+    found = list(loaded.problems)
+    recipe = loaded.recipe
+    find = partial(methods.find, folder=_folder_of(source), allow_code=options.allow_code)
+    for each in (recipe, *recipe.stages.values()) if isinstance(recipe, Recipe) else ():
+        if each is not None:
+            try:
+                found += read_request(each, options, (), find, _folder_of(source)).problems
+            except PlanError as error:
+                found += error.problems
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A recipe whose models are opened and matched."""
@@ -159,14 +176,34 @@ class Bound:
         Raises PlanError; ParameterError for a value that changes the models or the vocabulary: these are bound.
         """
         options = replace(self.request.options, settings={**self.request.options.settings, **values})
-        loaded = _load(self.source, "merge", options)
         with _no_collection():
-            problems = [*loaded.problems, *self.stages.problems]
-            request = read_request(_recipe_of(loaded), options, problems, self.find_method, self.request.folder)
-            if request.matching != self.request.matching:
+            request = self._request(_load(self.source, "merge", options), options)
+            if request is None:
                 what = "a value changes the models or the vocabulary, and these are opened already"
                 raise ParameterError(what, where=", ".join(values), fix="set parameters alone, or bind the changed recipe")
             return self.assemble(request).draft.finish()
+
+    def replan(self, source: recipes.Source) -> Prepared | None:
+        """The plan of a recipe of the same models, which stay open; None if it has other models or another vocabulary.
+
+        Raises PlanError.
+        """
+        loaded = _load(source, "merge", self.request.options)
+        try:
+            with _no_collection():
+                request = self._request(loaded, self.request.options)
+                if request is None:
+                    return None
+                assembled = self.assemble(request)
+                return assembled.prepared(assembled.draft.finish())
+        except PlanError as error:
+            error.source = loaded.source
+            raise
+
+    def _request(self, loaded: recipes.Loaded, options: RecipeOptions) -> Request | None:
+        problems = [*loaded.problems, *self.stages.problems]
+        request = read_request(_recipe_of(loaded), options, problems, self.find_method, self.request.folder)
+        return request if request.matching == self.request.matching else None
 
     def assemble(self, request: Request) -> Assembled:
         """The draft of a request with the same models."""

@@ -139,6 +139,10 @@ class Assembled:
         except BaseException:
             self.close()
             raise
+        return self.prepared(plan)
+
+    def prepared(self, plan: Plan) -> Prepared:
+        """A finished plan of the draft with its models."""
         return Prepared(
             plan,
             tuple(self.inputs),

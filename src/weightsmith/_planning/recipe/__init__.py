@@ -6,6 +6,7 @@
     single.py references.py parameters.py                  kinds of values: how each is read, its JSON Schema, its words
     grammar.py moe_grammar.py                              the keys of each mapping; lists of numbers
     misuse.py                                              what to say of keys that no mapping has
+    tuning.py                                              values to tune, in place of others
     schema.py                                              the JSON Schema of it all
 
 A wrong value does not stop reading: all problems are reported at once, each with file, line and column.
@@ -15,8 +16,11 @@ from weightsmith._planning.recipe.load import Command as Command
 from weightsmith._planning.recipe.load import Loaded as Loaded
 from weightsmith._planning.recipe.load import Source as Source
 from weightsmith._planning.recipe.load import StandardInput as StandardInput
+from weightsmith._planning.recipe.load import Template as Template
+from weightsmith._planning.recipe.load import Written as Written
 from weightsmith._planning.recipe.load import load as load
 from weightsmith._planning.recipe.load import parse as parse
+from weightsmith._planning.recipe.load import read_template as read_template
 from weightsmith._planning.recipe.misuse import HARMLESS as HARMLESS
 from weightsmith._planning.recipe.misuse import RETIRED as RETIRED
 from weightsmith._planning.recipe.moe_grammar import GATE_MODES as GATE_MODES
@@ -36,6 +40,7 @@ from weightsmith._planning.recipe.records import TokenRule as TokenRule
 from weightsmith._planning.recipe.records import Upcycling as Upcycling
 from weightsmith._planning.recipe.schema import moe_schema as moe_schema
 from weightsmith._planning.recipe.schema import schema as schema
+from weightsmith._planning.recipe.tuning import Tunable as Tunable
 from weightsmith._planning.recipe.values import SCHEDULED as SCHEDULED
 from weightsmith._planning.recipe.values import Entry as Entry
 from weightsmith._planning.recipe.values import Schedule as Schedule

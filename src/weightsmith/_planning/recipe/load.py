@@ -17,6 +17,7 @@ from weightsmith._base.errors import (
     Finding,
     NotFound,
     ParameterError,
+    PlanError,
     SyntaxProblem,
     UnknownName,
     Unsupported,
@@ -27,17 +28,104 @@ from weightsmith._base.files import is_folder
 from weightsmith._base.redaction import redactor
 from weightsmith._planning.recipe.grammar import read_recipe
 from weightsmith._planning.recipe.moe_grammar import SURGERY, read_moe
-from weightsmith._planning.recipe.nodes import Document, Node, Pair, describe, from_python, plain
+from weightsmith._planning.recipe.nodes import Document, Node, Pair, Scalar, describe, from_python, plain
 from weightsmith._planning.recipe.records import ModelRef, Recipe, Surgery, Upcycling
+from weightsmith._planning.recipe.tuning import Tunable, filled, spliced, tunables
 from weightsmith._planning.recipe.walk import Walker
 from weightsmith._planning.recipe.yaml import MAX_BYTES, read_yaml
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Command = Literal["merge", "moe"]
 
 
 class StandardInput(str):
     """A recipe's text that was read from standard input; messages name it `<stdin>`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Recipes before they are parsed: trees, the whole text, file name for positions; and the name and text these refer to."""
+
+    documents: tuple[Document, ...]
+    text: str
+    filename: str
+    shown: tuple[str, str] = ("", "")
+
+    @property
+    def last(self) -> int:
+        """The document of the result: the first one without a name, else the last."""
+        unnamed = (i for i, document in enumerate(self.documents) if not _name(document))
+        return next(unnamed, len(self.documents) - 1)
+
+    @property
+    def folder(self) -> Path:
+        """Of its file; the current one if it has none."""
+        return Path() if self.filename.startswith("<") or not self.shown[0] else Path(self.filename).parent
+
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Written
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A recipe with values to tune.
+
+    tunables  in the order of the text
+    """
+
+    tunables: tuple[Tunable, ...]
+    written: Written
+    is_text: bool
+
+    @property
+    def start(self) -> tuple[Scalar, ...]:
+        """The values that a search starts from."""
+        return tuple(each.start for each in self.tunables)
+
+    def fill(self, values: Sequence[Scalar]) -> Written:
+        """The recipe with these values: a source for `load`, and its text. values: of `tunables`.
+
+        Comments and layout of a YAML text stay.
+        """
+        given = {each.where: value for each, value in zip(self.tunables, values, strict=True)}
+        documents = []
+        for document in self.written.documents:
+            assert document.root is not None
+            root = filled(document.root, given)
+            documents.append(replace(document, root=root, text=_as_yaml(root)))
+        text = "---\n".join(document.text for document in documents)
+        if self.is_text:
+            own = spliced(self.written.text, {where.removeprefix(f"{self.written.filename}:"): v for where, v in given.items()})
+            read = read_yaml(own, self.written.filename)
+            if [d.root and plain(d.root) for d in read] == [d.root and plain(d.root) for d in documents]:
+                text = own
+        return replace(self.written, documents=tuple(documents), text=text)
+
+
+def read_template(source: Source, *, settings: Mapping[str, Any] | None = None, lenient: bool = False) -> Template:
+    """A recipe with values to tune. settings, lenient: as for `load`. Raises PlanError with all problems of these values.
+
+    >>> made = read_template("models: [{model: a, parameters: {weight: {tune: [0, 1]}}}]\\n")
+    >>> made.tunables[0].name, made.fill((0.25,)).text
+    ('models[0].parameters.weight', 'models: [{model: a, parameters: {weight: 0.25}}]\\n')
+    """
+    written = _read(source, lenient=lenient)
+    if isinstance(written, WeightsmithError):
+        raise PlanError([written])
+    if settings:
+        written = _with_settings(written, settings)
+    found: list[Tunable] = []
+    problems = [problem for document in written.documents for problem in document.problems]
+    for document in written.documents:
+        if document.root is not None:
+            own, wrong = tunables(document.root)
+            found += own
+            problems += wrong
+    if not found and not problems:
+        fix = "Write a range in place of a number, weight: {tune: [0, 1]}, or choices: {choice: [ties, dare_ties]}."
+        problems.append(ParameterError("the recipe has no value to tune", where=written.filename, fix=fix))
+    if problems:
+        raise PlanError(problems, written.shown)
+    return Template(tuple(found), written, bool(written.shown[0]) and not settings)
 
 
 MAX_RECIPES = 100
@@ -128,25 +216,9 @@ def parse(
     r.yml:2:11: unknown key 'modle' in an entry of 'models' (did you mean 'model'?); mergekit silently ignored it
       -> Write 'model'.
     """
-    written = _Written(read_yaml(text, filename, lenient=lenient), text, filename, (filename, text))
+    written = Written(read_yaml(text, filename, lenient=lenient), text, filename, (filename, text))
     loaded = _build(written, "merge", lenient, parameter_names)
     return cast("Recipe | None", loaded.recipe), list(loaded.problems)
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """Recipes before they are parsed: trees, the whole text, file name for positions; and the name and text these refer to."""
-
-    documents: tuple[Document, ...]
-    text: str
-    filename: str
-    shown: tuple[str, str] = ("", "")
-
-    @property
-    def last(self) -> int:
-        """The document of the result: the first one without a name, else the last."""
-        unnamed = (i for i, document in enumerate(self.documents) if not _name(document))
-        return next(unnamed, len(self.documents) - 1)
 
 
 def _name(document: Document) -> str:
@@ -184,8 +256,10 @@ def _command(root: Node | None) -> Command | None:
     return None if merge == moe else "merge" if merge else "moe"
 
 
-def _build(written: _Written, command: Command, lenient: bool, parameter_names: Collection[str]) -> Loaded:
+def _build(written: Written, command: Command, lenient: bool, parameter_names: Collection[str]) -> Loaded:
     documents, several = written.documents, len(written.documents) > 1
+    if untuned := _has_tunables(written):
+        return Loaded(None, (untuned,), source=written.shown)
     stages: dict[str, Recipe | None] = {}
     recipes: list[Recipe | Upcycling | Surgery | None] = []
     models: list[ModelRef] = []
@@ -223,7 +297,22 @@ def _build(written: _Written, command: Command, lenient: bool, parameter_names: 
     return Loaded(recipe, tuple(ordered), tuple(dict.fromkeys(models)), written.shown)
 
 
-def _secrets(written: _Written) -> list[WeightsmithError]:
+def _has_tunables(written: Written) -> SyntaxProblem | None:
+    """The problem of a recipe with values that are still to be tuned."""
+    found = [each for d in written.documents if d.root is not None for each in _tunable_wheres(d.root)]
+    if not found:
+        return None
+    what = f"this recipe has {'a value' if len(found) == 1 else f'{len(found):,} values'} to tune"
+    fix = "Run `weightsmith tune` with it (in Python: weightsmith.tune): it writes a recipe with numbers."
+    return SyntaxProblem(what, where=found[0], fix=fix)
+
+
+def _tunable_wheres(root: Node) -> list[str]:
+    found, problems = tunables(root)
+    return [each.where for each in found] or [problem.finding.where for problem in problems]
+
+
+def _secrets(written: Written) -> list[WeightsmithError]:
     """A problem for each line with a secret, in a comment too: the recipe is stored with the model."""
     hide, found = redactor(of_equal_length=True), list[WeightsmithError]()
     for number, line in enumerate(written.text.splitlines(), 1):
@@ -239,7 +328,7 @@ def _secrets(written: _Written) -> list[WeightsmithError]:
 # ---- several recipes
 
 
-def _name_problems(written: _Written) -> list[WeightsmithError]:
+def _name_problems(written: Written) -> list[WeightsmithError]:
     """Every recipe but one has a name, and no two have the same."""
     problems: list[WeightsmithError] = []
     firsts: dict[str, str] = {}
@@ -328,7 +417,7 @@ def _circles(uses: Mapping[str, Mapping[str, ModelRef]]) -> Iterator[list[str]]:
         yield from follow(start, [])
 
 
-def _unused(written: _Written, last: Recipe | Upcycling | Surgery, stages: Mapping[str, Recipe | None]) -> list[Finding]:
+def _unused(written: Written, last: Recipe | Upcycling | Surgery, stages: Mapping[str, Recipe | None]) -> list[Finding]:
     """A warning for each recipe that the result does not depend on."""
     reached: set[str] = set()
     left: list[Recipe | Upcycling | Surgery | None] = [last]
@@ -364,7 +453,7 @@ def _position(problem: WeightsmithError) -> tuple[float, int]:
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 
-def _with_settings(written: _Written, settings: Mapping[str, Any]) -> _Written:
+def _with_settings(written: Written, settings: Mapping[str, Any]) -> Written:
     """Set values by key path. The texts are generated again, without comments."""
     documents = list(written.documents)
     names = [_name(document) for document in documents] if len(documents) > 1 else []
@@ -412,25 +501,27 @@ def _put(node: Node, steps: Sequence[str | int], value: Node, where: str) -> Nod
     return SyntaxProblem(what, where=where, fix="Write the place of a value in the recipe.")
 
 
-def _read(source: Source, *, lenient: bool) -> _Written | WeightsmithError:
+def _read(source: Source, *, lenient: bool) -> Written | WeightsmithError:
+    if isinstance(source, Written):
+        return source
     if isinstance(source, Mapping):
         document = from_python(source)
-        return _Written((document,), _as_yaml(document.root), "recipe")
+        return Written((document,), _as_yaml(document.root), "recipe")
     if isinstance(source, list | tuple) and source and all(isinstance(each, Mapping) for each in source):
         read = [from_python(each, within=f"[{i}]") for i, each in enumerate(source)]
         documents = tuple(replace(document, text=_as_yaml(document.root)) for document in read)
-        return _Written(documents, "---\n".join(document.text for document in documents), "recipe")
+        return Written(documents, "---\n".join(document.text for document in documents), "recipe")
     if not isinstance(source, str | os.PathLike):
         what = "a recipe is the path of a file, YAML text, a mapping or a list of mappings"
         raise TypeError(f"{what}, not {type(source).__name__}")
     if isinstance(source, str) and "\n" in source:
         name = "<stdin>" if isinstance(source, StandardInput) else "<text>"
-        return _Written(read_yaml(source, name, lenient=lenient), source, name, (name, source))
+        return Written(read_yaml(source, name, lenient=lenient), source, name, (name, source))
     text_or_problem = _text(Path(source))
     if isinstance(text_or_problem, WeightsmithError):
         return text_or_problem
     name = os.fspath(source)
-    return _Written(read_yaml(text_or_problem, name, lenient=lenient), text_or_problem, name, (name, text_or_problem))
+    return Written(read_yaml(text_or_problem, name, lenient=lenient), text_or_problem, name, (name, text_or_problem))
 
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")

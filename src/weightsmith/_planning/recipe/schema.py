@@ -15,9 +15,11 @@ from weightsmith._planning.recipe.kinds import Level, Schema
 from weightsmith._planning.recipe.moe_grammar import MOE_LEVELS, SURGERY, UPCYCLING
 from weightsmith._planning.recipe.parameters import ANY_SCALAR, CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
 from weightsmith._planning.recipe.single import NUMERAL
+from weightsmith._planning.recipe.tuning import CHOOSABLE, or_choice, tuned_schemas
 from weightsmith._planning.recipe.values import NESTED, SCHEDULED
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
+NUMBER: Schema = {"anyOf": [{"type": "number"}, NUMERAL]}
 _OWN_METHOD = {"type": "string", "pattern": r"\.py:[A-Za-z_]\w*$"}
 
 
@@ -44,7 +46,7 @@ def moe_schema(methods: Sequence[Method]) -> dict[str, Any]:
 def _level(level: Level) -> dict[str, Any]:
     properties = {}
     for key in level.keys:
-        value = key.kind.schema
+        value = or_choice(key.kind.schema) if key.name in CHOOSABLE else key.kind.schema
         if value and not key.required:  # a key without a value counts as absent
             value = {"anyOf": [value, {"type": "null"}]}
         properties[key.name] = {**value, "description": key.doc}
@@ -112,16 +114,19 @@ def _parameters(uses: Mapping[str, list[tuple[str, Parameter]]]) -> dict[str, An
 
 
 def _setting(name: str, parameters: Sequence[Parameter]) -> dict[str, Any]:
-    """All the forms of one parameter: a scalar, a gradient, a schedule, a value with a filter, a list of those.
+    """All the forms of one parameter: a scalar, one to tune, a gradient, a schedule, a value with a filter, a list of those.
 
     parameters  of this name, one for each method that has it; none for one that only its own method's code knows
     """
     if name == NESTED:
-        return {"type": "object", "additionalProperties": ANY_SCALAR}
+        return {"type": "object", "additionalProperties": {"anyOf": [ANY_SCALAR, *tuned_schemas(ANY_SCALAR, NUMBER)]}}
     scalars: list[Schema] = []
     for parameter in parameters:
         scalars += [s for s in _scalars(parameter) if s not in scalars]
-    scalar = scalars[0] if len(scalars) == 1 else {"anyOf": scalars} if scalars else ANY_SCALAR
+    scalar: Schema = scalars[0] if len(scalars) == 1 else {"anyOf": scalars} if scalars else ANY_SCALAR
+    numbers = [s for parameter in parameters if parameter.kind in ("int", "float") for s in _scalars(parameter)]
+    number = {"anyOf": numbers} if numbers else None if parameters else NUMBER
+    scalar = {"anyOf": [scalar, *tuned_schemas(scalar, number)]}
     scheduled = name == SCHEDULED and any(p.scope == "model" for p in parameters)
     schedules = [SCHEDULE.schema] if scheduled else []
     condition = _level(CONDITION)

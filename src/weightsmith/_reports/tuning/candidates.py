@@ -1,0 +1,131 @@
+"""A recipe with values to tune: the plan of each candidate, from models that are opened and matched once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
+
+from weightsmith import _methods as methods
+from weightsmith._base.errors import PlanError, WeightsmithError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._execution.stages import check_computable
+from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.build import Bound, bind, parameter_problems
+from weightsmith._planning.recipe import Scalar, Source, Tunable, Written, read_template
+
+Values = tuple[Scalar, ...]
+"""Of the values to tune, in the order of the recipe's text."""
+
+DIGITS = 6
+"""Significant digits of a number: what the recipe holds is what was tried."""
+
+OPEN = 4
+"""Sets of models that stay open, where models are choices."""
+
+
+class Candidates:
+    """Fills a recipe and plans it. Close it, or use it as a context manager.
+
+    tunables  the values to tune
+    whole     for each of them, whether it takes whole numbers alone
+    """
+
+    def __init__(self, source: Source, options: RecipeOptions) -> None:
+        """Raises PlanError with all problems of the recipe, and of ranges that a parameter does not allow."""
+        self._template = read_template(source, settings=options.settings, lenient=options.lenient)
+        self._options = replace(options, settings={})
+        self.tunables = self._template.tunables
+        kinds = {name: {p.kind for m in methods.all_methods() for p in m.parameters if p.name == name} for name in _names(self)}
+        self.whole = tuple(kinds[each.parameter] == {"int"} for each in self.tunables)
+        self._bounds: list[Bound] = []
+        self._check_ranges()
+
+    @property
+    def start(self) -> Values:
+        """The values that the search starts from."""
+        return self.rounded(self._template.start)
+
+    @property
+    def base(self) -> str | None:
+        """The base of the recipe that was prepared last, if it is a model and not a recipe."""
+        recipe = self._bounds[-1].request.recipe
+        ref = recipe.base_model
+        return None if ref is None or ref.path in recipe.stages else str(ref)
+
+    @property
+    def text(self) -> str:
+        """The recipe as it was written."""
+        return self._template.written.text
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """Name and text of the recipe, for messages."""
+        return self._template.written.shown
+
+    def rounded(self, values: Sequence[Scalar]) -> Values:
+        """Numbers with few digits, and within their ranges."""
+        return tuple(_rounded(*each) for each in zip(self.tunables, self.whole, values, strict=True))
+
+    def fill(self, values: Sequence[Scalar]) -> Written:
+        """The recipe with these values."""
+        return self._template.fill(values)
+
+    def prepare(self, values: Sequence[Scalar]) -> Prepared:
+        """The plan of a candidate; its models stay open. Raises PlanError."""
+        written = self.fill(values)
+        for bound in reversed(self._bounds):
+            found = bound.replan(written)
+            if found is not None:
+                self._bounds.remove(bound)
+                self._bounds.append(bound)
+                return found
+        new = bind(written, self._options)
+        self._bounds.append(new)
+        if len(self._bounds) > OPEN:
+            self._bounds.pop(0).close()
+        found = new.replan(written)
+        assert found is not None
+        check_computable(found)
+        return found
+
+    def _check_ranges(self) -> None:
+        """Raise PlanError for an end of a range, or a choice, that its parameter does not allow."""
+        start, problems = self._template.start, dict[str, WeightsmithError]()
+        places = {each.where for each in self.tunables}
+        for ends in ([each.low for each in self.tunables], [each.high for each in self.tunables]):
+            values = [first if end is None else end for end, first in zip(ends, start, strict=True)]
+            found = parameter_problems(self.fill(values), self._options)
+            problems |= {str(problem): problem for problem in found if problem.finding.where in places}
+        for i, each in enumerate(self.tunables):
+            for choice in each.choices:
+                found = parameter_problems(self.fill([*start[:i], choice, *start[i + 1 :]]), self._options)
+                problems |= {str(problem): problem for problem in found}
+        if problems:
+            raise PlanError([*problems.values()], self.source)
+
+    def close(self) -> None:
+        """Close the models."""
+        for bound in self._bounds:
+            bound.close()
+        self._bounds.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+def _names(candidates: Candidates) -> set[str]:
+    return {each.parameter for each in candidates.tunables}
+
+
+def _rounded(each: Tunable, whole: bool, value: Scalar) -> Scalar:
+    if each.low is None or each.high is None:
+        return value
+    number = float(value)
+    if whole:
+        return int(min(max(round(number), math.ceil(each.low)), math.floor(each.high)))
+    return min(max(float(f"{number:.{DIGITS}g}"), each.low), each.high)

@@ -1,0 +1,366 @@
+"""How well candidates of one recipe predict rows of text. No candidate is written.
+
+Its tensors are merged into memory as float32 numbers, rounded as they would be stored, and the rows run through its layers.
+What the last candidate had in common is kept: tensors whose reads and parameters are the same, and the states before the first
+layer that has another tensor. If the model does not fit the budget, one layer at a time is held.
+
+A loss depends on the candidate and on its row alone: not on threads, on other rows, or on what was kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.decoder.forward import Decoder, build
+from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
+from weightsmith._activations.running import workers
+from weightsmith._activations.scored_rows import ScoredRows
+from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
+from weightsmith._base.tensors import DTYPES
+from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.results import Results
+from weightsmith._engine.unwritten import MemoryOutput
+from weightsmith._methods.jobs.requires import usable_device
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import Structure
+from weightsmith._plans import Plan, Product, Step
+from weightsmith._reports.evaluate.opening import Opened
+from weightsmith.abc.product import Arrays, ProductContext
+from weightsmith.abc.product_targets import Target, WholeTensor
+
+MEMORY_BYTES = 4 << 30
+"""Limit of what is kept of a candidate for the next one, if the run has no limit: tensors take at most half of it."""
+
+BATCH_TOKENS = 1024
+"""Tokens that run through a layer together: always the same, so that no loss depends on the number of threads."""
+
+_NEITHER = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+"""Keys of config.json that do not change predictions."""
+
+Numbers = npt.NDArray[np.float64]
+Report = Callable[[float], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A model to compare predictions with, on some rows: what leaves its last layer, and the weights of its head.
+
+    states  by `Rows.name`
+    """
+
+    decoder: Decoder
+    weights: Mapping[str, Tensor]
+    states: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of text that are scored together.
+
+    name  identity, for states that are kept
+    """
+
+    name: str
+    scored: ScoredRows
+
+    @classmethod
+    def of(cls, scored: ScoredRows) -> Rows:
+        """With their hash as their name."""
+        return cls(scored.sha256, scored)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A merge that is not written. signatures: of its tensors; equal ones have equal bytes."""
+
+    plan: Plan
+    inputs: Sequence[Checkpoint]
+    signatures: Mapping[str, str]
+
+    @classmethod
+    def of(cls, plan: Plan, inputs: Sequence[Checkpoint]) -> Candidate:
+        """From a plan and its open models."""
+        return cls(plan, inputs, _signatures(plan))
+
+
+def _signatures(plan: Plan) -> dict[str, str]:
+    """What each tensor of a plan is made from. Equal texts make equal bytes."""
+    whole = repr((plan.seed, plan.made.name, plan.made.code, [(model.identity, model.ref) for model in plan.models]))
+    products, known = {product.name: product for product in plan.products}, dict[str, str]()
+
+    def of_step(step: Step) -> str:
+        leaves = [(replace(leaf, settings=0, pieces=()), plan.settings[leaf.settings]) for leaf in step.leaves]
+        return repr((step.out, leaves, [of_product(name) for name in sorted(plan.needs(step))]))
+
+    def of_product(name: str) -> str:
+        if name not in known:
+            product = products[name]
+            facts = product.op, product.outs, product.settings, product.models, product.files
+            parts = [repr(facts), *map(of_step, product.steps), *(of_product(need) for need in product.needs)]
+            if not product.steps:  # it looks at the steps that need it
+                parts += [repr(_settled(plan, step)) for step in plan.steps if name in plan.needs(step)]
+            known[name] = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return known[name]
+
+    return {step.out.name: hashlib.sha256(f"{whole}\n{of_step(step)}".encode()).hexdigest() for step in plan.steps}
+
+
+def _settled(plan: Plan, step: Step) -> object:
+    return [(replace(leaf, settings=0, pieces=()), plan.settings[leaf.settings]) for leaf in step.leaves]
+
+
+class Evaluator:
+    """Scores candidates of one recipe.
+
+    one        the first of them, with the tokenizer; the others have its tensors and config.json
+    resources  of the engine
+    budget     bytes that may be kept for the next candidate
+    """
+
+    def __init__(self, one: Opened, resources: Resources, budget: int = MEMORY_BYTES, *, allow_nonfinite: bool = False) -> None:
+        """Raises PlanError for a model that transformers cannot build, or a device that cannot be used."""
+        self.base = one.base
+        self.device = usable_device(resources.device)
+        self._resources, self._allow_nonfinite = resources, allow_nonfinite
+        self._specs = {step.out.name: step.out for step in one.model.steps}
+        self._config = one.prepared.plan.config
+        self._parts = _parts(one.model.structure, one.base, one.model.steps)
+        self._decoder = _build(one.base)
+        nbytes = sum(spec.size for spec in self._specs.values()) * 4
+        self._holds_model = nbytes <= budget // 2
+        self._states_budget = budget - (nbytes if self._holds_model else 0)
+        self._weights = dict[str, Tensor]()
+        self._made_from = dict[str, str]()
+        self._products = dict[str, tuple[Product, Arrays]]()
+        self._states = dict[str, dict[int, tuple[str, Tensor]]]()
+
+    @property
+    def holds_model(self) -> bool:
+        """Whether all tensors of a candidate are held at once."""
+        return self._holds_model
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan makes a model that can be scored: of the same tensors and the same config.json, but for dtypes."""
+        shapes = {step.out.name: step.out.shape for step in plan.steps}
+        own, theirs = ({k: v for k, v in (c or {}).items() if k not in _NEITHER} for c in (self._config, plan.config))
+        return shapes == {name: spec.shape for name, spec in self._specs.items()} and own == theirs
+
+    def losses(
+        self, candidate: Candidate, rows: Rows, reference: Reference | None = None, report: Report = lambda share: None
+    ) -> tuple[Numbers, Numbers | None]:
+        """Sums over the scored tokens of each row, float64 [rows]: nats, and KL(reference, candidate).
+
+        report  called with the share that is done; what it raises ends the work
+
+        Raises NonFinite and other errors of merges; MismatchError for a candidate with other tensors than the first one.
+        """
+        with self._loaded(candidate):
+            states = self._forward(candidate, rows, report)
+            names = list(dict.fromkeys(self._decoder.head_weights.values()))
+            given = self._take(candidate, names)
+            return self._score(self._context(candidate, ()), given, rows, states, reference)
+
+    def reference(self, candidate: Candidate, rows: Sequence[Rows]) -> Reference:
+        """A model with which others are compared on these rows."""
+        with self._loaded(candidate):
+            states = {own.name: self._forward(candidate, own, lambda share: None) for own in rows}
+            names = list(dict.fromkeys(self._decoder.head_weights.values()))
+            weights = {name: tensor.clone() for name, tensor in self._take(candidate, names).items()}
+        return Reference(_build(self.base), weights, states)
+
+    # ---- tensors
+
+    @contextmanager
+    def _loaded(self, candidate: Candidate) -> Iterator[None]:
+        """Make the tensors that have changed, or drop what is no longer right; after an error, begin with a new module."""
+        if not self.fits(candidate.plan):
+            what = "its tensors or its config.json are not those of the recipe at its start values"
+            raise MismatchError(what, where=self.base.label, fix="let all choices be models of one shape and dtype")
+        signatures = candidate.signatures
+        for name in [name for name, made in self._made_from.items() if signatures[name] != made]:
+            del self._weights[name], self._made_from[name]
+        try:
+            with torch.no_grad():
+                if self._holds_model:
+                    self._make(candidate, list(signatures))
+                yield
+        except BaseException:
+            self._decoder = _build(self.base)
+            raise
+
+    def _make(self, candidate: Candidate, names: Sequence[str]) -> None:
+        """Merge the tensors that are missing."""
+        missing = [name for name in names if name not in self._weights]
+        if not missing:
+            return
+        plan, wanted = candidate.plan, set(missing)
+        steps = [step for step in plan.steps if step.out.name in wanted]
+        results, products = Results(plan), {product.name: product for product in plan.products}
+        needed = dict[str, Product]()
+
+        def need(found: Sequence[str]) -> None:
+            for name in found:
+                if name not in needed:
+                    need(products[name].needs)
+                    needed[name] = products[name]
+
+        for step in steps:
+            need(sorted(plan.needs(step)))
+        identities = {name: _product_identity(plan, product) for name, product in needed.items()}
+        for name, product in needed.items():
+            if identities[name] in self._products:
+                results.put(product, self._products[identities[name]][1])
+        arrays = {step.out.name: np.empty(step.out.shape, np.float32) for step in steps}
+        targets: dict[str, Target] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
+        folders = [model.folder for model in candidate.inputs]
+        work = Workload(steps, list(needed.values()), None, results, folders, self._allow_nonfinite)
+        run(plan, candidate.inputs, MemoryOutput(targets), self._resources, work)
+        if needed:
+            kept = {name: product for name, product in needed.items() if results.finished(name)}
+            self._products = {identities[name]: (product, results.arrays(name)) for name, product in kept.items()}
+        for name, array in arrays.items():
+            self._weights[name] = torch.from_numpy(array).to(self.device)
+            self._made_from[name] = candidate.signatures[name]
+
+    def _take(self, candidate: Candidate, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some tensors. Where the model does not fit, all others are dropped."""
+        if not self._holds_model:
+            for name in [name for name in self._weights if name not in names]:
+                del self._weights[name], self._made_from[name]
+        self._make(candidate, names)
+        return {name: self._weights[name] for name in names}
+
+    def _context(self, candidate: Candidate, names: Sequence[str]) -> ProductContext:
+        """A source of tensors for the decoder, as float32."""
+        steps = tuple(Step(replace(self._specs[name], dtype=DTYPES["F32"]), "copy", ()) for name in names)
+        product = Product("candidate", "states", (), {}, steps)
+
+        def make(targets: Mapping[str, Target]) -> None:
+            for name, tensor in self._take(candidate, list(targets)).items():
+                targets[name].take(0, tensor.cpu().numpy().reshape(-1).view(np.uint8))
+
+        folders = [model.folder for model in candidate.inputs]
+        return ProductContext(
+            product, self.device, self._resources.workers, None, folders, make, _nothing, _nothing, lambda done, total: None
+        )
+
+    # ---- the forward pass
+
+    def _forward(self, candidate: Candidate, rows: Rows, report: Report) -> Tensor:
+        """What leaves the last layer: [rows, tokens, hidden]."""
+        layers, ids = self.base.layers, rows.scored.ids
+        chain, before = [""] * (layers + 1), ""
+        for i in range(layers + 1):
+            names = self._parts[i - 1] if i else self._parts[layers]
+            before = hashlib.sha256("\n".join([before, *(candidate.signatures[n] for n in names)]).encode()).hexdigest()
+            chain[i] = before
+        kept = self._states.setdefault(rows.name, {})
+        for i in [i for i, (made, _) in kept.items() if made != chain[i]]:
+            del kept[i]
+        first = max(kept, default=-1)
+        if first < 0:
+            context = self._context(candidate, self._parts[layers])
+            found = [row.to(self.device) for row in self._decoder.embedded(context, ids.tolist())]
+            states, first = torch.stack(found), 0
+            self._keep(rows.name, 0, chain[0], states)
+        else:
+            states = kept[first][1]
+        with workers(self._resources.workers, self.device) as pool:
+            size = max(1, BATCH_TOKENS // ids.shape[1])
+            for i in range(first, layers):
+                report(i / layers)
+                given = self._take(candidate, self._parts[i])
+                context = self._context(candidate, self._parts[i])
+                with self._decoder.layer(i, context, ids.shape[1], self.device, given) as layer:
+                    states = torch.cat(list(pool.map(layer.batch, states.split(size))))
+                self._keep(rows.name, i + 1, chain[i + 1], states)
+        return states
+
+    def _keep(self, name: str, layer: int, made: str, states: Tensor) -> None:
+        """Keep the states that enter a layer, if they fit: of all layers, or of every second, third, …"""
+        nbytes = states.numel() * 4
+        others = sum(tensor.numel() * 4 for own, found in self._states.items() if own != name for _, tensor in found.values())
+        places = max(0, self._states_budget - others) // nbytes
+        if places >= 2 and layer % -(-(self.base.layers + 1) // places) == 0:
+            self._states[name][layer] = made, states
+
+    def _score(
+        self, context: ProductContext, given: Mapping[str, Tensor], rows: Rows, states: Tensor, reference: Reference | None
+    ) -> tuple[Numbers, Numbers | None]:
+        ids, nbytes = rows.scored.ids, rows.scored.nbytes
+        theirs = None if reference is None else reference.states[rows.name]
+        nats = np.zeros(len(ids))
+        divergences = None if reference is None else np.zeros(len(ids))
+        with self._decoder.head(context, self.device, given) as head, _head_of(reference, context, self.device) as other:
+            vocabulary = max(tensor.shape[0] for tensor in given.values())
+            at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
+
+            def measure(row: int) -> None:
+                with torch.no_grad():
+                    places = np.flatnonzero(nbytes[row] >= 0)
+                    for start in range(0, len(places), at_once):
+                        own = places[start : start + at_once]
+                        logs = head(states[row, own - 1]).log_softmax(1)
+                        targets = torch.from_numpy(ids[row, own].astype(np.int64)).to(self.device)
+                        nats[row] -= float(logs.gather(1, targets[:, None]).double().sum())
+                        if other is not None and theirs is not None and divergences is not None:
+                            expected = other(theirs[row, own - 1]).log_softmax(1)
+                            found = torch.nn.functional.kl_div(logs, expected, reduction="none", log_target=True)
+                            divergences[row] += float(found.double().sum())
+
+            with workers(self._resources.workers, self.device) as pool:
+                list(pool.map(measure, range(len(ids))))
+        for found in (nats, divergences):
+            if found is not None and not np.isfinite(found).all():
+                row = int(np.flatnonzero(~np.isfinite(found))[0])
+                raise NonFinite(f"the prediction is NaN or infinite in row {row} of the text", where=self.base.label)
+        return nats, divergences
+
+
+def _product_identity(plan: Plan, product: Product) -> str:
+    """What the arrays of a product depend on."""
+    steps = product.steps or [step for step in plan.steps if product.name in plan.needs(step)]
+    others = {other.name: other for other in plan.products}
+    facts = product.op, product.outs, product.settings, product.models, product.files, plan.seed
+    models = [model.identity for model in plan.models]
+    inner = [_product_identity(plan, others[name]) for name in product.needs]
+    return hashlib.sha256(repr((facts, models, [_settled(plan, step) for step in steps], inner)).encode()).hexdigest()
+
+
+def _parts(structure: Structure, base: Base, steps: Sequence[Step]) -> list[list[str]]:
+    """The tensors of each layer, and of what is outside the layers."""
+    parts: list[list[str]] = [[] for _ in range(base.layers + 1)]
+    for step in steps:
+        found = structure.locate(step.out.name)
+        is_main = found is not None and found[0] == structure.main
+        parts[found[1] if is_main and found is not None else base.layers].append(step.out.name)
+    return parts
+
+
+def _build(base: Base) -> Decoder:
+    found = build(base, {})
+    if isinstance(found, WeightsmithError):
+        raise PlanError([found])
+    return found
+
+
+@contextmanager
+def _head_of(reference: Reference | None, context: ProductContext, device: str) -> Iterator[Callable[[Tensor], Tensor] | None]:
+    if reference is None:
+        yield None
+    else:
+        with reference.decoder.head(context, device, reference.weights) as head:
+            yield head
+
+
+def _nothing(*_: object) -> Arrays:
+    raise AssertionError("a candidate has no arrays of products")

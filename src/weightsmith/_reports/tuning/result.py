@@ -1,0 +1,142 @@
+"""What a search found: its trials, the best one, and how good it is on text that it was not tuned on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.text import count
+from weightsmith._planning.recipe import Scalar
+from weightsmith._reports.evaluate.values import Change, Score, mean_score, of_change, perplexity
+from weightsmith._reports.look.models import json_values
+from weightsmith._reports.tuning.journal import Trial
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """`weightsmith.tune` makes it.
+
+    out         the recipe that was written
+    recipe      its text, without the comments that the search adds
+    names       key paths of the values that were tuned
+    start       the values that the search started from
+    best        number of the trial that was written
+    trials      in order
+    resumed     trials that an earlier call had made
+    objective   `mean`, `worst` or `kl`
+    texts       that were tuned on
+    losses      of each trial that was scored on all rows, by its number: of each text, in nats for a token
+    report_texts  of the report
+    judged      `tuned`, `start`, and `base` if the recipe has one: the score on each text of the report
+    against     of the tuned recipe, with its change from `start` and from `base`
+    rows        that were tuned on, and of the report
+    few_rows    that every candidate was scored on
+    seconds     of this call
+    journal     the trials as a file
+    """
+
+    out: Path
+    recipe: str
+    names: tuple[str, ...]
+    start: tuple[Scalar, ...]
+    best: int
+    trials: tuple[Trial, ...]
+    resumed: int
+    objective: str
+    texts: tuple[str, ...]
+    losses: Mapping[int, list[float]]
+    report_texts: tuple[str, ...]
+    judged: Mapping[str, tuple[Score, ...]]
+    against: Mapping[str, tuple[Score, ...]]
+    rows: tuple[int, int]
+    few_rows: int
+    seconds: float
+    journal: Path
+
+    @property
+    def values(self) -> tuple[Scalar, ...]:
+        """Of the recipe that was written."""
+        return self.trials[self.best - 1].values
+
+    @cached_property
+    def changes(self) -> Mapping[str, Change]:
+        """How much better the tuned recipe is on the text of the report, by what it is compared with."""
+        found = {name: total(scores).change for name, scores in self.against.items()}
+        return {name: change for name, change in found.items() if change is not None}
+
+    @property
+    def reading(self) -> tuple[str, ...]:
+        """The conclusions, in sentences."""
+        lines = [_compared(self, name, change) for name, change in self.changes.items()]
+        if self.trials and self.values == self.start:
+            lines[:1] = ["No candidate was better than the start, whose values were written."]
+        failed = sum(bool(trial.error) for trial in self.trials)
+        if failed:
+            first = next(trial for trial in self.trials if trial.error)
+            lines.append(f"{count(failed, 'candidate')} could not be scored; trial {first.number}: {first.error}")
+        return tuple(lines)
+
+    @property
+    def front(self) -> tuple[int, ...]:
+        """Trials for which no other is at least as good on each text and better on one."""
+        return tuple(
+            number
+            for number, own in self.losses.items()
+            if not any(other != own and all(b <= a for a, b in zip(own, other, strict=True)) for other in self.losses.values())
+        )
+
+    def objective_of(self, number: int) -> float:
+        """The loss of a trial that was scored on all rows."""
+        own = self.losses[number]
+        return max(own) if self.objective == "worst" else sum(own) / len(own)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is undefined."""
+        return json_values(
+            out=str(self.out),
+            values=dict(zip(self.names, self.values, strict=True)),
+            start=dict(zip(self.names, self.start, strict=True)),
+            best=self.best,
+            objective=self.objective,
+            texts=self.texts,
+            report_texts=self.report_texts,
+            reading=self.reading,
+            rows=self.rows,
+            few_rows=self.few_rows,
+            resumed=self.resumed,
+            seconds=self.seconds,
+            journal=str(self.journal),
+            front=self.front,
+            trials=[
+                {
+                    "trial": trial.number,
+                    "values": list(trial.values),
+                    "losses": self.losses.get(trial.number),
+                    **({"error": trial.error} if trial.error else {}),
+                }
+                for trial in self.trials
+            ],
+            judged={name: [asdict(score) for score in scores] for name, scores in self.judged.items()},
+            changes={name: asdict(change) for name, change in self.changes.items()},
+        )
+
+
+def total(scores: tuple[Score, ...]) -> Score:
+    """The score on all texts together."""
+    return scores[0] if len(scores) == 1 else mean_score(scores)
+
+
+def _compared(found: Tuning, name: str, change: Change) -> str:
+    own, other = total(found.judged["tuned"]).perplexity, total(found.judged[name]).perplexity
+    numbers = f"perplexity {perplexity(own)} against {perplexity(other)}"
+    if math.isnan(change.error):
+        what = f"The tuned recipe is {of_change(change)} than the {name}, {numbers}."
+        return f"{what} One row does not tell how much of it is noise."
+    if not change.told_apart:
+        return f"On the report text, the tuned recipe is {of_change(change)} than the {name}: that may be noise ({numbers})."
+    rows = f"better on {change.better:,} of {count(change.rows, 'row')}"
+    return f"On the report text, the tuned recipe is {of_change(change)} than the {name}: {numbers}, {rows}."

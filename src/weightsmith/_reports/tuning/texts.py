@@ -1,0 +1,154 @@
+"""Rows of text to tune on, and other rows for the report, which is read once, at the end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsmith._activations.rows import TOKENS, text_source
+from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows
+from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
+from weightsmith._base.options import assignment, option_error
+from weightsmith._base.text import count
+from weightsmith._reports.evaluate.opening import Opened
+
+ROWS = 16
+"""Rows of each text to tune on, unless the user gives a number."""
+
+REPORT_ROWS = 64
+"""Rows of each text of the report, unless the user gives a number."""
+
+LEAST_ROWS = 4
+"""Of a text that is split: two to tune on, and two for the report, whose differences then have an error."""
+
+RUN = 32
+"""Tokens that are looked for in another text, one after the other."""
+
+LEAST_RUN = 8
+"""Shorter rows say nothing: they may be in any text."""
+
+FEW = 4
+"""Of so many rows of a text, one is among the few that every candidate is scored on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """What candidates are scored on, and what the report is about.
+
+    names         of the texts to tune on
+    tune          rows of each
+    report_names  of the texts of the report
+    report        rows of each
+    """
+
+    names: tuple[str, ...]
+    tune: tuple[ScoredRows, ...]
+    report_names: tuple[str, ...]
+    report: tuple[ScoredRows, ...]
+
+    @property
+    def identity(self) -> list[str]:
+        """Hashes of all rows."""
+        return [rows.sha256 for rows in (*self.tune, *self.report)]
+
+
+def few_of(n: int) -> list[int]:
+    """The rows that every candidate is scored on: all of few, else every fourth.
+
+    >>> few_of(3), few_of(9)
+    ([0, 1, 2], [0, 4, 8])
+    """
+    return list(range(n)) if n < FEW else list(range(0, n, FEW))
+
+
+def part(rows: ScoredRows, numbers: Sequence[int]) -> ScoredRows:
+    """Some of the rows."""
+    return ScoredRows(rows.ids[list(numbers)], rows.nbytes[list(numbers)])
+
+
+def read_texts(one: Opened, texts: Sequence[str], report_texts: Sequence[str], rows: int | None, tokens: int | None) -> Texts:
+    """Cut the texts. Without texts for the report, the last third of each text's rows is for the report.
+
+    rows  of each text, in both parts together if it is split
+
+    Raises PlanError with all problems: texts that cannot be read, are too short, or have rows in common.
+    """
+    width = tokens or min(TOKENS, one.positions)
+    if width > one.positions:
+        fix = f"use {assignment('tokens', one.positions)} or less"
+        raise ParameterError(f"its rows have at most {one.positions:,} tokens, not {width:,}", where=one.name, fix=fix)
+    problems: list[WeightsmithError] = []
+    split = not report_texts
+    most = rows or (3 * ROWS // 2 if split else ROWS)
+    tune = [_cut(one, path, rows, most, width, problems, least=LEAST_ROWS if split else 1) for path in texts]
+    report = [_cut(one, path, None, REPORT_ROWS, width, problems, least=1) for path in report_texts]
+    if problems:
+        raise PlanError(problems)
+    cut = [rows for rows in tune if rows is not None]
+    held = [rows for rows in report if rows is not None]
+    names = tuple(report_texts)
+    if split:
+        parts = [len(own.ids) - max(2, len(own.ids) // 3) for own in cut]
+        held = [part(own, range(n, len(own.ids))) for own, n in zip(cut, parts, strict=True)]
+        cut = [part(own, range(n)) for own, n in zip(cut, parts, strict=True)]
+        names = tuple(texts)
+    _check_apart(texts, cut, names, held, split=split)
+    return Texts(tuple(texts), tuple(cut), names, tuple(held))
+
+
+def _cut(
+    one: Opened, path: str, rows: int | None, most: int, width: int, problems: list[WeightsmithError], least: int
+) -> ScoredRows | None:
+    try:
+        found = one.cutter.rows(text_source(path, rows, width, 0, "text"), min(most, rows or MAX_ROWS))
+    except WeightsmithError as error:
+        problems.append(error)
+        return None
+    numbers = [i for i in range(len(found.ids)) if (found.nbytes[i] >= 0).any()]
+    if len(numbers) < least:
+        what = f"the text has {count(len(numbers), 'row')} of {width:,} tokens, and {least} are needed"
+        fix = f"give a longer text, or shorter rows: {assignment('tokens', max(2, width // 4))}"
+        if least > 1:
+            fix += "; or name a text for the report: --report-text (report_text)"
+        problems.append(ParameterError(what, where=path, fix=fix))
+        return None
+    return part(found, numbers)
+
+
+def _check_apart(
+    names: Sequence[str], tune: Sequence[ScoredRows], report_names: Sequence[str], report: Sequence[ScoredRows], *, split: bool
+) -> None:
+    """Raise PlanError if rows of the report are in a text to tune on, wherever they begin there."""
+    problems: list[WeightsmithError] = []
+    held_rows = [[ids for ids in _scored(held) if len(ids) >= LEAST_RUN] for held in report]
+    run = min([RUN, *(len(ids) for own in held_rows for ids in own)])
+    for name, rows in zip(names, tune, strict=True):
+        whole = np.concatenate(_scored(rows))
+        known = {_digest(whole[i : i + run]) for i in range(len(whole) - run + 1)}
+        for other, own in zip(report_names, held_rows, strict=True):
+            shared = sum(_is_in(ids, known, run) for ids in own)
+            if shared:
+                which = "the other rows of" if split and other == name else "the rows of"
+                what = f"{shared:,} of {count(len(own), 'row')} of {other} for the report are in {which} {name} to tune on too"
+                fix = "give another text: a gain on rows that were tuned on says nothing"
+                problems.append(option_error("report_text", what, fix))
+    if problems:
+        raise PlanError(problems)
+
+
+def _scored(rows: ScoredRows) -> list[np.ndarray]:
+    """The tokens of each row up to the last scored one."""
+    return [ids[: np.flatnonzero(nbytes >= 0)[-1] + 1] for ids, nbytes in zip(rows.ids, rows.nbytes, strict=True)]
+
+
+def _is_in(ids: np.ndarray, known: set[bytes], run: int) -> bool:
+    """Whether half of the runs of a row, or more, are known."""
+    starts = range(0, len(ids) - run + 1, run)
+    return 2 * sum(_digest(ids[i : i + run]) in known for i in starts) >= len(starts)
+
+
+def _digest(ids: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(ids).tobytes(), digest_size=8).digest()

@@ -1,0 +1,198 @@
+"""Candidates that are not written have the losses of the recipe with their numbers, whatever was kept of the last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weightsmith
+from weightsmith._activations.rows import text_source
+from weightsmith._base.errors import NonFinite, PlanError
+from weightsmith._base.options import RecipeOptions
+from weightsmith._engine.local import Resources
+from weightsmith._planning.recipe import Scalar
+from weightsmith._reports.evaluate.opening import Opened, opened
+from weightsmith._reports.tuning.candidates import Candidates
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Rows
+from weightsmith.abc.output import Output
+
+SCALAR = """merge_method: {choice: [ties, dare_ties, task_arithmetic]}
+base_model: a
+models:
+  - model: {choice: [b, a]}
+    parameters: {weight: {tune: [0, 1]}, density: [{tune: [0.1, 1]}, {tune: [0.1, 1]}]}
+  - model: c
+    parameters: {weight: [{filter: layers.1., value: {tune: [0, 1]}}, {value: 0.5}], density: 0.5}
+"""
+SCOPED = """merge_method: ties
+base_model: a
+models:
+  - model: b
+    parameters: {weight: {tune: [0, 1]}, density: {tune: [0, 1]}}
+parameters: {scope: model}
+"""
+STAGES = """name: one
+merge_method: linear
+models: [{model: a, parameters: {weight: {tune: [0, 1]}}}, {model: b, parameters: {weight: 1}}]
+---
+merge_method: slerp
+base_model: c
+models: [{model: one}]
+parameters: {t: {tune: [0, 1]}}
+"""
+CASES: dict[str, tuple[str, tuple[tuple[Scalar, ...], ...]]] = {
+    "parameters, a method and a model": (
+        SCALAR,
+        (
+            ("ties", "b", 0.5, 0.4, 0.7, 0.5),
+            ("ties", "b", 0.5, 0.4, 0.7, 0.1),
+            ("dare_ties", "b", 0.5, 0.4, 0.7, 0.1),
+            ("ties", "a", 0.5, 0.4, 0.7, 0.1),
+            ("ties", "b", 0.5, 0.4, 0.7, 0.1),
+        ),
+    ),
+    "a product": (SCOPED, ((0.5, 0.5), (0.5, 0.2), (0.7, 0.2))),
+    "stages": (STAGES, ((0.5, 0.5), (0.2, 0.5), (0.2, 0.9))),
+}
+
+
+def rows_of(one: Opened, rows: int = 4) -> Rows:
+    return Rows.of(one.cutter.rows(text_source("t.txt", rows, 32, 0, "text"), rows))
+
+
+@pytest.mark.parametrize("budget", [MEMORY_BYTES, 60_000, 0])
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_the_recipe_with_these_numbers(work: Path, name: str, budget: int) -> None:
+    text, candidates = CASES[name]
+    Path("r.yml").unlink()
+    Path("r.yml").write_text(text)
+    with Candidates("r.yml", RecipeOptions(seed=3)) as recipe:
+        one = opened("r.yml", recipe.prepare(recipe.start))
+        evaluator, rows = Evaluator(one, Resources(threads=2), budget), rows_of(one)
+        assert evaluator.holds_model == (budget == MEMORY_BYTES)
+        for values in candidates:
+            prepared = recipe.prepare(values)
+            found, _ = evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows)
+            Path("numbers.yml").write_text(recipe.fill(values).text)
+            weightsmith.merge("numbers.yml", "merged", progress=False, seed=3, overwrite=True)
+            expected = weightsmith.evaluate("merged", text="t.txt", tokens=32, rows=4, progress=False)
+            assert found.sum() / expected.totals[0].tokens == pytest.approx(expected.totals[0].loss.value, rel=1e-6)
+
+
+def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("r.yml").unlink()
+    Path("r.yml").write_text(SCALAR)
+    made, ran = list[str](), list[int]()
+    from weightsmith._activations.decoder.forward import Decoder
+    from weightsmith._reports.tuning import evaluator as module
+
+    run, layer = module.run, Decoder.layer
+
+    def noted_run(plan: object, inputs: object, output: Output, resources: object, work: object) -> object:
+        made.extend(step.out.name for step in work.steps)  # type: ignore[attr-defined]
+        return run(plan, inputs, output, resources, work)  # type: ignore[arg-type]
+
+    def noted_layer(self: Decoder, i: int, *args: object) -> object:
+        ran.append(i)
+        return layer(self, i, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "run", noted_run)
+    monkeypatch.setattr(Decoder, "layer", noted_layer)
+    with Candidates("r.yml", RecipeOptions()) as recipe:
+        one = opened("r.yml", recipe.prepare(recipe.start))
+        evaluator, rows = Evaluator(one, Resources(threads=1)), rows_of(one)
+
+        def score(*values: Scalar) -> np.ndarray:
+            made.clear()
+            ran.clear()
+            prepared = recipe.prepare(values)
+            return evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows)[0]
+
+        first = score("ties", "b", 0.5, 0.4, 0.7, 0.5)
+        assert ran == [0, 1]
+        assert len(made) == len(set(made)) == len(one.model.steps)
+        again = score("ties", "b", 0.5, 0.4, 0.7, 0.5)
+        assert (made, ran) == ([], [])
+        assert np.array_equal(first, again)
+        score("ties", "b", 0.5, 0.4, 0.7, 0.1)
+        assert ran == [1]
+        assert made
+        assert all(".layers.1." in name for name in made)
+
+
+def test_losses_do_not_depend_on_threads_or_on_other_rows(work: Path) -> None:
+    with Candidates("r.yml", RecipeOptions()) as recipe:
+        prepared = recipe.prepare(recipe.start)
+        one, candidate = opened("r.yml", prepared), Candidate.of(prepared.plan, prepared.inputs)
+        few, _ = Evaluator(one, Resources(threads=1)).losses(candidate, rows_of(one, 3))
+        many, _ = Evaluator(one, Resources(threads=3)).losses(candidate, rows_of(one, 37))
+        assert many[:3] == pytest.approx(few, rel=1e-6)
+        same, _ = Evaluator(one, Resources(threads=2)).losses(candidate, rows_of(one, 37))
+        assert np.array_equal(many, same)
+
+
+def test_divergence_from_a_reference_is_that_of_eval(work: Path) -> None:
+    Path("b.yml").write_text("merge_method: passthrough\nmodels: [{model: b}]\n")
+    with Candidates("r.yml", RecipeOptions()) as recipe:
+        prepared = recipe.prepare(recipe.start)
+        one = opened("r.yml", prepared)
+        evaluator, rows = Evaluator(one, Resources()), rows_of(one)
+        other = recipe.prepare((1.0, 0.0, 0.0))
+        reference = evaluator.reference(Candidate.of(other.plan, other.inputs), [rows])
+        _, found = evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows, reference)
+        for name, values in (("one.yml", recipe.start), ("other.yml", (1.0, 0.0, 0.0))):
+            Path(name).write_text(recipe.fill(values).text)
+    expected = weightsmith.evaluate("one.yml", text="t.txt", tokens=32, rows=4, reference="other.yml", progress=False)
+    divergence = expected.totals[1].divergence
+    assert divergence is not None
+    assert found is not None
+    assert found.sum() / expected.totals[1].tokens == pytest.approx(divergence.value, rel=1e-4)
+
+
+def test_a_candidate_with_other_weights_follows_one_that_failed(work: Path) -> None:
+    Path("r.yml").unlink()
+    text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
+    Path("r.yml").write_text(f"{text}  - {{model: b, parameters: {{weight: {{tune: [-1, 1e38]}}}}}}\n")
+    with Candidates("r.yml", RecipeOptions()) as recipe:
+        prepared = recipe.prepare((0.5,))
+        one = opened("r.yml", prepared)
+        evaluator, rows = Evaluator(one, Resources()), rows_of(one)
+        first, _ = evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows)
+        broken = recipe.prepare((1e38,))
+        with pytest.raises(NonFinite):
+            evaluator.losses(Candidate.of(broken.plan, broken.inputs), rows)
+        again, _ = evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows)
+        assert np.array_equal(first, again)
+
+
+WRONG = {
+    "density: {tune: [0, 1.5]}": ("r.yml:4:62: density must be", "1.5"),
+    "density: {choice: [0.5, 2]}": ("r.yml:4:62: density must be", "not 2"),
+    "densty: {tune: [0, 1]}": ("merge_method ties has no parameter 'densty'", "density"),
+}
+
+
+@pytest.mark.parametrize("parameter", WRONG)
+def test_a_range_that_the_parameter_does_not_allow_is_an_error_at_its_line(work: Path, parameter: str) -> None:
+    Path("r.yml").unlink()
+    text = "merge_method: ties\nbase_model: a\nmodels:\n  - {model: b, parameters: {weight: {tune: [0, 1]}, PARAMETER}}\n"
+    Path("r.yml").write_text(text.replace("PARAMETER", parameter))
+    with pytest.raises(PlanError) as error, Candidates("r.yml", RecipeOptions()) as recipe:
+        recipe.prepare(recipe.start)
+    for part in WRONG[parameter]:
+        assert part in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+def test_numbers_have_six_digits_and_whole_ones_none(work: Path) -> None:
+    Path("r.yml").unlink()
+    Path("r.yml").write_text(
+        "merge_method: karcher\nmodels:\n  - {model: a, parameters: {weight: {tune: [0.1, 1]}}}\n"
+        "  - {model: b, parameters: {weight: 1}}\nparameters: {max_iter: {tune: [2, 9]}}\n"
+    )
+    with Candidates("r.yml", RecipeOptions()) as recipe:
+        assert recipe.rounded((1 / 3, 4.4)) == (0.333333, 4)
+        assert recipe.rounded((0.01, 1)) == (0.1, 2)
+        assert recipe.start == (0.55, 6)

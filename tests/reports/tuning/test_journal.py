@@ -1,0 +1,94 @@
+"""The journal: what a crash leaves is dropped or refused, another search's is refused, and one process has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightsmith._base.errors import Busy, CannotResume, OutputExists
+from weightsmith._reports.tuning.journal import Journal, Trial
+
+ABOUT = {"recipe": "abc", "seed": 3}
+TRIALS = [
+    Trial(1, (0.1, "ties"), ((1.5, 1 / 3), (2.0,))),
+    Trial(2, (0.2, "ties"), ((1.25, None), (2.5,)), ((0.5, None), (0.25,))),
+    Trial(3, (0.3, "dare"), error="weight 0.3: NaN in 'a\u2028b'"),
+]
+
+
+def opened(path: Path, about: dict[str, Any] = ABOUT, **more: Any) -> Journal:
+    return Journal(path, about, [2, 1], 2, **more)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with opened(tmp_path / "t.jsonl") as journal:
+        for trial in TRIALS:
+            journal.add(trial)
+    return tmp_path / "t.jsonl"
+
+
+def test_trials_are_read_again_exactly(path: Path) -> None:
+    with opened(path) as journal:
+        assert journal.trials == TRIALS
+        assert [trial.whole for trial in journal.trials] == [True, False, False]
+
+
+def test_a_last_line_cut_anywhere_is_dropped_and_the_file_goes_on(path: Path) -> None:
+    data = path.read_bytes()
+    start = data.rstrip(b"\n").rindex(b"\n") + 1
+    for end in range(start, len(data)):
+        path.write_bytes(data[:end])
+        with opened(path) as journal:
+            assert journal.trials == TRIALS[:2]
+            journal.add(TRIALS[2])
+        assert path.read_bytes() == data
+
+
+def test_a_first_line_that_was_cut_begins_again(path: Path) -> None:
+    first = path.read_bytes().split(b"\n")[0]
+    for end in (0, 40, len(first)):
+        path.write_bytes(first[:end])
+        with opened(path) as journal:
+            assert journal.trials == []
+        assert path.read_bytes() == first + b"\n"
+
+
+def test_any_other_damage_is_an_error_that_names_the_line(path: Path) -> None:
+    data = path.read_bytes()
+    lines = data.split(b"\n")
+    for at in range(len(lines[0]) + 1, len(lines[0]) + len(lines[1])):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(CannotResume, match=r"t\.jsonl:2: the journal is damaged"), opened(path):
+            pass
+        assert path.read_bytes() == changed
+    path.write_bytes(b"\n".join([lines[0], lines[2], lines[1], *lines[3:]]))
+    with pytest.raises(CannotResume, match="it is trial 2"), opened(path):
+        pass
+
+
+def test_the_journal_of_another_search_is_refused(path: Path) -> None:
+    with pytest.raises(CannotResume, match="of another search: seed differ"), opened(path, {**ABOUT, "seed": 4}):
+        pass
+    with opened(path, {**ABOUT, "seed": 4}, resume=False) as journal:
+        assert journal.trials == []
+    with opened(path, {**ABOUT, "seed": 4}) as journal:
+        assert journal.trials == []
+
+
+@pytest.mark.parametrize("text", ["a letter\n", "{}\n", '{"trial": 1}', "no line end"])
+def test_a_file_that_is_no_journal_stays(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t.jsonl").write_text(text)
+    for resume in (True, False):
+        with pytest.raises(OutputExists), opened(tmp_path / "t.jsonl", resume=resume):
+            pass
+    assert (tmp_path / "t.jsonl").read_text() == text
+
+
+def test_one_process_at_a_time(path: Path) -> None:
+    with opened(path), pytest.raises(Busy, match="another process is tuning"):
+        opened(path)

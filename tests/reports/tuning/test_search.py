@@ -1,0 +1,82 @@
+"""Searchers: one sequence for a seed, within ranges, choices handled as said, and better than chance."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from weightsmith._base.errors import ParameterError
+from weightsmith._planning.recipe import Scalar, Tunable
+from weightsmith._reports.tuning.search import Values, searcher
+
+
+def number(name: str, low: float = 0.0, high: float = 1.0) -> Tunable:
+    return Tunable(name, name, name, low, high, (), (low + high) / 2)
+
+
+def choice(name: str, *choices: Scalar) -> Tunable:
+    return Tunable(name, name, name, None, None, choices, choices[0])
+
+
+def run(name: str, tunables: list[Tunable], budget: int, seed: int = 0, loss=lambda values: 0.0) -> list[Values]:  # type: ignore[no-untyped-def]
+    found: list[Values] = []
+    made = searcher(name, tunables, tuple(each.start for each in tunables), budget, seed)
+    while len(found) < budget and (values := made.ask()) is not None:
+        found.append(values)
+        made.tell(values, loss(values))
+    return found
+
+
+def distance(values: Values) -> float:
+    return sum((float(value) - 0.8) ** 2 for value in values if not isinstance(value, str))
+
+
+@pytest.mark.parametrize("name", ["cma", "random"])
+def test_one_seed_is_one_sequence_from_the_start_within_the_ranges(name: str) -> None:
+    tunables = [number("a", -1, 2), choice("m", "x", "y"), number("b", 3, 4)]
+    first = run(name, tunables, 40, 1, distance)
+    assert first == run(name, tunables, 40, 1, distance)
+    assert first != run(name, tunables, 40, 2, distance)
+    assert first[0] == (0.5, "x", 3.5)
+    assert all(-1 <= values[0] <= 2 and values[1] in ("x", "y") and 3 <= values[2] <= 4 for values in first)
+
+
+@pytest.mark.parametrize("n", [1, 2, 12, 60])
+def test_cma_finds_a_minimum_that_random_values_miss(n: int) -> None:
+    tunables = [number(str(i)) for i in range(n)]
+    budget = 60 if n == 1 else 300
+    best = {name: min(map(distance, run(name, tunables, budget, 0, distance))) for name in ("cma", "random")}
+    assert best["cma"] < best["random"] / (1 if n == 1 else 3)
+
+
+def test_an_invalid_candidate_does_not_end_the_search() -> None:
+    found = run("cma", [number("a"), number("b")], 80, 0, lambda v: math.inf if v[0] < 0.5 else distance(v))
+    assert len(found) == 80
+    assert min(map(distance, found)) < 0.001
+    assert len(run("cma", [number("a"), number("b")], 80, 0, lambda v: math.inf)) == 80
+
+
+def test_choices_are_tried_before_numbers_and_the_best_is_kept() -> None:
+    tunables = [choice("m", "x", "y"), number("a"), choice("k", 1, 2, 3)]
+
+    def loss(values: Values) -> float:
+        return abs(float(values[1]) - 0.3) + (0 if values[0] == "y" else 5) + (0 if values[2] == 2 else 9)
+
+    found = run("cma", tunables, 100, 0, loss)
+    assert len({values[::2] for values in found[:6]}) == 6
+    assert {values[1] for values in found[:6]} == {0.5}
+    assert {values[::2] for values in found[6:]} == {("y", 2)}
+    alone = run("cma", tunables, 12, 0, loss)
+    assert [values[::2] for values in alone[:4]] == [("x", 1), ("y", 1), ("y", 2), ("y", 3)]
+    assert {values[::2] for values in alone[4:]} == {("y", 2)}
+    assert len(run("cma", [choice("m", "x", "y")], 100, 0, lambda v: 0.0)) == 2
+
+
+def test_a_grid_has_all_combinations_within_the_budget() -> None:
+    found = run("grid", [number("a"), choice("m", "x", "y"), number("b", 0, 2)], 20)
+    assert len(found) == len(set(found)) == 18
+    assert {values[0] for values in found} == {0.0, 0.5, 1.0}
+    assert {values[2] for values in found} == {0.0, 1.0, 2.0}
+    with pytest.raises(ParameterError, match="two values of each number takes 1,024 candidates, and the budget is 100"):
+        run("grid", [number(str(i)) for i in range(10)], 100)

@@ -1,0 +1,290 @@
+"""`weightsmith tune` from the recipe to the report: what is written, resumed, refused; and what users see."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.cli_help import Cli, cli, environment
+from weightsmith._base.errors import NonFinite, OutputExists, PlanError, WeightsmithError
+from weightsmith._reports.tuning import tune as module
+from weightsmith._reports.tuning.evaluator import Evaluator
+from weightsmith._reports.tuning.result import Tuning
+
+__all__ = ["cli"]
+
+ARGS: dict[str, Any] = {"text": "t.txt", "report_text": "u.txt", "tokens": 32, "rows": 8, "seed": 3, "progress": False}
+
+
+def tune(recipe: Any = "r.yml", out: str = "tuned.yml", **more: Any) -> Tuning:
+    return weightsmith.tune(recipe, out, **{"budget": 6, **ARGS, **more})
+
+
+def trials(path: str = "tuned.trials.jsonl") -> list[str]:
+    return Path(path).read_text().splitlines()[1:]
+
+
+def recipe(text: str) -> str:
+    Path("own.yml").write_text(text)
+    return "own.yml"
+
+
+def test_the_result_is_the_recipe_with_numbers_and_its_page(work: Path) -> None:
+    found = tune(budget=10)
+    text = Path("tuned.yml").read_text()
+    assert text.startswith("# Tuned by weightsmith")
+    assert text.endswith(found.recipe)
+    assert "# two fine-tunes" in text
+    assert "# the first" in text
+    assert len(found.trials) == 10
+    weightsmith.merge("tuned.yml", "merged", progress=False)
+    weightsmith.merge({**_start()}, "start", progress=False)
+    expected = weightsmith.evaluate("start", "merged", text="u.txt", tokens=32, rows=23, progress=False)
+    for name, score in zip(("start", "tuned"), expected.scores, strict=True):
+        assert found.judged[name][0].loss.value == pytest.approx(score[0].loss.value, rel=1e-5)
+    change, same = found.changes["start"], expected.totals[1].change
+    assert same is not None
+    assert change.value == pytest.approx(same.value, abs=1e-5)
+    assert change.error == pytest.approx(same.error, abs=1e-5)
+    assert "than the start" in found.reading[0]
+    best = min(found.losses, key=found.objective_of)
+    assert best == found.best
+    assert found.objective_of(best) <= found.objective_of(1)
+    assert best in found.front
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def _start() -> dict[str, Any]:
+    models = [{"model": "b", "parameters": {"weight": 0.5, "density": 0.5}}, {"model": "c", "parameters": {"density": 0.5}}]
+    models[1]["parameters"]["weight"] = 0.5  # type: ignore[index]
+    return {"merge_method": "ties", "base_model": "a", "dtype": "bfloat16", "models": models}
+
+
+def test_the_same_call_makes_the_same_trials_with_any_number_of_threads(work: Path) -> None:
+    tune(out="one.yml", threads=1)
+    tune(out="two.yml", threads=3)
+    assert trials("one.trials.jsonl") == trials("two.trials.jsonl")
+    tune(out="three.yml", seed=4)
+    assert trials("one.trials.jsonl") != trials("three.trials.jsonl")
+
+
+@pytest.mark.slow
+def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
+    tune(out="whole.yml", budget=12)
+    args = ["r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8", "--seed", "3"]
+    command = [sys.executable, "-m", "weightsmith", "tune", *args, "--budget", "12", "--quiet"]
+    journal = Path("tuned.trials.jsonl")
+    for least in (2, 5):
+        process = subprocess.Popen(command, env=environment())
+        while not journal.exists() or len(journal.read_bytes().split(b"\n")) < least + 2:
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not Path("tuned.yml").exists()
+    before = journal.read_bytes()
+    found = tune(budget=12)
+    assert 5 <= found.resumed < 12
+    assert journal.read_bytes().startswith(before[: before.rindex(b"\n")])
+    assert trials() == trials("whole.trials.jsonl")
+    assert Path("tuned.yml").read_text().split("\n", 2)[2] == Path("whole.yml").read_text().split("\n", 2)[2]
+
+
+def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(budget=4)
+    first = trials()
+    scored, losses = list[object](), Evaluator.losses
+    monkeypatch.setattr(Evaluator, "losses", lambda *args: scored.append(args[1]) or losses(*args))
+    found = tune(budget=4)
+    assert (found.resumed, len(scored)) == (4, 3)  # the report: tuned, start, base
+    assert trials() == first
+    assert tune(budget=7).resumed == 4
+    assert trials()[:4] == first
+    assert len(trials()) == 7
+
+
+def test_ctrl_c_leaves_the_best_so_far(work: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    scored, losses = list[int](), Evaluator.losses
+
+    def interrupt(self: Evaluator, *args: Any) -> Any:
+        scored.append(1)
+        if len(scored) == 6:
+            raise KeyboardInterrupt
+        return losses(self, *args)
+
+    args = ["tune", "r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8"]
+    monkeypatch.setattr(Evaluator, "losses", interrupt)
+    ran = cli(*args, "--budget", 10)
+    assert ran.code == 130
+    assert "tuned.yml has the best values so far" in ran.err
+    assert "Finished trials are kept in tuned.trials.jsonl" in ran.err
+    assert "not judged on other text yet" in Path("tuned.yml").read_text()
+    n = len(trials())
+    assert n > 1
+    weightsmith.plan("tuned.yml")
+    ran = cli(*args, "--budget", 10, "--json")
+    assert ran.code == 0
+    assert json.loads(ran.out)["resumed"] == n
+    assert "not judged" not in Path("tuned.yml").read_text()
+
+
+def test_an_invalid_candidate_is_a_line(work: Path) -> None:
+    text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
+    text += "  - {model: b, parameters: {weight: {tune: [0, 1e9], start: 0.5}}}\n"
+    found = tune(recipe(text), budget=5, search="random")
+    errors = [trial.error for trial in found.trials]
+    assert errors[0] == ""
+    assert all("not a number that float16 can hold (output tensor" in error for error in errors[1:])
+    assert found.best == 1
+    assert "No candidate was better than the start" in found.reading[0]
+    assert "4 candidates could not be scored; trial 2" in found.reading[-1]
+    assert tune(recipe(text), budget=5, search="random").resumed == 5
+
+
+def test_without_a_valid_candidate_there_is_one_error_and_no_recipe(work: Path) -> None:
+    text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
+    text += "  - {model: b, parameters: {weight: {tune: [1e8, 1e9]}}}\n"
+    with pytest.raises(NonFinite, match="none of 3 candidates could be scored"):
+        tune(recipe(text), budget=3)
+    assert not Path("tuned.yml").exists()
+
+
+def test_methods_and_models_are_chosen(work: Path) -> None:
+    text = "merge_method: {choice: [ties, task_arithmetic]}\nbase_model: a\nmodels:\n"
+    text += "  - {model: {choice: [b, c]}, parameters: {weight: {tune: [0, 1]}}}\n"
+    found = tune(recipe(text), budget=16)
+    assert [trial.values[:2] for trial in found.trials[:4]] == [
+        ("ties", "b"), ("ties", "c"), ("task_arithmetic", "b"), ("task_arithmetic", "c"),
+    ]  # fmt: skip
+    assert len({trial.values[:2] for trial in found.trials[4:]}) == 1
+    weightsmith.plan("tuned.yml")
+
+
+@pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
+def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None:
+    Path("v.txt").write_text("Something else entirely; " * 3 + "".join(chr(97 + i * i * 7 % 26) for i in range(700)))
+    more = {"reference": ["b", "c"]} if objective == "kl" else {}
+    found = tune(text=["t.txt", "v.txt"], objective=objective, budget=8, **more)
+    whole = {trial.number: trial for trial in found.trials if trial.whole}
+    for number, trial in whole.items():
+        sums = trial.divergences if objective == "kl" else trial.nats
+        means = [sum(own) / (31 * len(own)) for own in sums]  # type: ignore[arg-type]
+        assert found.losses[number] == pytest.approx(means)
+        assert found.objective_of(number) == pytest.approx(max(means) if objective == "worst" else np.mean(means))
+    assert found.best == min(whole, key=found.objective_of)
+
+
+def test_few_rows_decide_for_most_candidates(work: Path) -> None:
+    found = tune(budget=16, rows=12)
+    scored = [sum(value is not None for value in trial.nats[0]) for trial in found.trials]
+    assert set(scored) == {3, 12}
+    assert scored[0] == 12
+    assert 1 <= scored.count(12) <= 10
+    assert found.few_rows == 3
+
+
+def test_time_ends_the_search(work: Path) -> None:
+    found = tune(budget=100_000, time="1s")
+    assert 1 <= len(found.trials) < 1000
+
+
+WRONG = {
+    "a time": ({"time": "soon"}, "must be a time such as 90s, 30m or 2h, not 'soon'"),
+    "no text": ({"text": []}, "no text is given"),
+    "a reference without kl": ({"reference": "b"}, "a reference is for the objective kl alone"),
+    "kl without a reference": ({"objective": "kl"}, "needs a model to compare with"),
+    "too many references": ({"objective": "kl", "reference": ["a", "b"]}, "2 references for 1 texts"),
+    "the same text": ({"report_text": "t.txt"}, "rows of t.txt for the report are in the rows of t.txt to tune on too"),
+    "a text that is absent": ({"text": "x.txt"}, "x.txt"),
+    "an output that is no recipe": ({"out": "tuned"}, "the output is a recipe, whose name ends in .yml"),
+    "no folder": ({"out": "no/tuned.yml"}, "there is no folder"),
+    "a recipe without values": ({"recipe": "plain.yml"}, "the recipe has no value to tune"),
+    "a grid that is too large": ({"search": "grid"}, "a grid of two values of each number takes 8 candidates"),
+    "an unknown search": ({"search": "genes"}, "must be one of cma, random, grid"),
+    "a model that is absent": ({"recipe": "absent.yml"}, "nowhere"),
+    "a reference of another shape": ({"objective": "kl", "reference": "other"}, "its tensors are not those of the merge"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_tuned_is_one_error_and_leaves_nothing(work: Path, name: str) -> None:
+    from tests.calibration_help import save_model
+
+    if "shape" in name:
+        save_model(Path("other"), "qwen3")
+    Path("plain.yml").write_text("merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n")
+    Path("absent.yml").write_text("merge_method: linear\nmodels: [{model: ./nowhere, parameters: {weight: {tune: [0, 1]}}}]\n")
+    before = sorted(path.name for path in work.iterdir())
+    more, message = WRONG[name]
+    with pytest.raises(WeightsmithError) as error:
+        tune(**more)
+    told = str(error.value)
+    assert message in told
+    assert not isinstance(error.value, PlanError) or len(error.value.problems) == 1
+    assert sorted(path.name for path in work.iterdir()) == before
+
+
+def test_a_file_that_is_not_ours_stays(work: Path) -> None:
+    for name in ("tuned.yml", "tuned.trials.jsonl"):
+        Path(name).write_text("mine\n")
+        with pytest.raises(OutputExists):
+            tune()
+        assert Path(name).read_text() == "mine\n"
+        Path(name).unlink()
+        Path("tuned.trials.jsonl").unlink(missing_ok=True)
+    tune(budget=2)
+    Path("tuned.yml").write_text(Path("tuned.yml").read_text() + "# my own remark\n")
+    with pytest.raises(OutputExists, match="was changed since"):
+        tune(budget=2)
+    assert Path("tuned.yml").read_text().endswith("# my own remark\n")
+
+
+def test_another_text_or_other_weights_are_another_search(work: Path) -> None:
+    from tests.calibration_help import changed
+
+    tune(budget=2)
+    with pytest.raises(WeightsmithError, match="of another search: texts differ"):
+        tune(budget=2, rows=7)
+    folder = work / "b"
+    target = folder.resolve()
+    folder.unlink()
+    import shutil
+
+    shutil.copytree(target, folder)
+    changed(folder, up_proj=2)
+    with pytest.raises(WeightsmithError, match="of another search: models differ"):
+        tune(budget=2)
+    assert tune(budget=2, resume=False).resumed == 0
+
+
+def test_the_command_shows_what_it_found(work: Path, cli: Cli) -> None:
+    args = ["r.yml", "tuned.yml", "--text", "t.txt", "--text", "v.txt", "--tokens", "32", "--budget", "6"]
+    Path("v.txt").write_text(Path("u.txt").read_text())
+    ran = cli("tune", *args)
+    assert ran.code == 0, ran.err
+    for part in ("tuned.yml", "than the start", "pareto front over the texts", "models[0].parameters.weight", "all texts"):
+        assert part in ran.out
+    page = Path("tuned.html").read_text()
+    assert "Best so far" in page
+    assert "<script src" not in page
+    ran = cli("tune", *args, "--report", "own.html", "--quiet")
+    assert (ran.code, ran.out) == (0, "")
+    assert Path("own.html").exists()
+    Path("tuned.html").write_text("mine")
+    ran = cli("tune", *args)
+    assert ran.code == 3
+    assert Path("tuned.html").read_text() == "mine"
+
+
+def test_the_module_names_its_marks() -> None:
+    assert module.MARK.startswith("# Tuned by weightsmith")
