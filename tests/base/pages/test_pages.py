@@ -185,10 +185,14 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
         write_page(tmp_path / "mine.html", a_page())
     assert (tmp_path / "mine.html").read_text() == "<!doctype html><p>mine"
     os.mkfifo(tmp_path / "pipe")
-    for wrong in (tmp_path, tmp_path / "no" / "r.html", tmp_path / "pipe"):
+    for wrong in (tmp_path, tmp_path / "mine.html" / "r.html", tmp_path / "pipe"):
         with pytest.raises(StoreError, match="the report cannot be written"):
             write_page(wrong, a_page())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.html", "pipe", "r.html"]
+
+
+def test_missing_folders_are_created(tmp_path: Path) -> None:
+    assert write_page(tmp_path / "new/folder/r.html", a_page()).is_file()
 
 
 def test_what_fails_leaves_the_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
