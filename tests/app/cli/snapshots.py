@@ -59,6 +59,7 @@ MISTAKES: Mapping[str, Sequence[str]] = {
     # the command line
     "unknown-command": ["mrege", "linear.yml", "out"],
     "unknown-option": ["merge", "linear.yml", "out", "--thread", "4"],
+    "no-value": ["diff", "a", "b", "--tensors"],
     "no-arguments": ["merge"],
     "no-out": ["merge", "linear.yml"],
     "one-argument-too-many": ["merge", "linear.yml", "out", "more"],

@@ -192,6 +192,10 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.html", "new", "pipe", "r.html"]
 
 
+def test_missing_folders_are_created(tmp_path: Path) -> None:
+    assert write_page(tmp_path / "new/folder/r.html", a_page()).is_file()
+
+
 def test_what_fails_leaves_the_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_page(tmp_path / "r.html", a_page())
     before = path.read_bytes()

@@ -128,6 +128,8 @@ def misuse(error: Any) -> Finding:
         what = f"no such option: {options}{nearest(options, known)}"
     elif (found := re.fullmatch(r"No such command '(.*?)'.*", what)) is not None:
         what = f"no such command: {found[1]}{nearest(found[1], context.command.commands)}"
+    elif (found := re.match(r"Option '(.*?)' requires an argument", what)) is not None:
+        what = f"{found[1]} needs a value"
     elif (found := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", what)) is not None:
         what = f"too many arguments: {found[1]}"
     elif (found := re.match(r"Invalid value(?: for ([^:]*))?: (.*)", what)) is not None:
