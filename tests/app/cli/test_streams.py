@@ -55,6 +55,11 @@ from weightsmith._app.cli.app import app
 import weightsmith._features.adapters.extract, weightsmith._execution.distributed, weightsmith._execution
 import weightsmith._kernels.compiler
 import weightsmith._reports.look.pages, weightsmith._planning.planner.reopen, weightsmith._features.transplant.plan
+import gc, weightsmith
+
+for quantize in (None, "fp8-dynamic"):  # numba takes a second before its first kernel
+    weightsmith.merge("linear.yml", f"warm-{quantize}", quantize=quantize, progress=False, overwrite=True)
+gc.freeze()  # as a copy ends, it looks through its own objects alone
 
 def break_stream(number, fault):
     name = {1: "stdout", 2: "stderr"}[number]
