@@ -1362,10 +1362,11 @@ class Result:
 
 
 def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path, limit: float) -> Result:
-    """Run cases in children. good: a folder with the good inputs."""
+    """Run cases in children. good: a folder with the good inputs. limit: of a case, seconds of processor time."""
     result, left = Result(), list(cases)
     while left:
-        command = [sys.executable, __file__, "--child", str(good), "--kinds", kind, "--seed", str(seed), "--seconds", str(limit)]
+        own = ["--child", str(good), "--kinds", kind, "--seed", str(seed), "--seconds", str(limit)]
+        command = [sys.executable, __file__, *own]
         child = subprocess.Popen([*command, "--only", *map(str, left[:1000])], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         running: int | None = None
         errors = b""

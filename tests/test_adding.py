@@ -179,7 +179,7 @@ def test_the_pages_format_in_an_installed_package(file_of: Text, tmp_path: Path)
         ("quantize", "a", "q", "--format", "int8-rows", "--quiet"),
         ("dequantize", "q", "plain", "--dtype", "float32", "--quiet"),
     ):
-        ran = run_process(*command, cwd=tmp_path, env=env)
+        ran = run_process(*command, cwd=tmp_path, env=env, fresh=True)
         assert ran.code == 0, ran.err
     plain, stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "q", "plain"))
     weight = "model.layers.0.mlp.up_proj.weight"

@@ -224,8 +224,8 @@ def run(folder: Path, command: str = "", code: str = "") -> str:
     return "".join(f"{line}\n" for line in errors) + out
 
 
-# Whether bytes are on the disk, and what transformers would load, is not what these tests are about; waiting for both is most of
-# their time.
+# Whether bytes are on the disk, and what transformers would load, is not what these tests are about; waiting for both is most
+# of their time.
 
 
 def _as_users_do(parts: list[str], code: str) -> None:

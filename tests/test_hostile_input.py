@@ -21,6 +21,7 @@ import weightsmith
 from tests import plan_help
 from tests.features.mixture.test_bad_input import model as dense
 from tests.mini import write_checkpoint
+from tests.sampling import sampled
 from weightsmith._base.errors import FormatError, NotFound, OutputExists, PlanError, StoreError, WeightsmithError, legible
 from weightsmith._base.files import open_regular
 from weightsmith._base.options import RecipeOptions
@@ -124,7 +125,7 @@ except weightsmith._base.errors.WeightsmithError as error:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
-@pytest.mark.parametrize("kind", ["header of lists", "header of names", "index"])
+@pytest.mark.parametrize("kind", sampled(["header of lists", "header of names", "index"], {"index"}))
 def test_a_hundred_megabytes_of_small_values_take_no_gigabytes(kind: str, tmp_path: Path) -> None:
     place = tmp_path / "model.safetensors"
     if kind == "index":
@@ -349,10 +350,10 @@ def test_text_is_cut_in_the_middle_and_escaped() -> None:
 
 @pytest.mark.slow
 def test_a_number_of_a_megabyte_is_refused_at_once() -> None:
-    for number in ("1:" * 900_000 + "1", "9" * 1_800_000, "0b" + "1" * 1_800_000, "1:" * 600 + "1.5"):
+    for number in ("1:" * 250_000 + "1", "9" * 500_000, "0b" + "1" * 500_000, "1:" * 600 + "1.5"):
         began = time.process_time()
         assert "has more than 1000 characters" in refusal(lambda number=number: weightsmith.plan(f"x-a: {number}\n"))
-        assert time.process_time() - began < 3
+        assert time.process_time() - began < 2  # half a second; int() alone would take a minute for some
 
 
 # ---- where there is no home, and names that are taken

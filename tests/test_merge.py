@@ -20,6 +20,7 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
+from tests.sampling import sampled
 from weightsmith._base.errors import CannotResume, NonFinite, NoSpace, ParameterError, StoreError
 from weightsmith._execution.identity import program_digest
 from weightsmith._outputs.local.area import staging_folder
@@ -113,7 +114,7 @@ def test_an_input_is_never_overwritten(here: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ties", "dare_ties"])
+@pytest.mark.parametrize("method", sampled(["ties", "dare_ties"], {"dare_ties"}))
 def test_killed_at_any_point_and_run_again_gives_the_same_bytes(here: Path, method: str) -> None:
     weightsmith.merge(f"{method}.yml", "whole")
     expected = weights(here / "whole")

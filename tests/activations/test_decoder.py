@@ -241,6 +241,7 @@ def write_large(folder: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_the_peak_of_memory_is_a_layer_and_not_the_model(tmp_path: Path) -> None:
     nbytes = write_large(tmp_path / "large")

@@ -111,6 +111,6 @@ def test_no_command_at_all_prints_the_help(cli: Cli) -> None:
 
 
 def test_output_survives_a_terminal_that_knows_only_ascii() -> None:
-    ran = run_process("methods", "ties", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    ran = run_process("methods", "ties", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, fresh=True)
     assert ran.code == 0
     assert r"\u03b4" in ran.out  # the delta of the formula

@@ -247,10 +247,10 @@ def test_ctrl_c_does_not_wait_for_kernels(work: Path) -> None:
         assert time.monotonic() - began < 1
     assert "Interrupted. Finished tensors are kept" in "".join(seen)
     assert "Traceback" not in "".join(seen)
-    again = run_process(*args, env=env)
+    again = run_process(*args, env=env, fresh=True)
     assert again.code == 0, again.err
     assert "compiling kernels (first run only)" in again.err
-    warm = run_process("merge", "della.yml", "warm", "--no-fsync", env=env)
+    warm = run_process("merge", "della.yml", "warm", "--no-fsync", env=env, fresh=True)
     assert "compiling" not in warm.err
     assert (work / "out/model.safetensors").read_bytes() == (work / "warm/model.safetensors").read_bytes()
 
