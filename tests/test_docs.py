@@ -172,6 +172,7 @@ def parameter_names() -> list[str]:
 # ---- recipes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", of_language("yaml"), ids=str)
 def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(
     block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -353,6 +354,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert [page for page in PAGES if page not in (*listed, *below, docs / "README.md")] == []
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_gallery_can_be_run() -> None:
     from typer.main import get_command
 
@@ -432,6 +434,7 @@ def docs_script() -> ModuleType:
     return load(ROOT / "scripts" / "docs.py")
 
 
+@pytest.mark.slow
 def test_generated_pages_are_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "docs.py", "--check"], env=environment(), capture_output=True, text=True
@@ -455,6 +458,7 @@ def edit(page: Path, old: str, new: str) -> None:
     page.write_text(text.replace(old, new))
 
 
+@pytest.mark.slow
 def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(pages: Path) -> None:
     script = docs_script()
     found = script.pages()
@@ -564,6 +568,7 @@ def test_the_packages_are_those_of_the_table() -> None:
     assert len([package for package in PACKAGES if package.startswith("_")]) <= 14
 
 
+@pytest.mark.slow
 def test_each_package_imports_only_packages_above_it() -> None:
     for package, others in arrows().items():
         below = [other for other in others if PACKAGES.index(other) >= PACKAGES.index(package)]
@@ -585,6 +590,7 @@ def test_each_package_says_what_it_is_for() -> None:
         assert len(text) > 80, package
 
 
+@pytest.mark.slow
 def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
     used = {module.partition(".")[0] for file in SOURCES for module in imports(file, types=False)}
     used -= set(sys.stdlib_module_names) | {"weightsmith"}

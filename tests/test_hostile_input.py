@@ -397,6 +397,7 @@ def test_a_link_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_too_many_open_files_is_said_with_the_limit(tmp_path: Path) -> None:
     code = (
         "import resource, sys, numpy, weightsmith\n"
@@ -420,6 +421,7 @@ def test_the_work_for_a_pickle_is_bounded() -> None:
 # ---- work that grows with the square of what is given
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_base_is_refused_at_once(tmp_path: Path) -> None:
     """Each of its 1,000 targets was looked for among the names of all tensors: minutes."""
     names = [f"model.layers.{i}.mlp.experts.{j}.{part}.weight" for i in range(10) for j in range(100) for part in ("w1", "w2")]
@@ -435,6 +437,7 @@ def test_an_adapter_of_another_base_is_refused_at_once(tmp_path: Path) -> None:
     assert time.process_time() - began < 5
 
 
+@pytest.mark.slow
 def test_a_config_of_many_layer_counts_is_read_at_once(tmp_path: Path) -> None:
     names = [f"a{i}.layers.{j}.b.weight" for i in range(300) for j in range(2)]
     config = {"model_type": "llama", "num_hidden_layers": 2} | {f"k{i}_layers": 2 for i in range(50_000)}

@@ -173,6 +173,7 @@ def test_threads_kills_and_plans_from_json_change_no_byte(
     assert one == two == three
 
 
+@pytest.mark.slow
 def test_a_full_preview_has_the_distance_of_the_merge(folder: Path, tmp_path: Path) -> None:
     source = recipe(folder, "regmean", prior="tsv_m")
     found = weightsmith.preview(source, full=True, progress=False)

@@ -89,12 +89,14 @@ def check(path: Path, data: bytes) -> None:
     }
 
 
+@pytest.mark.slow
 @fuzz
 @given(data=st.binary(max_size=200))
 def test_any_bytes(data: bytes, tmp_path: Path) -> None:
     check(tmp_path / "a.safetensors", data)
 
 
+@pytest.mark.slow
 @fuzz
 @given(text=st.binary(max_size=100), data=st.binary(max_size=9))
 def test_any_bytes_as_header(text: bytes, data: bytes, tmp_path: Path) -> None:

@@ -313,6 +313,7 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(views(), st.data())
 def test_any_range_of_any_view_is_that_of_the_contiguous_tensor(
@@ -836,6 +837,7 @@ def small(path: Path, protocol: int) -> bytes:
     return save(path, {"state_dict": value, "epoch": 3, "lr": 0.1, "x": [b"a", (1,)]}, pickle_protocol=protocol).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
     data = small(tmp_path / "a.pt", 2)
     assert attempt(tmp_path / "a.pt", data) is not None
@@ -906,6 +908,7 @@ def test_mutated_pickles_are_errors_or_can_be_read(seed: int, tmp_path: Path) ->
         attempt(tmp_path / "b.pt", (tmp_path / "b.pt").read_bytes())
 
 
+@pytest.mark.slow
 def test_the_reader_does_not_import_torch(tmp_path: Path) -> None:
     path = save(tmp_path / "a.pt", {"w": W})
     code = (

@@ -168,6 +168,7 @@ def test_a_stderr_that_cannot_be_written_stops_nothing(folder: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["merge", "--help"], pytest.param(["quantize", "--list"], marks=pytest.mark.slow)]
 )
@@ -203,6 +204,7 @@ def test_numbers_of_closed_streams_are_given_to_no_file() -> None:
     assert run_process(code=code).code == 0
 
 
+@pytest.mark.slow
 def test_a_pipe_that_another_program_made_non_blocking_gets_every_line() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -309,6 +309,7 @@ def test_nothing_is_said_if_that_was_asked(folder: Path) -> None:
         assert "reading" not in shown.partition("error[")[0]
 
 
+@pytest.mark.slow
 def test_a_log_has_one_line_of_it(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     ran = cli("merge", "linear.yml", "logged")
