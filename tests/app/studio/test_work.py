@@ -103,7 +103,7 @@ def test_a_second_merge_waits_for_the_first(root: Path, monkeypatch: pytest.Monk
 
 def test_errors_are_shown_in_full(root: Path) -> None:
     work = Work()
-    (root / "out" / "mine").mkdir()
+    (root / "out" / "mine").mkdir(parents=True)
     (root / "out" / "mine" / "notes.txt").write_text("mine")
     work.start(recipe(root), root / "out" / "mine", overwrite=True)
     failed = work.wait(60)
