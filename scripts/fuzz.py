@@ -1365,7 +1365,7 @@ def problem_of(error: BaseException) -> str:
     return f"a message with {strange[0]!r}: {text[:200]!r}" if strange else ""
 
 
-def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
+def work(kind: str, seed: int, cases: Sequence[int], good: Path, limit: float) -> None:
     """Run cases one after another in this process; lines of JSON to stdout. good: a folder with the good inputs."""
     from weightsmith._base.errors import WeightsmithError
     from weightsmith._planning.planner import loading
@@ -1393,7 +1393,7 @@ def work(kind: str, seed: int, cases: Sequence[int], good: Path) -> None:
         print(json.dumps({"begin": case}), flush=True)
         problems, refused, before, began = [], 0, _reset_peak(), time.process_time()
         for call in run_case(kind, seed, case, place):
-            _set_limits(SECONDS, WAITING)
+            _set_limits(limit, WAITING)
             try:
                 call()
             except BaseException as error:
@@ -1489,11 +1489,12 @@ class Result:
         self.problems.setdefault(sort, ([], f"{what}\n{trace}"))[0].append(case)
 
 
-def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path) -> Result:
-    """Run cases in children. good: a folder with the good inputs."""
+def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path, limit: float) -> Result:
+    """Run cases in children. good: a folder with the good inputs. limit: of a case, seconds of processor time."""
     result, left = Result(), list(cases)
     while left:
-        command = [sys.executable, __file__, "--child", str(good), "--kinds", kind, "--seed", str(seed)]
+        own = ["--child", str(good), "--kinds", kind, "--seed", str(seed), "--seconds", str(limit)]
+        command = [sys.executable, __file__, *own]
         child = subprocess.Popen([*command, "--only", *map(str, left[:1000])], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         running: int | None = None
         errors = b""
@@ -1539,13 +1540,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS | BROKEN, default=list(KINDS), metavar="KIND")
     parser.add_argument("--cases", type=int, default=1000, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of processor time for each case")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of cases")
     parser.add_argument("--keep", type=Path, help="copy the files of the first case of --only here, and run nothing")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     cases = given.only or range(given.cases)
     if given.child:
-        work(given.kinds[0], given.seed, cases, given.child)
+        work(given.kinds[0], given.seed, cases, given.child, given.seconds)
         return 0
     failures = 0
     for kind in given.kinds:
@@ -1560,7 +1562,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     run_case(kind, given.seed, cases[0], given.keep.absolute())
                 continue
             began = time.monotonic()
-            result = fuzz(kind, given.seed, cases, good)
+            result = fuzz(kind, given.seed, cases, good, given.seconds)
         failures += len(result.problems)
         print(
             f"{kind:16} {result.cases:7,} files, {result.refused:7,} refused, {time.monotonic() - began:6.0f} s, "

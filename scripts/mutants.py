@@ -51,6 +51,18 @@ BESIDE = {
     "__init__.py": ["test_imports.py"],
     "__main__.py": ["app/cli/test_terminal.py"],
     "_features/adapters": ["test_imports.py"],
+    "_version.py": ["test_release.py"],
+    "abc": ["base/test_plugins.py", "test_adding.py"],
+    "abc/approximation.py": ["features/transplant"],
+    "abc/files.py": ["files/containers", "outputs"],
+    "abc/job.py": ["methods/jobs", "engine"],
+    "abc/layout.py": ["features/mixture/test_layouts.py"],
+    "abc/output.py": ["outputs"],
+    "abc/product.py": ["engine/products"],
+    "abc/product_targets.py": ["engine/products"],
+    "abc/statistic.py": ["activations"],
+    "abc/stored.py": ["models/formats"],
+    "abc/tensors.py": ["models/sources", "models/test_checkpoint.py"],
     "_app/api.py": ["test_merge.py", "execution/test_run.py", "execution/test_stages.py", "app/cli"],
     "_execution/cards.py": ["app/cli"],
     "_models/checkpoint.py": ["models/sources", "models/formats", "files/hub"],
@@ -302,8 +314,8 @@ def _skipped(node: ast.AST) -> Iterator[int]:
 def stages(file: Path, near: bool) -> Iterator[Stage]:
     """What a mutant of this module has to survive."""
     groups = list(tests_of(file))
-    of_kernels = file.is_relative_to(PACKAGE / "kernels")
-    kernels: Literal["kept", "compiled"] = "compiled" if of_kernels or file == PACKAGE / "tensors.py" else "kept"
+    of_kernels = file.is_relative_to(PACKAGE / "_kernels")
+    kernels: Literal["kept", "compiled"] = "compiled" if of_kernels or file == PACKAGE / "_base" / "tensors.py" else "kept"
     if of_kernels:
         yield Stage(("tests/kernels",), "not slow and not sweep", "plain")
     yield Stage((str(file), *groups[0]), "not slow and not sweep", kernels)

@@ -53,8 +53,12 @@ def environment(**more: str) -> dict[str, str]:
     return {"WEIGHTSMITH_CONFIG": ""} | env | {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1])} | more
 
 
-def run_process(*args: object, code: str = "", **more: Any) -> Ran:
-    """`python -m weightsmith …`, or `python -c code …`."""
+def run_process(*args: object, code: str = "", fresh: bool = False, **more: Any) -> Ran:
+    """`weightsmith …` in a copy of this process, or `python -c code …`. fresh: in a new interpreter, if its start matters."""
+    if not (code or fresh) and more.keys() <= {"env", "cwd"}:
+        from tests.fork_help import forked_cli
+
+        return forked_cli(*args, env=environment(**more.get("env", {})), cwd=more.get("cwd"))
     start = ["-c", code] if code else ["-m", "weightsmith"]
     env = environment(**more.pop("env", {}))
     done = subprocess.run([sys.executable, *start, *map(str, args)], capture_output=True, text=True, env=env, **more)

@@ -126,6 +126,7 @@ def test_a_product_of_an_installed_package(file_of: Text, tmp_path: Path, monkey
     assert identities[0] != identities[1]
 
 
+@pytest.mark.slow
 def test_a_statistic_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     from tests.activations.test_statistics import Whole, assert_near, computed, models_of, requests_for, with_statistics
     from tests.calibration_help import settings
@@ -171,6 +172,7 @@ class TestThePagesEncoding(EncodingTests):
         return found
 
 
+@pytest.mark.slow
 @given(rows=hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2), elements=st.floats(-(2.0**99), 2.0**99, width=32)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_error_of_the_pages_encoding_is_within_its_bound(int8_rows: types.ModuleType, rows: np.ndarray) -> None:
@@ -191,7 +193,7 @@ def test_the_pages_format_in_an_installed_package(file_of: Text, tmp_path: Path)
         ("quantize", "a", "q", "--format", "int8-rows", "--quiet"),
         ("dequantize", "q", "plain", "--dtype", "float32", "--quiet"),
     ):
-        ran = run_process(*command, cwd=tmp_path, env=env)
+        ran = run_process(*command, cwd=tmp_path, env=env, fresh=True)
         assert ran.code == 0, ran.err
     plain, stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "q", "plain"))
     weight = "model.layers.0.mlp.up_proj.weight"

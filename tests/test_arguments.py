@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import weightsmith
 
 SOURCES = Path(weightsmith.__file__).parent
@@ -38,5 +40,6 @@ def functions() -> Iterator[tuple[str, int]]:
                 yield f"{path.relative_to(SOURCES).as_posix()}:{node.name}", count
 
 
+@pytest.mark.slow
 def test_no_function_has_more_than_eight_arguments() -> None:
     assert {name for name, count in functions() if count > MOST} == ALLOWED

@@ -140,6 +140,7 @@ def test_models_do_not_depend_on_the_threads_that_write_them(tmp_path, monkeypat
         assert (one / name / "model.safetensors").read_bytes() == (three / name / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_deltas_are_quantised_like_those_of_real_bf16_fine_tunes(tmp_path, monkeypatch):
     scale = dataclasses.replace(models.SCALES["toy"], layers=1)
     monkeypatch.setitem(models.SCALES, "toy", scale)

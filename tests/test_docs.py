@@ -27,7 +27,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ from types import ModuleType
 import pytest
 
 from tests.cli_help import environment
+from tests.fork_help import forked
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.build import prepare_moe
@@ -217,6 +219,7 @@ def parameter_names() -> list[str]:
 # ---- recipes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", of_language("yaml"), ids=str)
 def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(
     block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,10 +260,45 @@ def test_the_recipes_of_the_demo_and_the_gallery_plan(file: Path, folder: Path) 
 # ---- commands
 
 
-def run(folder: Path, *command: str) -> str:
-    """What a command prints: stderr without progress, then stdout."""
-    # Whether bytes are on the disk, and what transformers would load, is not what these tests are about; waiting for both is
-    # most of their time.
+def run(folder: Path, command: str = "", code: str = "") -> str:
+    """What a command or a program in Python prints: stderr without progress, then stdout.
+
+    A copy of this process runs what is of weightsmith alone, and bash the others.
+    """
+    env = environment(LC_ALL="C")
+    parts = shlex.split(command, comments=True)
+    if code or (parts[0] == "weightsmith" and not re.search(r"[|<>;&*$]", command)):
+        done = forked(lambda: _as_users_do(parts, code), env=env, cwd=folder)
+        assert done.code < 70, done.err
+        out, err = done.out, done.err
+    else:
+        out, err = _in_bash(folder, command, env)
+    errors = [line for line in err.splitlines() if not PROGRESS.fullmatch(line)]
+    return "".join(f"{line}\n" for line in errors) + out
+
+
+# Whether bytes are on the disk, and what transformers would load, is not what these tests are about; waiting for both is most
+# of their time.
+
+
+def _as_users_do(parts: list[str], code: str) -> None:
+    """A command, or a program."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        del sys.modules[name]
+    sys.modules["transformers"] = None  # type: ignore[assignment]
+    sys.path.insert(0, "")
+    warnings.simplefilter("error")
+    if code:
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        from weightsmith._app.cli import main
+
+        sys.argv = parts
+        main()
+
+
+def _in_bash(folder: Path, command: str, env: Mapping[str, str]) -> tuple[str, str]:
+    """What bash prints to its two streams."""
     (folder / ".bin").mkdir(exist_ok=True)
     (folder / ".bin" / "sitecustomize.py").write_text(
         "import os, sys\nos.fsync = os.fdatasync = lambda fd: None\nsys.modules['transformers'] = None\n"
@@ -269,11 +307,12 @@ def run(folder: Path, *command: str) -> str:
         program = folder / ".bin" / name
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}"$@"\n')
         program.chmod(0o755)
-    env = environment(PATH=f"{program.parent}:{os.environ['PATH']}", LC_ALL="C", PYTHONWARNINGS="error")
-    env["PYTHONPATH"] = f"{program.parent}:{env['PYTHONPATH']}"
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
-    errors = [line for line in done.stderr.splitlines() if not PROGRESS.fullmatch(line)]
-    return "".join(f"{line}\n" for line in errors) + done.stdout
+    own = {"PATH": f"{program.parent}:{env['PATH']}", "PYTHONPATH": f"{program.parent}:{env['PYTHONPATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env={**env, "PYTHONWARNINGS": "error", **own},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.stdout, done.stderr
 
 
 def pattern(expected: str) -> re.Pattern[str]:
@@ -302,12 +341,16 @@ def test_what_a_page_shows_is_what_the_commands_print(page: Path, folder: Path) 
         if block.language in ("yaml", "python") and block.name:
             (folder / block.name).write_text(block.text)
         if block.language == "python":
-            assert run(folder, sys.executable, "-c", block.text) == "", block
+            assert run(folder, code=block.text) == "", block
         if is_run(block):
-            printed = run(folder, "bash", "-c", f"set -e\n{block.text}echo it ran\n")
-            assert printed.endswith("it ran\n"), f"{block}:\n{printed}"
+            printed = run(folder, f"set -e
+{block.text}echo it ran
+")
+            assert printed.endswith("it ran
+"), f"{block}:
+{printed}"
         for command, expected in sessions(block.text) if block.language == "console" else ():
-            printed = run(folder, "bash", "-c", command)
+            printed = run(folder, command)
             assert pattern(expected).fullmatch(printed), f"{block}: $ {command}\nshows:\n{expected}\nprints:\n{printed}"
 
 
@@ -408,6 +451,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert [page for page in PAGES if page not in (*listed, *below, docs / "README.md")] == []
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_gallery_can_be_run() -> None:
     from typer.main import get_command
 
@@ -487,6 +531,7 @@ def docs_script() -> ModuleType:
     return load(ROOT / "scripts" / "docs.py")
 
 
+@pytest.mark.slow
 def test_generated_pages_are_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "docs.py", "--check"], env=environment(), capture_output=True, text=True
@@ -510,6 +555,7 @@ def edit(page: Path, old: str, new: str) -> None:
     page.write_text(text.replace(old, new))
 
 
+@pytest.mark.slow
 def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(pages: Path) -> None:
     script = docs_script()
     found = script.pages()
@@ -619,6 +665,7 @@ def test_the_packages_are_those_of_the_table() -> None:
     assert len([package for package in PACKAGES if package.startswith("_")]) <= 14
 
 
+@pytest.mark.slow
 def test_each_package_imports_only_packages_above_it() -> None:
     for package, others in arrows().items():
         below = [other for other in others if PACKAGES.index(other) >= PACKAGES.index(package)]
@@ -640,6 +687,7 @@ def test_each_package_says_what_it_is_for() -> None:
         assert len(text) > 80, package
 
 
+@pytest.mark.slow
 def test_the_dependencies_in_the_docs_are_those_that_the_code_imports() -> None:
     used = {module.partition(".")[0] for file in SOURCES for module in imports(file, types=False)}
     used -= set(sys.stdlib_module_names) | {"weightsmith"}

@@ -21,6 +21,7 @@ import weightsmith
 from tests import plan_help
 from tests.features.mixture.test_bad_input import model as dense
 from tests.mini import write_checkpoint
+from tests.sampling import sampled
 from weightsmith._base.errors import FormatError, NotFound, OutputExists, PlanError, StoreError, WeightsmithError, legible
 from weightsmith._base.files import open_regular
 from weightsmith._base.options import RecipeOptions
@@ -124,7 +125,7 @@ except weightsmith._base.errors.WeightsmithError as error:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
-@pytest.mark.parametrize("kind", ["header of lists", "header of names", "index"])
+@pytest.mark.parametrize("kind", sampled(["header of lists", "header of names", "index"], {"index"}))
 def test_a_hundred_megabytes_of_small_values_take_no_gigabytes(kind: str, tmp_path: Path) -> None:
     place = tmp_path / "model.safetensors"
     if kind == "index":
@@ -349,10 +350,10 @@ def test_text_is_cut_in_the_middle_and_escaped() -> None:
 
 @pytest.mark.slow
 def test_a_number_of_a_megabyte_is_refused_at_once() -> None:
-    for number in ("1:" * 900_000 + "1", "9" * 1_800_000, "0b" + "1" * 1_800_000, "1:" * 600 + "1.5"):
+    for number in ("1:" * 250_000 + "1", "9" * 500_000, "0b" + "1" * 500_000, "1:" * 600 + "1.5"):
         began = time.process_time()
         assert "has more than 1000 characters" in refusal(lambda number=number: weightsmith.plan(f"x-a: {number}\n"))
-        assert time.process_time() - began < 3
+        assert time.process_time() - began < 2  # half a second; int() alone would take a minute for some
 
 
 # ---- where there is no home, and names that are taken
@@ -396,6 +397,7 @@ def test_a_link_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_too_many_open_files_is_said_with_the_limit(tmp_path: Path) -> None:
     code = (
         "import resource, sys, numpy, weightsmith\n"
@@ -419,6 +421,7 @@ def test_the_work_for_a_pickle_is_bounded() -> None:
 # ---- work that grows with the square of what is given
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_base_is_refused_at_once(tmp_path: Path) -> None:
     """Each of its 1,000 targets was looked for among the names of all tensors: minutes."""
     names = [f"model.layers.{i}.mlp.experts.{j}.{part}.weight" for i in range(10) for j in range(100) for part in ("w1", "w2")]
@@ -434,6 +437,7 @@ def test_an_adapter_of_another_base_is_refused_at_once(tmp_path: Path) -> None:
     assert time.process_time() - began < 5
 
 
+@pytest.mark.slow
 def test_a_config_of_many_layer_counts_is_read_at_once(tmp_path: Path) -> None:
     names = [f"a{i}.layers.{j}.b.weight" for i in range(300) for j in range(2)]
     config = {"model_type": "llama", "num_hidden_layers": 2} | {f"k{i}_layers": 2 for i in range(50_000)}

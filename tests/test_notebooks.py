@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli_help import environment
+from tests.cli_help import Ran, environment
+from tests.fork_help import forked
 
 FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -33,11 +35,16 @@ def cells(notebook: Path) -> list[dict[str, Any]]:
     return found
 
 
-def run(code: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def run(code: list[str], tmp_path: Path) -> Ran:
     """Run code cells in the notebooks' folder; temporary folders are in tmp_path, and there is no hub."""
-    program = f"cells = {code!r}\n{RUNNER}"
-    env = environment(TMPDIR=str(tmp_path), HF_HUB_OFFLINE="1", PYTHONWARNINGS="error")
-    return subprocess.run([sys.executable, "-c", program], cwd=FOLDER, env=env, capture_output=True, text=True, timeout=120)
+
+    def cells_run() -> None:
+        warnings.simplefilter("error")
+        tempfile.tempdir = str(tmp_path)
+        sys.path.insert(0, "")
+        exec(RUNNER, {"cells": code, "__name__": "__main__"})
+
+    return forked(cells_run, env=environment(TMPDIR=str(tmp_path), HF_HUB_OFFLINE="1"), cwd=FOLDER)
 
 
 @pytest.mark.slow
@@ -46,15 +53,15 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     if "lora" in notebook.stem:
         pytest.importorskip("torch")
     done = run(["".join(cell["source"]) for cell in cells(notebook) if cell["cell_type"] == "code"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") > 5
+    assert done.code == 0, done.err
+    assert done.out.count("\n") > 5
 
 
 def test_a_cell_that_fails_is_found(tmp_path: Path) -> None:
     done = run(["x = 1\nx", "x += 1", "assert x == 1"], tmp_path)
-    assert done.stdout == "1\n"
-    assert 'File "cell 3", line 1' in done.stderr
-    assert done.returncode == 1
+    assert done.out == "1\n"
+    assert 'File "cell 3", line 1' in done.err
+    assert done.code == 70
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)

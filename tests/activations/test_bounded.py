@@ -49,6 +49,7 @@ def test_a_script_gets_no_secret_of_the_environment(given: Path, monkeypatch: py
     assert "hidden-value" not in found.values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "said"),
     [

@@ -99,6 +99,7 @@ def test_states_are_those_of_the_whole_forward_however_prompts_are_batched(tmp_p
             assert layers == SIZES["num_hidden_layers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
 def test_all_layers_share_the_memory_of_one(tmp_path: Path, device: str) -> None:
     save_model(tmp_path / "m", CONFIGS["llama"]())
@@ -143,6 +144,7 @@ def test_rows_are_found_however_their_bytes_come(step: int) -> None:
     np.testing.assert_array_equal(found, table[numbers].astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", [{"density": 0.5}, {"density": 0.5, "scope": "model"}])
 def test_a_base_that_is_merged_on_the_way_has_the_states_of_the_merge(tmp_path: Path, merge: dict[str, Any]) -> None:
     """`scope: model` must see all layers, though the engine makes one at a time."""
@@ -241,6 +243,7 @@ def write_large(folder: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_the_peak_of_memory_is_a_layer_and_not_the_model(tmp_path: Path) -> None:
     nbytes = write_large(tmp_path / "large")

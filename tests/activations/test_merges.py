@@ -276,6 +276,7 @@ def test_statistics_are_released_layer_by_layer(
     assert one == two
 
 
+@pytest.mark.slow
 def test_a_full_preview_has_the_distance_of_the_merge(folder: Path, tmp_path: Path) -> None:
     source = recipe(folder, "regmean", prior="tsv_m")
     found = weightsmith.preview(source, full=True, progress=False)

@@ -123,6 +123,7 @@ def test_no_text_may_be_larger_than_the_limit(kind: str, llama: Path, tmp_path: 
         rows_of(text_source(str(tmp_path / f"t.{kind}"), None, 5, 0), llama, 256, None)
 
 
+@pytest.mark.slow
 def test_a_parquet_file_is_read_and_a_damaged_one_is_one_error(llama: Path, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
@@ -171,6 +172,7 @@ def test_a_file_beyond_the_limit_is_not_even_hashed(tmp_path: Path) -> None:
     assert time.process_time() - began < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [1, 2])
 def test_a_row_of_parquet_is_its_text_or_all_that_is_text(columns: int, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -197,6 +199,7 @@ def write_bomb(path: Path, rows_: int, characters: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_a_parquet_file_holds_is_bounded_when_it_is_decompressed(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +210,7 @@ def test_what_a_parquet_file_holds_is_bounded_when_it_is_decompressed(
         rows_of(text_source(str(path), 1000, 50, 0), llama, 256, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "value", "said"),
     [

@@ -106,6 +106,7 @@ def talks(file: Path, *lines: Any) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_answers_are_scored_up_to_their_end(tmp_path: Path) -> None:
     """Special tokens are scored, and are no bytes of the text."""
     found = rows_of(talks(tmp_path / "t.jsonl", TALK), 64)
@@ -117,6 +118,7 @@ def test_answers_are_scored_up_to_their_end(tmp_path: Path) -> None:
     assert tokenizer.decode(ids.tolist(), skip_special_tokens=False).startswith("<s><|user|>Hi<|end|>\n<|assistant|>Café")
 
 
+@pytest.mark.slow
 def test_conversations_that_do_not_fit_a_row_are_cut_and_counted(tmp_path: Path) -> None:
     short = {"messages": TALK["messages"][:2]}
     found = rows_of(talks(tmp_path / "t.jsonl", short, TALK), 15)
@@ -125,6 +127,7 @@ def test_conversations_that_do_not_fit_a_row_are_cut_and_counted(tmp_path: Path)
     assert found.unplaced == 0
 
 
+@pytest.mark.slow
 def test_answers_that_the_template_rewrites_later_are_counted(tmp_path: Path) -> None:
     only_last = (
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
@@ -135,6 +138,7 @@ def test_answers_that_the_template_rewrites_later_are_counted(tmp_path: Path) ->
     assert byte_tokenizer().decode(found.ids[0][found.nbytes[0] >= 0].tolist()) == "No."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "why"),
     [
@@ -164,6 +168,7 @@ def test_what_templates_of_transformers_use_is_there() -> None:
     assert (places, missing) == ([], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "what"),
     [

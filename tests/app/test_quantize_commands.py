@@ -51,6 +51,7 @@ def test_rows_without_a_calibration_text_are_an_error(name: str, text: tuple[str
     assert "--calibration-rows (calibration_rows): no calibration text is read" in ran.err
 
 
+@pytest.mark.slow
 def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
     ran = cli("quantize", "m", "q", "--format", "fp8-dynamic", "--quiet")
     assert (ran.code, ran.err) == (0, "")
@@ -97,6 +98,7 @@ def test_a_model_that_is_quantised_already_is_dequantised_first(model: Path) -> 
     assert Path("again/model.safetensors").read_bytes() == Path("from plain/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_plan_of_it_writes_nothing_and_runs_elsewhere(model: Path, cli: Cli) -> None:
     ran = cli("quantize", "m", "--format", "fp8-dynamic", "--plan", "--json")
     assert ran.code == 0

@@ -37,6 +37,7 @@ ctypes.CDLL(None).malloc_stats()
 """
 
 
+@pytest.mark.slow
 @on_glibc
 def test_threads_of_the_command_share_limit_malloc_arenas() -> None:
     def arenas(*one: str) -> int:
@@ -63,6 +64,7 @@ print(resident() / before)
 """
 
 
+@pytest.mark.slow
 @on_glibc
 def test_freed_blocks_between_others_are_returned() -> None:
     ran = subprocess.run([sys.executable, "-c", PINNED], capture_output=True, text=True, check=True)

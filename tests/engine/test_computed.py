@@ -110,6 +110,7 @@ class TestComputed(SourceTests):
         return SourceCase(opened, expected, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile_bytes", [1, 300_000, 1 << 20])
 @pytest.mark.parametrize("method", METHODS)
 def test_any_tiles_are_what_the_engine_writes(method: str, tile_bytes: int, folder: Path, tmp_path: Path) -> None:
@@ -259,6 +260,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_products_and_whole_matrices_give_what_the_engine_writes(name: str, layers: Path, tmp_path: Path) -> None:
     expected = written(layers, WHOLE[name], tmp_path / "out")
@@ -269,6 +271,7 @@ def test_products_and_whole_matrices_give_what_the_engine_writes(name: str, laye
     source.close()
 
 
+@pytest.mark.slow
 def test_one_whole_matrix_is_held_where_memory_is_short(layers: Path, tmp_path: Path) -> None:
     expected = written(layers, WHOLE["tsv_m"], tmp_path / "out")
     source = opened(layers, WHOLE["tsv_m"], Resources(1, resident_bytes=1))

@@ -88,6 +88,7 @@ def test_what_is_no_number_is_an_error_that_says_where(name: str, value: float, 
     assert passed.shape == (300, 517)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_JOB)
 def test_constants_that_are_not_finite_are_copied_and_all_else_is_as_if_they_were_zeros(name: str, tmp_path: Path) -> None:
     case = BY_JOB[name]

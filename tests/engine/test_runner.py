@@ -112,6 +112,7 @@ def test_after_an_error_threads_that_wait_are_woken() -> None:
     assert woken.is_set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 4, 7])
 def test_a_run_that_ended_in_a_pass_is_done_again_from_the_last_finished_tensor(
     stop: int, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +161,7 @@ def products(monkeypatch: pytest.MonkeyPatch, compute: Any) -> tuple[Product, ..
     return of("x"), of("y", ["x"], transient=True), of("z", ["y"])
 
 
+@pytest.mark.slow
 def test_products_are_made_in_their_order_and_transient_ones_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(context: ProductContext) -> Arrays:
         before = [int(context.arrays(name)[0][0]) for name in context.product.needs]

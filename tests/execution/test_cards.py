@@ -148,6 +148,7 @@ def test_how_other_models_are_loaded(here: Path, config: Any, carried: tuple[str
         assert "Tokenizer" not in code[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -85,6 +85,7 @@ def test_an_option_that_decides_bytes_changes_the_identity(option: dict[str, Any
         assert identified(DARE, **option) != identified(DARE)
 
 
+@pytest.mark.slow
 def test_the_same_recipe_has_the_same_identity_in_another_process(here: Path) -> None:
     (here / "ties.yml").write_text(json.dumps(TIES) + "\n")
     code = """
@@ -183,6 +184,7 @@ def test_work_of_another_identity_is_not_resumed(here: Path) -> None:
 # ---- the program
 
 
+@pytest.mark.slow
 def test_every_module_that_a_merge_imports_is_part_of_the_program(here: Path) -> None:
     """The modules that reading, merging and writing load, and planning does not, against those that the text names."""
     (here / "ties.yml").write_text(json.dumps(TIES) + "\n")
@@ -213,6 +215,7 @@ for name in {*sys.modules} - planned | {"weightsmith._models.checkpoint"}:
     assert {name for name in loaded - modules if not name.startswith(others)} == set()
 
 
+@pytest.mark.slow
 def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "weightsmith"
     shutil.copytree(Path(identity.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))

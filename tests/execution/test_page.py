@@ -49,6 +49,7 @@ def data_of(page: str) -> dict[str, object]:
     return data
 
 
+@pytest.mark.slow
 def test_a_report_has_the_distances_of_the_manifest_and_belongs_to_the_output(here: Path) -> None:
     weightsmith.merge("ties.yml", "plain", fsync=False)
     merged = weightsmith.merge("ties.yml", "out", report="out/report.html", fsync=False)

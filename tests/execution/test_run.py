@@ -104,6 +104,7 @@ def test_two_processes_do_a_part_each_one_dies_and_the_last_one_publishes(
     assert not staging_folder(here / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.2)
     plan, found = weightsmith.plan("ties.yml"), []
@@ -123,6 +124,7 @@ def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monke
     assert weightsmith.run(plan, "out").resumed == len(plan.steps)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.2)
     plan, found = weightsmith.plan("ties.yml"), []
@@ -137,6 +139,7 @@ def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monke
     assert found
 
 
+@pytest.mark.slow
 def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
@@ -152,6 +155,7 @@ def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monke
     assert made == ["thresholds"]
 
 
+@pytest.mark.slow
 def test_a_part_says_that_it_waits_for_the_process_that_makes_its_products(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +180,7 @@ def test_a_part_that_cannot_be_is_a_mistake_of_the_command_line(part: str) -> No
         parse_part(part)
 
 
+@pytest.mark.slow
 def test_warnings_about_the_data_of_all_parts_are_shown_once_by_the_run_that_publishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,6 +197,7 @@ def test_warnings_about_the_data_of_all_parts_are_shown_once_by_the_run_that_pub
         assert said[2].count(warning) == 1
 
 
+@pytest.mark.slow
 def test_an_older_journal_of_a_part_does_not_outweigh_the_newer_one_of_the_whole(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +224,7 @@ def test_a_part_is_not_for_a_cluster(here: Path) -> None:
         weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2), ray="auto")
 
 
+@pytest.mark.slow
 def test_tensors_made_from_other_numbers_of_a_product_are_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the product was lost and computed again, and came out otherwise."""
     weightsmith.run(weightsmith.plan("ties.yml"), "out", part=(1, 2))
@@ -393,6 +400,7 @@ def test_a_file_that_is_no_plan_is_one_error(tmp_path: Path) -> None:
 # ---- identity of work
 
 
+@pytest.mark.slow
 def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Path) -> None:
     """`cp new old` keeps the inode, and may keep the size: neither name nor header tells."""
     shard = here / "b" / "model.safetensors"
@@ -415,6 +423,7 @@ def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Pa
         weightsmith.merge("ties.yml", "out")
 
 
+@pytest.mark.slow
 def test_work_of_another_program_is_not_resumed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stop(Exception):
         pass

@@ -118,6 +118,7 @@ STAGES = {
 LAST = {"ties": TIES, "dare_ties": TIES.replace("ties", "dare_ties"), "slerp": SLERP}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "last"),
     [
@@ -154,6 +155,7 @@ WRITTEN = {"scope": SCOPED, "matrices": TSV}
 """Recipes whose methods look at the whole model first, or hold whole matrices."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", WRITTEN.values(), ids=WRITTEN)
 def test_a_result_that_must_be_written_is_and_is_removed(stage: str, models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{stage}---\n{TIES}")
@@ -168,6 +170,7 @@ def test_a_result_that_must_be_written_is_and_is_removed(stage: str, models: Pat
     assert (tmp_path / "out/model.safetensors").read_bytes() == by_hand(recipe, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_finished_result_is_used_again_after_an_interruption_of_the_next(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{SCOPED}---\n{TIES}")
     out, stage = tmp_path / "out", tmp_path / "out.stage-one"
@@ -190,6 +193,7 @@ def test_a_finished_result_is_used_again_after_an_interruption_of_the_next(model
     assert (out / "model.safetensors").read_bytes() == by_hand(changed, tmp_path)
 
 
+@pytest.mark.slow
 def test_interrupted_work_of_a_result_is_resumed(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{SCOPED}---\n{TIES}")
 
@@ -206,6 +210,7 @@ def test_interrupted_work_of_a_result_is_resumed(models: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_result_of_other_models_is_made_again(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{SCOPED}---\n{TIES}")
     other = recipe.replace("weight: 1, density: 0.5", "weight: 1, density: 0.2", 1)
@@ -252,6 +257,7 @@ def test_what_the_run_of_a_kept_result_left_when_it_died_is_removed(
 # ---- one plan
 
 
+@pytest.mark.slow
 def test_a_plan_in_json_computes_results_on_the_way(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{LINEAR}---\n{TIES}")
     plan = weightsmith.plan(recipe)
@@ -268,6 +274,7 @@ def _run(file: Path, out: Path, **options: Any) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_result_that_is_used_twice(models: Path, tmp_path: Path) -> None:
     two = LINEAR.replace("name: one", "name: two").replace("model: A", "model: one").replace("0.7", "0.2")
     last = TIES.replace("model: B", "model: two")
@@ -281,6 +288,7 @@ def test_the_order_of_the_recipes_does_not_matter(models: Path, tmp_path: Path) 
     assert merged(f"{last}---\n{one}", tmp_path / "a") == merged(recipe, tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_recipes_inside_recipes_and_lists_of_recipes(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{LINEAR}---\n{TIES}")
     one, last = (yaml.safe_load(part) for part in recipe.split("---\n"))
@@ -289,6 +297,7 @@ def test_recipes_inside_recipes_and_lists_of_recipes(models: Path, tmp_path: Pat
     assert merged(inside, tmp_path / "inside") == as_list == merged(recipe, tmp_path / "text")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"seed": 7}, {"out_dtype": "float32"}, {"threads": 1, "max_memory_bytes": 240 << 20}])
 def test_options_of_the_output_are_not_those_of_the_results_in_between(
     options: dict[str, Any], models: Path, tmp_path: Path
@@ -301,6 +310,7 @@ def test_options_of_the_output_are_not_those_of_the_results_in_between(
     assert merged(recipe, tmp_path / "out", **options) == by_hand
 
 
+@pytest.mark.slow
 def test_a_stack_of_results_and_modules_of_results(models: Path, tmp_path: Path) -> None:
     stack = "merge_method: passthrough\nslices:\n- sources: [{model: one, layer_range: [0, 3]}]\n"
     stack += "- sources: [{model: C, layer_range: [1, 3]}]\n- sources: [{model: one, layer_range: [2, 3]}]\n"
@@ -328,6 +338,7 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path / "lora"
 
 
+@pytest.mark.slow
 def test_an_adapter_inside_a_stage_and_one_on_its_result(models: Path, adapter: Path, tmp_path: Path) -> None:
     inside = _at(models, f"{LINEAR.replace('model: A', f'model: A+{adapter}')}---\n{TIES}")
     assert merged(inside, tmp_path / "inside") == by_hand(inside, tmp_path)
@@ -340,6 +351,7 @@ def test_an_adapter_inside_a_stage_and_one_on_its_result(models: Path, adapter: 
     assert (tmp_path / "outside/model.safetensors").read_bytes() == by_hand(outside, tmp_path / "second")
 
 
+@pytest.mark.slow
 def test_a_format_is_that_of_the_output(models: Path, tmp_path: Path) -> None:
     for stage in (LINEAR, SCOPED):
         recipe = _at(models, f"{stage}---\n{TIES}")
@@ -372,6 +384,7 @@ def test_a_constant_of_all_the_models_is_one_of_the_results(models: Path, tmp_pa
     assert merged(recipe, tmp_path / "out") == by_hand(recipe, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_infinity_in_a_model_of_a_stage_is_an_error_that_names_it(models: Path, tmp_path: Path) -> None:
     tensors = decoder(3, seed=8)
     tensors["model.norm.weight"][1] = np.inf
@@ -389,6 +402,7 @@ SHAPES["self_attn.o_proj"] = (4, 4)
 DENSE = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in SHAPES.items()}
 
 
+@pytest.mark.slow
 def test_a_mixture_whose_merges_read_results(models: Path, tmp_path: Path) -> None:
     for seed, name in enumerate("ABC"):
         model(tmp_path / name, seed=seed, more=DENSE, settings={"hidden_size": 4, "intermediate_size": 6, **HEADS})
@@ -421,6 +435,7 @@ def test_a_mixture_whose_merges_read_results(models: Path, tmp_path: Path) -> No
 # ---- what is said
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_becomes_of_each_result(models: Path, tmp_path: Path, cli: Cli) -> None:
     two = SCOPED.replace("name: one", "name: two")
     (tmp_path / "r.yml").write_text(_at(models, f"{LINEAR}---\n{two}---\n{TIES.replace('model: B', 'model: two')}"))
@@ -471,6 +486,7 @@ def test_a_recipe_comes_before_a_folder_of_its_name(models: Path, tmp_path: Path
     assert [m.plan is None for m in weightsmith.plan(both).models] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_many_results_that_use_each_other_are_planned_and_closed_in_time(models: Path) -> None:
     stages = [{"name": f"r{i}", "merge_method": "linear", "models": [{"model": str(models / "a")}]} for i in range(2)]
     for i in range(2, 36):
@@ -502,6 +518,7 @@ def test_what_is_wrong_with_a_plan_inside_a_plan_is_said(edit: Any, message: str
 PRODUCT = {"name": "p", "op": "thresholds", "outs": [], "settings": {}, "steps": [], "models": [], "needs": [], "files": []}
 
 
+@pytest.mark.slow
 def test_the_command_keeps_results_and_says_where_interrupted_work_is(models: Path, tmp_path: Path, cli: Cli) -> None:
     from weightsmith._app.cli.work import interrupted
 

@@ -313,6 +313,7 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(views(), st.data())
 def test_any_range_of_any_view_is_that_of_the_contiguous_tensor(
@@ -597,20 +598,20 @@ def deep(opcode: bytes, n: int) -> bytes:
 
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000NK\x04tQK\x00"
 BOMBS = {
-    "tuples in tuples": deep(b"\x85", 100_000),
-    "lists in lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
-    "doubled tuples": b"\x80\x02)" + b"q\x00h\x00\x86" * 100_000 + b".",
-    "doubled lists": b"\x80\x02]" + b"q\x000](h\x00h\x00e" * 60_000 + b"." ,
-    "a doubled tuple as a name": b"\x80\x02}(N" + b"q\x00h\x00\x86" * 100_000 + REBUILD + b"))\x89NtRu.",
-    "a doubled tuple as a shape": b"\x80\x02}(X\x01\0\0\0w" + REBUILD + b"N" + b"q\x00h\x00\x86" * 50_000 + b")\x89NtRu.",
+    "tuples in tuples": deep(b"\x85", 25_000),
+    "lists in lists": b"\x80\x02" + b"]" * 25_000 + b"a" * 24_999 + b".",
+    "doubled tuples": b"\x80\x02)" + b"q\x00h\x00\x86" * 25_000 + b".",
+    "doubled lists": b"\x80\x02]" + b"q\x000](h\x00h\x00e" * 15_000 + b"." ,
+    "a doubled tuple as a name": b"\x80\x02}(N" + b"q\x00h\x00\x86" * 25_000 + REBUILD + b"))\x89NtRu.",
+    "a doubled tuple as a shape": b"\x80\x02}(X\x01\0\0\0w" + REBUILD + b"N" + b"q\x00h\x00\x86" * 12_500 + b")\x89NtRu.",
     "a list in itself": b"\x80\x02}(X\x01\0\0\0w" + REBUILD + b"))\x89NtRX\x01\0\0\0x]q\x00h\x00au.",
     "a list that ends in lists": b"\x80\x02}(X\x01\0\0\0w" + REBUILD + b"))\x89NtRX\x01\0\0\0x]"
-    + b"q\x000](h\x00h\x00e" * 60_000 + b"u.",
-    "marks": b"\x80\x02" + b"(" * 500_000 + b".",
-    "equal keys": b"\x80\x02}(" + b"K\x00N" * 100_000 + b"u.",
+    + b"q\x000](h\x00h\x00e" * 15_000 + b"u.",
+    "marks": b"\x80\x02" + b"(" * 125_000 + b".",
+    "equal keys": b"\x80\x02}(" + b"K\x00N" * 25_000 + b"u.",
     "colliding integers": b"\x80\x02}("
-    + b"".join(b"\x8a\x0c" + (i * (2**61 - 1)).to_bytes(12, "little") + b"N" for i in range(50_000)) + b"u.",
-    "one metadata of all": b"\x80\x02}(X\x01\0\0\0a}(" + b"N\x89" * 50_000 + b"uq\x00"
+    + b"".join(b"\x8a\x0c" + (i * (2**61 - 1)).to_bytes(12, "little") + b"N" for i in range(12_500)) + b"u.",
+    "one metadata of all": b"\x80\x02}(X\x01\0\0\0a}(" + b"N\x89" * 12_500 + b"uq\x00"
     + b"".join(b"X\x06\0\0\0%06d" % i + REBUILD + b"))\x89Nh\x00tR" for i in range(3_000)) + b"u.",
 }  # fmt: skip
 READABLE = ("a list in itself", "a list that ends in lists")
@@ -632,7 +633,7 @@ def test_a_bomb_takes_little_time_and_memory(bomb: str, tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < (16 << 20) + 200 * len(BOMBS[bomb])
-    assert time.process_time() - began < 8  # a second or two under tracemalloc; what is not linear takes for ever
+    assert time.process_time() - began < 4  # half a second under tracemalloc; what is not linear takes for ever
 
 
 def test_bounds_of_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -836,6 +837,7 @@ def small(path: Path, protocol: int) -> bytes:
     return save(path, {"state_dict": value, "epoch": 3, "lr": 0.1, "x": [b"a", (1,)]}, pickle_protocol=protocol).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
     data = small(tmp_path / "a.pt", 2)
     assert attempt(tmp_path / "a.pt", data) is not None
@@ -906,6 +908,7 @@ def test_mutated_pickles_are_errors_or_can_be_read(seed: int, tmp_path: Path) ->
         attempt(tmp_path / "b.pt", (tmp_path / "b.pt").read_bytes())
 
 
+@pytest.mark.slow
 def test_the_reader_does_not_import_torch(tmp_path: Path) -> None:
     path = save(tmp_path / "a.pt", {"w": W})
     code = (

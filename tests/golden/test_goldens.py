@@ -68,11 +68,13 @@ def test_the_table_has_the_cases_and_no_others() -> None:
         assert ("platform" in TABLE["cases"][case.name]) == (not case.portable), case.name
 
 
+@pytest.mark.slow
 def test_inputs_are_those_of_the_table(root: Path) -> None:
     """Else the cases fail for another reason than the code under test."""
     assert {name: digests.tree_digest(root / name) for name in inputs.INPUTS} == TABLE["inputs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_golden(case: Golden, root: Path) -> None:
     check(case, root)

@@ -113,6 +113,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 @compiled
 def test_what_is_kept_of_a_kernel_is_one_file_for_each_signature(kept: Path) -> None:
     """Two processes that compile it at once, each for another one, would lose what they share."""
@@ -162,6 +163,7 @@ def test_a_branch_that_no_value_takes_is_not_compiled() -> None:
     assert out.tolist() == [3, 0]
 
 
+@pytest.mark.slow
 @compiled
 def test_a_branch_that_a_value_takes_is_compiled() -> None:
     for parities in ([1], [0, 1]):

@@ -85,6 +85,7 @@ def raw(stack: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(stack).view(np.uint8), np.full(len(stack), F32, np.int64)
 
 
+@pytest.mark.slow
 @given(stacks(), st.data())
 def test_combine_is_the_rounded_float64_sum(stack: np.ndarray, data: st.DataObject) -> None:
     weights = data.draw(st.lists(finite(), min_size=len(stack), max_size=len(stack)))
@@ -95,6 +96,7 @@ def test_combine_is_the_rounded_float64_sum(stack: np.ndarray, data: st.DataObje
     np.testing.assert_array_equal(out.view(np.float32), expected.astype(np.float32))
 
 
+@pytest.mark.slow
 @given(stacks(2), st.integers(1, 5000), st.booleans())
 def test_gram_by_grains(stack: np.ndarray, grain: int, deltas: bool) -> None:
     n = stack.shape[1]
@@ -164,6 +166,7 @@ def test_random_words_depend_on_key_and_index_alone(key: int, index: int, n: int
         assert int(words[offset + j]) == reference.philox(key, index + j)
 
 
+@pytest.mark.slow
 @given(stacks(2, 2), st.data())
 def test_radix_selection_is_sorting(stack: np.ndarray, data: st.DataObject) -> None:
     n = stack.shape[1]
@@ -207,6 +210,7 @@ def test_too_many_patterns_are_reported_and_not_overrun() -> None:
 MODES = [KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elect", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 @given(stack=stacks(2), data=st.data())
@@ -260,6 +264,7 @@ def test_task_vectors_are_float64_results_to_float32_rounding(
     np.testing.assert_array_less(np.abs(got - expected)[sure], ((models + 3) * 2.0**-24 * size + 1e-30)[sure])
 
 
+@pytest.mark.slow
 @given(stacks(2), st.integers(64, 5000))
 @settings(max_examples=50)
 def test_l1_norms_before_and_after_a_mask(stack: np.ndarray, grain: int) -> None:
@@ -284,6 +289,7 @@ def by_magnitude(row: np.ndarray) -> np.ndarray:
     return np.argsort(-np.abs(row.astype(np.float32)), kind="stable")
 
 
+@pytest.mark.slow
 @given(stacks(1, 1), st.data())
 def test_ranks_of_a_row(stack: np.ndarray, data: st.DataObject) -> None:
     row = stack[0]
@@ -323,6 +329,7 @@ def test_ranks_by_counting(kind: str, n: int) -> None:
     np.testing.assert_array_equal(order[0][by_magnitude(row)], np.arange(n))
 
 
+@pytest.mark.slow
 @given(stacks(1, 1), st.sampled_from([(0.5, 0.2, False), (0.7, 0.29, True), (0.3, 0.0, True)]))
 @settings(max_examples=30)
 def test_probability_by_rank(stack: np.ndarray, how: tuple[float, float, bool]) -> None:
@@ -338,6 +345,7 @@ def test_probability_by_rank(stack: np.ndarray, how: tuple[float, float, bool]) 
     np.testing.assert_allclose(got, np.where(kept, row / p if unbiased else row, 0.0), rtol=1e-14)
 
 
+@pytest.mark.slow
 @given(stacks(2, 2), st.integers(1, 8), st.integers(8, 300))
 def test_groups_of_neighbours_shared_out(stack: np.ndarray, keep: int, group: int) -> None:
     n = stack.shape[1]
@@ -356,6 +364,7 @@ def test_groups_of_neighbours_shared_out(stack: np.ndarray, keep: int, group: in
         np.testing.assert_array_equal(taken == 0, free)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elect", [ELECT_NONE, ELECT_SUM])
 @given(stack=stacks(2))
 @settings(max_examples=30)
@@ -383,6 +392,7 @@ def test_means_by_count_and_the_largest_alone(elect: int, stack: np.ndarray) -> 
         np.testing.assert_array_less(difference, (models + 3) * 2.0**-24 * size + 1e-30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
 def test_every_code_that_is_no_number_is_found_where_it_is(name: str) -> None:
     dtype = DTYPES[name]

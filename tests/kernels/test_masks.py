@@ -75,6 +75,7 @@ def test_equal_scores_are_selected_up_to_the_cut(cut: int) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="a minute each; the kernels of it have tests of their own")
 @pytest.mark.parametrize("method", ["dare_linear", "dare_ties", "della"])
 def test_masks_made_again_are_the_masks_remembered(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -420,6 +420,7 @@ dtype: bfloat16
 """
 
 
+@pytest.mark.slow
 def test_a_whole_merge_is_the_same_with_little_memory_and_any_threads(tmp_path: Path) -> None:
     make_models(tmp_path)
     recipe = RECIPE.format(folder=tmp_path, more="")
@@ -429,6 +430,7 @@ def test_a_whole_merge_is_the_same_with_little_memory_and_any_threads(tmp_path: 
         assert (again.out / "model.safetensors").read_bytes() == (first.out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_steps_after_a_merge_apply_and_keep_to_the_memory(tmp_path: Path) -> None:
     make_models(tmp_path)
     weightsmith.merge(RECIPE.format(folder=tmp_path, more=""), tmp_path / "whole", card=False)
@@ -517,6 +519,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [TSV, SPECTRUM, SCALED, STAGE], ids=["method", "spectrum", "scaled", "stage"])
 def test_whole_matrices_are_computed_on_the_device_of_the_run_whatever_torch_finds(
     models: Path, monkeypatch: pytest.MonkeyPatch, recipe: str

@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from tests.cases.case import fine_tunes
 from tests.cases.task_vectors import GTA
@@ -66,6 +67,7 @@ def test_sce_weighs_small_deltas_by_their_energy_too(tmp_path: Path) -> None:
     np.testing.assert_allclose(got, 0.1 * 1e-5 + 0.9 * 3e-5, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_arcee_fusion_gives_the_same_result_each_time(tmp_path: Path) -> None:
     arrays = fine_tunes((1200, 1024), 1)  # mergekit samples above a million elements
     outs = [

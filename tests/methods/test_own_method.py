@@ -150,6 +150,7 @@ def test_an_unknown_method_still_has_its_nearest_name(own: Path) -> None:
         methods.get("./half.py:half")
 
 
+@pytest.mark.slow
 def test_other_code_is_another_plan_and_its_hash_is_in_the_manifest(own: Path) -> None:
     before = weightsmith.plan("sub/half.yml", allow_code=True)
     assert weightsmith.plan("sub/half.yml", allow_code=True).hash == before.hash
@@ -176,6 +177,7 @@ def _linear_manifest(folder: Path) -> str:
     return (folder / "linear" / "weightsmith.json").read_text()
 
 
+@pytest.mark.slow
 def test_the_command_line_needs_the_flag_too(own: Path, cli: Cli) -> None:
     ran = cli("merge", "sub/half.yml", "out")
     assert ran.code == 1
@@ -206,6 +208,7 @@ def test_a_method_of_an_installed_package_needs_no_leave(package: Any, work: Pat
     assert "did you mean 'halves'" in str(only(RECIPE.replace("./half.py:half", "halve")))
 
 
+@pytest.mark.slow
 def test_installed_methods_are_listed_and_shown(package: Any, cli: Cli) -> None:
     ran = cli("methods")
     lines = {line.split()[0]: line for line in ran.out.split("\n\n")[0].splitlines()[1:]}
@@ -219,6 +222,7 @@ def test_installed_methods_are_listed_and_shown(package: Any, cli: Cli) -> None:
     assert "example" not in shown
 
 
+@pytest.mark.slow
 def test_the_schema_knows_installed_methods_and_their_parameters(package: Any, cli: Cli) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(json.loads(cli("schema").out))
@@ -364,6 +368,7 @@ def mixed(models: Any, base: Any, out: Any, w: PerModel[float], t: float) -> Non
     out[:] = base + t * w @ (models - base) + 1e-3 * models.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_same_bytes_for_any_tiles_and_threads_whatever_the_function_does(shape: tuple[int, ...], tmp_path: Path) -> None:
     arrays = fine_tunes(shape, 2)
@@ -528,6 +533,7 @@ def agreed(arrays: Mapping[str, np.ndarray] | Any, weights: tuple[float, ...], p
     return base + np.divide(np.abs(sum(moved)), length, out=np.zeros_like(base), where=length > 0) ** power * sum(moved)
 
 
+@pytest.mark.slow
 def test_the_example_computes_what_it_says(tmp_path: Path) -> None:
     arrays = fine_tunes((900, 517), 2)
     for name, array in zip(("base", "fr", "de"), arrays, strict=True):
@@ -557,6 +563,7 @@ def test_the_page_shows_the_example() -> None:
     assert len([command for text in shown for command in sessions(text)]) >= 3
 
 
+@pytest.mark.slow
 def test_small_models_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example's recipe on models that hold numbers: a gradient reaches the function layer by layer."""
     monkeypatch.chdir(tmp_path)

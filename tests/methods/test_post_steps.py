@@ -10,10 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.cases.case import deltas, f64, fine_tunes, mixed
+from tests.cases.case import deltas, f64, fine_tunes
 from tests.cases.task_vectors import GTA, MEAN
 from tests.methods.test_methods import ulp_error
 from tests.mini import run_method, write_checkpoint
+from tests.sampling import sampled
 from weightsmith import _methods as methods
 from weightsmith import merge, open_checkpoint
 from weightsmith._base.tensors import DTYPES
@@ -48,12 +49,16 @@ def test_norm_and_scale_in_bf16_are_within_an_ulp(tmp_path: Path) -> None:
     assert ulp_error(got, exact) <= 1.0
 
 
-@pytest.mark.parametrize("method", [m for m in methods.NAMES if methods.get(m).base == "required"])
+SAMPLE = {"task_arithmetic", "ties", "nearswap", "ram", "tsv_m"}
+"""Methods of every run: one of each kind of job that the step wraps."""
+
+
+@pytest.mark.parametrize("method", sampled([m for m in methods.NAMES if methods.get(m).base == "required"], SAMPLE))
 def test_scaling_a_delta_to_nothing_leaves_the_base(method: str, tmp_path: Path) -> None:
     from tests.cases import CASES
 
     case = next(case for case in CASES.values() if case.method == method)
-    arrays = mixed((60, 64), case.inputs - 1)
+    arrays = fine_tunes((60, 64), case.inputs - 1)  # compiled for the tests of the methods too
     steps = {"delta_scale": 0.0}
     got = run_method(
         tmp_path, method, arrays, shared={**case.shared, **steps}, models=case.models, base=True, out=DTYPES["BF16"]
@@ -68,6 +73,7 @@ def test_a_zero_delta_has_no_norm_to_match(tmp_path: Path) -> None:
     assert got.tobytes() == one.tobytes()
 
 
+@pytest.mark.slow
 def test_the_same_bytes_for_any_cut(tmp_path: Path) -> None:
     arrays = fine_tunes((900, 517), 2)
     shared = MEAN | {"norm_match": "mean", "delta_scale": 0.9}
@@ -186,6 +192,7 @@ def test_the_spectrum_of_what_is_no_linear_layer_is_left_alone(tmp_path: Path) -
     np.testing.assert_array_equal(spectra(arrays, (60, 90), tmp_path / "b", name=name, spectrum="flatten"), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
 def test_spectrum_then_norm_then_scale_for_any_cut(kind: Any, tmp_path: Path) -> None:
     arrays = fine_tunes((300, 517), 2, kind)

@@ -149,6 +149,7 @@ def test_a_preset_means_what_it_says(name: str, folder: Path, merged: Callable[[
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=1e-6, err_msg=tensor)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_baked_in(folder: Path, merged: Callable[[str], weightsmith.Merged]) -> None:
     a, b = load_file(folder / "adapters/fr/adapter_model.safetensors").values()
     base = read(folder / "models/base")
@@ -157,6 +158,7 @@ def test_an_adapter_is_baked_in(folder: Path, merged: Callable[[str], weightsmit
         np.testing.assert_allclose(got, exact.astype(ml_dtypes.bfloat16).astype(np.float64), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_warp_s_slerp_is_of_task_vectors(folder: Path, merged: Callable[[str], weightsmith.Merged]) -> None:
     sft, one, two = (read(folder / "models" / name) for name in ("sft", "policy-1", "policy-2"))
     for tensor, got in read(merged("warp-slerp").out).items():
@@ -166,6 +168,7 @@ def test_warp_s_slerp_is_of_task_vectors(folder: Path, merged: Callable[[str], w
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-7, err_msg=tensor)
 
 
+@pytest.mark.slow
 def test_the_two_stages_of_dare_with_ties_follow_each_other(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

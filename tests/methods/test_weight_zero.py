@@ -146,6 +146,7 @@ def written(recipe: dict[str, Any], out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ties", "tsv_m", "localize_and_stitch", "dare_ties"])
 def test_a_recipe_with_it_gives_the_bytes_of_one_without_it(method: str, tmp_path: Path) -> None:
     base, a, b, c = checkpoints(tmp_path, 4)

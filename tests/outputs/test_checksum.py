@@ -18,6 +18,7 @@ def test_a_grain_digest_is_xxh3_64_little_endian() -> None:
     assert hash_bytes(b"abc") == xxhash.xxh3_128_hexdigest(b"abc")
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200), st.integers(1, 40), st.lists(st.integers(0, 30)))
 def test_a_stream_cut_anywhere_has_the_checksum_of_the_whole(data: bytes, grain: int, cuts: list[int]) -> None:
     hasher = GrainHasher(grain)

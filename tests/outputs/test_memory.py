@@ -50,6 +50,7 @@ def test_saving_60_mb_takes_less_than_16_mib_more(tmp_path: Path, library: str) 
     assert max(peaks) < 16, ran.out
 
 
+@pytest.mark.slow
 def test_saving_numpy_arrays_needs_no_torch_and_no_safetensors(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from weightsmith._base.errors import FormatError
-from weightsmith._plans import Product
+from weightsmith._plans import Product, Read
 from weightsmith._plans.codec import OMITTED, decode, encode, has_type
 from weightsmith._plans.forms import ProductSettings
 
@@ -79,3 +79,9 @@ def test_other_values_are_errors_with_their_place(change: dict[str, Any], words:
     with pytest.raises(FormatError, match=words):
         decode(Outer, data, "here")
     assert not has_type(data, Outer)
+
+
+@pytest.mark.parametrize("value", [[0], [], {"0": 0, "1": "w"}, [True, "w"], [0, 1]])
+def test_what_is_no_read_is_one_error(value: Any) -> None:
+    with pytest.raises(FormatError, match=r"a read is \[model, tensor\]"):
+        decode(Read, value, "reads")

@@ -18,6 +18,7 @@ from weightsmith._plans import (
     COPY,
     PRODUCTS,
     Block,
+    Dropped,
     Gather,
     Made,
     ModelInput,
@@ -52,6 +53,12 @@ def test_a_draft_becomes_a_plan_once() -> None:
     assert plan.steps == tuple(one.steps)
     with pytest.raises(AssertionError):
         one.finish()
+
+
+def test_tensors_of_any_of_the_models_may_be_dropped() -> None:
+    assert draft(dropped=[Dropped(0, "v", "unused")]).finish().dropped == (Dropped(0, "v", "unused"),)
+    with pytest.raises(FormatError, match="there are 1 models"):
+        draft(dropped=[Dropped(1, "v", "unused")]).finish()
 
 
 def test_a_draft_of_a_plan_is_equal_to_it_and_apart_from_it() -> None:
@@ -119,6 +126,7 @@ def test_names_are_checked_where_they_are_stored() -> None:
     assert len(draft(*twice).finish(stored=False).steps) == 2
 
 
+@pytest.mark.slow
 def test_drafts_alone_make_plans_and_none_is_changed_afterwards() -> None:
     """`Plan(…)` is called in `PlanDraft.finish` alone, and no `replace(….plan, …)` makes one of another."""
     found = []

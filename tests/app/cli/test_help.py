@@ -36,12 +36,14 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     ran = run_process("--help", code=_LOADED)
     assert ran.code == 0
     assert ran.err.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [("merge", "--help"), ("--version",)])
 def test_help_of_a_command_imports_no_more_than_typer_does(args: tuple[str, ...]) -> None:
     ran = run_process(*args, code=_LOADED)
@@ -50,11 +52,13 @@ def test_help_of_a_command_imports_no_more_than_typer_does(args: tuple[str, ...]
     assert ran.err.splitlines()[-1] in ("LOADED []", "LOADED ['pydantic']")
 
 
+@pytest.mark.slow
 def test_what_counts_as_heavy_is_seen_when_it_is_loaded() -> None:
     ran = run_process("methods", code="import numpy\n" + _LOADED)
     assert "'numpy'" in ran.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_module_runs_like_the_command_and_knows_its_version() -> None:
     ran = run_process("--version")
     assert (ran.code, ran.out) == (0, f"weightsmith {weightsmith.__version__}\n")
@@ -71,6 +75,7 @@ def test_the_help_names_every_command_and_every_exit_code(cli: Cli) -> None:
     assert set(exits.MEANINGS) == set(Exit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_and_its_options_are_in_the_docs(cli: Cli, command: str) -> None:
     ran = cli(command, "--help")
@@ -164,7 +169,8 @@ def test_no_command_at_all_prints_the_help(cli: Cli) -> None:
     assert "Start here:" in ran.err
 
 
+@pytest.mark.slow
 def test_output_survives_a_terminal_that_knows_only_ascii() -> None:
-    ran = run_process("methods", "ties", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    ran = run_process("methods", "ties", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, fresh=True)
     assert ran.code == 0
     assert r"\u03b4" in ran.out  # the delta of the formula

@@ -122,6 +122,7 @@ class Trying:
             path.rmdir() if path.is_dir() else path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
 def test_no_string_of_a_model_forges_a_line(args: list[str], bad: Path, cli: Cli) -> None:
     trying = Trying(cli, bad)
@@ -131,6 +132,7 @@ def test_no_string_of_a_model_forges_a_line(args: list[str], bad: Path, cli: Cli
             trying(*args, *more, code=FAILING.get(args[1], int(args[0] in ("eval", "statistics"))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 500])
 def test_no_answer_of_the_hub_forges_a_line(status: int, work: Path, cli: Cli) -> None:
     with fake_hub.serve({}) as server:
@@ -153,6 +155,7 @@ def test_no_answer_of_the_hub_forges_a_line(status: int, work: Path, cli: Cli) -
     assert shown or status != 400  # whose words are shown
 
 
+@pytest.mark.slow
 def test_no_string_of_a_gguf_file_forges_a_line(work: Path, cli: Cli) -> None:
     sizes = {"block_count": 1, "context_length": 8, "embedding_length": 32, "feed_forward_length": 8}
     sizes |= {"attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 16}
@@ -253,6 +256,7 @@ def test_mixtures_and_adapters_that_succeed_forge_no_line(real: Path, cli: Cli) 
             trying(*args, *more)
 
 
+@pytest.mark.slow
 def test_names_of_outputs_and_plans_forge_no_line(bad: Path, cli: Cli) -> None:
     """Folders whose names are hostile: what is made there, verified, left unfinished, and removed."""
     name = "out" + HOSTILE.replace("/", "_")[:40]

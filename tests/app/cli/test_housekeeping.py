@@ -34,6 +34,7 @@ def unfinished(work: Path) -> Path:
     return work / STAGED
 
 
+@pytest.mark.slow
 def test_unfinished_work_is_listed_and_removed_only_on_request(cli: Cli, work: Path, unfinished: Path) -> None:
     ran = cli("clean")
     assert ran.code == 0

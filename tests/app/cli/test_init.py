@@ -66,6 +66,7 @@ def test_a_file_that_exists_is_kept_unless_forced(cli: Cli, work: Path) -> None:
     assert "TIES as in its paper" in (work / "linear.yml").read_text()
 
 
+@pytest.mark.slow
 def test_the_presets_are_listed_and_written(cli: Cli, work: Path) -> None:
     listed = cli("init", "--list").out
     names = preset_names()
@@ -95,6 +96,7 @@ def test_what_is_missing_without_a_terminal_is_a_wrong_command_line(cli: Cli, wo
     assert not (work / "recipe.yml").exists()
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_asks(work: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "weightsmith", "init"]
@@ -120,6 +122,7 @@ def test_names_are_completed() -> None:
     assert goal_names("b") == ["blend", "bake"]
 
 
+@pytest.mark.slow
 def test_the_shell_completes_the_names_of_methods() -> None:
     more = {"_WEIGHTSMITH_COMPLETE": "complete_bash", "COMP_WORDS": "weightsmith methods bread", "COMP_CWORD": "2"}
     command = [sys.executable, "-c", "from weightsmith._app.cli import main; main()"]

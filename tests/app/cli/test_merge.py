@@ -71,6 +71,7 @@ def test_the_options_reach_the_merge(cli: Cli, work: Path) -> None:
     assert not (work / "out/README.md").exists()
 
 
+@pytest.mark.slow
 def test_the_seed_reaches_the_merge(cli: Cli, work: Path) -> None:
     (work / "dare.yml").write_text(
         "merge_method: dare_linear\nbase_model: a\nmodels: [{model: b, parameters: {weight: 1, density: 0.5}}]\n"
@@ -82,6 +83,7 @@ def test_the_seed_reaches_the_merge(cli: Cli, work: Path) -> None:
     assert outs["1"] == outs["1again"] != outs["2"]
 
 
+@pytest.mark.slow
 def test_an_output_that_is_there_is_refused_with_3_and_replaced_with_overwrite(cli: Cli, work: Path) -> None:
     assert cli("merge", "linear.yml", "out").code == 0
     before = (work / "out/model.safetensors").read_bytes()
@@ -250,10 +252,10 @@ def test_ctrl_c_does_not_wait_for_kernels(work: Path) -> None:
         assert time.monotonic() - began < 1
     assert "Interrupted. Finished tensors are kept" in "".join(seen)
     assert "Traceback" not in "".join(seen)
-    again = run_process(*args, env=env)
+    again = run_process(*args, env=env, fresh=True)
     assert again.code == 0, again.err
     assert "compiling kernels (first run only)" in again.err
-    warm = run_process("merge", "della.yml", "warm", "--no-fsync", env=env)
+    warm = run_process("merge", "della.yml", "warm", "--no-fsync", env=env, fresh=True)
     assert "compiling" not in warm.err
     assert (work / "out/model.safetensors").read_bytes() == (work / "warm/model.safetensors").read_bytes()
 
@@ -271,6 +273,7 @@ def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
     assert "Interrupted. No unfinished work was left." in ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["schema", "methods"])  # more, and less, than a buffer holds
 def test_a_reader_that_goes_away_ends_the_process_with_one_line(command: str) -> None:
     process = subprocess.Popen(
@@ -286,6 +289,7 @@ def test_a_reader_that_goes_away_ends_the_process_with_one_line(command: str) ->
     assert (process.wait(), err) == (141, said)
 
 
+@pytest.mark.slow
 def test_a_nan_names_the_ways_out_and_each_of_them_works(cli: Cli, work: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = {key: value.copy() for key, value in load_file(work / "b" / "model.safetensors").items()}

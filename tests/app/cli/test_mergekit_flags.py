@@ -37,6 +37,7 @@ def test_those_that_take_a_value_are_mergekits() -> None:
     assert {name for name, flag in KNOWN.items() if flag.value} == {*taking.split(), "--write-threads"}
 
 
+@pytest.mark.slow
 def test_all_that_are_not_refused_together_change_nothing_but_are_answered(
     cli: Cli, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_config_as_recipe_is_one_error(cli: Cli, work: Path) -> None:
     assert "- model: a." in ran.err
 
 
+@pytest.mark.slow
 def test_a_plan_as_recipe_is_one_error(cli: Cli, work: Path) -> None:
     (work / "plan.json").write_text(cli("plan", "linear.yml", "--json").out)
     ran = cli("merge", "plan.json", "out")
@@ -84,6 +85,7 @@ def test_a_base_that_is_listed_without_parameters_is_found(cli: Cli, work: Path)
     assert "Write base_model: b if the others were tuned from it." in said
 
 
+@pytest.mark.slow
 def test_the_base_alone_is_copied_with_a_warning_as_by_mergekit(cli: Cli, work: Path) -> None:
     (work / "alone.yml").write_text("merge_method: task_arithmetic\nbase_model: a\nmodels: [{model: a}]\n")
     ran = cli("merge", "alone.yml", "alone")
@@ -120,6 +122,7 @@ def test_one_missing_parameter_of_many_models_is_one_error(cli: Cli, work: Path)
     assert "(2 problems)" in said
 
 
+@pytest.mark.slow
 def test_one_thread_is_not_asked_to_be_fewer(cli: Cli, work: Path) -> None:
     ran = cli("merge", "linear.yml", "out", "--max-memory", "100MB", "--threads", "1")
     assert ran.code == 1

@@ -27,6 +27,7 @@ def test_all_methods_are_listed_a_line_each_that_fits_80_columns(cli: Cli) -> No
     assert "weightsmith methods NAME" in hint
 
 
+@pytest.mark.slow
 def test_json_has_the_parameters_of_all_methods_or_of_one(cli: Cli) -> None:
     found = {method["name"]: method for method in json.loads(cli("methods", "--json").out)}
     assert tuple(found) == NAMES
@@ -35,6 +36,7 @@ def test_json_has_the_parameters_of_all_methods_or_of_one(cli: Cli) -> None:
     assert (density["default"], density["minimum"], density["maximum"]) == (1.0, 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_one_method_is_shown_in_full(cli: Cli, name: str) -> None:
     ran = cli("methods", name)
@@ -65,6 +67,7 @@ def test_a_method_that_is_not_there_names_the_nearest_one(cli: Cli) -> None:
     assert "did you mean 'ties'?" in ran.err
 
 
+@pytest.mark.slow
 def test_the_schema_is_a_json_schema_that_knows_good_recipes_from_bad_ones(cli: Cli, tmp_path: Path) -> None:
     schema = json.loads(cli("schema").out)
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -73,6 +76,7 @@ def test_the_schema_is_a_json_schema_that_knows_good_recipes_from_bad_ones(cli: 
     assert not validator.is_valid(yaml.safe_load(LINEAR.replace("models:", "modles:")))
 
 
+@pytest.mark.slow
 def test_the_schema_of_moe_recipes_is_printed_on_request(cli: Cli) -> None:
     schema = json.loads(cli("schema", "moe").out)
     jsonschema.Draft202012Validator.check_schema(schema)

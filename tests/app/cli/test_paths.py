@@ -140,12 +140,14 @@ def refused(cli: Cli, arguments: list[str], here: Path, name: str = "") -> str:
     return ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("command", READ)
 def test_what_cannot_be_read_is_one_error(cli: Cli, here: Path, command: str, name: str) -> None:
     refused(cli, READ[command](NAMES[name]), here, NAMES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("command", WRITTEN)
 def test_what_cannot_be_written_is_one_error(cli: Cli, here: Path, command: str, name: str) -> None:
@@ -154,6 +156,7 @@ def test_what_cannot_be_written_is_one_error(cli: Cli, here: Path, command: str,
     refused(cli, WRITTEN[command](NAMES[name]), here, NAMES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", READ)
 @pytest.mark.parametrize("inside", [False, True])
 def test_what_may_not_be_read_is_one_error(cli: Cli, here: Path, no_root: None, command: str, inside: bool) -> None:
@@ -167,6 +170,7 @@ def test_what_may_not_be_read_is_one_error(cli: Cli, here: Path, no_root: None, 
         closed.chmod(0o700)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", WRITTEN)
 @pytest.mark.parametrize("inside", [False, True])
 def test_what_may_not_be_written_is_one_error(cli: Cli, here: Path, no_root: None, command: str, inside: bool) -> None:
@@ -192,6 +196,7 @@ def test_a_recipe_is_not_written_through_a_link_to_nowhere(cli: Cli, here: Path)
     assert not (here / "nowhere").exists()
 
 
+@pytest.mark.slow
 def test_a_report_replaces_the_page_and_not_the_link_to_it(cli: Cli, here: Path) -> None:
     (here / "pages").mkdir()
     (here / "page.html").symlink_to("pages/page.html")

@@ -70,6 +70,7 @@ def test_a_plan_prints_what_would_happen_and_writes_nothing(cli: Cli, work: Path
     assert sorted(work.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_json_is_the_plan_with_the_place_of_every_tensor_and_the_sums(cli: Cli, work: Path) -> None:
     args = ["linear.yml", "--max-shard-size", "100", "--out-dtype", "float16", "--seed", "7"]
     ran = cli("plan", *args, "--json", "--threads", "3", "--max-memory", "1GB")
@@ -89,6 +90,7 @@ def test_json_is_the_plan_with_the_place_of_every_tensor_and_the_sums(cli: Cli, 
     assert len(plan_from_json(found).steps) == 6  # the plan's own keys are all there
 
 
+@pytest.mark.slow
 def test_the_passes_for_statistics_count_as_reading(cli: Cli, work: Path) -> None:
     everywhere = TIES.replace("[0, 1]", "1")  # where its weight is 0 a model is not read
     (work / "ties.yml").write_text(everywhere)
@@ -102,6 +104,7 @@ def test_the_passes_for_statistics_count_as_reading(cli: Cli, work: Path) -> Non
     assert found["read_bytes_at_most"] == found["input_bytes"] == 2 * found["bytes"]
 
 
+@pytest.mark.slow
 def test_what_is_predicted_to_be_read_is_read(cli: Cli, work: Path) -> None:
     (work / "ties.yml").write_text(TIES)
     predicted = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
@@ -111,6 +114,7 @@ def test_what_is_predicted_to_be_read_is_read(cli: Cli, work: Path) -> None:
     assert sum(f["bytes"] for f in done["files"]) == predicted["write_bytes"]
 
 
+@pytest.mark.slow
 def test_explain_shows_each_value_and_the_line_it_comes_from(cli: Cli, work: Path) -> None:
     (work / "ties.yml").write_text(TIES)
     ran = cli("plan", "ties.yml", "--explain", "model.layers.1.mlp.up_proj.weight")
@@ -174,6 +178,7 @@ def test_a_long_config_value_is_shortened() -> None:
     assert short(None) == "-"
 
 
+@pytest.mark.slow
 def test_the_distance_can_be_had_without_writing(tmp_path: Path, cli: Cli) -> None:
     recipe = make_recipe(tmp_path)
     (tmp_path / "recipe.yml").write_text(recipe)
@@ -201,6 +206,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_calibrated_weights_are_explained_by_their_own_names(cli: Cli, small: Path) -> None:
     plan, name = ["plan", "copy.yml", "--quantize", "w4a16", *CALIBRATED], "model.layers.0.mlp.gate_proj.weight"
     text = cli(*plan, "--explain", name).out
@@ -223,6 +229,7 @@ def test_calibrated_weights_are_explained_by_their_own_names(cli: Cli, small: Pa
             prepared.explain(name)
 
 
+@pytest.mark.slow
 def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: Path) -> None:
     plan = ["plan", "copy.yml", "--quantize", "w4a16", *CALIBRATED]
     text = cli(*plan).out
@@ -238,6 +245,7 @@ def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: P
     assert predicted["tensors"] == 21
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--measure", "full"]])
 def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list[str]) -> None:
     exl2 = ["--quantize", "exl2", "--bits", "4.1", *CALIBRATED, *more]
@@ -281,6 +289,7 @@ def test_a_quantised_plan_shows_the_size_of_each_kind(cli: Cli, small: Path) -> 
     assert "bits a number" in cli(*quantize).out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "made", [["w4a16"], ["w4a16", *CALIBRATED], ["exl2", "--bits", "4.1", "--uniform", *CALIBRATED]], ids=" ".join
 )
@@ -288,6 +297,7 @@ def test_what_is_made_is_counted_in_weights(cli: Cli, small: Path, made: list[st
     assert "out: 21 tensors, " in cli("quantize", "llama", "out", "--format", *made).out
 
 
+@pytest.mark.slow
 def test_what_an_earlier_run_made_of_calibrated_weights_is_counted_in_arrays(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_every_command_with_json_has_errors_as_json(cli: Cli, work: Path, comman
     assert found["errors"][0]["code"] in ("not-found", "unknown-method")
 
 
+@pytest.mark.slow
 def test_a_wrong_command_line_is_json_too(cli: Cli, work: Path) -> None:
     ran = cli("merge", "linear.yml", "out", "--json", "--threads", "none")
     found = json.loads(ran.out)
@@ -143,6 +144,7 @@ def test_a_plan_takes_the_command_line_of_a_merge(cli: Cli, work: Path) -> None:
     assert not (work / "out").exists()
 
 
+@pytest.mark.slow
 def test_explain_takes_a_pattern(cli: Cli, work: Path) -> None:
     ran = cli("plan", "linear.yml", "--explain", "*.mlp.*")
     assert ran.code == 0

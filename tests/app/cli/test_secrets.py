@@ -173,6 +173,7 @@ def _words(command: str) -> tuple[int, list[str]]:
     return len(arguments), taking
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_shows_or_writes_a_secret(command: str, marked: Path, cli: Cli) -> None:
     """Each of its arguments and options is an address with a secret; and where it succeeds, the environment has secrets."""
@@ -205,6 +206,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["merge", "plan", "preview", "moe"])
 def test_a_recipe_with_a_secret_is_refused(command: str, marked: Path, cli: Cli) -> None:
     looking = Looking(cli, marked)

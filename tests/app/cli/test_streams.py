@@ -57,6 +57,11 @@ from weightsmith._app.cli.app import app
 import weightsmith._features.adapters.extract, weightsmith._execution.distributed, weightsmith._execution
 import weightsmith._kernels.compiler
 import weightsmith._reports.look.pages, weightsmith._planning.planner.reopen, weightsmith._features.transplant.plan
+import gc, weightsmith
+
+for quantize in (None, "fp8-dynamic"):  # numba takes a second before its first kernel
+    weightsmith.merge("linear.yml", f"warm-{quantize}", quantize=quantize, progress=False, overwrite=True)
+gc.freeze()  # as a copy ends, it looks through its own objects alone
 
 def break_stream(number, fault):
     name = {1: "stdout", 2: "stderr"}[number]
@@ -166,6 +171,7 @@ def test_a_stderr_that_cannot_be_written_stops_nothing(folder: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["merge", "--help"], pytest.param(["quantize", "--list"], marks=pytest.mark.slow)]
 )
@@ -201,6 +207,7 @@ def test_numbers_of_closed_streams_are_given_to_no_file() -> None:
     assert run_process(code=code).code == 0
 
 
+@pytest.mark.slow
 def test_a_pipe_that_another_program_made_non_blocking_gets_every_line() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_help import LINEAR, Cli, cli, environment, make_models
+from tests.sampling import sampled
 from weightsmith._app.cli import WORKING
 from weightsmith._app.cli.app import app
 from weightsmith._base.text import end_status, note, say, status, status_line, table, wrapped
@@ -136,22 +137,11 @@ def screens(folder: Path, widths: Mapping[int, Mapping[str, list[str]]]) -> dict
     return {(int(width), name): text for width, name, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
 
 
-@pytest.fixture(scope="module")
-def every_screen(folder: Path) -> dict[tuple[int, str], str]:
-    """What each command shows at two widths."""
-    return screens(
-        folder,
-        {
-            columns: {n: [f"{a}-{columns}" if a.startswith("OUT") else a for a in own] for n, own in COMMANDS.items()}
-            for columns in (60, 80)
-        },
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 80])
-def test_no_line_is_longer_than_the_terminal(columns: int, every_screen: dict[tuple[int, str], str]) -> None:
-    shown = {name: text for (width, name), text in every_screen.items() if width == columns}
+@pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.sweep)])
+def test_no_line_is_longer_than_the_terminal(columns: int, folder: Path) -> None:
+    commands = {n: [f"{a}-{columns}" if a.startswith("OUT") else a for a in own] for n, own in COMMANDS.items()}
+    shown = {name: text for (_, name), text in screens(folder, {columns: commands}).items()}
     assert list(shown) == list(COMMANDS)
     wrong: dict[str, list[str]] = {}
     for name, text in shown.items():
@@ -297,7 +287,7 @@ def test_every_command_says_what_it_does_or_is_done_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", sampled(WORKING, {"merge", "inspect", "extract-lora", "studio"}))
 def test_something_is_said_before_anything_is_loaded_or_read(folder: Path, name: str) -> None:
     """By the order of events, as times mean nothing on a busy machine."""
     (folder / "plan.json").write_text("{}")
@@ -322,6 +312,7 @@ def test_nothing_is_said_if_that_was_asked(folder: Path) -> None:
         assert "reading" not in shown.partition("error[")[0]
 
 
+@pytest.mark.slow
 def test_a_log_has_one_line_of_it(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     ran = cli("merge", "linear.yml", "logged")

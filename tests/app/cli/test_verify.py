@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli_help import Cli, cli, work
 from weightsmith import open_checkpoint
 
 __all__ = ["cli", "work"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_as_written_is_said_to_be_so(cli: Cli, work: Path) -> None:
     cli("merge", "linear.yml", "out")
     ran = cli("verify", "out")

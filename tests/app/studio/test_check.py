@@ -26,6 +26,7 @@ def errors(found: Checked) -> list[tuple[int, int, str]]:
     return [(note.line, note.column, note.finding.what) for note in found.notes if note.level == "error"]
 
 
+@pytest.mark.slow
 def test_a_correct_recipe_has_a_plan(root: Path, places: Places) -> None:
     found = check(recipe(root), places)
     assert (found.notes, errors(found)) == ((), [])
@@ -88,6 +89,7 @@ def test_nothing_outside_is_read(root: Path, places: Places, monkeypatch: pytest
     assert [note.line for note in found.notes if any(words in note.finding.what for words in refused)] == [line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["/etc/passwd", "./recipe.yml", "", "\0", "a: " + "[" * 5000, "&a [*a]", "x" * 3_000_000, "- " * 9000]
 )

@@ -28,6 +28,7 @@ def problem(places: Places, name: str) -> str:
     return "" if error is None else error.finding.what
 
 
+@pytest.mark.slow
 def test_what_the_folders_hold(root: Path) -> None:
     models = root / "models"
     assert Places.of([models], root / "out").models() == (

@@ -50,6 +50,7 @@ def harmless(text: str) -> bool:
     return "img" not in tags.found and "script" not in tags.found and not any(name.startswith("on") for name in tags.attributes)
 
 
+@pytest.mark.slow
 def test_from_a_goal_to_another_method(root: Path, session: Session) -> None:
     base, fr, de, py = (f"{root}/models/{name}" for name in ("base", "fr", "de", "adapters/py"))
     text = session.begin("combine", None, [])
@@ -83,6 +84,7 @@ def test_events_that_no_slider_sends_change_nothing(root: Path, session: Session
     assert session.edit(recipe(root), event) == recipe(root)
 
 
+@pytest.mark.slow
 def test_a_preview_and_its_heat_maps(root: Path, session: Session) -> None:
     text = session.preview(recipe(root))
     assert text.count("<svg") == 4
@@ -91,6 +93,7 @@ def test_a_preview_and_its_heat_maps(root: Path, session: Session) -> None:
     assert "when the recipe is correct" in session.preview(f"merge_method: linear\nmodels: [{{model: {root}/secret}}]\n")
 
 
+@pytest.mark.slow
 def test_looking_at_one_two_and_more_models(root: Path, session: Session) -> None:
     base, fr, de = (f"{root}/models/{name}" for name in ("base", "fr", "de"))
     assert "Largest element" in session.look(None, [base])
@@ -104,6 +107,7 @@ def test_looking_at_one_two_and_more_models(root: Path, session: Session) -> Non
     assert "outside the folders" in facts
 
 
+@pytest.mark.slow
 def test_a_merge_with_its_report_is_a_model_that_can_be_chosen(root: Path, session: Session) -> None:
     assert session.start(recipe(root), "../evil", False, False).startswith('<div class="ws-problem">')
     assert session.start(recipe(root), "merged", False, False) == ""
@@ -138,6 +142,7 @@ def test_a_studio_that_others_reach_replaces_and_discards_nothing(root: Path, se
     assert reached.work.status.state == "idle"
 
 
+@pytest.mark.slow
 def test_what_may_not_be_read_is_not_merged_and_not_compared(root: Path, session: Session) -> None:
     text = recipe(root).replace("models/fr", "secret")
     assert "outside the folders" in session.start(text, "no", False, False)

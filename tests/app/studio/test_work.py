@@ -27,6 +27,7 @@ def tensors(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_merge_ends_with_its_report(root: Path) -> None:
     work = Work()
     assert show.status(work.status) == show.hint("Nothing is running.")
@@ -40,6 +41,7 @@ def test_a_merge_ends_with_its_report(root: Path) -> None:
     assert tensors(root / "out" / "first") == tensors(root / "out" / "same")
 
 
+@pytest.mark.slow
 def test_cancelled_work_is_kept_and_resumed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, out, seen = Work(), root / "out" / "cancelled", list[Status]()
     whole = weightsmith._app.studio.work._Watching.progress
@@ -101,7 +103,7 @@ def test_a_second_merge_waits_for_the_first(root: Path, monkeypatch: pytest.Monk
 
 def test_errors_are_shown_in_full(root: Path) -> None:
     work = Work()
-    (root / "out" / "mine").mkdir()
+    (root / "out" / "mine").mkdir(parents=True)
     (root / "out" / "mine" / "notes.txt").write_text("mine")
     work.start(recipe(root), root / "out" / "mine", overwrite=True)
     failed = work.wait(60)

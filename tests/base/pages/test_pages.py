@@ -93,6 +93,7 @@ def test_a_page_is_the_same_for_the_same_values() -> None:
     assert to_html(a_page()) == to_html(a_page())
 
 
+@pytest.mark.slow
 def test_a_large_model_fits_into_a_megabyte() -> None:
     layers, parts = tuple(f"model.layers.{i}" for i in range(126)), tuple(f"block_sparse_moe.part_{j}" for j in range(14))
     page = a_page(layers, parts)

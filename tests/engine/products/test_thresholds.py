@@ -54,6 +54,7 @@ def kept_of_the_model(models: list[dict[str, np.ndarray]], i: int, density: floa
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("density", [0.01, 0.2, 0.7])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "f32"])
 def test_ties_of_the_paper_ranks_the_whole_model(dtype: Any, density: float, tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_ties_of_the_paper_ranks_the_whole_model(dtype: Any, density: float, tmp
         np.testing.assert_allclose(got[name], expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_outliers_of_the_whole_model(tmp_path: Path) -> None:
     models = make_models(tmp_path, np.float32)
     got = run(tmp_path, "breadcrumbs", "weight: 1, density: 0.3, gamma: 0.01", "scope: model")
@@ -76,6 +78,7 @@ def test_outliers_of_the_whole_model(tmp_path: Path) -> None:
         np.testing.assert_allclose(got[name], expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_sample_that_misleads_costs_passes_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = make_models(tmp_path, np.float32)
     real, passes = Thresholds.end, []
@@ -97,6 +100,7 @@ def test_a_sample_that_misleads_costs_passes_and_nothing_else(tmp_path: Path, mo
         np.testing.assert_allclose(got[name], models[0][name].astype(np.float64) + mean, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_same_bytes_for_any_memory_and_threads(tmp_path: Path) -> None:
     make_models(tmp_path, ml_dtypes.bfloat16)
     own, shared = "weight: 1, density: 0.2", "scope: model"
@@ -175,6 +179,7 @@ def test_a_model_that_feeds_a_step_twice_counts_twice(tmp_path: Path) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_gamma_is_for_outliers_alone(tmp_path: Path) -> None:
     models = make_models(tmp_path, np.float32)
     got = run(tmp_path, "task_vectors", "density: 0.3, gamma: 0.2", "sparsify: magnitude, scope: model")
@@ -194,6 +199,7 @@ def test_ramplus_counts_each_tensor_with_its_own_epsilon(tmp_path: Path) -> None
     np.testing.assert_allclose(got["b.weight"][:10], 2.0)  # alone in 10 and shared in 10: the ratio is 1
 
 
+@pytest.mark.slow
 def test_ordinary_settings_take_a_sample_and_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     base = {f"{i}.weight": rng.normal(0, 0.02, (300, 517)).astype(np.float32) for i in range(4)}

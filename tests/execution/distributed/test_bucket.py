@@ -96,6 +96,7 @@ def part_count(plan: Plan) -> int:
     return sum(len(group.parts) for group in parts.cut(plan.layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -120,6 +121,7 @@ def test_the_objects_are_the_files_of_one_process(here: Path, memory: MemoryBuck
         assert len(workers.started) > 3
 
 
+@pytest.mark.slow
 def test_no_two_parts_of_a_plan_have_bytes_of_one_part_of_an_upload(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +139,7 @@ def test_no_two_parts_of_a_plan_have_bytes_of_one_part_of_an_upload(
     assert memory.contents("models/out") == alone(LINEAR)
 
 
+@pytest.mark.slow
 def test_a_store_that_wants_equal_parts_has_one_worker_for_each_file(here: Path, memory: MemoryBucket) -> None:
     memory.equal_parts = True
     workers = Threads(3)
@@ -145,6 +148,7 @@ def test_a_store_that_wants_equal_parts_has_one_worker_for_each_file(here: Path,
     assert memory.contents("models/out") == alone(LINEAR, max_shard_bytes=4_000_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["other groups", "more parts"])
 def test_a_worker_that_cuts_the_files_otherwise_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
     plain = Staging.hand_over
@@ -168,6 +172,7 @@ def test_steps_that_a_set_of_tensors_links_are_in_one_part(here: Path) -> None:
     assert sum(map(len, others)) == len(plan.steps) - 3
 
 
+@pytest.mark.slow
 def test_products_are_made_by_one_worker_and_read_by_all_others(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +194,7 @@ def test_products_are_made_by_one_worker_and_read_by_all_others(
     assert memory.contents("models/out") == wanted
 
 
+@pytest.mark.slow
 def test_a_product_that_is_damaged_in_the_bucket_is_not_used(here: Path, memory: MemoryBucket) -> None:
     wanted = alone(MODEL_WIDE)
     damaged: list[str] = []
@@ -204,6 +210,7 @@ def test_a_product_that_is_damaged_in_the_bucket_is_not_used(here: Path, memory:
     assert memory.contents("models/out") == wanted
 
 
+@pytest.mark.slow
 def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_uploaded(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +233,7 @@ def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_uploaded(
     assert memory.contents("models/out") == wanted
 
 
+@pytest.mark.slow
 def test_workers_that_are_lost_again_and_again_are_an_error_and_the_run_resumes(here: Path, memory: MemoryBucket) -> None:
     def before(share: Share) -> None:
         if share.part is not None and share.part[0] == 2:
@@ -243,6 +251,7 @@ def test_workers_that_are_lost_again_and_again_are_an_error_and_the_run_resumes(
     assert memory.contents("models/out") == alone()
 
 
+@pytest.mark.slow
 def test_a_run_in_one_process_resumes_what_workers_have_uploaded(here: Path, memory: MemoryBucket) -> None:
     workers = Threads(2, lambda share: time.sleep(0.1))
     with pytest.raises(KeyboardInterrupt):
@@ -256,6 +265,7 @@ def test_a_run_in_one_process_resumes_what_workers_have_uploaded(here: Path, mem
     assert {*memory.objects} == {f"models/out/{name}" for name in memory.contents("models/out")}
 
 
+@pytest.mark.slow
 def test_workers_resume_what_a_run_in_one_process_has_uploaded(here: Path, memory: MemoryBucket) -> None:
     with pytest.raises(KeyboardInterrupt):
         weightsmith.merge(TIES, OUT, progress=stop_after(3))
@@ -263,6 +273,7 @@ def test_workers_resume_what_a_run_in_one_process_has_uploaded(here: Path, memor
     assert memory.contents("models/out") == alone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["workers", "one process"])
 def test_tensors_that_were_not_checked_for_nan_are_computed_again(here: Path, memory: MemoryBucket, again: str) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -273,6 +284,7 @@ def test_tensors_that_were_not_checked_for_nan_are_computed_again(here: Path, me
     assert memory.calls.count("upload") == part_count(merged.plan), "the parts have the same bytes"
 
 
+@pytest.mark.slow
 def test_a_driver_that_was_killed_leaves_work_that_the_next_one_adopts(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +311,7 @@ def test_a_driver_that_was_killed_leaves_work_that_the_next_one_adopts(
     assert memory.contents("models/out") == alone()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_cut_off_and_goes_on_after_the_end_changes_nothing(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +355,7 @@ def test_a_worker_that_is_cut_off_and_goes_on_after_the_end_changes_nothing(
     assert memory.pending == {}
 
 
+@pytest.mark.slow
 def test_bytes_that_a_cut_off_worker_computes_differently_are_replaced(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +377,7 @@ def test_bytes_that_a_cut_off_worker_computes_differently_are_replaced(
     assert memory.contents("models/out") == wanted
 
 
+@pytest.mark.slow
 def test_a_slow_part_is_done_by_a_second_worker_and_both_upload(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

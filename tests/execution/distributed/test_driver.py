@@ -72,6 +72,7 @@ def parts_of(workers: Threads) -> list[tuple[int, int] | None]:
     return [share.part for share in workers.started]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [TIES, MODEL_WIDE], ids=["tensor", "model"])
 def test_the_bytes_are_those_of_one_process(here: Path, recipe: Any) -> None:
     alone = weightsmith.merge(recipe, "whole", progress=False)
@@ -85,6 +86,7 @@ def test_the_bytes_are_those_of_one_process(here: Path, recipe: Any) -> None:
     assert not staging_folder(here / "out").exists()
 
 
+@pytest.mark.slow
 def test_products_are_made_by_one_worker_and_the_parts_that_need_them_wait(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     started: list[int] = []
@@ -104,6 +106,7 @@ def test_products_are_made_by_one_worker_and_the_parts_that_need_them_wait(here:
     assert parts_of(workers).count(None) == 1
 
 
+@pytest.mark.slow
 def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_finished(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weightsmith.merge(TIES, "whole", progress=False)
     finished: list[str] = []
@@ -123,6 +126,7 @@ def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_finished(here:
     assert files(here / "out") == files(here / "whole")
 
 
+@pytest.mark.slow
 def test_workers_that_are_lost_again_and_again_are_an_error(here: Path) -> None:
     def before(share: Share) -> None:
         if share.part is not None and share.part[0] == 2:
@@ -235,6 +239,7 @@ def test_the_error_of_a_worker_is_that_of_one_process(here: Path) -> None:
     assert caught.value.code == alone.value.code
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_workers_and_leaves_work_that_resumes_in_one_process(here: Path) -> None:
     def progress(now: weightsmith.Progress) -> None:
         if 0 < now.tensors < now.total_tensors:
@@ -251,6 +256,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_work_that_resumes_in_one_process(her
     assert files(here / "out") == files(here / "whole")
 
 
+@pytest.mark.slow
 def test_progress_counts_each_tensor_once_and_ends_full(here: Path) -> None:
     seen: list[weightsmith.Progress] = []
     merged = merge(Threads(2), callbacks=Callbacks(seen.append))
@@ -310,6 +316,7 @@ def test_a_worker_that_does_not_see_the_folder_is_an_error(
     assert not list(own_disk.iterdir())
 
 
+@pytest.mark.slow
 def test_tensors_at_the_edges_of_parts_are_read_again_when_other_machines_wrote_them(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +356,7 @@ def test_parts_are_not_smaller_than_they_need_be(here: Path, monkeypatch: pytest
     assert part_count(plan, 2) == 2
 
 
+@pytest.mark.slow
 def test_no_resume_discards_what_was_there(here: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         merge(Threads(1), callbacks=Callbacks(interrupt))

@@ -150,12 +150,14 @@ def of_models(adapters: Sequence[Path], method: str, shared: dict[str, Any], tmp
     return delta(merge(what, tmp_path / "merged adapters"), Q), want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["svc", "star", "resmerge", "tsv_m"])
 def test_methods_on_whole_matrices_that_give_what_they_give_of_models(method: str, tmp_path: Path) -> None:
     found, want = of_models(three(tmp_path), method, {"directions": 4} if method == "tsv_m" else {}, tmp_path)
     np.testing.assert_allclose(found, want, atol=3e-6 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_iso_c_has_the_mean_of_the_small_matrix_and_tsv_m_its_share_of_the_rank(tmp_path: Path) -> None:
     found, want = of_models(three(tmp_path), "iso_c", {}, tmp_path / "iso")
     np.testing.assert_allclose(found, want * H / sum(RANKS), atol=3e-6 * np.abs(found).max())
@@ -246,6 +248,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", sampled(PLACES, SAMPLE, "-".join))
 def test_the_order_of_the_adapters_does_not_matter(where: tuple[str, str], tmp_path: Path) -> None:
     """To the rounding of float32: 2e-6 of the largest element.

@@ -100,6 +100,7 @@ def test_experts_that_have_no_place_are_named(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors_of(made.out)[f"{P}{EXPERTS}.w"], changed(odd)[f"{EXPERTS}.w"])
 
 
+@pytest.mark.slow
 def test_bytes_of_experts_do_not_depend_on_threads(tmp_path: Path) -> None:
     before = fused()
     fine, model = pair(tmp_path, before, changed(before))
@@ -151,6 +152,7 @@ def test_intruder_dimensions_are_scaled(left: bool) -> None:
     np.testing.assert_allclose(found if left else found.T, want, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_intruders_are_in_the_report_and_their_share_in_the_adapter(tmp_path: Path) -> None:
     before = {f"{Q}.weight": normal(H, H)}
     u, _, vt = np.linalg.svd(before[f"{Q}.weight"])

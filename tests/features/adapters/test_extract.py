@@ -80,6 +80,7 @@ def extract(*args: Any, **options: Any) -> weightsmith.Merged:
 # ---- what comes out goes back in
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [True, False])
 def test_an_adapter_is_recovered_from_the_model_that_it_was_merged_into(spread: bool, tmp_path: Path) -> None:
     model, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "a", factors(Q, H, H) | factors(DOWN, H, INNER))
@@ -95,6 +96,7 @@ def test_an_adapter_is_recovered_from_the_model_that_it_was_merged_into(spread: 
     assert {m["module"]: m["rank"] for m in report.to_json()["modules"] if m["rank"]} == {Q: 4, DOWN: 4}
 
 
+@pytest.mark.slow
 def test_all_ranks_give_the_bytes_of_the_fine_tune(tmp_path: Path) -> None:
     weights = [n for n, a in base_tensors().items() if a.ndim == 2 and "layers" in n]
     changes = {n: 0.05 * normal(*base_tensors()[n].shape, seed=3) for n in weights}
@@ -109,6 +111,7 @@ def test_all_ranks_give_the_bytes_of_the_fine_tune(tmp_path: Path) -> None:
             assert found[name].tobytes() == checkpoint.read(name).tobytes(), name
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_and_modules_that_do_not_are_in_the_config(tmp_path: Path) -> None:
     changes = {f"{Q}.weight": normal(H, 1) @ normal(1, H), f"{DOWN}.weight": normal(H, 3) @ normal(3, INNER)}
     other = Q.replace("layers.0", "layers.1")
@@ -124,6 +127,7 @@ def test_ranks_that_differ_and_modules_that_do_not_are_in_the_config(tmp_path: P
     applied(model, made.out, tmp_path / "merged")
 
 
+@pytest.mark.slow
 def test_a_matrix_is_released_with_its_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when the next garbage collection finds it: a layer's matrices would be in memory at once."""
     alive: list[weakref.ref[Any]] = []
@@ -146,6 +150,7 @@ def test_a_matrix_is_released_with_its_factors(tmp_path: Path, monkeypatch: pyte
     assert (len(counts), max(counts)) == (14, 1)
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     model, fine = (
@@ -159,6 +164,7 @@ def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     assert config_of(first) == config_of(second)
 
 
+@pytest.mark.slow
 def test_interrupted_work_is_resumed_and_what_was_decomposed_serves_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +217,7 @@ def die_in(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, run: Callab
                 run(name)
 
 
+@pytest.mark.slow
 def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +239,7 @@ def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_
     assert not left[0].exists()
 
 
+@pytest.mark.slow
 def test_what_a_run_left_that_died_after_it_published_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +285,7 @@ ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
 NORMS = {n for n, a in base_tensors().items() if a.ndim == 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "with_factors", "whole"),
     [
@@ -298,6 +307,7 @@ def test_which_modules_are_in_the_adapter(
     assert chosen(tmp_path, **options) == (with_factors, whole)
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_a_warning(tmp_path: Path) -> None:
     changes = {f"{Q}.weight": normal(H, H), "model.norm.weight": normal(H), "lm_head.weight": normal(TOKENS, H)}
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
@@ -309,6 +319,7 @@ def test_what_is_left_out_is_a_warning(tmp_path: Path) -> None:
     assert unchecked.what == "whether PEFT finds all that the adapter has was not checked: transformers is not installed"
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_that_differs_is_saved_as_embedding_and_head(tmp_path: Path) -> None:
     tensors = {n: a.astype(BF16) for n, a in base_tensors(head=False).items()}
     model = base(tmp_path / "base", tie=True)
@@ -364,6 +375,7 @@ def test_weights_stored_transposed_are_known_by_their_biases(tmp_path: Path) -> 
 # ---- PEFT
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "tied"])
 def test_peft_loads_every_tensor_and_makes_the_fine_tune(kind: str, tmp_path: Path) -> None:
@@ -422,6 +434,7 @@ def test_a_wrong_base_is_one_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_models_that_are_equal_or_differ_where_no_factors_are_give_no_adapter(tmp_path: Path) -> None:
     model = base(tmp_path / "base")
     assert "nothing differs from" in str(refusal(model, model, tmp_path / "out"))
@@ -457,6 +470,7 @@ def test_settings_that_cannot_be(options: dict[str, Any], words: str, tmp_path: 
     assert words.lower() in str(refusal(model, model, tmp_path / "out", **options)).lower()
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", {f"{Q}.weight": normal(H, H)})
     assert "must be at least 48, which the smallest factors take, not 40" in str(
@@ -484,6 +498,7 @@ def test_infinities_name_the_model(tmp_path: Path) -> None:
 # ---- plans and the command line
 
 
+@pytest.mark.slow
 def test_a_plan_runs_from_its_json_and_is_checked(tmp_path: Path, cli: Cli) -> None:
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", {f"{Q}.weight": normal(H, H)})
     ran = cli("extract-lora", fine, model, "--plan", "--json", "--max-rank", 3)
@@ -518,6 +533,7 @@ def test_a_plan_runs_from_its_json_and_is_checked(tmp_path: Path, cli: Cli) -> N
             weightsmith.run(plan_from_json(broken), tmp_path / "c", progress=False, fsync=False)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     base(tmp_path / "base")
     (tmp_path / "base/README.md").write_text("---\nlicense: mit\nbase_model: org/first\n---\n")

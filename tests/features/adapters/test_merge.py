@@ -83,6 +83,7 @@ def test_a_smaller_rank_keeps_the_best(adapters: tuple[Path, Path], tmp_path: Pa
     assert (config_of(out)["r"], config_of(out)["rank_pattern"]) == (3, {})
 
 
+@pytest.mark.slow
 def test_the_result_is_an_adapter_like_the_others(adapters: tuple[Path, Path], tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "r.yml").write_text(json.dumps(recipe(adapters, "ties", density=1.0)))
     ran = cli("merge", tmp_path / "r.yml", tmp_path / "out", "--adapter-rank", 5, "--out-dtype", "bfloat16")
@@ -170,6 +171,7 @@ def test_knots_merges_the_right_singular_vectors_of_all_side_by_side(adapters: t
     assert config_of(out)["r"] == 6
 
 
+@pytest.mark.slow
 def test_compressed_adapters_keep_what_the_shared_bases_hold(adapters: tuple[Path, Path], tmp_path: Path) -> None:
     out = merge(both(adapters), tmp_path / "out", adapter_space="compressed", adapter_rank=3)
     u, v, deltas = cores_of(adapters)
@@ -238,6 +240,7 @@ def test_random_combinations_keep_the_mean_and_are_the_same_again(adapters: tupl
     assert any(a.tobytes() != other[n].tobytes() for n, a in one.items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_peft_adds_the_same_and_loads_every_tensor(tmp_path: Path) -> None:
     peft, transformers = (pytest.importorskip(n) for n in ("peft", "transformers"))

@@ -66,6 +66,7 @@ def expert_base(folder: Path, *, transposed: bool = False) -> Path:
     return write_checkpoint(folder, fused(transposed=transposed) | {f"{Q}.weight": normal(H, H)}, CONFIG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swapped", [False, True], ids=["modern", "legacy"])
 @pytest.mark.parametrize("second", [TARGETS, TARGETS[1:]], ids=["both", "down"])
 def test_a_sum_of_factors_of_fused_experts_is_exact(swapped: bool, second: list[str], tmp_path: Path) -> None:
@@ -80,6 +81,7 @@ def test_a_sum_of_factors_of_fused_experts_is_exact(swapped: bool, second: list[
     assert_same(applied(model, again, tmp_path / "in again"), applied(model, out, tmp_path / "in 2"), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["core", "knots", "compressed"])
 def test_experts_are_merged_one_by_one(space: str, tmp_path: Path) -> None:
     """As adapters are that name each expert: by the same method, in the same space."""
@@ -150,6 +152,7 @@ def test_tensors_saved_whole_are_merged_as_those_of_models(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
 def test_what_an_adapter_does_not_save_is_the_base_s(method: str, tmp_path: Path) -> None:
     model = base(tmp_path / "base", np.float32)
@@ -215,6 +218,7 @@ def dora(folder: Path, seed: int, modules: tuple[str, ...] = (Q, DOWN), rank: in
     return adapter(folder, tensors, use_dora=True, r=rank, **config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["core", "knots"])
 def test_a_sum_of_doras_is_a_dora(space: str, tmp_path: Path) -> None:
     """Exactly what the merge of the models is, also with a LoRA among them, and with modules that one alone has."""
@@ -304,6 +308,7 @@ UNSLOTH: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_adapters_of_different_trainers_are_merged(tmp_path: Path) -> None:
     """Unsloth's settings, and names as FSDP and torch.compile leave them: the same bytes as of plain adapters."""
     one, two = factors(Q, H, H), factors(Q, H, H, seed=5) | factors(DOWN, H, INNER, seed=7)
@@ -347,6 +352,7 @@ def kinds(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["experts", "DoRA", "whole"])
 def test_a_plan_of_any_kind_runs_from_its_json(kind: str, tmp_path: Path) -> None:
     what = kinds(tmp_path)[kind]

@@ -128,6 +128,7 @@ def headers(name: str) -> tuple[dict[str, Any], list[str]]:
     return json.loads(config.to_json_string(use_diff=False)), [*model.state_dict()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sampled(["llama", "llama-tied", "gpt2", "bert", "t5", "bert-bare"], ("t5", "bert-bare")))
 def test_a_config_without_architectures_is_that_of_the_class_that_fits(name: str) -> None:
@@ -243,6 +244,7 @@ def test_a_model_that_transformers_does_not_know_is_not_checked() -> None:
     assert found == {"unknown": "transformers has no model class 'X'"}
 
 
+@pytest.mark.slow
 def test_what_differs_and_has_no_place_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(question: str, _began: object) -> dict[str, Any]:
         _, config, names = json.loads(question)

@@ -55,6 +55,7 @@ def interrupt_when_waiting(gate: threading.Event) -> Callable[[Progress], None]:
     return interrupt
 
 
+@pytest.mark.slow
 def test_all_else_is_done_before_router_weights_are_there(models: Path, tmp_path: Path, gate: threading.Event) -> None:
     recipe = recipe_of(models, told(0, 1))
     seen: list[Progress] = []
@@ -74,6 +75,7 @@ def test_all_else_is_done_before_router_weights_are_there(models: Path, tmp_path
     assert tree(tmp_path / "out") == {k: v.replace(b"again", b"out") for k, v in tree(tmp_path / "again").items()}
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_it_waits_keeps_what_is_copied(models: Path, tmp_path: Path, gate: threading.Event) -> None:
     recipe = recipe_of(models, told(0, 1))
 
@@ -138,6 +140,7 @@ def test_a_base_that_is_not_finite_leaves_nothing(models: Path, tmp_path: Path) 
     assert {f.name for f in tmp_path.iterdir()} == {"a"}
 
 
+@pytest.mark.slow
 def test_an_error_of_a_later_run_keeps_what_an_earlier_one_copied(
     models: Path, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +160,7 @@ def test_an_error_of_a_later_run_keeps_what_an_earlier_one_copied(
     assert moe(recipe, tmp_path / "out").resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [False, True])
 def test_router_weights_are_not_computed_twice(
     damaged: bool, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,6 +192,7 @@ def test_router_weights_are_not_computed_twice(
     assert {f.name for f in tmp_path.iterdir()} == {"out"}
 
 
+@pytest.mark.slow
 def test_work_with_other_prompts_is_not_resumed(models: Path, tmp_path: Path) -> None:
     """Everything the router weights follow from is part of the plan."""
 
@@ -201,6 +206,7 @@ def test_work_with_other_prompts_is_not_resumed(models: Path, tmp_path: Path) ->
         moe(recipe_of(models, told(0, 2)), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_plan_is_of_what_router_weights_follow_from(models: Path, tmp_path: Path) -> None:
     def router(**more: Any) -> Any:
         (found,) = plan(recipe_of(models, told(0, 1), **more)).products

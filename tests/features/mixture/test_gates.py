@@ -232,6 +232,7 @@ def made_router(recipe: dict[str, Any], **options: Any) -> tuple[dict[str, np.nd
         return arrays, find_kind("router").report(product, list(arrays.values()))  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
     def rows(**more: Any) -> np.ndarray:
         arrays, report = made_router(recipe_of(models, told(0, 1), dtype="float32", **more))
@@ -242,6 +243,7 @@ def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
     np.testing.assert_allclose(rows(router_scale=3), 3 * rows(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_shared_expert_has_prompts_of_its_own_or_none(models: Path) -> None:
     def gate(**own: Any) -> np.ndarray:
         shared = [{"source_model": str(models / "a"), **own}]
@@ -338,6 +340,7 @@ def test_prompts_that_end_in_the_same_token_are_advised_another_mode(models: Pat
     assert "Write gate_mode: router_input or hidden_avg" in second
 
 
+@pytest.mark.slow
 def test_leniently_rows_of_zeros_are_written_with_a_warning(models: Path, tmp_path: Path) -> None:
     negative = [SAME_END[0] | {"negative_prompts": ["w7 w5"]}, SAME_END[1] | {"negative_prompts": ["w8 w5"]}]
     recipe = recipe_of(models, negative, gate_mode="hidden")
@@ -350,6 +353,7 @@ def test_leniently_rows_of_zeros_are_written_with_a_warning(models: Path, tmp_pa
             assert not out.read(router).astype("f4").any()
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path: Path) -> None:
     experts = [{"positive_prompts": [""]}, *told(1)]
     made = weightsmith.moe(recipe_of(models, experts, gate_mode="hidden"), tmp_path / "out", fsync=False)

@@ -67,6 +67,7 @@ def pairs() -> Iterator[Any]:
             seen.add(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "name", "tied"), list(pairs()))
 def test_equals_the_dense_model(layout: ExpertLayout, name: str, tied: bool, models: Models, tmp_path: Path) -> None:
     made(source_of(layout, models, name, tied=tied), tmp_path / "out")
@@ -77,6 +78,7 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", NATIVE, ids=lambda layout: layout.name)
 def test_generates_in_bf16_and_has_the_names_that_transformers_writes(
     layout: ExpertLayout, models: Models, tmp_path: Path
@@ -102,6 +104,7 @@ def headers(folder: Path) -> dict[str, list[int]]:
 # ---- experts that differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", NATIVE, ids=lambda layout: layout.name)
 def test_every_expert_is_in_its_place(layout: ExpertLayout, models: Models, tmp_path: Path) -> None:
     """The matrices of each expert, and of the shared one, as transformers has them in memory."""
@@ -247,6 +250,7 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name).float() for name in file.keys()}
 
 
+@pytest.mark.slow
 def test_olmoe_of_a_model_with_its_norms(models: Models, tmp_path: Path) -> None:
     """Its one-expert form, written as a dense model of a type that nobody knows."""
     arguments = {**DENSE["llama"][1], "num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": True, "clip_qkv": 0.5}
@@ -317,6 +321,7 @@ def without_theta(config: dict[str, Any]) -> None:
     del config["rope_parameters"]["rope_theta"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name", "edit"),
     [(o, n, old_style) for o, n in OTHER_CONFIGS]
@@ -332,6 +337,7 @@ def test_other_config_of_the_same_model(layout: str, name: str, edit: Any, model
     assert_equal(logits(tmp_path / "out"), expected)
 
 
+@pytest.mark.slow
 def test_keys_that_the_dense_class_does_not_read(models: Models, tmp_path: Path) -> None:
     """A Llama with a sliding window of five has none; the Mixtral of it would have."""
 

@@ -96,6 +96,7 @@ def test_every_method_merges_mixtures(method: str, triples: dict[str, list[Path]
             assert not [k for k in experts if np.array_equal(after[k], before[k])] + same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "method"),
     [("fused", "ties"), ("fused", "slerp"), ("transposed", "model_stock"), ("paired", "ties")],
@@ -134,6 +135,7 @@ def test_each_expert_of_a_fused_tensor_is_merged_as_if_alone(how: str, method: s
             assert np.array_equal(together[name][e], alone[name][0]), (name, e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek-v3", "granitemoe", "llama4", "glm4-moe"])
 def test_a_stack_of_two_mixtures_loads(name: str, pairs: tuple[dict[str, Path], dict[str, Path]], tmp_path: Path) -> None:
     a, b = (models[name] for models in pairs)

@@ -195,6 +195,7 @@ def test_a_merge_of_another_depth_is_the_base_and_the_experts(models: dict[str, 
             assert as_bytes(made) == as_bytes(tensors[f"model.layers.{own}.{old}.weight"])
 
 
+@pytest.mark.slow
 def test_a_model_wide_merge_made_on_the_way_is_the_merge_written_first(models: dict[str, Path], tmp_path: Path) -> None:
     """`scope: model` counts every tensor of the merge, also those that the mixture takes from another model."""
 
@@ -240,6 +241,7 @@ def test_plan_takes_recipes_of_mixtures_too(models: dict[str, Path]) -> None:
     assert (planned.made.name, planned.seed) == ("moe", 5)
 
 
+@pytest.mark.slow
 def test_random_gates_follow_the_seed(models: dict[str, Path], tmp_path: Path) -> None:
     for mode in ("random", "uniform_random"):
         rows = []
@@ -273,6 +275,7 @@ def test_the_command_makes_what_the_function_makes(models: dict[str, Path], tmp_
     assert "(computed)" not in card
 
 
+@pytest.mark.slow
 def test_a_merge_in_the_place_of_an_expert_is_that_merge(models: dict[str, Path], tmp_path: Path) -> None:
     """Its MLPs are what the merge alone writes, random masks included, in unfused and in fused layouts."""
     merge = {

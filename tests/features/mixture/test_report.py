@@ -58,6 +58,7 @@ def test_the_picture_is_xml_with_a_cell_for_each_layer_and_expert_and_names_do_n
     assert len({c.get("fill") for c in cells}) == 2
 
 
+@pytest.mark.slow
 def test_the_output_has_the_report_and_it_is_of_the_mixture_s_own_router(models: Path, tmp_path: Path) -> None:
     """In layer 0 the mixture's router, run by transformers, sends tokens where the report says."""
     recipe = recipe_of(models, told(0, 1, 2))
@@ -85,6 +86,7 @@ def recipe(models: Path, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_routing_shows_and_writes_nothing(cli: Cli, recipe: Path) -> None:
     ran = cli("moe", str(recipe), "--routing")
     assert ran.code == 0, ran.err
@@ -93,6 +95,7 @@ def test_routing_shows_and_writes_nothing(cli: Cli, recipe: Path) -> None:
     assert list(recipe.parent.iterdir()) == [recipe]
 
 
+@pytest.mark.slow
 def test_plan_knows_recipes_of_both_kinds(cli: Cli, recipe: Path) -> None:
     plan, own = cli("plan", str(recipe)), cli("moe", str(recipe), "--plan")
     assert plan.code == own.code == 0, plan.err + own.err
@@ -106,6 +109,7 @@ def test_the_output_folder_is_named_when_and_only_when_something_is_written(cli:
     assert not (recipe.parent / "out").exists()
 
 
+@pytest.mark.slow
 def test_flags_of_mergekit_moe_are_answered(cli: Cli, recipe: Path) -> None:
     flags = [
         "--load-in-4bit",

@@ -64,6 +64,7 @@ def of_experts(name: str) -> bool:
 # ---- whole models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(MODELS, KINDS))
 def test_a_pruned_model_holds_the_kept_experts_and_generates(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     keep = [2, 0, 3]
@@ -86,6 +87,7 @@ def test_a_pruned_model_holds_the_kept_experts_and_generates(name: str, models: 
     assert after.generate(torch.arange(3)[None], max_new_tokens=2, do_sample=False).shape == (1, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(MODELS, KINDS))
 def test_experts_in_another_order_give_the_same_logits(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     surgery(models[name], tmp_path / "out", "prune_experts", {"keep": [3, 1, 0, 2]})
@@ -93,6 +95,7 @@ def test_experts_in_another_order_give_the_same_logits(name: str, models: dict[s
     np.testing.assert_allclose(after, before, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(MODELS, KINDS))
 def test_a_merged_model_loads_and_generates(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     groups = {"groups": [[0, 3], [1], [2]], "match": True}
@@ -103,6 +106,7 @@ def test_a_merged_model_loads_and_generates(name: str, models: dict[str, Path], 
     assert model.generate(torch.arange(3)[None], max_new_tokens=2, do_sample=False).shape == (1, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "bias"), [("deepseek-v3", "gate.e_score_correction_bias"), ("gpt-oss", "router.bias"), ("lfm2-moe", "expert_bias")]
 )
@@ -152,6 +156,7 @@ def test_an_expert_merged_with_itself_in_another_order_is_itself(how: str, tmp_p
     assert not moe_zoo.same(plain[0], listed[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("match", [True, False])
 def test_every_way_of_storing_experts_gives_the_same_numbers(match: bool, tmp_path: Path) -> None:
     groups = {"groups": [[2, 0], [3], [1, 4]], "weights": [[3, 1], [1], [1, 7]], "match": match}
@@ -617,6 +622,7 @@ def test_the_recipes_in_the_docs_plan(tmp_path: Path, monkeypatch: pytest.Monkey
             assert prepared.plan.warnings == ()
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run = Cli(monkeypatch, capsys)
     model = moe_zoo.store(tmp_path / "model", "paired", moe_zoo.experts())

@@ -156,6 +156,7 @@ def test_a_fraction_of_the_elements_gets_noise_and_the_rest_keeps_its_bytes(tmp_
     assert (changed[0] != changed[3]).any()
 
 
+@pytest.mark.slow
 def test_residual_scale_is_a_factor_on_down_after_the_noise(tmp_path: Path) -> None:
     donor = read(dense(tmp_path / "a"))
     noisy = made(recipe(tmp_path / "a", noise_scale=0.02), tmp_path / "noisy")
@@ -221,6 +222,7 @@ def test_the_deviation_is_that_of_the_replaced_elements_alone(tmp_path: Path) ->
 # ---- whatever the layout and the donor's form
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"noise_scale": 0.1, "noise_fraction": 0.5, "residual_scale": 2}, {"drop_fraction": 0.5}])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_fused_donors_and_fused_layouts_hold_the_same_numbers(changes: dict[str, Any], groups: int, tmp_path: Path) -> None:
@@ -255,6 +257,7 @@ def test_interrupted_work_goes_on(tmp_path: Path) -> None:
 # ---- virtual groups
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("architecture", "groups", "chosen", "dtype"),
@@ -377,6 +380,7 @@ def test_there_are_recipes() -> None:
     assert len(PRESETS) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
 def test_a_recipe_says_where_it_comes_from_and_makes_a_model(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

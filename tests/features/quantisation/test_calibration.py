@@ -255,6 +255,7 @@ def test_statistics_of_other_users_are_no_part_of_a_measurement(llama: Path, tmp
     assert (draft.products, draft.then) == (list(others), None)
 
 
+@pytest.mark.slow
 def test_features_of_a_down_projection_beside_biases_stay_in_order(tmp_path: Path) -> None:
     out = quantise(save_model(tmp_path / "m", "biased"), tmp_path / "out", settings(tmp_path)).out
     with open_checkpoint(out, raw=True) as stored:
@@ -278,6 +279,7 @@ def test_a_head_that_is_not_quantised_leaves_the_layers_as_they_are(name: str, t
             np.testing.assert_array_equal(plain.read(key), other.read(key))
 
 
+@pytest.mark.slow
 def test_the_card_counts_weights(llama: Path, tmp_path: Path) -> None:
     given = settings(tmp_path, bits=None, uniform=False, group_size=32)
     with prepared_for(llama, given, "w4a16") as prepared:
@@ -285,6 +287,7 @@ def test_the_card_counts_weights(llama: Path, tmp_path: Path) -> None:
     assert "Quantised: w4a16 (14 of 21 tensors)." in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_model_can_be_split_for_one_format_and_fused_for_the_next(tmp_path: Path) -> None:
     phi3, given = save_model(tmp_path / "m", "phi3"), settings(tmp_path)
     quantise(phi3, tmp_path / "exl2", given)  # q, k and v are one matrix each
@@ -319,6 +322,7 @@ def test_a_measurement_is_resumed_for_other_bits(llama: Path, tmp_path: Path, mo
     assert found == weights_of(quantise(llama, tmp_path / "b", other).out)
 
 
+@pytest.mark.slow
 def test_a_calibration_begun_on_one_device_is_not_resumed_on_another(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +431,7 @@ def test_a_plan_survives_json(llama: Path, tmp_path: Path) -> None:
 # ---- bad input
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize(("name", "place"), [("lm_head", "lm_head"), ("model.layers.1.self_attn.o_proj", "layers.1.self_attn")])
 def test_a_weight_that_float16_cannot_hold_is_named(name: str, place: str, uniform: bool, tmp_path: Path) -> None:
@@ -508,6 +513,7 @@ def test_what_follows_a_measurement_from_elsewhere_is_checked(llama: Path, tmp_p
             followed(replace(prepared, plan=wrong), {})
 
 
+@pytest.mark.slow
 def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -522,6 +528,7 @@ def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
     assert staging_folder(tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -82,6 +82,7 @@ def config_of(folder: str | Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
     ran = cli("quantize", "m", "q", "--format", "exl2", "--bits", "4.5", "--calibration", "none", "--quiet")
     assert ran.code == 0
@@ -132,6 +133,7 @@ def test_features_with_large_weights_come_first() -> None:
     assert by_norm(np.ones((5, 32), np.float32)).tolist() == list(range(32))
 
 
+@pytest.mark.slow
 def test_a_matrix_of_several_tiles_is_encoded_as_a_whole(tmp_path: Path) -> None:
     write(tmp_path / "m", {**LLAMA, "vocab_size": 20_000}, {**shapes_of(LLAMA), "model.embed_tokens.weight": (20_000, H)})
     embedding = tensors_of(tmp_path / "m")["model.embed_tokens.weight"].astype(np.float32)
@@ -164,6 +166,7 @@ def test_it_loads_in_transformers(model: Path) -> None:
         np.testing.assert_array_equal(array.numpy(), expected[name])
 
 
+@pytest.mark.slow
 def test_a_merge_gives_the_same_bytes_as_merging_first(model: Path, tmp_path: Path) -> None:
     other = {name: (-array.astype(np.float32)).astype(array.dtype) * 2 for name, array in tensors_of("m").items()}
     write_checkpoint(tmp_path / "n", other, LLAMA)
@@ -179,6 +182,7 @@ def test_a_merge_gives_the_same_bytes_as_merging_first(model: Path, tmp_path: Pa
     assert Path("direct/model.safetensors").read_bytes() == Path("q/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_it_has_the_same_bytes(model: Path) -> None:
     def stop(progress: weightsmith.Progress) -> None:
         if progress.tensors >= 10:
@@ -354,6 +358,7 @@ def test_mixtures_of_experts(style: str, tmp_path: Path) -> None:
     assert len({stored[f"model.layers.1.{module}.experts.{e}.{names[0]}.q_groups"].tobytes() for e in range(2)}) == 1
 
 
+@pytest.mark.slow
 def test_gemma3_gets_the_names_that_exllamav2_knows(tmp_path: Path) -> None:
     config = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 3}
     config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]

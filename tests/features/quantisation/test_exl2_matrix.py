@@ -141,6 +141,7 @@ def groupings(draw: st.DrawFn) -> Groups:
     return tuple(Group(b, draw(st.sampled_from([32, 64, 128, 160]))) for b in bits)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(groupings(), st.integers(1, 40), st.integers(0, 1 << 30), st.sampled_from([1e-6, 1e-3, 0.05, 30.0]), st.booleans())
 def test_what_is_stored_decodes_as_the_description_says(
@@ -276,6 +277,7 @@ def test_a_weight_that_is_read_gives_the_same_bytes(hessian: bool) -> None:
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found.arrays, expected.arrays, strict=True))
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_threads() -> None:
     import torch
 

@@ -70,6 +70,7 @@ def test_groups_from_settings(text: str, k: int, counts: list[int], last: int) -
     assert groups[-1].rows == last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [*range(32, 1600, 32), 11008, 65504])
 def test_all_settings_give_legal_groups(k: int) -> None:
     for option in (*ATTENTION, *MLP, {str(bits): setting for bits, setting in HEAD.items()}):

@@ -108,6 +108,7 @@ def vocabulary(folder: Path) -> Mapping[str, int]:
 # ---- rows and files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [0, 384])
 def test_a_transplant_to_itself_is_the_identity(tmp_path: Path, rows: int) -> None:
     own = model(tmp_path / "model", trained(), rows=rows, head=True)
@@ -149,6 +150,7 @@ def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same
     assert json.loads((made.out / "transplant.json").read_text())["how"] == {"approximated": missing}
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_result_and_generates(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -162,6 +164,7 @@ def test_transformers_loads_the_result_and_generates(tmp_path: Path) -> None:
     assert loaded.generate(input_ids=text["input_ids"], max_new_tokens=3, do_sample=False).shape[1] > text["input_ids"].shape[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APPROXIMATIONS)
 def test_every_approximation_makes_finite_rows_of_both_tables(tmp_path: Path, name: str) -> None:
     if find_approximation(name).torch:
@@ -189,6 +192,7 @@ HALVES = Approximation("halves", "Every number is a half.", "a test", make)
 """
 
 
+@pytest.mark.slow
 def test_an_approximation_of_an_installed_package(tmp_path: Path) -> None:
     own, donor = pair(tmp_path)
     points = "halves = halves_package:HALVES\nlost = halves_package:LOST"
@@ -203,6 +207,7 @@ def test_an_approximation_of_an_installed_package(tmp_path: Path) -> None:
         transplant(own, donor, tmp_path / "third", approximation="halves")
 
 
+@pytest.mark.slow
 def test_a_plan_runs_from_its_json_and_a_wrong_one_does_not(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     own, donor = pair(tmp_path)
@@ -275,6 +280,7 @@ def test_prefixes_serve_where_they_are_allowed(tmp_path: Path) -> None:
         assert not heads[ids[token]].astype(np.float32).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("older", [False, True])
 def test_the_report_counts_the_missing_tokens_of_a_text(tmp_path: Path, cli: Cli, older: bool) -> None:
     own, donor = pair(tmp_path)
@@ -292,6 +298,7 @@ def test_the_report_counts_the_missing_tokens_of_a_text(tmp_path: Path, cli: Cli
     assert sum(counts.values()) > 10
 
 
+@pytest.mark.slow
 def test_noise_scale_and_norms_change_new_rows_only(tmp_path: Path) -> None:
     own, donor = pair(tmp_path)
 
@@ -312,6 +319,7 @@ def test_noise_scale_and_norms_change_new_rows_only(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.linalg.norm(equal[new], axis=1), np.median(lengths), rtol=0.1)
 
 
+@pytest.mark.slow
 def test_poorly_trained_tokens_are_approximated(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     own, donor = pair(tmp_path, rows=400)
@@ -331,6 +339,7 @@ def test_poorly_trained_tokens_are_approximated(tmp_path: Path) -> None:
     assert (made[ids[shared[0]]] == kept[ids[shared[0]]]).all()
 
 
+@pytest.mark.slow
 def test_plan_shows_how_tokens_would_be_found(tmp_path: Path, cli: Cli) -> None:
     own, donor = pair(tmp_path)
     ran = cli("transplant-tokenizer", own, donor, "--plan", "-a", "mean")

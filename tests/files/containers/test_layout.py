@@ -123,6 +123,7 @@ def test_a_hundred_thousand_tensors_are_laid_out_quickly() -> None:
 names = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6), unique=True, max_size=8)
 
 
+@pytest.mark.slow
 @given(names.filter(lambda ns: "__metadata__" not in ns), st.integers(1, 200), st.data())
 def test_any_layout_is_read_by_the_safetensors_library(names: list[str], bound: int, data: st.DataObject) -> None:
     dtypes = st.sampled_from([DTYPES[n] for n in ("F64", "F32", "F16", "I8", "BOOL", "U32")])

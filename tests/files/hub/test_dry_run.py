@@ -67,6 +67,7 @@ def cached(home: Path) -> set[str]:
     return {path.name for path in home.glob("hub/*/snapshots/*/*")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["org/tuned", "org/torch"])
 def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other: str, hub: FakeHub, tmp_path: Path) -> None:
     path = recipe(tmp_path, "org/base", other)
@@ -104,6 +105,7 @@ def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other
     assert hub.downloads() == set()
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     made: dict[tuple[str, str], Files] = {}
@@ -131,11 +133,13 @@ def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> No
     np.testing.assert_array_equal(rows[3], embedding[2])
 
 
+@pytest.mark.slow
 def test_a_plan_says_in_words_what_would_be_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
     assert "download 2.46 MB in 6 files, before the merge begins; only headers were read" in planned.out
 
 
+@pytest.mark.slow
 def test_mistakes_cost_no_download(hub: FakeHub, tmp_path: Path) -> None:
     wrong = weightsmith(hub, tmp_path, "merge", recipe(tmp_path, "org/base", "org/tuned", weight="heavy"), "out")
     assert wrong.code == 1
@@ -182,6 +186,7 @@ def test_parts_of_a_file_on_the_hub_are_its_bytes_in_few_requests() -> None:
         assert asked == ([] if request is None else [request])
 
 
+@pytest.mark.slow
 def test_a_hub_without_byte_ranges_is_read_from_the_start_only(hub: FakeHub, tmp_path: Path) -> None:
     hub.ranges = False
     assert weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned")).code == 0
@@ -191,6 +196,7 @@ def test_a_hub_without_byte_ranges_is_read_from_the_start_only(hub: FakeHub, tmp
     assert cached(tmp_path) == {"config.json"}
 
 
+@pytest.mark.slow
 def test_a_hub_that_lists_no_sizes_is_asked_for_them(hub: FakeHub, tmp_path: Path) -> None:
     hub.sizes = False
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
@@ -199,6 +205,7 @@ def test_a_hub_that_lists_no_sizes_is_asked_for_them(hub: FakeHub, tmp_path: Pat
     assert hub.whole() == {"config.json"}
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_the_cache_usable_without_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     old = "0" * 40
     for name in ("org/base", "org/tuned"):
@@ -256,6 +263,7 @@ def test_a_revision_is_not_written_outside_the_cache(tmp_path: Path) -> None:
     assert (tmp_path / "models--org--x/refs/pr/1").read_text() == COMMIT
 
 
+@pytest.mark.slow
 def test_a_hub_that_never_answers_is_an_error_or_the_cache(tmp_path: Path) -> None:
     path = recipe(tmp_path, "org/base", "org/tuned")
     with silent() as hub:
@@ -317,6 +325,7 @@ def test_every_request_of_huggingface_hub_has_a_timeout(monkeypatch: pytest.Monk
             assert type(caught.value).__name__ == "ReadTimeout"
 
 
+@pytest.mark.slow
 def test_offline_without_the_model_says_how_to_get_it(tmp_path: Path) -> None:
     refused = weightsmith(None, tmp_path, "plan", recipe(tmp_path, "org/base@v1", "org/tuned"), HF_HUB_OFFLINE="1")
     assert refused.code == 1

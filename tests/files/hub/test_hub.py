@@ -147,6 +147,7 @@ def downloads(hub: FakeHub) -> set[str]:
     return hub.downloads()
 
 
+@pytest.mark.slow
 def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good")
     assert got["tensors"] == {"a": A.tolist(), "b": (A + 1).tolist()}
@@ -168,6 +169,7 @@ def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub: FakeHub, tmp
     assert run(None, tmp_path, f"org/good@{COMMIT}") == offline
 
 
+@pytest.mark.slow
 def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     expected = {"w.weight": [[0.0, 1.0], [2.0, 5.0]], "revision": f"{COMMIT}+{COMMIT}"}
     assert run(hub, tmp_path, f"org/matrix+org/adapter@{COMMIT}", look=applied) == expected
@@ -179,6 +181,7 @@ def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> 
     assert "org/none: neither a local path nor a model on the hub" in gone
 
 
+@pytest.mark.slow
 def test_an_adapter_without_safetensors_is_downloaded_as_a_pickle(hub: FakeHub, tmp_path: Path) -> None:
     expected = run(hub, tmp_path, "org/matrix+org/adapter", look=applied)
     assert run(hub, tmp_path, "org/matrix+org/old-adapter", look=applied) == expected
@@ -186,6 +189,7 @@ def test_an_adapter_without_safetensors_is_downloaded_as_a_pickle(hub: FakeHub, 
     assert run(None, tmp_path, "org/matrix+org/old-adapter", look=applied) == expected
 
 
+@pytest.mark.slow
 def test_of_pytorch_files_those_of_the_model_are_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/torch")
     assert got["tensors"] == {"a": A.tolist(), "b": (A + 1).tolist()}
@@ -194,6 +198,7 @@ def test_of_pytorch_files_those_of_the_model_are_downloaded(hub: FakeHub, tmp_pa
     assert run(None, tmp_path, "org/torch") == got | {"ignored": []}
 
 
+@pytest.mark.slow
 def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good@v1")
     assert (got["revision"], got["tensors"], got["config"]) == (OLD, {"old": A.tolist()}, None)
@@ -203,6 +208,7 @@ def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
     assert gone["message"].startswith("org/good@v9: the hub model exists, but not this revision")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("repo", "error", "words"),
     [
@@ -221,6 +227,7 @@ def test_a_model_that_cannot_be_used_is_refused_before_weights_are_downloaded(
     assert downloads(hub) <= {"config.json", INDEX}
 
 
+@pytest.mark.slow
 def test_a_damaged_gguf_file_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/gguf")
     assert got["error"] == "FormatError"
@@ -228,6 +235,7 @@ def test_a_damaged_gguf_file_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     assert downloads(hub) == {"x.Q4_K_M.gguf"}
 
 
+@pytest.mark.slow
 def test_the_token_and_the_cache_folder_are_used(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good", token="hf_secret", cache_dir=str(tmp_path / "elsewhere"))
     assert Path(got["folder"]).is_relative_to(tmp_path / "elsewhere")
@@ -235,6 +243,7 @@ def test_the_token_and_the_cache_folder_are_used(hub: FakeHub, tmp_path: Path) -
     assert not (tmp_path / "hub").exists()
 
 
+@pytest.mark.slow
 def test_offline_the_cache_is_enough(tmp_path: Path) -> None:
     snapshot = cache(tmp_path, {name: data for name, data in GOOD.items() if "/" not in name})
     (snapshot / "original").mkdir()
@@ -245,6 +254,7 @@ def test_offline_the_cache_is_enough(tmp_path: Path) -> None:
     assert run(None, tmp_path, str(snapshot))["files"] == got["files"]  # the snapshot's path is a local folder like any
 
 
+@pytest.mark.slow
 def test_offline_a_half_downloaded_model_is_noticed(tmp_path: Path) -> None:
     cache(tmp_path, {name: GOOD[name] for name in (ONE, INDEX, "config.json")})
     got = run(None, tmp_path, "org/cached")
@@ -252,6 +262,7 @@ def test_offline_a_half_downloaded_model_is_noticed(tmp_path: Path) -> None:
     assert f"names the file '{TWO}' (tensor 'b'), which does not exist" in got["message"]
 
 
+@pytest.mark.slow
 def test_offline_and_not_cached(tmp_path: Path) -> None:
     (tmp_path / "models" / "llama-medic").mkdir(parents=True)
     got = run(None, tmp_path, "models/llama-medik")
@@ -260,6 +271,7 @@ def test_offline_and_not_cached(tmp_path: Path) -> None:
     assert "did you mean 'llama-medic'?" in got["message"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_reached_is_an_error_or_the_cache(tmp_path: Path) -> None:
     with silent() as dead:
         pass  # the port is known, and nobody listens
@@ -275,6 +287,7 @@ def test_a_hub_that_is_not_reached_is_an_error_or_the_cache(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good", look=later)
     assert "not downloaded: only its header was read from the hub" in got["error"]
@@ -282,11 +295,13 @@ def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> No
     assert (got["a"], got["left"], got["same"]) == (A.tolist(), [], True)
 
 
+@pytest.mark.slow
 def test_an_impossible_hub_id(tmp_path: Path) -> None:
     got = run(None, tmp_path, "org/a--b")
     assert (got["error"], "nor a valid hub id" in got["message"]) == ("NotFound", True)
 
 
+@pytest.mark.slow
 def test_a_local_folder_wins_over_a_hub_id(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "org" / "good").mkdir(parents=True)
     (tmp_path / "org" / "good" / "model.safetensors").write_bytes(save({"local": A}))

@@ -42,6 +42,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_merge_is_pushed_as_a_private_model(hub: FakeHub, here: Path) -> None:
     done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged", "--json")
     assert done.code == 0, done.err
@@ -54,6 +55,7 @@ def test_a_merge_is_pushed_as_a_private_model(hub: FakeHub, here: Path) -> None:
     assert all(seen.authorization == "Bearer hf_good" for seen in hub.seen if seen.path.startswith("/api"))
 
 
+@pytest.mark.slow
 def test_a_public_model_into_a_repository_that_exists_by_run(hub: FakeHub, here: Path) -> None:
     hub.put("org/merged", {"old.txt": b"stays", ".gitattributes": ATTRIBUTES})
     (here / "plan.json").write_text(run(hub, here, "plan", recipe(here), "--json").out)
@@ -68,6 +70,7 @@ def test_a_public_model_into_a_repository_that_exists_by_run(hub: FakeHub, here:
     assert "a part publishes nothing" in refused.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["/api/repos/create", "/lfs/", "/api/models/org/merged/commit"])
 def test_a_failed_upload_leaves_the_output_and_says_how_to_push_it_again(fails: str, hub: FakeHub, here: Path) -> None:
     hub.fails[fails] = 403
@@ -106,6 +109,7 @@ def test_an_interrupted_upload_leaves_the_output_too(hub: FakeHub, tmp_path: Pat
     assert f"complete in {tmp_path}" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("repo", "env", "words"),
     [
@@ -127,6 +131,7 @@ def test_what_cannot_be_pushed_is_refused_before_the_merge(
     assert hub.pushed == {}
 
 
+@pytest.mark.slow
 def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path) -> None:
     began = time.monotonic()
     with silent() as hub:
@@ -137,6 +142,7 @@ def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path) -> None:
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_push_is_an_option_of_python(hub: FakeHub, here: Path) -> None:
     env = hub.environment(here / "home", HF_TOKEN="hf_good")
     done = forked(lambda: print(weightsmith.merge(RECIPE, "out", push="org/merged", progress=False).url), env, here)

@@ -86,6 +86,7 @@ def test_an_identity_of_azure_gives_obstore_its_tokens(monkeypatch: pytest.Monke
     assert "credential_provider" not in access.settings("az")[1]
 
 
+@pytest.mark.slow
 def test_application_default_credentials_give_obstore_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("google.auth.transport.requests")
     from datetime import UTC, datetime

@@ -71,6 +71,7 @@ def test_what_passes(error: Exception) -> None:
     assert lasting(wrapped(error)) is None
 
 
+@pytest.mark.slow
 def test_an_answer_in_parts_that_is_cut_off_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients see a ValueError then, in the size of the next part; stores send lists in parts."""
     slept = _no_sleep(monkeypatch)
@@ -121,6 +122,7 @@ def _no_sleep(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "_words"), STAYS, ids=lambda one: str(one)[:30])
 def test_no_client_asks_twice_for_what_stays(error: Exception, _words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every place that catches the errors of a client, with that error in place of an answer."""
@@ -137,6 +139,7 @@ def test_no_client_asks_twice_for_what_stays(error: Exception, _words: str, monk
         assert (len(asked), slept) == (1, []), look
 
 
+@pytest.mark.slow
 def test_a_panic_in_any_client_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = _no_sleep(monkeypatch)
 
@@ -200,6 +203,7 @@ def _clients(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> lis
     ]
 
 
+@pytest.mark.slow
 def test_what_passes_is_asked_again_by_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = _no_sleep(monkeypatch)
 

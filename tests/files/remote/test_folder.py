@@ -63,6 +63,7 @@ def test_other_formats_are_read_without_a_line_of_their_own() -> None:
         assert extent.nbytes == tensors["a.weight"].nbytes  # it is stored transposed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [4, 128])
 def test_a_plan_finds_out_that_a_server_knows_no_byte_ranges(width: int, tmp_path: Path) -> None:
     """With files that are smaller, and larger, than what is read of a file to begin with."""
@@ -92,6 +93,7 @@ def test_one_file_is_opened_by_its_address() -> None:
             weightsmith.open_checkpoint(f"{site.url}/nowhere")
 
 
+@pytest.mark.slow
 def test_a_folder_that_changes_is_noticed_before_a_merge_is_published() -> None:
     files = at("m", model(0))
     with serve(files) as site, weightsmith.open_checkpoint(f"{site.url}/m") as checkpoint:
@@ -137,6 +139,7 @@ def test_a_revision_of_an_address_is_refused() -> None:
         weightsmith.open_checkpoint("https://example.org/m", revision="main")
 
 
+@pytest.mark.slow
 def test_a_merge_from_a_folder_behind_http(tmp_path: Path) -> None:
     models = [model(k) for k in range(2)]
     local = [write(tmp_path / f"m{k}", files) for k, files in enumerate(models)]

@@ -154,6 +154,7 @@ def test_a_server_that_breaks_for_good_leaves_work_to_resume(
     assert content(tmp_path / "out") == content(tmp_path / "expected")
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_during_a_merge_is_one_error(
     models: list[dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_model_that_changes_during_a_merge_is_one_error(
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_result_of_another_recipe_reads_its_models_once(tmp_path: Path) -> None:
     def staged(*places: object) -> list[Recipe]:
         inner = {**ties(*places), "name": "inner"}

@@ -33,6 +33,7 @@ def test_each_class_of_job_has_a_case() -> None:
     assert {name.partition(",")[0] for name in JOBS} == {kind.__name__ for kind in ours if not inspect.isabstract(kind)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize(("grains", "threads", "shuffle"), [(1, 1, None), (1, 1, 5), (3, 1, 1), (1, 4, 2)])
 def test_tiles_order_and_threads_do_not_change_a_byte(name: str, grains: int, threads: int, shuffle: int | None) -> None:

@@ -40,6 +40,7 @@ def groups(draw: st.DrawFn, group: int = 32, *, finite: bool = False) -> np.ndar
 SCALES = st.sampled_from([1.0, 0.5, 0.1, 2.0**-100, 3e30])
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(groups(), SCALES, st.sampled_from([(8, 0), (8, 128), (4, 8)]))
 def test_quantise_integers_is_its_twin(rows: np.ndarray, scale: float, how: tuple[int, int]) -> None:
@@ -50,6 +51,7 @@ def test_quantise_integers_is_its_twin(rows: np.ndarray, scale: float, how: tupl
         np.testing.assert_array_equal(found, reference.quantise_integers(rows, scales, *how))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(groups(), SCALES)
 def test_quantise_float4_is_its_twin(rows: np.ndarray, scale: float) -> None:
@@ -60,6 +62,7 @@ def test_quantise_float4_is_its_twin(rows: np.ndarray, scale: float) -> None:
         np.testing.assert_array_equal(found, reference.quantise_float4(rows, scales))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(groups(), SCALES, st.sampled_from([0.0, -1.5, 7.0]), st.sampled_from([4, 8]))
 def test_quantise_affine_is_its_twin(rows: np.ndarray, scale: float, bias: float, bits: int) -> None:
@@ -80,6 +83,7 @@ def test_block_maxima_are_those_of_numpy(n: int, cols: int, high: int, wide: int
     np.testing.assert_array_equal(found, reference.block_maxima(rows, (high, wide)).reshape(-1))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.sampled_from(sorted(codes.TABLES)), st.integers(1, 9), st.integers(1, 40), st.data())
 def test_dequantise_is_its_twin_in_any_range(kind: str, rows: int, half: int, data: st.DataObject) -> None:
@@ -160,6 +164,7 @@ BOUNDS: dict[str, Bound] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDS)
 @settings(max_examples=30)
 @given(data=st.data())

@@ -365,6 +365,7 @@ def test_exl3_scales_may_be_signs(codebook: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), case.plain["q_proj.weight"])
 
 
+@pytest.mark.slow
 def test_the_size_of_an_exl3_weight_is_that_in_config_json(tmp_path: Path) -> None:
     sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 384}
     shapes = {"q_proj": (576, 576), "k_proj": (192, 576), "down_proj": (576, 384), "lm_head": (128, 576)}
@@ -400,6 +401,7 @@ LARGE: dict[str, Callable[[], Case]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_memory_of_a_read_does_not_grow_with_the_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoded, "BAND_CODES", 1 << 17)  # the tensor is 16 times as large
@@ -456,6 +458,7 @@ def llama(folder: Path, kind: str) -> tuple[Path, Path]:
     return quantised, write_checkpoint(folder / f"{kind}-twin", {**case.plain, **biases, **plain}, LLAMA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_merge_with_a_plain_model_has_the_bytes_of_that_of_the_dequantised_twin(kind: str, tmp_path: Path) -> None:
     quantised, twin = llama(tmp_path, kind)

@@ -106,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in (*CASES, "gpt2")), ("DoRA", "bfloat16"), ("head", "bfloat16")]
@@ -201,6 +202,7 @@ def test_dora_without_magnitudes_is_refused(tmp_path: Path) -> None:
     assert "has no magnitude, and use_dora is true" in str(problem).lower()
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     big = {"w.weight": normal(700, 900).astype(BF16), "v.weight": normal(900).astype(BF16)}
     model = write_checkpoint(tmp_path / "base", big, {"model_type": "x"})
@@ -377,6 +379,7 @@ def test_a_tokenizer_that_differs_is_noted(tmp_path: Path) -> None:
     assert warning.what.endswith("are not used: tokenizer.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_modules_that_are_saved_whole_are_merged_as_those_of_models(method: str, tmp_path: Path) -> None:
     model = base(tmp_path / "base", np.float32)

@@ -74,6 +74,7 @@ class TestStoredViews(SourceTests):
         source.close()
 
 
+@pytest.mark.slow
 def test_rows_of_a_strided_tensor_that_are_read_together(tmp_path: Path) -> None:
     torch.save(
         {"w": torch.zeros(2048, 5000).T, "row": torch.zeros(3_000_000, 2).T, "long": torch.zeros(20, 2)[:, 0]},
@@ -201,6 +202,7 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [zoo.save("llama", folder / f"m{k}", k) for k in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties"])
 @pytest.mark.parametrize("how", ["one", "sharded", "nested", "turned"])
 def test_a_merge_of_pytorch_files_has_the_bytes_of_that_of_safetensors(
@@ -225,6 +227,7 @@ def test_transformers_loads_the_same_weights(how: str, llamas: list[Path], tmp_p
             np.testing.assert_array_equal(checkpoint.read(name).astype(np.float32), theirs[name].float().numpy())
 
 
+@pytest.mark.slow
 def test_tied_names_are_both_read_and_the_merge_loads(tmp_path: Path) -> None:
     """transformers wrote both names of a tied head to .bin files, one storage; safetensors have one of them."""
     safe = [zoo.save("llama-tied", tmp_path / f"s{k}", k) for k in range(2)]
@@ -261,6 +264,7 @@ def test_files_of_a_run_are_a_pattern(tmp_path: Path) -> None:
     assert [Path(model.ref).name for model in plan.models] == ["step-9.pt", "step-10.pt"]
 
 
+@pytest.mark.slow
 def test_a_mixture_of_pytorch_files(llamas: list[Path], tmp_path: Path) -> None:
     models = [twin(tmp_path / f"m{k}", model, "one") for k, model in enumerate(llamas)]
     found = []

@@ -168,6 +168,7 @@ SAMPLE = frozenset("Llama Gemma3 GPTNeo Jamba DeepseekV3 Llama4 Qwen2VL T5".spli
 """One for each way in which config.json says what kind a layer is."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "config", "sizes", "legal", "illegal"),
     [

@@ -245,6 +245,7 @@ DEFAULT = "ties della sce tsv_m model_stock localize_and_stitch arcee_fusion cab
 SAMPLE = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.sweep) for name in MERGED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_merge_of_fused_models_is_the_fused_merge(name: str, models: Path, tmp_path: Path) -> None:
     case = CASES[name]
@@ -256,6 +257,7 @@ def test_a_merge_of_fused_models_is_the_fused_merge(name: str, models: Path, tmp
     assert different == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MERGED)
 def test_only_methods_that_look_at_matrices_take_them_apart(name: str, models: Path) -> None:
     case = CASES[name]
@@ -268,6 +270,7 @@ def test_only_methods_that_look_at_matrices_take_them_apart(name: str, models: P
         assert joined == {*kinds, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({case.method for case in MERGED.values()}))
 def test_what_is_called_elementwise_gives_the_same_bytes_in_one_piece_and_in_many(
     name: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -298,6 +301,7 @@ def ties(folder: Path, kind: str, **more: Any) -> dict[str, Any]:
     return {"merge_method": "ties", "base_model": names[0], "models": [{"model": n, **own} for n in names[1:]], **more}
 
 
+@pytest.mark.slow
 def test_steps_after_a_merge_see_each_matrix(models: Path, tmp_path: Path) -> None:
     """task_arithmetic itself is elementwise; with norm_match it is not."""
     steps: dict[str, tuple[Step, ...]] = {}
@@ -310,6 +314,7 @@ def test_steps_after_a_merge_see_each_matrix(models: Path, tmp_path: Path) -> No
     assert {n: as_bytes(a) for n, a in got.items()} == {n: as_bytes(a) for n, a in expected.items()}
 
 
+@pytest.mark.slow
 def test_state_dicts_are_taken_apart_where_shapes_alone_say_it(models: Path, tmp_path: Path) -> None:
     weightsmith.merge(ties(models, "fused"), tmp_path / "out", fsync=False)
     held = [read(models / f"fused{k}") for k in range(3)]
@@ -319,6 +324,7 @@ def test_state_dicts_are_taken_apart_where_shapes_alone_say_it(models: Path, tmp
     assert different == {"self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias"}, "numbers of heads are in config.json"
 
 
+@pytest.mark.slow
 def test_the_distance_of_fused_models_is_that_of_the_unfused(models: Path, tmp_path: Path) -> None:
     moved = [weightsmith.merge(ties(models, kind), tmp_path / kind, fsync=False).distance for kind in ("whole", "fused")]
     assert [m.name for m in moved[0]] == [m.name for m in moved[1]]
@@ -347,6 +353,7 @@ def test_what_is_no_number_in_a_piece_is_named_by_its_place_in_the_tensor(models
     assert f"fused2, tensor {name}: element [1, {INNER + 3}, 7] is nan" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_experts_are_taken_out_of_fused_tensors_that_are_merged_on_the_way(tmp_path: Path) -> None:
     """A mixture on an inline merge of models like Phi-3 is the mixture on that merge's folder."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

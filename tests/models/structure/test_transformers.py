@@ -101,6 +101,7 @@ def sweep(mapping: Mapping[Any, Any], only: Sequence[str] = ()) -> tuple[dict[st
 CAUSAL = "LlamaConfig GPT2Config OPTConfig MambaConfig JambaConfig DeepseekV3Config XLNetConfig".split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mapping", "only"), [("AutoModelForCausalLM", CAUSAL), ("AutoModelForImageTextToText", LANGUAGE_VISION[-2:])]
 )
@@ -134,6 +135,7 @@ def test_only_stack_of_an_encoder_is_its_main_one(config_class: str) -> None:
     assert check(*made) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config_class", "encoder", "decoder"),
     [

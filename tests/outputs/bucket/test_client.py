@@ -39,6 +39,7 @@ def bucket(request: pytest.FixtureRequest, new_server: Callable[[str], Server]) 
     return MemoryBucket(request.node.name) if request.param == MEMORY else opened(new_server(request.param))
 
 
+@pytest.mark.slow
 def test_an_object_is_created_once_and_replaced_only_in_the_version_that_was_seen(bucket: Any) -> None:
     first = bucket.create("a/lock", b"one")
     assert first
@@ -53,6 +54,7 @@ def test_an_object_is_created_once_and_replaced_only_in_the_version_that_was_see
     assert 0 <= found.age_seconds < 60
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket, send = S3Bucket(moto.bucket), S3Bucket._send
 
@@ -78,6 +80,7 @@ def test_a_store_that_cannot_replace_a_version_is_asked_for_it_first(moto: Any, 
     assert bucket.read("lock", 10).data == b"{}"  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endpoint", "message"),
     [
@@ -97,6 +100,7 @@ def test_endpoints_that_are_refused(endpoint: str, message: str, monkeypatch: py
         S3Bucket("bkt")
 
 
+@pytest.mark.slow
 def test_small_objects(bucket: Any) -> None:
     assert bucket.read("none", 100) is None
     assert bucket.head("none") is None
@@ -113,6 +117,7 @@ def test_small_objects(bucket: Any) -> None:
     assert bucket.read("xz", 10) is None
 
 
+@pytest.mark.slow
 def test_what_we_have_written_is_marked(bucket: Any) -> None:
     bucket.put("x/ours", b"1", "token")
     bucket.put("x/theirs", b"1")
@@ -121,6 +126,7 @@ def test_what_we_have_written_is_marked(bucket: Any) -> None:
     assert bucket.head("x/ours").token == ""
 
 
+@pytest.mark.slow
 def test_an_object_that_is_too_large_is_not_read(server: Server) -> None:
     bucket = opened(server)
     bucket.put("x", b"0123456789")
@@ -128,6 +134,7 @@ def test_an_object_that_is_too_large_is_not_read(server: Server) -> None:
         bucket.read("x", 9)
 
 
+@pytest.mark.slow
 def test_an_upload_in_parts(bucket: Any) -> None:
     one, two = b"1" * (5 << 20), b"22"
     upload = bucket.begin("x/model", "token")
@@ -153,6 +160,7 @@ def test_an_upload_in_parts(bucket: Any) -> None:
     assert [*bucket.names("x/")] == [("x/model", len(one) + 2)]
 
 
+@pytest.mark.slow
 def test_uploads_of_one_object_do_not_mix_and_what_is_there_stays(bucket: Any) -> None:
     old, one, two = b"old", b"1" * 100, b"2" * 99
     bucket.put("x/model", old)
@@ -290,6 +298,7 @@ def test_lists_of_google_go_on_where_a_page_ends(monkeypatch: pytest.MonkeyPatch
     assert [query.get("pageToken") for query in asked[2:]] == [None, "t"]
 
 
+@pytest.mark.slow
 def test_lists_of_s3_go_on_where_a_page_ends(moto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket, send = S3Bucket(moto.bucket), S3Bucket._call
     limits = {"list_objects_v2": "MaxKeys", "list_parts": "MaxParts"}

@@ -19,6 +19,7 @@ from weightsmith._outputs.places import place_of
 SIZES = st.lists(st.integers(0, 5000), min_size=0, max_size=30)
 
 
+@pytest.mark.slow
 @given(
     sizes=SIZES,
     part_bytes=st.integers(50, 4000),

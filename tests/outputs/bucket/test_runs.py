@@ -450,6 +450,7 @@ def test_a_part_of_a_plan_needs_a_local_folder(here: Path, monkeypatch: pytest.M
         weightsmith.run(plan, "s3://bkt/out", part=part, progress=False)
 
 
+@pytest.mark.slow
 def test_a_plan_runs_into_a_bucket(here: Path, server: Server, cli: Cli) -> None:
     Path("plan.json").write_text(json.dumps(weightsmith.plan(RECIPES["ties"][1]).to_json()))
     assert cli("run", "plan.json", server.address("out"), "--json").code == 0
@@ -501,6 +502,7 @@ def test_the_library_that_is_missing_is_named(
     assert {path.name for path in here.iterdir()} == {*MODELS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "missing", "message"),
     [

@@ -280,6 +280,7 @@ def test_a_lock_that_is_not_renewed_is_taken_over_and_its_owner_stops(
         second.publish({})
 
 
+@pytest.mark.slow
 def test_an_owner_that_has_lost_its_lock_changes_no_more_of_the_output(memory: MemoryBucket) -> None:
     """Lost at any request of `publish` up to that for the manifest: the next change is not made."""
     key = f"{OUT.staging}/lock"
@@ -783,6 +784,7 @@ def test_verify_names_what_differs(memory: MemoryBucket, change: str) -> None:
     assert wanted[change] in str(found.value)
 
 
+@pytest.mark.slow
 def test_a_journal_of_unknown_origin_is_one_error_or_ignored(memory: MemoryBucket, tmp_path: Path) -> None:
     put_some()
     key = f"{OUT.staging}/journal"

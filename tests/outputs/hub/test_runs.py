@@ -64,6 +64,7 @@ def uploads(hub: FakeHub) -> list[str]:
     return hub.asked("PUT", "/lfs/*")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["shards", "ties of a model", "fp8", "moe"])
 def test_the_files_are_those_of_a_local_run(here: Path, hub: FakeHub, case: str) -> None:
     merged = run(case)
@@ -87,6 +88,7 @@ def test_the_bytes_are_those_of_a_pushed_folder(here: Path, hub: FakeHub) -> Non
     assert tree(here / "out") == streamed
 
 
+@pytest.mark.slow
 def test_few_weight_files_exist_at_a_time(here: Path, hub: FakeHub) -> None:
     most = 0
     done = threading.Event()
@@ -108,6 +110,7 @@ def test_few_weight_files_exist_at_a_time(here: Path, hub: FakeHub) -> None:
     assert UPLOADS < most <= UPLOADS + FILLED
 
 
+@pytest.mark.slow
 def test_large_files_are_uploaded_in_parts(here: Path, hub: FakeHub) -> None:
     hub.part_bytes, hub.page = 7_000, 3
     run("linear")
@@ -116,6 +119,7 @@ def test_large_files_are_uploaded_in_parts(here: Path, hub: FakeHub) -> None:
     assert hub.pushed == {"org/out": local(here, "linear")}
 
 
+@pytest.mark.slow
 def test_files_are_uploaded_through_xet_where_the_hub_has_it(
     here: Path, hub: FakeHub, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +144,7 @@ def test_files_are_uploaded_through_xet_where_the_hub_has_it(
 # options
 
 
+@pytest.mark.slow
 def test_a_branch_begins_empty_and_the_card_names_it(here: Path, hub: FakeHub) -> None:
     run("linear")
     merged = run(out="hf://org/out@v2/ties", commit_message="second", public=True)
@@ -151,6 +156,7 @@ def test_a_branch_begins_empty_and_the_card_names_it(here: Path, hub: FakeHub) -
     assert model.files() != model.files("v2/ties")
 
 
+@pytest.mark.slow
 def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None:
     seen: list[tuple[int, int]] = []
     shown, sent = threading.Event(), itertools.count(1)
@@ -174,11 +180,13 @@ def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None
     assert seen[0][0] < seen[0][1]  # a later one may show everything: the upload's thread still has to clean up
 
 
+@pytest.mark.slow
 def test_a_public_model_is_public(here: Path, hub: FakeHub) -> None:
     run("linear", public=True)
     assert hub.written["org/out"].visibility == "public"
 
 
+@pytest.mark.slow
 def test_a_folder_is_pushed_to_a_branch_with_a_message(here: Path, hub: FakeHub) -> None:
     merged = run("linear", "out", push="org/out@v3", commit_message="third")
     assert merged.url == f"{hub.url}/org/out/tree/v3"
@@ -209,6 +217,7 @@ def test_a_cluster_does_not_write_to_the_hub() -> None:
 # existing repositories
 
 
+@pytest.mark.slow
 def test_a_model_is_replaced_only_with_overwrite_and_loses_its_files_in_the_same_commit(here: Path, hub: FakeHub) -> None:
     run("stack")
     model, before = hub.written["org/out"], hub.written["org/out"].branches["main"]
@@ -220,6 +229,7 @@ def test_a_model_is_replaced_only_with_overwrite_and_loses_its_files_in_the_same
     assert model.files() == local(here, "linear", max_shard_bytes=10**6)
 
 
+@pytest.mark.slow
 def test_other_peoples_files_are_never_replaced(here: Path, hub: FakeHub) -> None:
     hub.put("org/out", {"notes.txt": b"mine", ".gitattributes": ATTRIBUTES})
     with pytest.raises(OutputExists, match="would be lost") as caught:
@@ -228,6 +238,7 @@ def test_other_peoples_files_are_never_replaced(here: Path, hub: FakeHub) -> Non
     assert hub.pushed == {"org/out": {"notes.txt": b"mine"}}
 
 
+@pytest.mark.slow
 def test_a_card_that_somebody_wrote_stays_if_the_output_has_none(here: Path, hub: FakeHub) -> None:
     hub.put("org/out", {"README.md": b"mine", ".gitattributes": ATTRIBUTES})
     with pytest.raises(OutputExists, match="already holds files"):
@@ -236,6 +247,7 @@ def test_a_card_that_somebody_wrote_stays_if_the_output_has_none(here: Path, hub
     assert hub.pushed["org/out"] == {"README.md": b"mine"} | local(here, "linear", card=False)
 
 
+@pytest.mark.slow
 def test_a_manifest_that_was_edited_lists_nothing(here: Path, hub: FakeHub) -> None:
     run("linear")
     hub.put("org/out", {"weightsmith.json": b"{}"})
@@ -243,6 +255,7 @@ def test_a_manifest_that_was_edited_lists_nothing(here: Path, hub: FakeHub) -> N
         run(overwrite=True)
 
 
+@pytest.mark.slow
 def test_no_more_of_a_manifest_is_read_than_one_can_have(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.put("org/out", {"weightsmith.json": bytes(32 << 20)})
     model = HubRepository(parse_hub_address(OUT))
@@ -284,6 +297,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [500, 503, 429, CUT, LOST])
 def test_a_request_that_fails_once_is_repeated(here: Path, hub: FakeHub, fault: int | str) -> None:
     """One of each kind fails."""
@@ -324,6 +338,7 @@ def failing(method: str, start: str, fault: int | str, times: int, skip: int = 0
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "status", "words"),
     [
@@ -357,6 +372,7 @@ def test_a_fault_that_stays_is_one_clear_error_and_the_same_command_resumes(
         assert len(uploads(hub)) == len(set(uploads(hub)))
 
 
+@pytest.mark.slow
 def test_the_token_is_in_no_file_and_goes_to_no_other_host(here: Path, hub: FakeHub) -> None:
     hub.fails["/api/models/org/out/commit"] = 500
     with pytest.raises(PushFailed):
@@ -426,6 +442,7 @@ def test_a_repository_that_keeps_weights_in_git_is_rejected(here: Path, hub: Fak
 # other people's commits, and other processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [None, 409])
 def test_a_commit_of_someone_else_is_reported_and_never_undone(here: Path, hub: FakeHub, status: int | None) -> None:
     theirs = ""
@@ -451,6 +468,7 @@ def test_a_commit_of_someone_else_is_reported_and_never_undone(here: Path, hub: 
     assert hub.pushed == {"org/out": local(here, "linear")}
 
 
+@pytest.mark.slow
 def test_a_commit_of_someone_else_between_two_runs_is_reported(here: Path, hub: FakeHub) -> None:
     hub.fails["/api/models/org/out/commit"] = 403
     with pytest.raises(PushFailed):
@@ -464,6 +482,7 @@ def test_a_commit_of_someone_else_between_two_runs_is_reported(here: Path, hub: 
     assert hub.pushed == {"org/out": local(here, "linear")}
 
 
+@pytest.mark.slow
 def test_a_commit_whose_answer_was_lost_is_found_under_one_of_someone_else(here: Path, hub: FakeHub) -> None:
     theirs = ""
 
@@ -484,6 +503,7 @@ def test_a_commit_whose_answer_was_lost_is_found_under_one_of_someone_else(here:
     assert staging(here) == []
 
 
+@pytest.mark.slow
 def test_killed_after_its_commit_and_then_changed_by_someone_else_it_is_not_said_that_nothing_was_committed(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +527,7 @@ def test_killed_after_its_commit_and_then_changed_by_someone_else_it_is_not_said
     assert (model.branches["main"], len(model.commits)) == (theirs, 3)
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time(here: Path, hub: FakeHub) -> None:
     inside: list[BaseException] = []
     once = threading.Lock()  # uploads are parallel
@@ -523,6 +544,7 @@ def test_one_process_at_a_time(here: Path, hub: FakeHub) -> None:
     assert len(hub.written["org/out"].commits) == 2
 
 
+@pytest.mark.slow
 def test_unfinished_work_of_another_recipe_is_not_lost(here: Path, hub: FakeHub) -> None:
     hub.fails["/api/models/org/out/commit"] = 403
     with pytest.raises(PushFailed):
@@ -541,6 +563,7 @@ def start(case: str, hub: FakeHub, here: Path) -> Forked:
     return Forked(lambda: run(case), hub.environment(here.parent / "home", HF_TOKEN=TOKEN), here)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "method", "path", "skip"),
     [
@@ -581,6 +604,7 @@ def test_a_killed_run_resumes(here: Path, hub: FakeHub, case: str, method: str, 
     assert staging(here) == []
 
 
+@pytest.mark.slow
 def test_what_an_earlier_run_has_uploaded_is_not_even_computed_again(here: Path, hub: FakeHub) -> None:
     hub.fails["/api/models/org/out/commit"] = 403
     with pytest.raises(PushFailed):
@@ -591,6 +615,7 @@ def test_what_an_earlier_run_has_uploaded_is_not_even_computed_again(here: Path,
     assert len(uploads(hub)) == len(set(uploads(hub)))
 
 
+@pytest.mark.slow
 def test_files_that_the_hub_has_removed_meanwhile_are_uploaded_again(here: Path, hub: FakeHub) -> None:
     hub.fails["/api/models/org/out/commit"] = 403
     with pytest.raises(PushFailed):
@@ -634,6 +659,7 @@ def test_the_disk_is_looked_at_before_anything_is_computed(here: Path, hub: Fake
     assert hub.written == {}
 
 
+@pytest.mark.slow
 def test_the_command_line(here: Path, hub: FakeHub) -> None:
     (here / "recipe.yml").write_text(json.dumps(RECIPES["linear"][1]))
     env = hub.environment(here.parent / "home", HF_TOKEN=TOKEN) | {"COLUMNS": "200"}
@@ -644,6 +670,7 @@ def test_the_command_line(here: Path, hub: FakeHub) -> None:
     assert hub.pushed["org/out"].keys() == local(here, "linear").keys() | {"recipe.yml"}
 
 
+@pytest.mark.slow
 def test_every_byte_on_the_hub_is_verified(here: Path, hub: FakeHub) -> None:
     merged = run("linear", f"{OUT}@v2")
     verified = weightsmith.verify(str(merged.out))
@@ -663,6 +690,7 @@ def test_every_byte_on_the_hub_is_verified(here: Path, hub: FakeHub) -> None:
         weightsmith.verify(OUT)
 
 
+@pytest.mark.slow
 def test_unfinished_work_is_listed_and_removed(here: Path, hub: FakeHub, cli: Cli) -> None:
     hub.fails["/api/models/org/out/commit"] = 403
     with pytest.raises(PushFailed):
@@ -698,6 +726,7 @@ def test_other_commands_and_streamed_models(here: Path, hub: FakeHub, kind: str,
     assert {path.name for path in here.iterdir()} == {*MODELS, "out"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["an error", "Ctrl-C"])
 def test_threads_that_wait_for_an_upload_are_woken_when_the_run_ends(here: Path, hub: FakeHub, how: str) -> None:
     began = threading.Event()
@@ -760,6 +789,7 @@ def test_many_faults_make_nothing_wrong(here: Path, hub: FakeHub) -> None:
     assert faults > 100
 
 
+@pytest.mark.slow
 def test_a_file_whose_last_tensors_end_at_the_same_moment_is_uploaded_once(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -775,6 +805,7 @@ def test_a_file_whose_last_tensors_end_at_the_same_moment_is_uploaded_once(
     assert len(uploads(hub)) == len(set(uploads(hub)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, overwrite: bool
@@ -791,6 +822,7 @@ def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
     assert hub.pushed == {"org/out": local(here, "linear")}
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_removed_after_the_commit_is_named(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_one_file_or_folder_that_is_not_of_the_checkpoint_is_enough(here: Path, 
     assert path.exists()
 
 
+@pytest.mark.slow
 def test_the_first_few_are_named_and_the_rest_counted_no_further(here: Path) -> None:
     a = model(here / "a")
     merge("out", a)

@@ -260,6 +260,7 @@ def write_manifest(out: Path, fields: dict[str, Any]) -> None:
     (out / MANIFEST_NAME).write_bytes(b'{\n  "checksum": "' + hash_bytes(body).encode() + b'",\n' + body)
 
 
+@pytest.mark.slow
 def test_threads_and_progress(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save_model({"a": np.arange(3_000_000), "b": np.ones(5)}, out)

@@ -32,6 +32,7 @@ def bytes_of(path: Path) -> np.ndarray:
     return np.frombuffer(path.read_bytes(), np.uint8)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, FILE_BYTES - 1), max_size=6), st.integers(0, 2**32), st.booleans())
 def test_any_cut_gives_the_same_file(tmp_path_factory: Any, cuts: list[int], seed: int, align: bool) -> None:
     data = np.random.default_rng(seed).integers(0, 256, FILE_BYTES, np.uint8)
@@ -46,6 +47,7 @@ def test_any_cut_gives_the_same_file(tmp_path_factory: Any, cuts: list[int], see
     assert np.array_equal(bytes_of(path), data)
 
 
+@pytest.mark.slow
 def test_neighbours_that_share_a_page_are_written_by_many_threads(tmp_path: Path) -> None:
     step = 3 * PAGE_BYTES + 1234
     data = np.random.default_rng(0).integers(0, 256, 400 * step, np.uint8)

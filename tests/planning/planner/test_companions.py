@@ -203,6 +203,7 @@ def test_a_stack_takes_the_tokenizer_too(make: Make) -> None:
     assert plan.files.keys() == {"tokenizer.json", "tokenizer_config.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_files_that_a_stage_loses_are_listed(make: Make, keep: bool) -> None:
     make("base")
@@ -258,6 +259,7 @@ def test_a_transplant_lists_what_its_output_lacks(make: Make) -> None:
         }
 
 
+@pytest.mark.slow
 def test_the_screen_names_the_files(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     make("base", trained())
     make("fr", trained(), {"preprocessor_config.json": "{}", "LICENSE": ""}, seed=1)

@@ -200,6 +200,7 @@ def left(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.iterdir() if path.name.strip(".").startswith("out"))
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_ends_a_merge_that_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, monkeypatch, REFUSES)
 
@@ -214,6 +215,7 @@ def test_a_check_that_fails_ends_a_merge_that_takes_longer(tmp_path: Path, monke
     assert left(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_published_before_the_check_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, monkeypatch, f"while not (here / 'merged').exists(): time.sleep(0.01)\n{REFUSES}")
 
@@ -226,6 +228,7 @@ def test_nothing_is_published_before_the_check_is_done(tmp_path: Path, monkeypat
     assert left(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_leaves_the_work_of_an_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, monkeypatch, REFUSES)
     stack, out = stack_of(tmp_path), tmp_path / "out"

@@ -96,6 +96,7 @@ def _in(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_memory(tmp_path: Path) -> None:
     for i in range(12):
         write_checkpoint(tmp_path / f"checkpoint-{i}", tensors(i, rows=200), CONFIG)
@@ -133,6 +134,7 @@ def test_more_weight_files_than_may_be_open_at_first(tmp_path: Path) -> None:
     assert measured(tmp_path, code) == MANY
 
 
+@pytest.mark.slow
 def test_thirty_models_are_planned_at_once(tmp_path: Path) -> None:
     shapes = {f"mlp.experts.{i}.w.weight": (2, 2) for i in range(20)}
     more = {f"model.layers.{i}.{name}": shape for i in range(24) for name, shape in shapes.items()}

@@ -160,6 +160,7 @@ def test_quantised_at_once_is_merged_and_then_quantised(name: str, tmp_path: Pat
     assert not stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out_dtype", ["F16"])
 def test_other_dtypes_are_rounded_before_they_are_quantised(out_dtype: str, tmp_path: Path) -> None:
     make(TIES, tmp_path / "once", quantize=FP8, out_dtype=DTYPES[out_dtype])
@@ -169,6 +170,7 @@ def test_other_dtypes_are_rounded_before_they_are_quantised(out_dtype: str, tmp_
     assert config_of(tmp_path / "once")["dtype"] == DTYPES[out_dtype].torch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"threads": 1}, {"threads": 2, "max_memory_bytes": 176_000_000}, {"max_shard_bytes": 100_000}], ids=str
 )
@@ -179,6 +181,7 @@ def test_threads_memory_and_shards_change_no_tensor(options: dict[str, Any], tmp
     assert {name: array.tobytes() for name, array in found.items()} == {name: a.tobytes() for name, a in expected.items()}
 
 
+@pytest.mark.slow
 def test_a_plan_from_json_and_parts_of_it_give_the_same_bytes(tmp_path: Path) -> None:
     plan = make(FUSED, tmp_path / "once", quantize=FP8)
     again = plan_from_json(json.loads(json.dumps(weightsmith.plan(FUSED, quantize=FP8).to_json())))
@@ -421,6 +424,7 @@ def test_verify_names_a_damaged_code_or_scale(damaged: str, tmp_path: Path) -> N
     assert f"tensor {damaged}: differs" in str(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [UP_PROJ, f"{UP_PROJ}_scale"], ids=["before the codes", "between codes and scales"])
 def test_killed_around_the_tensors_of_one_weight(last: str, tmp_path: Path) -> None:
     make(TIES, tmp_path / "expected", quantize=FP8)
@@ -451,6 +455,7 @@ def test_another_encoding_is_another_plan(tmp_path: Path) -> None:
     assert weightsmith.plan(TIES).hash != weightsmith.plan(TIES, quantize=FP8).hash
 
 
+@pytest.mark.slow
 def test_distances_are_those_of_the_merge_and_the_card_says_that_it_is_quantised(tmp_path: Path) -> None:
     quantised = weightsmith.merge(TIES, tmp_path / "fp8", fsync=False, quantize=FP8)
     plain = weightsmith.merge(TIES, tmp_path / "plain", fsync=False)
@@ -471,6 +476,7 @@ def yml(models: Path) -> str:
     return "ties.yml"
 
 
+@pytest.mark.slow
 def test_merge_on_the_command_line(cli: Cli, yml: str, tmp_path: Path) -> None:
     ran = cli("merge", yml, tmp_path / "out", "--quantize", FP8, "--quiet", "--json")
     assert ran.code == 0, ran.err
@@ -483,6 +489,7 @@ def test_merge_on_the_command_line(cli: Cli, yml: str, tmp_path: Path) -> None:
     assert "(did you mean 'fp8-dynamic'?)" in " ".join(ran.err.split())
 
 
+@pytest.mark.slow
 def test_the_plan_lists_what_is_stored_how_and_why(cli: Cli, yml: str) -> None:
     ran = cli("plan", yml, "--quantize", FP8)
     assert ran.code == 0, ran.err
@@ -516,6 +523,7 @@ def test_explain_says_how_a_tensor_is_stored_and_merged(cli: Cli, yml: str, argu
     assert says in ran.out.splitlines()
 
 
+@pytest.mark.slow
 def test_explain_says_nothing_of_it_where_there_is_nothing_to_say(cli: Cli, yml: str) -> None:
     assert "stored as" not in cli("plan", "ties.yml", "--explain", Q_PROJ).out
     assert "averaged" not in cli("plan", "tsv.yml", "--explain", Q_PROJ).out

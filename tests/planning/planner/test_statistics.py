@@ -247,6 +247,7 @@ def test_a_quantised_merge_keeps_what_it_measures_itself() -> None:
     assert tuple(draft.products) == plan.products
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     Path("by_text.yml").write_text(json.dumps(recipe(a=short("a"), text=short("all", rows=5))))
     run = Cli(monkeypatch, capsys)

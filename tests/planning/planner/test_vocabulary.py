@@ -149,6 +149,7 @@ def test_a_head_that_only_some_models_have_is_aligned_with_the_tied_embedding_of
     assert result.plan.config["tie_word_embeddings"] is False
 
 
+@pytest.mark.slow
 def test_one_vocabulary_costs_nothing_and_gives_the_same_bytes(make: Callable[..., Tokenizer]) -> None:
     make("a", dtype=plan_help.BF16)
     make("b", seed=1, dtype=plan_help.BF16)
@@ -171,6 +172,7 @@ def gathers(plan: Plan) -> list[Gather]:
     return [read.view for read in step.inputs if isinstance(read.view, Gather)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties of the model", "dare_ties"])
 def test_the_bytes_depend_on_neither_tiles_nor_threads_nor_the_road(make: Callable[..., Tokenizer], method: str) -> None:
     make("a", dtype=plan_help.BF16)
@@ -410,6 +412,7 @@ def test_every_tensor_with_a_row_for_each_token_is_aligned(tmp_path: Path) -> No
             np.testing.assert_allclose(out.read(name), mean, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_stage_with_a_new_tokenizer_is_a_model_of_the_next(make: Callable[..., Tokenizer]) -> None:
     make("a")
     make("b", trained(special=["<s>", "</s>", "<x>"]), seed=1)
@@ -428,6 +431,7 @@ def test_a_stage_with_a_new_tokenizer_is_a_model_of_the_next(make: Callable[...,
         np.testing.assert_array_equal(matrix, apart[name])
 
 
+@pytest.mark.slow
 def test_a_stage_of_models_that_differ_in_padding_is_computed_on_the_way(make: Callable[..., Tokenizer]) -> None:
     make("a", rows=350)
     make("b", rows=340, seed=1)
@@ -480,6 +484,7 @@ def test_templates_by_name(make: Callable[..., Tokenizer], name: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_template_from_a_file_or_as_text(make: Callable[..., Tokenizer], tmp_path: Path) -> None:
     make("a")
     make("b", seed=1)
@@ -606,6 +611,7 @@ def view_of(data: Any) -> Any:
     return next(read[2] for read in step["inputs"] if len(read) == 3 and "fallback" in read[2])
 
 
+@pytest.mark.slow
 def test_the_plan_on_the_screen_says_where_rows_come_from(
     make: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -626,6 +632,7 @@ def test_the_plan_on_the_screen_says_where_rows_come_from(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["union", "base", ""])
 @pytest.mark.parametrize("how", ["one plan", "json", "kept"])
 def test_a_result_with_a_tokenizer_of_its_own_is_a_model_of_the_next(

@@ -197,6 +197,7 @@ def test_the_number_of_recipes_and_their_depth_have_limits() -> None:
     assert problems(recipe(deep.replace("{merge_method: linear, models: [{model: ", "", 1).replace("}]}", "", 1))) == []
 
 
+@pytest.mark.slow
 def test_many_recipes_that_each_use_all_before_them_are_read_in_time() -> None:
     recipes = [
         f"name: r{i}\nmerge_method: linear\nmodels: [{{model: org/a}}, {', '.join(f'{{model: r{k}}}' for k in range(i))}]\n"

@@ -69,6 +69,7 @@ def test_numbers_of_a_gradient_come_back_as_float_even_between_equal_ints() -> N
     assert type(gradient([2, 2], 0.5)) is float
 
 
+@pytest.mark.slow
 @given(st.lists(finite, min_size=1, max_size=9), st.floats(0, 1))
 def test_a_gradient_stays_within_its_values(values: list[float], t: float) -> None:
     value = gradient(values, t)
@@ -77,6 +78,7 @@ def test_a_gradient_stays_within_its_values(values: list[float], t: float) -> No
     assert min(values) - slack <= value <= max(values) + slack
 
 
+@pytest.mark.slow
 @given(st.lists(finite, min_size=1, max_size=9), st.integers(0, 40))
 def test_a_gradient_passes_through_its_values(values: list[float], k: int) -> None:
     i = k % len(values)

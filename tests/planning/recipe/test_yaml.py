@@ -161,6 +161,7 @@ def test_an_alias_bomb_is_refused_at_the_alias_that_goes_too_far() -> None:
     assert message == f"r.yml:6:15: the recipe has more than {MAX_NODES:,} values once its aliases are expanded"
 
 
+@pytest.mark.slow
 def test_a_bomb_of_merge_keys_is_refused() -> None:
     lines = ["a0: &a0 {" + ", ".join(f"k{i}: 1" for i in range(1000)) + "}"]
     lines += [f"a{i}: &a{i} {{<<: *a{i - 1}, n{i}: 1}}" for i in range(1, 300)]

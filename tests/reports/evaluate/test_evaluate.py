@@ -189,6 +189,7 @@ def refused(*models: Any, **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_evaluated_is_one_error_before_tensors_are_read(work: Path) -> None:
     (work / "short.txt").write_text("a")
     shutil.copytree(work / "a", work / "unknown")
@@ -281,6 +282,7 @@ def test_an_evaluation_of_a_result_that_is_interrupted_resumes(work: Path, monke
     assert left(work) == []
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_evaluated_is_refused_before_work(work: Path, cli: Cli) -> None:
     ran = cli("merge", "ties.yml", "merged", "--evaluate", "none.txt")
     assert ran.code == 1

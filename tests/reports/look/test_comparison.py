@@ -48,6 +48,7 @@ def compare(folders: Mapping[str, Path], names: str, **options: object) -> weigh
     return weightsmith.diff(*models, base=folders["base"], progress=False, **options)  # type: ignore[call-overload,no-any-return]
 
 
+@pytest.mark.slow
 def test_norms_cosines_and_conflicts_are_those_of_the_deltas(folders: Mapping[str, Path]) -> None:
     torch = pytest.importorskip("torch")
     found = compare(folders, "abc")
@@ -62,6 +63,7 @@ def test_norms_cosines_and_conflicts_are_those_of_the_deltas(folders: Mapping[st
         assert tensor.conflicts == int(((signs > 0).any(0) & (signs < 0).any(0)).sum())
 
 
+@pytest.mark.slow
 def test_overlaps_are_of_the_largest_hundredth(folders: Mapping[str, Path]) -> None:
     found = {tensor.name: tensor for tensor in compare(folders, "abc").tensors}[UP]
     own = [np.abs(d).reshape(-1) for d in deltas(folders, "abc", UP)]
@@ -71,6 +73,7 @@ def test_overlaps_are_of_the_largest_hundredth(folders: Mapping[str, Path]) -> N
     assert found.overlaps[1] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.slow
 def test_subspaces_are_those_of_the_leading_singular_vectors(folders: Mapping[str, Path]) -> None:
     found = compare(folders, "abd")
     for tensor in found.tensors:
@@ -83,6 +86,7 @@ def test_subspaces_are_those_of_the_leading_singular_vectors(folders: Mapping[st
         assert tensor.subspaces[1] > 0.7  # of a and d; two of the eight directions are noise
 
 
+@pytest.mark.slow
 def test_layers_parts_and_the_total_are_sums(folders: Mapping[str, Path]) -> None:
     found = compare(folders, "ab")
     for groups in (found.layers, found.parts, [found.total]):
@@ -94,11 +98,13 @@ def test_layers_parts_and_the_total_are_sums(folders: Mapping[str, Path]) -> Non
     assert [group.name for group in found.layers][1:] == [f"model.layers.{i}" for i in range(LAYERS)]
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_threads_and_is_json(folders: Mapping[str, Path]) -> None:
     one, three = (json.dumps(compare(folders, "abc", threads=n).to_json(), allow_nan=False) for n in (1, 3))
     assert one == three
 
 
+@pytest.mark.slow
 def test_what_the_numbers_mean_in_words(folders: Mapping[str, Path]) -> None:
     reading = " ".join(compare(folders, "abcd").reading)
     assert "Much the same was learned by A and D (cosine 1.00)" in reading

@@ -36,6 +36,7 @@ def stored(folder: Path, name: str) -> np.ndarray:
 # ---- numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [low_rank(8, 0), trained], ids=["low rank", "full rank"])
 def test_numbers_are_torchs_in_float64(base: Path, tmp_path: Path, change: object) -> None:
     torch = pytest.importorskip("torch")
@@ -63,6 +64,7 @@ def test_numbers_are_torchs_in_float64(base: Path, tmp_path: Path, change: objec
         np.testing.assert_allclose(values[0], true[0], rtol=0.05)
 
 
+@pytest.mark.slow
 def test_layers_parts_and_the_total_are_sums_of_tensors(base: Path, tmp_path: Path) -> None:
     found = diff(base, changed(tmp_path / "b", trained))
     tensors = found.tensors
@@ -75,6 +77,7 @@ def test_layers_parts_and_the_total_are_sums_of_tensors(base: Path, tmp_path: Pa
     assert found.total.changed_share == pytest.approx((a != b).mean())
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_threads(base: Path, tmp_path: Path) -> None:
     other = changed(tmp_path / "b", trained)
     one, three = (json.dumps(diff(base, other, threads=n).to_json()) for n in (1, 3))
@@ -102,6 +105,7 @@ def test_nan_is_reported_and_not_an_error(base: Path, tmp_path: Path) -> None:
 # ---- words
 
 
+@pytest.mark.slow
 def test_a_low_rank_adapter(base: Path, tmp_path: Path) -> None:
     found = diff(base, changed(tmp_path / "b", low_rank(8, 0)))
     assert found.reading[0].startswith("A change of low rank, as LoRA makes it, or a merge of such models: rank ")
@@ -129,6 +133,7 @@ def test_some_experts_are_counted(tmp_path: Path) -> None:
     assert kind.endswith("rank 1 in 2 of the 6 tensors of all linear layers of all layers.")
 
 
+@pytest.mark.slow
 def test_a_full_fine_tune(base: Path, tmp_path: Path) -> None:
     found = diff(base, changed(tmp_path / "b", trained))
     assert found.reading[0].startswith(
@@ -137,6 +142,7 @@ def test_a_full_fine_tune(base: Path, tmp_path: Path) -> None:
     assert not any("frozen" in sentence for sentence in found.reading)
 
 
+@pytest.mark.slow
 def test_a_full_fine_tune_with_frozen_embeddings(base: Path, tmp_path: Path) -> None:
     def change(name: str, tensor: np.ndarray) -> np.ndarray:
         return trained(name, tensor) * ("embed" not in name)
@@ -147,6 +153,7 @@ def test_a_full_fine_tune_with_frozen_embeddings(base: Path, tmp_path: Path) -> 
     assert not any("head is frozen" in sentence for sentence in found.reading)
 
 
+@pytest.mark.slow
 def test_a_merge_of_adapters_says_so_by_rank_and_by_its_card(base: Path, tmp_path: Path) -> None:
     for k in (1, 2):
         changed(tmp_path / f"m{k}", low_rank(6, k), np.float32)
@@ -169,6 +176,7 @@ def test_the_same_model_under_another_name(base: Path, tmp_path: Path) -> None:
     assert found.total.share == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "fp8-dynamic", "mxfp4"])
 def test_a_model_that_was_quantised_and_dequantised(base: Path, tmp_path: Path, format: str) -> None:
     weightsmith.quantize(base, tmp_path / "q", format, progress=False)
@@ -219,6 +227,7 @@ def test_integers_are_compared_element_by_element(tmp_path: Path) -> None:
     assert {tensor.name: tensor.changed for tensor in found.tensors} == {"steps": 10, "small": 0}
 
 
+@pytest.mark.slow
 def test_pickled_weights_and_adapters_are_read_like_any_others(base: Path, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     (tmp_path / "bin").mkdir()
@@ -244,6 +253,7 @@ def test_sums_that_overflow_leave_the_spectrum_unknown(base: Path, tmp_path: Pat
     json.dumps(found.to_json(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_globs_choose_tensors(base: Path, tmp_path: Path) -> None:
     other = changed(tmp_path / "b", trained)
     found = diff(base, other, tensors=["*.mlp.up*", "model.norm.weight"])

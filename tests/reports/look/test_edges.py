@@ -341,6 +341,7 @@ def test_a_row_from_zero_moved_most(tmp_path: Path) -> None:
 # ---- task vectors, inspection, preview
 
 
+@pytest.mark.slow
 def test_task_vectors_are_compared_in_the_finite_tensors(folders: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = folders
     third = save(tmp_path / "c", {NAMES[case]: normal(*pair[0].shape, seed=77) for case, pair in CASES.items()})
@@ -475,6 +476,7 @@ def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [("diff", "A", "B"), ("diff", "A", "B", "--tensors", "*"), ("diff", "B", "B", "--base", "A"), ("inspect", "B", "--stats")],

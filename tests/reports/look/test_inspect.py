@@ -83,6 +83,7 @@ def test_a_gguf_file_has_the_blocks_of_its_file(tmp_path: Path) -> None:
     assert found.tokenizer is not None
 
 
+@pytest.mark.slow
 def test_statistics_are_torchs_in_float64(model: Path) -> None:
     torch = pytest.importorskip("torch")
     found = inspect(model, stats=True)

@@ -27,6 +27,7 @@ def table(page: Page, name: str) -> Table:
     return found
 
 
+@pytest.mark.slow
 def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
     found = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
     page = difference_page(found)
@@ -57,6 +58,7 @@ def test_equal_models_have_no_heat_map(base: Path) -> None:
     assert "The same weights" in to_html(page)
 
 
+@pytest.mark.slow
 def test_nan_is_no_colour_and_no_error(base: Path, tmp_path: Path) -> None:
     tensors = weights()
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
@@ -68,6 +70,7 @@ def test_nan_is_no_colour_and_no_error(base: Path, tmp_path: Path) -> None:
     assert moved.values[2][moved.columns.index("mlp.up_proj")] is Mark.SAME
 
 
+@pytest.mark.slow
 def test_an_inspection_with_and_without_statistics(base: Path) -> None:
     plain = inspection_page(weightsmith.inspect(base, progress=False))
     assert maps(plain) == {}
@@ -81,6 +84,7 @@ def test_an_inspection_with_and_without_statistics(base: Path) -> None:
     to_html(plain), to_html(page)
 
 
+@pytest.mark.slow
 def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
     models = [changed(tmp_path / name, low_rank(4, seed)) for seed, name in enumerate("xyz")]
     found = weightsmith.diff(*models, base=base, progress=False)
@@ -99,6 +103,7 @@ def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
     to_html(page)
 
 
+@pytest.mark.slow
 def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
     models = [
         {"model": str(changed(tmp_path / n, low_rank(4, s))), "parameters": {"weight": w}}

@@ -51,6 +51,7 @@ def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "GROUP_ELEMENTS", 320)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "parameters"), [("ties", {}), ("ties", {"scope": "model"}), ("tsv_m", {})], ids=["tiles", "product", "matrices"]
 )
@@ -81,10 +82,12 @@ def test_in_full_it_is_what_the_merge_does(
         assert kept.error == 0
 
 
+@pytest.mark.slow
 def test_what_is_small_is_not_sampled(folders: Mapping[str, Path]) -> None:
     assert preview(recipe(folders)).to_json() == preview(recipe(folders), full=True).to_json()
 
 
+@pytest.mark.slow
 def test_a_sample_is_within_its_error_of_the_whole(folders: Mapping[str, Path], small_samples: None) -> None:
     sampled, full = preview(recipe(folders)), preview(recipe(folders), full=True)
     assert sampled.looked_at < 0.3 * sampled.elements == 0.3 * full.elements
@@ -101,11 +104,13 @@ def test_a_sample_is_within_its_error_of_the_whole(folders: Mapping[str, Path], 
     assert sampled.total.delta == pytest.approx(full.total.delta, rel=0.05)
 
 
+@pytest.mark.slow
 def test_it_depends_on_neither_threads_nor_run(folders: Mapping[str, Path], small_samples: None) -> None:
     one, three = (json.dumps(preview(recipe(folders), threads=n).to_json(), allow_nan=False) for n in (1, 3))
     assert one == three
 
 
+@pytest.mark.slow
 def test_what_may_be_wrong_is_said_in_words(folders: Mapping[str, Path]) -> None:
     of = recipe(folders, "task_arithmetic", "ab")
     of["models"][0]["parameters"]["weight"] = {"filter": "mlp", "value": 0.01}
@@ -121,10 +126,12 @@ def test_what_may_be_wrong_is_said_in_words(folders: Mapping[str, Path]) -> None
     assert preview(recipe(folders)).warnings == ()
 
 
+@pytest.mark.slow
 def test_methods_that_look_at_the_whole_model_are_sampled(folders: Mapping[str, Path]) -> None:
     assert preview(recipe(folders, scope="model")).total.models[0].survives > 0.1  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_methods_of_whole_matrices_are_sampled(folders: Mapping[str, Path]) -> None:
     pytest.importorskip("torch")
     found = preview(recipe(folders, "tsv_m"))

@@ -17,6 +17,9 @@ numpy, numba, yaml and the rest are imported inside the commands, so that `--hel
 
 from __future__ import annotations
 
+import atexit
+import gc
+import io
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -38,6 +41,7 @@ _SILENT = {"--quiet", "--json", "--help", "-h"}
 
 def main() -> None:
     """The `weightsmith` command: reads `sys.argv`, ends the process with one of the codes in `exits.py`."""
+    atexit.register(gc.freeze)  # as it ends Python looks for garbage in all that was imported: 0.4 s after a merge
     try:
         prepare_streams()
         if sys.argv[1:2] and sys.argv[1] in WORKING and not _SILENT & {*sys.argv}:

@@ -52,6 +52,7 @@ def matrices(draw: st.DrawFn, elements: st.SearchStrategy[Any]) -> np.ndarray:
     return matrix
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(matrices(ANY_FLOAT))
 def test_row_maxima_are_those_of_numpy(rows: np.ndarray) -> None:
@@ -61,6 +62,7 @@ def test_row_maxima_are_those_of_numpy(rows: np.ndarray) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(matrices(ANY_FLOAT), st.data())
 def test_quantise_is_its_twin_bit_for_bit(rows: np.ndarray, data: st.DataObject) -> None:
@@ -75,6 +77,7 @@ def test_quantise_is_its_twin_bit_for_bit(rows: np.ndarray, data: st.DataObject)
     np.testing.assert_array_equal(codes[~is_nan], expected[~is_nan])
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 300), st.integers(1, 10), st.integers(1, 310), st.data())
 def test_dequantise_is_its_twin_bit_for_bit(rows: int, cols: int, high: int, wide: int, data: st.DataObject) -> None:
@@ -102,6 +105,7 @@ def test_dequantise_is_float64_arithmetic_rounded_once(block: tuple[int, int]) -
     np.testing.assert_array_equal(out.reshape(codes.shape), exact.astype(np.float32))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(matrices(FINITE))
 def test_the_error_of_fp8_dynamic_is_within_its_bound(rows: np.ndarray) -> None:
@@ -112,6 +116,7 @@ def test_the_error_of_fp8_dynamic_is_within_its_bound(rows: np.ndarray) -> None:
     assert (error <= 2.0**-4 * np.abs(x) + 2.0**-10 * s).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(matrices(FINITE))
 def test_scales_are_the_largest_magnitude_over_448_in_bfloat16(rows: np.ndarray) -> None:
@@ -123,6 +128,7 @@ def test_scales_are_the_largest_magnitude_over_448_in_bfloat16(rows: np.ndarray)
     np.testing.assert_array_equal(scales, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(matrices(FINITE))
 def test_codes_are_the_nearest_to_the_rows_over_the_scales_as_they_are_stored(rows: np.ndarray) -> None:
@@ -224,6 +230,7 @@ def test_compressed_tensors_makes_the_same_codes_and_scales() -> None:
     np.testing.assert_array_equal(back, codes.astype(np.float32) * scales.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_transformers_loads_a_model_of_ours(tmp_path: Path) -> None:
     """Loaded weights are our codes times our scales, and the logits those of the same model in plain bfloat16."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")

@@ -169,6 +169,7 @@ def test_a_dequantised_weight_is_its_codes_times_the_scales(case: str, dtype: An
     np.testing.assert_array_equal(found, exact(codes, full, *block))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_range_of_bytes_is_the_same(data: st.DataObject) -> None:
     source = source_of(DEEPSEEK, BLOCK_ARRAYS)
@@ -501,6 +502,7 @@ def fp8_model(folder: Path, seed: int, entry: Mapping[str, Any] = DEEPSEEK) -> t
     return folder / "fp8", folder / "plain"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "entry"), [("linear", compressed("channel")), ("ties", DEEPSEEK)], ids=["linear-channels", "ties-blocks"]
 )
@@ -538,6 +540,7 @@ def test_an_fp8_model_alone_is_written_as_bf16(tmp_path: Path) -> None:
             assert found.read(name).tobytes() == expected.read(name).astype(BF16).tobytes(), name
 
 
+@pytest.mark.slow
 def test_a_mixture_of_fp8_models(tmp_path: Path) -> None:
     pairs = [fp8_model(tmp_path / f"m{k}", k) for k in range(3)]
     made = []
@@ -549,6 +552,7 @@ def test_a_mixture_of_fp8_models(tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cols", "without", "preferred"), [(8192, 32, 128), (3000, 84, 147), (512, 512, 512), (40_000, 6, 6)])
 def test_tiles_have_the_rows_that_an_input_prefers_and_the_bytes_do_not_depend_on_it(
     cols: int, without: int, preferred: int, tmp_path: Path

@@ -172,6 +172,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     """Names are those of llama.cpp's own table, and tensors and settings survive the way there and back."""
@@ -239,6 +240,7 @@ def ties(tmp_path: Path, tokenizers: Mapping[str, Path]) -> dict[str, Any]:
     return {"merge_method": "dare_ties", "base_model": "base", "models": models, "dtype": "bfloat16"}
 
 
+@pytest.mark.slow
 def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(
     tmp_path: Path, tokenizers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +274,7 @@ def test_a_bound_of_5_gb_is_kept_if_it_is_given(model: Path, given: dict[str, An
     assert plan(passthrough("m"), **given).max_shard_bytes == 5 * 10**9
 
 
+@pytest.mark.slow
 def test_a_large_file_is_split_as_llama_cpp_splits_it(model: Path) -> None:
     quantize("m", "q", "bf16", max_shard_bytes=60_000)
     files = sorted(file.name for file in Path("q").glob("*.gguf"))
@@ -307,6 +310,7 @@ def imatrix_gguf(path: Path, values: Mapping[str, np.ndarray]) -> Path:
     return write_gguf(path, "imatrix", tensors, {"general.type": "imatrix"})
 
 
+@pytest.mark.slow
 def test_importances_in_both_forms_of_files(model: Path) -> None:
     rng = np.random.default_rng(5)
     values = {name: rng.uniform(0.1, 3, 64).astype(np.float32) for name in ("blk.0.ffn_up.weight", "blk.1.attn_q.weight")}
