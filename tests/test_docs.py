@@ -343,12 +343,8 @@ def test_what_a_page_shows_is_what_the_commands_print(page: Path, folder: Path) 
         if block.language == "python":
             assert run(folder, code=block.text) == "", block
         if is_run(block):
-            printed = run(folder, f"set -e
-{block.text}echo it ran
-")
-            assert printed.endswith("it ran
-"), f"{block}:
-{printed}"
+            printed = run(folder, f"set -e\n{block.text}echo it ran\n")
+            assert printed.endswith("it ran\n"), f"{block}:\n{printed}"
         for command, expected in sessions(block.text) if block.language == "console" else ():
             printed = run(folder, command)
             assert pattern(expected).fullmatch(printed), f"{block}: $ {command}\nshows:\n{expected}\nprints:\n{printed}"

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import os
 import sys
 from typing import TYPE_CHECKING
