@@ -41,9 +41,9 @@ which no model was trained on. Each row is one recipe of [examples/quality/recip
 text), in some twenty tries, guided by the gradient of the loss there. The other rows use the settings of the demo or of earlier
 measurements. Where the recipe says that its settings are untuned, the row says little about what the method can do.
 
-The rows of `regmean` and `fisher` [measure each model](statistics.md) on the `tune` text of its own kind; nothing else of them was
-tuned. They gain on the kinds that have a text, and lose on `en`, which has none. `ties_aim` and `tsv_m_aim` measure the base on the `tune`
-text of `en`.
+The rows of `regmean` and `fisher` [measure each model](statistics.md) on the `tune` text of its own kind; nothing else of them
+was tuned. They gain on the kinds that have a text, and lose on `en`, which has none. `ties_aim` and `tsv_m_aim` measure the
+base on the `tune` text of `en`.
 `regmean_tsv_strong` was measured after `regmean_tsv`, and is a second look at these texts.
 
 """

@@ -135,7 +135,8 @@ tells nothing (experts that are one tensor), take the mean of the deltas. Takes 
     use="""When you have a few thousand tokens of what each model is for, and with a prior that is good on its own: on the
 testbed's small language model tsv_m as the prior gave a perplexity of 8.03 (7.97 with `mu: 1`), tsv_m alone 8.14, and
 regmean without a prior 8.16. What has no text loses: English, which no text was of,
-went from 3.46 to 3.66. `through: merge` has not been measured there. A text that is unlike what its model is for makes the merge worse.""",
+went from 3.46 to 3.66. `through: merge` has not been measured there. A text that is unlike what its model is for makes the
+merge worse.""",
     source="Jin et al. 2022, Dataless Knowledge Fusion by Merging Weights of Language Models (RegMean), section 3, "
     "https://arxiv.org/abs/2212.09849; solved for deltas; the prior is weightsmith's own. "
     "`through: merge`: Nguyen et al. 2025, RegMean++, https://arxiv.org/abs/2508.03121",
