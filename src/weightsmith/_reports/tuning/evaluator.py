@@ -140,6 +140,7 @@ class Evaluator:
         self._states_budget = budget - (nbytes if self._holds_model else 0)
         self._weights = dict[str, Tensor]()
         self._made_from = dict[str, str]()
+        self._spare = dict[str, Tensor]()
         self._products = dict[str, tuple[Product, Arrays]]()
         self._states = dict[str, dict[int, tuple[str, Tensor]]]()
 
@@ -187,7 +188,8 @@ class Evaluator:
             raise MismatchError(what, where=self.base.label, fix="let all choices be models of one shape and dtype")
         signatures = candidate.signatures
         for name in [name for name, made in self._made_from.items() if signatures[name] != made]:
-            del self._weights[name], self._made_from[name]
+            self._spare[name] = self._weights.pop(name)  # filled again: freed and new memory would leave gaps between the two
+            del self._made_from[name]
         try:
             with torch.no_grad():
                 if self._holds_model:
@@ -219,7 +221,7 @@ class Evaluator:
         for name, product in needed.items():
             if identities[name] in self._products:
                 results.put(product, self._products[identities[name]][1])
-        arrays = {step.out.name: np.empty(step.out.shape, np.float32) for step in steps}
+        arrays = {step.out.name: self._array(step.out.name) for step in steps}
         targets: dict[str, Target] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
         folders = [model.folder for model in candidate.inputs]
         work = Workload(steps, list(needed.values()), None, results, folders, self._allow_nonfinite)
@@ -230,6 +232,14 @@ class Evaluator:
         for name, array in arrays.items():
             self._weights[name] = torch.from_numpy(array).to(self.device)
             self._made_from[name] = candidate.signatures[name]
+
+    def _array(self, name: str) -> npt.NDArray[np.float32]:
+        """Memory for a tensor: that of the last candidate's, if the whole model is held."""
+        spare = self._spare.pop(name, None)
+        if spare is None or not self._holds_model or spare.device.type != "cpu":
+            return np.empty(self._specs[name].shape, np.float32)
+        found: npt.NDArray[np.float32] = spare.numpy()
+        return found
 
     def _take(self, candidate: Candidate, names: Sequence[str]) -> dict[str, Tensor]:
         """Some tensors. Where the model does not fit, all others are dropped."""
