@@ -47,7 +47,6 @@ _NEITHER = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Keys of config.json that do not change predictions."""
 
 Numbers = npt.NDArray[np.float64]
-Report = Callable[[float], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,16 +155,16 @@ class Evaluator:
         return shapes == {name: spec.shape for name, spec in self._specs.items()} and own == theirs
 
     def losses(
-        self, candidate: Candidate, rows: Rows, reference: Reference | None = None, report: Report = lambda share: None
+        self, candidate: Candidate, rows: Rows, reference: Reference | None = None, *, keep: bool = True
     ) -> tuple[Numbers, Numbers | None]:
         """Sums over the scored tokens of each row, float64 [rows]: nats, and KL(reference, candidate).
 
-        report  called with the share that is done; what it raises ends the work
+        keep  states for the next candidate; False for rows that are scored once
 
         Raises NonFinite and other errors of merges; MismatchError for a candidate with other tensors than the first one.
         """
         with self._loaded(candidate):
-            states = self._forward(candidate, rows, report)
+            states = self._forward(candidate, rows, keep=keep)
             names = list(dict.fromkeys(self._decoder.head_weights.values()))
             given = self._take(candidate, names)
             return self._score(self._context(candidate, ()), given, rows, states, reference)
@@ -173,7 +172,7 @@ class Evaluator:
     def reference(self, candidate: Candidate, rows: Sequence[Rows]) -> Reference:
         """A model with which others are compared on these rows."""
         with self._loaded(candidate):
-            states = {own.name: self._forward(candidate, own, lambda share: None) for own in rows}
+            states = {own.name: self._forward(candidate, own, keep=False) for own in rows}
             names = list(dict.fromkeys(self._decoder.head_weights.values()))
             weights = {name: tensor.clone() for name, tensor in self._take(candidate, names).items()}
         return Reference(_build(self.base), weights, states)
@@ -265,7 +264,7 @@ class Evaluator:
 
     # ---- the forward pass
 
-    def _forward(self, candidate: Candidate, rows: Rows, report: Report) -> Tensor:
+    def _forward(self, candidate: Candidate, rows: Rows, *, keep: bool) -> Tensor:
         """What leaves the last layer: [rows, tokens, hidden]."""
         layers, ids = self.base.layers, rows.scored.ids
         chain, before = [""] * (layers + 1), ""
@@ -281,18 +280,19 @@ class Evaluator:
             context = self._context(candidate, self._parts[layers])
             found = [row.to(self.device) for row in self._decoder.embedded(context, ids.tolist())]
             states, first = torch.stack(found), 0
-            self._keep(rows.name, 0, chain[0], states)
+            if keep:
+                self._keep(rows.name, 0, chain[0], states)
         else:
             states = kept[first][1]
         with workers(self._resources.workers, self.device) as pool:
             size = max(1, BATCH_TOKENS // ids.shape[1])
             for i in range(first, layers):
-                report(i / layers)
                 given = self._take(candidate, self._parts[i])
                 context = self._context(candidate, self._parts[i])
                 with self._decoder.layer(i, context, ids.shape[1], self.device, given) as layer:
                     states = torch.cat(list(pool.map(layer.batch, states.split(size))))
-                self._keep(rows.name, i + 1, chain[i + 1], states)
+                if keep:
+                    self._keep(rows.name, i + 1, chain[i + 1], states)
         return states
 
     def _keep(self, name: str, layer: int, made: str, states: Tensor) -> None:
