@@ -127,9 +127,9 @@ def test_losses_do_not_depend_on_threads_or_on_other_rows(work: Path) -> None:
         prepared = recipe.prepare(recipe.start)
         one, candidate = opened("r.yml", prepared), Candidate.of(prepared.plan, prepared.inputs)
         few, _ = Evaluator(one, Resources(threads=1)).losses(candidate, rows_of(one, 3))
-        many, _ = Evaluator(one, Resources(threads=3)).losses(candidate, rows_of(one, 37))
+        many, _ = Evaluator(one, Resources(threads=3)).losses(candidate, rows_of(one, 22))
         assert many[:3] == pytest.approx(few, rel=1e-6)
-        same, _ = Evaluator(one, Resources(threads=2)).losses(candidate, rows_of(one, 37))
+        same, _ = Evaluator(one, Resources(threads=2)).losses(candidate, rows_of(one, 22))
         assert np.array_equal(many, same)
 
 

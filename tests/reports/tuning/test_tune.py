@@ -104,7 +104,7 @@ def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monke
     tune(budget=4)
     first = trials()
     scored, losses = list[object](), Evaluator.losses
-    monkeypatch.setattr(Evaluator, "losses", lambda *args: scored.append(args[1]) or losses(*args))
+    monkeypatch.setattr(Evaluator, "losses", lambda *args, **more: scored.append(args[1]) or losses(*args, **more))
     found = tune(budget=4)
     assert (found.resumed, len(scored)) == (4, 3)  # the report: tuned, start, base
     assert trials() == first
@@ -116,11 +116,11 @@ def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monke
 def test_ctrl_c_leaves_the_best_so_far(work: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     scored, losses = list[int](), Evaluator.losses
 
-    def interrupt(self: Evaluator, *args: Any) -> Any:
+    def interrupt(self: Evaluator, *args: Any, **more: Any) -> Any:
         scored.append(1)
         if len(scored) == 6:
             raise KeyboardInterrupt
-        return losses(self, *args)
+        return losses(self, *args, **more)
 
     args = ["tune", "r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8"]
     monkeypatch.setattr(Evaluator, "losses", interrupt)

@@ -47,7 +47,6 @@ _NEITHER = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Keys of config.json that do not change predictions."""
 
 Numbers = npt.NDArray[np.float64]
-Report = Callable[[float], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +139,7 @@ class Evaluator:
         self._states_budget = budget - (nbytes if self._holds_model else 0)
         self._weights = dict[str, Tensor]()
         self._made_from = dict[str, str]()
+        self._spare = dict[str, Tensor]()
         self._products = dict[str, tuple[Product, Arrays]]()
         self._states = dict[str, dict[int, tuple[str, Tensor]]]()
 
@@ -155,16 +155,16 @@ class Evaluator:
         return shapes == {name: spec.shape for name, spec in self._specs.items()} and own == theirs
 
     def losses(
-        self, candidate: Candidate, rows: Rows, reference: Reference | None = None, report: Report = lambda share: None
+        self, candidate: Candidate, rows: Rows, reference: Reference | None = None, *, keep: bool = True
     ) -> tuple[Numbers, Numbers | None]:
         """Sums over the scored tokens of each row, float64 [rows]: nats, and KL(reference, candidate).
 
-        report  called with the share that is done; what it raises ends the work
+        keep  states for the next candidate; False for rows that are scored once
 
         Raises NonFinite and other errors of merges; MismatchError for a candidate with other tensors than the first one.
         """
         with self._loaded(candidate):
-            states = self._forward(candidate, rows, report)
+            states = self._forward(candidate, rows, keep=keep)
             names = list(dict.fromkeys(self._decoder.head_weights.values()))
             given = self._take(candidate, names)
             return self._score(self._context(candidate, ()), given, rows, states, reference)
@@ -172,7 +172,7 @@ class Evaluator:
     def reference(self, candidate: Candidate, rows: Sequence[Rows]) -> Reference:
         """A model with which others are compared on these rows."""
         with self._loaded(candidate):
-            states = {own.name: self._forward(candidate, own, lambda share: None) for own in rows}
+            states = {own.name: self._forward(candidate, own, keep=False) for own in rows}
             names = list(dict.fromkeys(self._decoder.head_weights.values()))
             weights = {name: tensor.clone() for name, tensor in self._take(candidate, names).items()}
         return Reference(_build(self.base), weights, states)
@@ -187,7 +187,8 @@ class Evaluator:
             raise MismatchError(what, where=self.base.label, fix="let all choices be models of one shape and dtype")
         signatures = candidate.signatures
         for name in [name for name, made in self._made_from.items() if signatures[name] != made]:
-            del self._weights[name], self._made_from[name]
+            self._spare[name] = self._weights.pop(name)  # filled again: freed and new memory would leave gaps between the two
+            del self._made_from[name]
         try:
             with torch.no_grad():
                 if self._holds_model:
@@ -219,7 +220,7 @@ class Evaluator:
         for name, product in needed.items():
             if identities[name] in self._products:
                 results.put(product, self._products[identities[name]][1])
-        arrays = {step.out.name: np.empty(step.out.shape, np.float32) for step in steps}
+        arrays = {step.out.name: self._array(step.out.name) for step in steps}
         targets: dict[str, Target] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
         folders = [model.folder for model in candidate.inputs]
         work = Workload(steps, list(needed.values()), None, results, folders, self._allow_nonfinite)
@@ -230,6 +231,14 @@ class Evaluator:
         for name, array in arrays.items():
             self._weights[name] = torch.from_numpy(array).to(self.device)
             self._made_from[name] = candidate.signatures[name]
+
+    def _array(self, name: str) -> npt.NDArray[np.float32]:
+        """Memory for a tensor: that of the last candidate's, if the whole model is held."""
+        spare = self._spare.pop(name, None)
+        if spare is None or not self._holds_model or spare.device.type != "cpu":
+            return np.empty(self._specs[name].shape, np.float32)
+        found: npt.NDArray[np.float32] = spare.numpy()
+        return found
 
     def _take(self, candidate: Candidate, names: Sequence[str]) -> dict[str, Tensor]:
         """Some tensors. Where the model does not fit, all others are dropped."""
@@ -255,7 +264,7 @@ class Evaluator:
 
     # ---- the forward pass
 
-    def _forward(self, candidate: Candidate, rows: Rows, report: Report) -> Tensor:
+    def _forward(self, candidate: Candidate, rows: Rows, *, keep: bool) -> Tensor:
         """What leaves the last layer: [rows, tokens, hidden]."""
         layers, ids = self.base.layers, rows.scored.ids
         chain, before = [""] * (layers + 1), ""
@@ -271,18 +280,19 @@ class Evaluator:
             context = self._context(candidate, self._parts[layers])
             found = [row.to(self.device) for row in self._decoder.embedded(context, ids.tolist())]
             states, first = torch.stack(found), 0
-            self._keep(rows.name, 0, chain[0], states)
+            if keep:
+                self._keep(rows.name, 0, chain[0], states)
         else:
             states = kept[first][1]
         with workers(self._resources.workers, self.device) as pool:
             size = max(1, BATCH_TOKENS // ids.shape[1])
             for i in range(first, layers):
-                report(i / layers)
                 given = self._take(candidate, self._parts[i])
                 context = self._context(candidate, self._parts[i])
                 with self._decoder.layer(i, context, ids.shape[1], self.device, given) as layer:
                     states = torch.cat(list(pool.map(layer.batch, states.split(size))))
-                self._keep(rows.name, i + 1, chain[i + 1], states)
+                if keep:
+                    self._keep(rows.name, i + 1, chain[i + 1], states)
         return states
 
     def _keep(self, name: str, layer: int, made: str, states: Tensor) -> None:

@@ -436,7 +436,7 @@ class _Search:
             rows = Rows.of(together(self.texts.report))
             for name, prepared in wanted.items():
                 self.shown.say(f"judging on the text of the report: {name}")
-                found, _ = self.evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows)
+                found, _ = self.evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows, keep=False)
                 scores[name] = list(_by_text(found, self.texts.report))
         judged = {name: tuple(score_of(a, None) for a in own) for name, own in scores.items()}
         against = {
