@@ -1092,7 +1092,7 @@ PRODUCTS = {
     "losses": ("states", "gradients", "measured_layer"),
     "errors": ("measured_blocks",),
     "importances": ("statistic",),
-    "evaluated": ("given", "embedded_rows", "losses"),
+    "evaluated": ("given", "embedded_rows", "losses", "sampled_states"),
     "stored": ("stored_statistic",),
 }
 """The plans that are mutated, and the kinds of products that each of them is there for; together all of `products.KINDS`."""
@@ -1111,6 +1111,7 @@ def _make_products() -> None:
     from weightsmith._features.transplant.plan import prepare_transplant
     from weightsmith._planning.planner import Prepared, prepare
     from weightsmith._plans import COPY, Plan, Read, Step
+    from weightsmith._reports.evaluate.layers import with_samples
     from weightsmith._reports.look.comparison import alignments
     from weightsmith._reports.look.differences import differences
     from weightsmith._reports.look.inspect import statistics_product
@@ -1150,7 +1151,7 @@ def _make_products() -> None:
 
         with prepare(copy) as prepared:
             rows = ScoredRows(*np.ones((2, 2, 8), np.int32))
-            products = scored(input_of(prepared.inputs, 0), rows).products
+            products = with_samples(scored(input_of(prepared.inputs, 0), rows))
             return dataclasses.replace(prepared.plan, products=products)
 
     def stored() -> Plan:

@@ -52,6 +52,7 @@ BESIDE = {
     "__main__.py": ["app/cli/test_terminal.py"],
     "_features/adapters": ["test_imports.py"],
     "_version.py": ["test_release.py"],
+    "plugin": ["test_adding.py"],
     "abc": ["base/test_plugins.py", "test_adding.py"],
     "abc/approximation.py": ["features/transplant"],
     "abc/files.py": ["files/containers", "outputs"],

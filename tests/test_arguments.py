@@ -21,6 +21,7 @@ ALLOWED = {
     "_app/cli/tune.py:tune",
     "_methods/breadcrumbs.py:breadcrumbs",
     "_methods/breadcrumbs_ties.py:breadcrumbs_ties",
+    "_methods/regmean.py:regmean",
     "_methods/signature.py:merge_method",
     "_methods/task_vectors.py:task_vectors",
     # To become records.

@@ -10,6 +10,7 @@ import weightsmith
 from tests.cli_help import LINEAR, make_models, run_process
 
 NAMES = [
+    "Bounds",
     "Busy",
     "CannotResume",
     "Checkpoint",

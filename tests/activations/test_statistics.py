@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_mo
 from weightsmith._activations.model import array_name, input_of, result_of, statistic_products, text_for
 from weightsmith._activations.statistics import STATISTICS, fisher, gram
 from weightsmith._base.errors import CheckpointError, PlanError, UnknownName
+from weightsmith._base.installation import install
 from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
@@ -298,7 +300,7 @@ def test_packages_that_are_missing_are_those_of_a_calibration(
 ) -> None:
     with prepare(models_of(tmp_path)) as prepared:
         monkeypatch.setattr("weightsmith._activations.packages.find_spec", lambda name: None if name in packages else name)
-        with pytest.raises(PlanError, match=r"Run pip install 'weightsmith\[calibration\]'\.") as caught:
+        with pytest.raises(PlanError, match=rf"Run {re.escape(install('calibration'))}\.") as caught:
             requests_for(prepared, settings(tmp_path), ("gram",), 0)
     assert all(name in str(caught.value) for name in packages)
 

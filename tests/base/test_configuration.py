@@ -80,7 +80,7 @@ def test_a_table_of_pyproject_counts_where_there_is_no_file_of_ours(own: Path) -
         ("\n\nthreads = 0\n", "weightsmith.toml:3: threads must be at least 1, not 0"),
         ("threads = 'four'\n", "weightsmith.toml:1: threads must be a whole number, not 'four'"),
         ("card = 'no'\n", "weightsmith.toml:1: must be true or false"),
-        ("max-memory = '2XB'\n", "weightsmith.toml:1: max-memory must be a number of bytes"),
+        ("max-memory = '2XB'\n", "weightsmith.toml:1: max-memory must be a size such as 800MB, 5GB or 2GiB"),
         ("threads = \n", "weightsmith.toml:1: not valid TOML"),
         ("[tool.weightsmith]\nthreads = 1\n", "weightsmith.toml:1: unknown setting 'tool'"),
         ("overwrite = true\n", "weightsmith.toml:1: unknown setting 'overwrite'"),

@@ -90,6 +90,7 @@ METHODS = (
     merged("model_stock", recipe("model_stock", RL)),
     merged("model_stock_filter_wise", recipe("model_stock", RL, filter_wise=True)),
     merged("model_stock_pooled", recipe("model_stock", (*RL, "py"), cosine="pooled")),
+    merged("nan", recipe("nan", THREE)),
     merged("geometric_median", recipe("geometric_median", THREE, None)),
     merged("ties", recipe("ties", THREE, each=D3, **{"lambda": 0.9})),
     merged("ties_row_l1", recipe("ties", each=D2, scope="row", rescale="l1")),

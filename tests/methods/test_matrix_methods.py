@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from tests.mini import run_method, write_checkpoint
 from weightsmith import _methods as methods
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import CannotResume, ParameterError, PlanError
+from weightsmith._base.installation import install
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.active import ActivePass, ActiveStep, LeafPass
 from weightsmith._engine.schedule import Scheduler
@@ -457,7 +459,7 @@ def test_without_torch_the_plan_says_what_to_install(method: str, tmp_path: Path
     weightsmith.plan(text)
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(sys, "meta_path", [NoTorch(), *sys.meta_path])
-    with pytest.raises(PlanError, match=r"not installed: pip install 'weightsmith\[torch\]'"):
+    with pytest.raises(PlanError, match=rf"not installed: run {re.escape(install('torch'))}"):
         weightsmith.plan(text)
 
 

@@ -98,14 +98,13 @@ MAKE, LOOK, WRITE, KEEP = "Make a model", "Look before and after", "Write a reci
 
 app.command(group=MAKE, cls=MergeCommand, epilog=_MERGEKIT.format("yaml"))(merge)
 app.command(group=MAKE, cls=MoeCommand, epilog=_MERGEKIT.format("moe"))(moe)
-for command in (quantize, dequantize, extract_lora, transplant_tokenizer, run):
+for command in (quantize, dequantize, extract_lora, transplant_tokenizer, tune, run):
     app.command(group=MAKE)(command)
 app.command(group=LOOK, cls=MoeCommand)(plan)
 for command in (preview, inspect, diff):
     app.command(group=LOOK)(command)
 app.command("eval", group=LOOK)(evaluate)
 app.command(group=LOOK)(statistics)
-app.command(group=MAKE)(tune)
 app.command(group=LOOK)(verify)
 for command in (init, methods, schema, studio):
     app.command(group=WRITE)(command)

@@ -27,7 +27,9 @@ def tune(
     running: RunOptions,
     report: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Page about the search, one HTML file.  [default: OUT.html]"),
+        typer.Option(
+            "--report", metavar="FILE", help="HTML page about the search.", show_default="OUT.html", rich_help_panel="Output"
+        ),
     ] = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -40,7 +42,7 @@ def tune(
 
     Examples:
         weightsmith tune recipe.yml tuned.yml --text mine.txt --budget 200
-        weightsmith tune recipe.yml tuned.yml --text mine.txt --report-text other.txt --time 30m
+        weightsmith tune r.yml best.yml --text a.txt --report-text b.txt --time 30m
     """
     page = report or Path(out).with_suffix(".html")
     with working(

@@ -513,7 +513,7 @@ class StatisticsSettings:
     kind: tuple[str, ...] = option(
         ("second_moments", "magnitudes"),
         "--kind NAME",
-        "Statistic: second_moments for regmean, magnitudes for aim, fisher, … (repeatable)",
+        "Statistic: second_moments for regmean, magnitudes for aim, fisher (repeatable)",
         unset="second_moments and magnitudes",
         more="The merge methods and their statistics: [merges that look at text](statistics.md).",
     )
@@ -541,7 +541,7 @@ class TuneSettings:
         "--search NAME",
         "How candidates are chosen",
         choices=("cma", "random", "grid"),
-        more="`cma` is CMA-ES, and needs `pip install 'weightsmith[tune]'`.",
+        more="`cma` is CMA-ES, and needs the extra `tune`.",
     )
     objective: str = option(
         "mean",
