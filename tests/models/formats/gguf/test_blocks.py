@@ -6,7 +6,8 @@ import libgguf
 import numpy as np
 import pytest
 
-from weightsmith._kernels.ggml import ENCODED, LANES
+from weightsmith._kernels.ggml import ENCODED
+from weightsmith._kernels.ggml_fits import LANES
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
 from weightsmith._models.formats.gguf.writing import TYPES, quantise
 
