@@ -66,9 +66,9 @@ BESIDE = {
     "abc/tensors.py": ["models/sources", "models/test_checkpoint.py"],
     "_app/api.py": ["test_merge.py", "execution/test_run.py", "execution/test_stages.py", "app/cli"],
     "_execution/cards.py": ["app/cli"],
-    **dict.fromkeys(
-        ("_kernels/ggml.py", "_kernels/ggml_fits.py", "_kernels/ggml_k.py"), ["models/formats/gguf/test_blocks.py"]
-    ),
+    "_kernels/ggml.py": ["models/formats/gguf/test_blocks.py"],
+    "_kernels/ggml_fits.py": ["models/formats/gguf/test_blocks.py"],
+    "_kernels/ggml_k.py": ["models/formats/gguf/test_blocks.py"],
     "_models/checkpoint.py": ["models/sources", "models/formats", "files/hub"],
     "_app/cli/extract_lora.py": ["features/adapters"],
     "_app/cli/moe.py": ["features/mixture"],
