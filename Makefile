@@ -3,7 +3,7 @@
 #
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured
 #   make test      the tests
-#   make test-fast     the tests that take less than a tenth of a second each: under a minute
+#   make test-fast     the tests that take less than a tenth of a second each: two minutes
 #   make test-sweeps   stacks of every model type of transformers, as it loads them, every case of every method
 #   make test-python   the kernels as plain Python, not compiled
 #   make mutants   how many of 200 one-token mutations the tests catch (hours; MUTANTS_OPTIONS='--count 20 --rooms outputs --near' is a first look)
