@@ -1,7 +1,7 @@
 # weightsmith on the CPU, without PyTorch:
 #
 #   docker build -t weightsmith .
-#   docker run --rm -v "$PWD:/work" --user "$(id -u):$(id -g)" weightsmith merge recipe.yml merged
+#   docker run --rm -v "$PWD:/data" --user "$(id -u):$(id -g)" weightsmith merge recipe.yml merged
 #
 # EXTRAS are those of pyproject.toml: --build-arg EXTRAS=gguf,remote
 
@@ -23,6 +23,6 @@ ENV PATH=/opt/weightsmith/bin:$PATH \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/cache/huggingface
 USER weightsmith
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["weightsmith"]
 CMD ["--help"]

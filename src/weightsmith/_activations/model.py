@@ -379,13 +379,13 @@ def _products(run: TextRun, kinds: Iterable[str]) -> tuple[Product, ...]:
 
 
 def linear_weights(model: TextModel) -> set[tuple[int, str]]:
-    """The linear layers of a model of which there are statistics: its index, and name of the weight."""
+    """Linear layers with statistics: model index, name of the weight."""
     run = TextRun(model, TextSource("", "", 0, 0, 0))
     return {(model.number, weight) for layer in range(run.layers) for weight in run.linear(layer)}
 
 
 def measured_weights(products: Iterable[Product]) -> set[tuple[int, str]]:
-    """The linear layers of which products give statistics: index of the model, and name of the weight."""
+    """Linear layers whose statistics the products hold: model index, name of the weight."""
     found: set[tuple[int, str]] = set()
     for product in products:
         settings = product.settings
@@ -402,6 +402,6 @@ def array_name(request: StatisticRequest, weight: str) -> str:
 
 
 def prefix_of(number: int, text: TextSource, *, merged: bool = False) -> str:
-    """What the names of the products and arrays of a model on a text begin with."""
+    """Prefix of the names of products and arrays of one model on one text."""
     digest = hashlib.sha256(repr(sorted(asdict(text).items())).encode()).hexdigest()[:12]
     return f"model {number}, text {digest}{', merged' * merged}: "

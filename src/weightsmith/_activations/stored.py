@@ -152,7 +152,7 @@ def config_hash(checkpoint: Checkpoint) -> str:
 
 
 def check_stored(stored: Stored, model: TextModel, tokenizer: str, kinds: Collection[str]) -> list[WeightsmithError]:
-    """Why these are not the statistics of a model on an unchanged text, or []. Reads the weights only of a copy of the model.
+    """Changes of model, text or tokenizer since the measurement, or []. Reads weights only if the model was copied.
 
     tokenizer  sha256 of the model's
     kinds      that are needed

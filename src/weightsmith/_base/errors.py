@@ -245,7 +245,7 @@ class StoreError(WeightsmithError):
 
 
 class OutputExists(StoreError):
-    """The target is there already."""
+    """The output already exists."""
 
 
 class NoSpace(StoreError):

@@ -1,4 +1,4 @@
-"""nan: a mean of the deltas in which each counts by the inverse of its norm."""
+"""nan: a mean of the deltas, weighted by their inverse norms."""
 
 from __future__ import annotations
 

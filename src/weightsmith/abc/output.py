@@ -177,7 +177,7 @@ class Verified:
 
 
 class Address(Protocol):
-    """An output that is no local folder. `str` and `os.fspath` give its address."""
+    """An output that is not a local folder. `str` and `os.fspath` give its address."""
 
     def __fspath__(self) -> str: ...
 

@@ -1,4 +1,4 @@
-"""What plug-ins are built with: the parts that weightsmith's own methods, formats and outputs share.
+"""Building blocks for plug-ins: the parts that weightsmith's own methods, formats and outputs share.
 
 `weightsmith.abc` says what a plug-in must be, this package helps to write it, `weightsmith.testing` checks it.
 `__init__.pyi` lists the names, by kind of plug-in. The pages docs/adding-*.md use every one of them.

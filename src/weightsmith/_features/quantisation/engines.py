@@ -91,7 +91,7 @@ def _count(names: Sequence[str]) -> str:
 
 
 def _fitting(engine: Engine, specs: Sequence[TensorSpec], draft: PlanDraft, least: int) -> list[str]:
-    """The formats in which the program runs this model, with at least so many weights stored in them."""
+    """Formats in which the program runs this model, each with at least this many weights."""
     found = []
     for writing in (each for stored_format in formats() for each in stored_format.writes):
         support = find_support(engine.name, writing.name)

@@ -70,7 +70,7 @@ ENGINE_NAMES = tuple(each.name for each in ENGINES)
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What one program takes of one format.
+    """Limits of one program for one format.
 
     formats  names of formats, or `gguf` for all that begin so
     source   the file that says so
@@ -197,7 +197,7 @@ def find_engine(name: str) -> Engine:
 
 
 def find_support(engine: str, format: str) -> Support | None:
-    """What a program takes of a format; None if it does not load it.
+    """Limits of a program for a format; None if it does not load the format.
 
     >>> find_support("sglang", "mxfp4") is None, find_support("llama.cpp", "gguf-q4_k_m").formats
     (True, ('gguf',))
@@ -207,7 +207,7 @@ def find_support(engine: str, format: str) -> Support | None:
 
 
 def engines_of(format: str) -> tuple[Engine, ...]:
-    """The programs that load a format; none for a format of an installed package, of which nothing is known.
+    """Programs that load a format; empty for formats of installed packages, which the table does not cover.
 
     >>> [each.name for each in engines_of("mxfp4")]
     ['transformers', 'vllm']
@@ -271,7 +271,7 @@ def _is_down(name: str) -> bool:
 
 
 def _partly(experts: Sequence[TensorSpec], plain: Iterable[TensorSpec]) -> list[str]:
-    """The weights of experts that are stored as they are beside others that are not."""
+    """Expert weights stored unquantised beside quantised ones."""
     inside = {spec.name.rpartition(".")[0].rpartition(".")[0] for spec in experts}
     return [
         spec.name

@@ -1,4 +1,4 @@
-"""The objects under an address: which store they are in, and which of them may be overwritten."""
+"""Objects under an address: their store, and which may be overwritten."""
 
 from __future__ import annotations
 

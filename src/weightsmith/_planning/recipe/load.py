@@ -58,7 +58,7 @@ class Written:
 
     @property
     def folder(self) -> Path:
-        """Of its file; the current one if it has none."""
+        """Folder of the recipe's file; the current folder if it has no file."""
         return Path() if self.filename.startswith("<") or not self.shown[0] else Path(self.filename).parent
 
 

@@ -40,7 +40,7 @@ def _rows(run: TextRun) -> int:
 
 
 def layer_errors(own: Mapping[str, Arrays], reference: Mapping[str, Arrays], rows: ScoredRows) -> LayerErrors | None:
-    """The error of each layer; None if the models have not the same layers. Arrays: by name, those of `with_samples` too."""
+    """Error of each layer; None if the models' layers differ. Arrays are keyed by name, with those of `with_samples`."""
     names = [name for name in own if name.startswith("sample ")]
     if names != [name for name in reference if name.startswith("sample ")]:
         return None
@@ -60,7 +60,7 @@ def layer_errors(own: Mapping[str, Arrays], reference: Mapping[str, Arrays], row
 
 
 def worst_layers(errors: Sequence[float], most: int = 3) -> list[tuple[int, float, float]]:
-    """The layers in which the error grows most: (layer, error of what leaves it, increase), the worst first.
+    """Layers where the error grows most, worst first: (layer, error of its output, increase).
 
     >>> worst_layers([0.1, 0.12, 0.3], most=2)
     [(2, 0.3, 0.18), (0, 0.1, 0.1)]

@@ -52,7 +52,7 @@ def layer_blocks(found: Evaluation) -> list[Block]:
     """The error of each layer's output, a table for each model that has them."""
     columns = (
         Column("layer"),
-        Column("error", "number", "of what leaves the layer, relative to the reference's, on the first rows"),
+        Column("error", "number", "of the layer's output, relative to the reference's, on the first rows"),
         Column("increase", "number", "of the error in this layer"),
     )
     about = "The layers with the largest increase come first."

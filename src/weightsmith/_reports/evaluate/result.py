@@ -47,7 +47,7 @@ class ResultEvaluation:
 
     @property
     def _layers(self) -> list[str]:
-        """The layers in which the error grows most."""
+        """Layers where the error grows most."""
         errors = self.found.layers[-1] if self.found.layers else None
         if not errors:
             return []

@@ -16,7 +16,7 @@ from weightsmith._planning.planner.build import Bound, bind, parameter_problems
 from weightsmith._planning.recipe import Scalar, Source, Tunable, Written, read_template
 
 Values = tuple[Scalar, ...]
-"""Of the values to tune, in the order of the recipe's text."""
+"""One value for each tunable, in the order of the recipe's text."""
 
 DIGITS = 6
 """Significant digits of a number: what the recipe holds is what was tried."""

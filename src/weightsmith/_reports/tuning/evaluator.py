@@ -92,7 +92,7 @@ class Candidate:
 
 
 def _signatures(plan: Plan) -> dict[str, str]:
-    """What each tensor of a plan is made from. Equal texts make equal bytes."""
+    """Hash of everything that determines each tensor. Equal hashes mean equal bytes."""
     whole = repr((plan.seed, plan.made.name, plan.made.code, [(model.identity, model.ref) for model in plan.models]))
     products, known = {product.name: product for product in plan.products}, dict[str, str]()
 
@@ -149,7 +149,7 @@ class Evaluator:
         return self._holds_model
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a plan makes a model that can be scored: of the same tensors and the same config.json, but for dtypes."""
+        """Whether a plan's model can be scored: same tensors and config.json, ignoring dtypes."""
         shapes = {step.out.name: step.out.shape for step in plan.steps}
         own, theirs = ({k: v for k, v in (c or {}).items() if k not in _NEITHER} for c in (self._config, plan.config))
         return shapes == {name: spec.shape for name, spec in self._specs.items()} and own == theirs
@@ -170,7 +170,7 @@ class Evaluator:
             return self._score(self._context(candidate, ()), given, rows, states, reference)
 
     def reference(self, candidate: Candidate, rows: Sequence[Rows]) -> Reference:
-        """A model with which others are compared on these rows."""
+        """Run a model on these rows, to compare others with it."""
         with self._loaded(candidate):
             states = {own.name: self._forward(candidate, own, keep=False) for own in rows}
             names = list(dict.fromkeys(self._decoder.head_weights.values()))
@@ -181,7 +181,7 @@ class Evaluator:
 
     @contextmanager
     def _loaded(self, candidate: Candidate) -> Iterator[None]:
-        """Make the tensors that have changed, or drop what is no longer right; after an error, begin with a new module."""
+        """Merge the changed tensors, or drop stale ones. After an error, build a new module."""
         if not self.fits(candidate.plan):
             what = "its tensors or its config.json are not those of the recipe at its start values"
             raise MismatchError(what, where=self.base.label, fix="let all choices be models of one shape and dtype")
@@ -265,7 +265,7 @@ class Evaluator:
     # ---- the forward pass
 
     def _forward(self, candidate: Candidate, rows: Rows, *, keep: bool) -> Tensor:
-        """What leaves the last layer: [rows, tokens, hidden]."""
+        """Output of the last layer: [rows, tokens, hidden]."""
         layers, ids = self.base.layers, rows.scored.ids
         chain, before = [""] * (layers + 1), ""
         for i in range(layers + 1):
@@ -337,7 +337,7 @@ class Evaluator:
 
 
 def _product_identity(plan: Plan, product: Product) -> str:
-    """What the arrays of a product depend on."""
+    """Hash of everything that determines the arrays of a product."""
     steps = product.steps or [step for step in plan.steps if product.name in plan.needs(step)]
     others = {other.name: other for other in plan.products}
     facts = product.op, product.outs, product.settings, product.models, product.files, plan.seed

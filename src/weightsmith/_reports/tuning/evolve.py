@@ -27,7 +27,7 @@ PARAMETERS = {
     "dare_ties": ("weight", "density"),
     "slerp": ("t",),
 }
-"""What mergekit-evolve tunes of each method."""
+"""Parameters that mergekit-evolve tunes, by method."""
 
 _INSTEAD = {
     "limit": "use --rows N",
@@ -140,7 +140,7 @@ def _recipe(genome: Mapping[str, Any], where: str) -> dict[str, Any]:
     negative, filters = bool(genome.get("allow_negative_weights")), [*(genome.get("filters") or []), None]
 
     def values(n: int) -> dict[str, Any]:
-        """Of one model: for each parameter and filter a number, or n numbers over the layers."""
+        """Parameters of one model: for each parameter and filter one number, or n numbers over the layers."""
         found: dict[str, Any] = {}
         for name in PARAMETERS[method]:
             one = _ranged(name, len(models), negative=negative)

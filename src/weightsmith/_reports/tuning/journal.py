@@ -96,7 +96,7 @@ class Journal:
         resume  False: begin again, in place of an earlier search
 
         Raises Busy if another process has it; CannotResume for the journal of another search, and for a damaged one;
-        OutputExists for a file that is no journal.
+        OutputExists for a file that is not a journal.
         """
         self.path = path
         self._file = _opened(path)

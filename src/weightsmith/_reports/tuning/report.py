@@ -13,7 +13,7 @@ from weightsmith._reports.tuning.result import Tuning, total
 
 
 def tuning_page(found: Tuning) -> Page:
-    """What a search found."""
+    """Result of a search."""
     failed = sum(bool(trial.error) for trial in found.trials)
     facts: list[tuple[str, Value]] = [
         ("recipe written", str(found.out)),

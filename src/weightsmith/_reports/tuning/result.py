@@ -1,4 +1,4 @@
-"""What a search found: its trials, the best one, and how good it is on text that it was not tuned on."""
+"""Result of a search: all trials, the best one, and its scores on held-out text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Tuning:
 
     @property
     def values(self) -> tuple[Scalar, ...]:
-        """Of the recipe that was written."""
+        """Path of the recipe that was written."""
         return self.trials[self.best - 1].values
 
     @cached_property

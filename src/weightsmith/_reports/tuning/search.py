@@ -34,7 +34,7 @@ SEPARABLE = 20
 
 
 class Searcher(Protocol):
-    """What is tried next."""
+    """Chooses the next candidate."""
 
     def ask(self) -> Values | None:
         """Values to try; None: there is nothing left to try."""

@@ -22,7 +22,7 @@ REPORT_ROWS = 64
 """Rows of each text of the report, unless the user gives a number."""
 
 LEAST_ROWS = 4
-"""Of a text that is split: two to tune on, and two for the report, whose differences then have an error."""
+"""Rows needed to split a text: two for tuning, and two for the report, the least that gives a standard error."""
 
 RUN = 32
 """Tokens that are looked for in another text, one after the other."""
@@ -31,12 +31,12 @@ LEAST_RUN = 8
 """Shorter rows say nothing: they may be in any text."""
 
 FEW = 4
-"""Of so many rows of a text, one is among the few that every candidate is scored on."""
+"""One row in this many is scored for every candidate."""
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """What candidates are scored on, and what the report is about.
+    """Rows for scoring candidates, and rows for the report.
 
     names         of the texts to tune on
     tune          rows of each

@@ -259,7 +259,7 @@ class _Search:
         return prepared, found
 
     def _about(self, planning: RecipeOptions) -> dict[str, Any]:
-        """What is searched: the first line of the journal."""
+        """Description of the search: the first line of the journal."""
         states = [model.state for model in self.first.inputs]
         for i, each in enumerate(self.candidates.tunables):
             for choice in each.choices if each.chooses_models else ():

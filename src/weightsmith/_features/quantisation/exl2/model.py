@@ -193,7 +193,7 @@ def store(
 
 
 def notes(draft: PlanDraft) -> list[Finding]:
-    """What a user must know of ExLlamaV2: who loads the model, and what it computes in another way than transformers."""
+    """Warnings about ExLlamaV2: whether it loads the model, and where its results differ from transformers'."""
     what = f"EXL2 is loaded by ExLlamaV2 {VERSION}, which is archived, and by TabbyAPI up to June 2026; TabbyAPI now takes EXL3"
     fix = "choose a gguf format for llama.cpp, Ollama and CPUs, or w4a16 or fp8-dynamic for vLLM and SGLang"
     found = [Finding(what, "quantize", fix=fix)]

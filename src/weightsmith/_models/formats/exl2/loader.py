@@ -37,11 +37,11 @@ OTHER_FORMATS = "choose another format; weightsmith quantize --list shows all"
 ELSEWHERE = "choose a gguf format, or w4a16 or fp8-dynamic, for a program that computes what transformers does"
 
 _LAYER_NORMS = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures with norms of queries and keys, of which ExLlamaV2 subtracts the mean (`headnorm` in its architecture.py)."""
+"""Architectures with query and key norms, where ExLlamaV2 also subtracts the mean (`headnorm` in its architecture.py)."""
 
 
 def differences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What ExLlamaV2 computes in another way than transformers, in any EXL2 model: (what, where, fix).
+    """Differences between ExLlamaV2 and transformers that affect this model: (what, where, fix).
 
     config  of the output, with `rope_scaling`
 
