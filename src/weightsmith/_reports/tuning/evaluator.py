@@ -97,8 +97,7 @@ def _signatures(plan: Plan) -> dict[str, str]:
     products, known = {product.name: product for product in plan.products}, dict[str, str]()
 
     def of_step(step: Step) -> str:
-        leaves = [(replace(leaf, settings=0, pieces=()), plan.settings[leaf.settings]) for leaf in step.leaves]
-        return repr((step.out, leaves, [of_product(name) for name in sorted(plan.needs(step))]))
+        return repr((step.out, _settled(plan, step), [of_product(name) for name in sorted(plan.needs(step))]))
 
     def of_product(name: str) -> str:
         if name not in known:
