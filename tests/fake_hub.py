@@ -494,7 +494,11 @@ def _git_sha1(data: bytes) -> str:
 
 @contextmanager
 def serve(repos: dict[tuple[str, str], Files], refs: dict[str, str] | None = None) -> Iterator[FakeHub]:
-    """A hub that listens until the block ends."""
+    """A hub that listens until the block ends, and until runs that have failed end their last uploads.
+
+    An upload that finds no server makes huggingface_hub close the client of the whole process, with connections of the next
+    test.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     hub = FakeHub(dict(repos), {"main": COMMIT, **(refs or {})}, url=f"http://127.0.0.1:{server.server_port}")
@@ -504,6 +508,10 @@ def serve(repos: dict[tuple[str, str], Files], refs: dict[str, str] | None = Non
     try:
         yield hub
     finally:
+        hub.fault = no_fault
+        for each in threading.enumerate():
+            if each.name.startswith("weightsmith-upload"):
+                each.join(20)
         server.shutdown()
         server.server_close()
         thread.join()
