@@ -14,7 +14,8 @@ ABOUT = {"recipe": "abc", "seed": 3}
 TRIALS = [
     Trial(1, (0.1, "ties"), ((1.5, 1 / 3), (2.0,))),
     Trial(2, (0.2, "ties"), ((1.25, None), (2.5,)), ((0.5, None), (0.25,))),
-    Trial(3, (0.3, "dare"), error="weight 0.3: NaN in 'a\u2028b'"),
+    Trial(3, (0.2, "ties"), ((1.25, 2.0), (2.5,)), slopes=(0.1 + 0.2,)),
+    Trial(4, (0.3, "dare"), error="weight 0.3: NaN in 'a\u2028b'"),
 ]
 
 
@@ -33,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 def test_trials_are_read_again_exactly(path: Path) -> None:
     with opened(path) as journal:
         assert journal.trials == TRIALS
-        assert [trial.whole for trial in journal.trials] == [True, False, False]
+        assert [trial.whole for trial in journal.trials] == [True, False, True, False]
 
 
 def test_a_last_line_cut_anywhere_is_dropped_and_the_file_goes_on(path: Path) -> None:
@@ -42,8 +43,8 @@ def test_a_last_line_cut_anywhere_is_dropped_and_the_file_goes_on(path: Path) ->
     for end in range(start, len(data)):
         path.write_bytes(data[:end])
         with opened(path) as journal:
-            assert journal.trials == TRIALS[:2]
-            journal.add(TRIALS[2])
+            assert journal.trials == TRIALS[:-1]
+            journal.add(TRIALS[-1])
         assert path.read_bytes() == data
 
 

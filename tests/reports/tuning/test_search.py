@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from weightsmith._base.errors import ParameterError
@@ -24,8 +26,16 @@ def run(name: str, tunables: list[Tunable], budget: int, seed: int = 0, loss=lam
     made = searcher(name, tunables, tuple(each.start for each in tunables), budget, seed)
     while len(found) < budget and (values := made.ask()) is not None:
         found.append(values)
-        made.tell(values, loss(values))
+        value = loss(values)
+        made.tell(values, value, slopes(values, made.numbers, loss) if math.isfinite(value) else ())
     return found
+
+
+def slopes(values: Values, numbers: Sequence[int], loss: Callable[[Values], float]) -> list[float]:
+    def near(i: int, step: float) -> float:
+        return loss((*values[:i], float(values[i]) + step, *values[i + 1 :]))
+
+    return [(near(i, 1e-6) - near(i, -1e-6)) / 2e-6 for i in numbers]
 
 
 def distance(values: Values) -> float:
@@ -48,6 +58,38 @@ def test_cma_finds_a_minimum_that_random_values_miss(n: int) -> None:
     budget = 60 if n == 1 else 300
     best = {name: min(map(distance, run(name, tunables, budget, 0, distance))) for name in ("cma", "random")}
     assert best["cma"] < best["random"] / (1 if n == 1 else 3)
+
+
+@pytest.mark.parametrize("n", [1, 2, 60])
+def test_the_gradient_leads_to_a_minimum_in_few_steps(n: int) -> None:
+    tunables = [number(str(i), 0, 1 + i % 3) for i in range(n)]
+    rng = np.random.default_rng(0)
+    shares, best = rng.uniform(0.1, 10, n), rng.uniform(-0.2, 0.9, n)  # some lie outside the ranges
+
+    def loss(values: Values) -> float:
+        away = np.array([float(value) for value in values]) - best
+        return float(np.sum(shares * away**2) + np.sum(away) ** 2 / 4)
+
+    found = run("gradient", tunables, 40, 0, loss)
+    many = run("gradient", tunables, 400, 0, loss)
+    start, end, least = (loss(values) for values in (found[0], found[-1], min(many, key=loss)))
+    assert end - least < 0.001 * (start - least)
+    assert all(0 <= float(value) <= 1 + i % 3 for values in found for i, value in enumerate(values))
+
+
+def test_the_gradient_of_a_rough_loss_ends_no_worse_than_it_began() -> None:
+    tunables = [choice("m", "x", "y"), number("a"), number("b")]
+
+    def loss(values: Values) -> float:
+        if float(values[1]) > 0.8:
+            return math.inf
+        return (values[0] == "x") + (float(values[1]) - 1) ** 2 + 0.01 * math.sin(300 * float(values[2]))
+
+    found = run("gradient", tunables, 60, 0, loss)
+    assert found[:2] == [("x", 0.5, 0.5), ("y", 0.5, 0.5)]
+    best = min(found, key=loss)
+    assert best[0] == "y"
+    assert 0.7 < float(best[1]) <= 0.8
 
 
 def test_an_invalid_candidate_does_not_end_the_search() -> None:

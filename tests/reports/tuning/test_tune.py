@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,14 @@ from weightsmith._reports.tuning.result import Tuning
 
 __all__ = ["cli"]
 
+LINEAR: dict[str, Any] = {
+    "merge_method": "task_arithmetic",
+    "base_model": "a",
+    "models": [
+        {"model": "b", "parameters": {"weight": [{"tune": [0, 1]}, {"tune": [0, 1]}]}},
+        {"model": "c", "parameters": {"weight": {"tune": [0, 2]}}},
+    ],
+}
 ARGS: dict[str, Any] = {"text": "t.txt", "report_text": "u.txt", "tokens": 32, "rows": 8, "seed": 3, "progress": False}
 
 
@@ -70,12 +79,14 @@ def _start() -> dict[str, Any]:
     return {"merge_method": "ties", "base_model": "a", "dtype": "bfloat16", "models": models}
 
 
-def test_the_same_call_makes_the_same_trials_with_any_number_of_threads(work: Path) -> None:
-    tune(out="one.yml", threads=1)
-    tune(out="two.yml", threads=3)
+@pytest.mark.parametrize("search", ["cma", "gradient"])
+def test_the_same_call_makes_the_same_trials_with_any_number_of_threads(work: Path, search: str) -> None:
+    tune(LINEAR, "one.yml", search=search, threads=1)
+    tune(LINEAR, "two.yml", search=search, threads=3)
     assert trials("one.trials.jsonl") == trials("two.trials.jsonl")
-    tune(out="three.yml", seed=4)
-    assert trials("one.trials.jsonl") != trials("three.trials.jsonl")
+    if search == "cma":
+        tune(LINEAR, "three.yml", search=search, seed=4)
+        assert trials("one.trials.jsonl") != trials("three.trials.jsonl")
 
 
 @pytest.mark.slow
@@ -184,6 +195,30 @@ def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None
     assert found.best == min(whole, key=found.objective_of)
 
 
+@pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
+def test_the_gradient_of_the_objective_is_followed_and_resumed(work: Path, objective: str) -> None:
+    Path("v.txt").write_text("Something else entirely; " * 3 + "".join(chr(97 + i * i * 7 % 26) for i in range(700)))
+    more: dict[str, Any] = {"reference": ["b", "c"]} if objective == "kl" else {}
+    more |= {"text": ["t.txt", "v.txt"], "objective": objective, "search": "gradient"}
+    assert len(tune(LINEAR, budget=3, **more).trials) == 3
+    found = tune(LINEAR, budget=7, **more)
+    assert found.resumed == 3
+    tune(LINEAR, "whole.yml", budget=7, **more)
+    assert trials() == trials("whole.trials.jsonl")
+    assert all(trial.whole and len(trial.slopes) == 3 for trial in found.trials)
+    for first, second in itertools.pairwise(found.trials[:2]):
+        promised = np.dot(first.slopes, np.subtract(second.values, first.values))
+        change = found.objective_of(second.number) - found.objective_of(first.number)
+        assert 1.7 * promised < change < 0.3 * promised
+    assert found.best > 2
+
+
+def test_the_gradient_is_for_numbers_with_fractions(work: Path) -> None:
+    whole = {**LINEAR, "merge_method": "multislerp", "parameters": {"karcher_steps": {"tune": [1, 5]}}}
+    with pytest.raises(WeightsmithError, match="takes whole numbers, which have no gradient"):
+        tune(whole, search="gradient")
+
+
 def test_few_rows_decide_for_most_candidates(work: Path) -> None:
     found = tune(budget=16, rows=12)
     scored = [sum(value is not None for value in trial.nats[0]) for trial in found.trials]
@@ -210,7 +245,7 @@ WRONG = {
     "no folder": ({"out": "no/tuned.yml"}, "there is no folder"),
     "a recipe without values": ({"recipe": "plain.yml"}, "the recipe has no value to tune"),
     "a grid that is too large": ({"search": "grid"}, "a grid of two values of each number takes 8 candidates"),
-    "an unknown search": ({"search": "genes"}, "must be one of cma, random, grid"),
+    "an unknown search": ({"search": "genes"}, "must be one of cma, gradient, random, grid"),
     "a model that is absent": ({"recipe": "absent.yml"}, "nowhere"),
     "a reference of another shape": ({"objective": "kl", "reference": "other"}, "its tensors are not those of the merge"),
 }

@@ -120,6 +120,36 @@ class Decoder:
                 found = torch.tensor([[place[token] for token in ids]])
                 yield record(self._body, self._layers, input_ids=found)[0][0]
 
+    def pull_embedded(
+        self, source: ProductContext, rows: Sequence[Sequence[int]], leaving: Tensor, vocabulary: int
+    ) -> dict[str, Tensor]:
+        """Take gradients back from what enters the first layer to the weights that it depends on, by stored name.
+
+        leaving     gradients of what `embedded` gives: float32 [rows, tokens, hidden]
+        vocabulary  rows of the embedding
+        """
+        with torch.no_grad():
+            place = self._embed(source, rows, "cpu")
+        weights = {name: each for name, each in self._body.named_parameters() if not each.is_meta}
+        for each in weights.values():
+            each.requires_grad_(True)
+        try:
+            sums = [torch.zeros_like(each) for each in weights.values()]
+            for ids, gradient in zip(rows, leaving.cpu(), strict=True):
+                with torch.enable_grad():
+                    found = torch.tensor([[place[token] for token in ids]])
+                    entering = record(self._body, self._layers, input_ids=found)[0]
+                    for total, part in zip(sums, gradients_at(entering, [*weights.values()], gradient[None]), strict=True):
+                        total += part
+        finally:
+            for each in weights.values():
+                each.requires_grad_(False)
+        named = {self._name(name): total for name, total in zip(weights, sums, strict=True)}
+        table = self._name(self._embedding)
+        full = torch.zeros(vocabulary, named[table].shape[1])
+        full[torch.tensor(list(place))] = named[table]
+        return {**named, table: full}
+
     @contextmanager
     def layer(
         self, i: int, source: ProductContext, tokens: int, device: str = "cpu", given: Mapping[str, Tensor] | None = None
@@ -150,7 +180,8 @@ class Decoder:
                         if own in given:
                             _register(layer, name, given[own].to(device))
                     linear = {names[f"{n}.weight"]: m for n, m in layer.named_modules() if isinstance(m, nn.Linear)}
-                    yield Layer(layer, linear, *call, self._base.instead)
+                    weights = {own: layer.get_parameter(name) for name, own in names.items()}
+                    yield Layer(layer, linear, weights, *call, self._base.instead)
         finally:
             put_back(layer, replaced)
 
@@ -185,6 +216,11 @@ class Decoder:
                     return found.float()
 
                 yield logits
+
+    @property
+    def head_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Within `head`: its parameters, with the stored names of their weights. Tied ones are there twice."""
+        return [(own, self._whole.get_parameter(name)) for name, own in self.head_weights.items()]
 
     def _find_head_weights(self) -> dict[str, str]:
         """The parameters outside the layers that logits depend on: names in transformers' module → the model's names."""
@@ -383,12 +419,14 @@ class Layer:
 
     module        transformers'
     linears       its linear layers, by the stored name of their weights
+    weights       its parameters, by stored name
     args, kwargs  what it is called with, besides hidden states
     instead       as `Base.instead`
     """
 
     module: Any
     linears: Mapping[str, nn.Linear]
+    weights: Mapping[str, nn.Parameter]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     instead: str = ""
@@ -405,6 +443,17 @@ class Layer:
             after = self.module(hidden, *self.args, **self.kwargs)
         found: Tensor = after if isinstance(after, Tensor) else after[0]
         return found
+
+    def pull(self, hidden: Tensor, leaving: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Take gradients back through the layer, to what enters it, [rows, tokens, hidden], and to `weights`. Thread-safe.
+
+        leaving  those of what leaves it, [rows, tokens, hidden]
+        """
+        with torch.enable_grad():
+            entering = hidden.detach().requires_grad_()
+            after = self.module(entering, *self.args, **self.kwargs)
+            found = gradients_at(after if isinstance(after, Tensor) else after[0], [entering, *self.weights.values()], leaving)
+        return found[0], dict(zip(self.weights, found[1:], strict=True))
 
     def linear(self, weight: str) -> nn.Linear:
         """A linear layer, by the stored name of its weight. Raises Unsupported if there is none."""
@@ -519,6 +568,12 @@ def _assign(module: nn.Module, names: Mapping[str, str], memory: _Memory) -> Non
     made = memory.filled({stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()})
     for name, stored in names.items():
         _register(module, name, made[stored])
+
+
+def gradients_at(of: Tensor, at: Sequence[Tensor], leaving: Tensor | None = None) -> list[Tensor]:
+    """The gradients at some tensors; zeros at those that `of` does not depend on."""
+    found = torch.autograd.grad(of, at, leaving, allow_unused=True)
+    return [torch.zeros_like(x) if each is None else each for x, each in zip(at, found, strict=True)]
 
 
 def _register(module: nn.Module, name: str, tensor: Tensor) -> None:

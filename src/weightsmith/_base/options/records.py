@@ -540,8 +540,8 @@ class TuneSettings:
         "cma",
         "--search NAME",
         "How candidates are chosen",
-        choices=("cma", "random", "grid"),
-        more="`cma` is CMA-ES, and needs the extra `tune`.",
+        choices=("cma", "gradient", "random", "grid"),
+        more="`cma` is CMA-ES, and needs the extra `tune`. `gradient` moves all numbers at once.",
     )
     objective: str = option(
         "mean",

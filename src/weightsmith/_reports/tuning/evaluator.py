@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from weightsmith._activations.decoder import Base
-from weightsmith._activations.decoder.forward import Decoder, build
+from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at
 from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
@@ -42,6 +44,9 @@ MEMORY_BYTES = 4 << 30
 
 BATCH_TOKENS = 1024
 """Tokens that run through a layer together: always the same, so that no loss depends on the number of threads."""
+
+_Found = TypeVar("_Found")
+_Head = Callable[[Tensor], Tensor]
 
 _NEITHER = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Keys of config.json that do not change predictions."""
@@ -176,6 +181,105 @@ class Evaluator:
             weights = {name: tensor.clone() for name, tensor in self._take(candidate, names).items()}
         return Reference(_build(self.base), weights, states)
 
+    def gradients(
+        self, candidate: Candidate, rows: Rows, shares: Numbers, reference: Reference | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """The gradients of Σ shares · losses with respect to the tensors, a part of the model at a time, by tensor.
+
+        shares     of each row in the sum, float64 [rows]
+        reference  the losses are KL divergences from it; None: they are nats
+
+        States that `losses` has not kept are computed again, from the nearest that it has. Deterministic for any threads.
+        """
+        layers, ids = self.base.layers, rows.scored.ids
+        with self._loaded(candidate):
+            names = list(dict.fromkeys(self._decoder.head_weights.values()))
+            states = self._forward(candidate, rows, keep=True)
+            context, given = self._context(candidate, ()), self._take(candidate, names)
+            leaving, outside = self._pull_head(context, given, rows, states, shares, reference)
+            for i in reversed(range(layers)):
+                states = self._forward(candidate, rows, keep=True, last=i)
+                given, context = self._take(candidate, self._parts[i]), self._context(candidate, self._parts[i])
+                with self._decoder.layer(i, context, ids.shape[1], self.device, given) as layer:
+                    leaving, found = self._pull(layer, states, leaving)
+                yield found
+            context = self._context(candidate, self._parts[layers])
+            vocabulary = max(self._specs[name].shape[0] for name in names)
+            inner = self._decoder.pull_embedded(context, ids.tolist(), leaving, vocabulary)
+            for name, gradient in inner.items():
+                outside[name] = outside[name].cpu() + gradient if name in outside else gradient
+            yield outside
+
+    def _pull(self, layer: Layer, states: Tensor, leaving: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        for parameter in layer.weights.values():
+            parameter.requires_grad_(True)
+        size = max(1, BATCH_TOKENS // states.shape[1])
+        entering, sums = list[Tensor](), {name: torch.zeros_like(each) for name, each in layer.weights.items()}
+        for own, found in self._in_order(layer.pull, states.split(size), leaving.split(size)):
+            entering.append(own)
+            for name, part in found.items():
+                sums[name] += part
+        return torch.cat(entering), sums
+
+    def _in_order(self, function: Callable[..., _Found], *values: Sequence[object]) -> Iterator[_Found]:
+        """Results of a function, computed by all threads and held for as many values as there are threads."""
+        with workers(self._resources.workers, self.device) as pool:
+            left = zip(*values, strict=True)
+            while some := list(islice(left, self._resources.workers)):
+                yield from pool.map(lambda each: function(*each), some)
+
+    def _pull_head(
+        self,
+        context: ProductContext,
+        given: Mapping[str, Tensor],
+        rows: Rows,
+        states: Tensor,
+        shares: Numbers,
+        reference: Reference | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gradients of what leaves the last layer, and of the weights of the head."""
+        leaving = torch.zeros_like(states)
+        with self._decoder.head(context, self.device, given) as head, _head_of(reference, context, self.device) as other:
+            weights = self._decoder.head_parameters
+            for _, parameter in weights:
+                parameter.requires_grad_(True)
+
+            def pull(row: int) -> list[Tensor]:
+                sums = [torch.zeros_like(parameter) for _, parameter in weights]
+                for places, expected, targets in self._predicted(rows, row, given, reference, other):
+                    with torch.enable_grad():
+                        entering = states[row, places].detach().requires_grad_()
+                        logs = head(entering).log_softmax(1)
+                        loss = _nats(logs, targets) if expected is None else _divergence(logs, expected)
+                        wanted = [entering, *(parameter for _, parameter in weights)]
+                        own, *parts = gradients_at(loss * float(shares[row]), wanted)
+                    leaving[row, places] = own
+                    for total, part in zip(sums, parts, strict=True):
+                        total += part
+                return sums
+
+            found = {name: torch.zeros_like(parameter) for name, parameter in weights}
+            for sums in self._in_order(pull, range(len(rows.scored.ids))):
+                for (name, _), part in zip(weights, sums, strict=True):
+                    found[name] += part
+        return leaving, found
+
+    def _predicted(
+        self, rows: Rows, row: int, given: Mapping[str, Tensor], reference: Reference | None, other: _Head | None
+    ) -> Iterator[tuple[npt.NDArray[np.intp], Tensor | None, Tensor]]:
+        """Pieces of a row: places whose next tokens are predicted, the reference's predictions, and these tokens."""
+        vocabulary = max(tensor.shape[0] for tensor in given.values())
+        at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
+        scored = np.flatnonzero(rows.scored.nbytes[row] >= 0)
+        for start in range(0, len(scored), at_once):
+            own = scored[start : start + at_once]
+            targets = torch.from_numpy(rows.scored.ids[row, own].astype(np.int64)).to(self.device)
+            expected = None
+            if other is not None and reference is not None:
+                with torch.no_grad():
+                    expected = other(reference.states[rows.name][row, own - 1]).log_softmax(1)
+            yield own - 1, expected, targets
+
     # ---- tensors
 
     @contextmanager
@@ -202,7 +306,24 @@ class Evaluator:
         missing = [name for name in names if name not in self._weights]
         if not missing:
             return
-        plan, wanted = candidate.plan, set(missing)
+        arrays = {name: self._array(name) for name in missing}
+        self._merge(candidate, arrays, self._products)
+        for name, array in arrays.items():
+            self._weights[name] = torch.from_numpy(array).to(self.device)
+            self._made_from[name] = candidate.signatures[name]
+
+    def merged(self, candidate: Candidate, names: Sequence[str]) -> dict[str, npt.NDArray[np.float32]]:
+        """Some tensors of a candidate, with its own dtypes; nothing is kept."""
+        arrays = {name: np.empty(self._specs[name].shape, np.float32) for name in names}
+        if arrays:
+            self._merge(candidate, arrays, {})
+        return arrays
+
+    def _merge(
+        self, candidate: Candidate, arrays: Mapping[str, npt.NDArray[np.float32]], known: dict[str, tuple[Product, Arrays]]
+    ) -> None:
+        """Fill arrays with tensors of a candidate. known: products by their identity, in; those that were needed, out."""
+        plan, wanted = candidate.plan, set(arrays)
         steps = [step for step in plan.steps if step.out.name in wanted]
         results, products = Results(plan), {product.name: product for product in plan.products}
         needed = dict[str, Product]()
@@ -217,19 +338,17 @@ class Evaluator:
             need(sorted(plan.needs(step)))
         identities = {name: _product_identity(plan, product) for name, product in needed.items()}
         for name, product in needed.items():
-            if identities[name] in self._products:
-                results.put(product, self._products[identities[name]][1])
-        arrays = {step.out.name: self._array(step.out.name) for step in steps}
+            if identities[name] in known:
+                results.put(product, known[identities[name]][1])
         targets: dict[str, Target] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
         folders = [model.folder for model in candidate.inputs]
         work = Workload(steps, list(needed.values()), None, results, folders, self._allow_nonfinite)
         run(plan, candidate.inputs, MemoryOutput(targets), self._resources, work)
         if needed:
             kept = {name: product for name, product in needed.items() if results.finished(name)}
-            self._products = {identities[name]: (product, results.arrays(name)) for name, product in kept.items()}
-        for name, array in arrays.items():
-            self._weights[name] = torch.from_numpy(array).to(self.device)
-            self._made_from[name] = candidate.signatures[name]
+            made = {identities[name]: (product, results.arrays(name)) for name, product in kept.items()}
+            known.clear()
+            known.update(made)
 
     def _array(self, name: str) -> npt.NDArray[np.float32]:
         """Memory for a tensor: that of the last candidate's, if the whole model is held."""
@@ -263,20 +382,20 @@ class Evaluator:
 
     # ---- the forward pass
 
-    def _forward(self, candidate: Candidate, rows: Rows, *, keep: bool) -> Tensor:
-        """Output of the last layer: [rows, tokens, hidden]."""
-        layers, ids = self.base.layers, rows.scored.ids
+    def _forward(self, candidate: Candidate, rows: Rows, *, keep: bool, last: int | None = None) -> Tensor:
+        """What enters layer `last`, or leaves the last one: [rows, tokens, hidden]."""
+        ids, layers = rows.scored.ids, self.base.layers if last is None else last
         chain, before = [""] * (layers + 1), ""
         for i in range(layers + 1):
-            names = self._parts[i - 1] if i else self._parts[layers]
+            names = self._parts[i - 1] if i else self._parts[-1]
             before = hashlib.sha256("\n".join([before, *(candidate.signatures[n] for n in names)]).encode()).hexdigest()
             chain[i] = before
         kept = self._states.setdefault(rows.name, {})
-        for i in [i for i, (made, _) in kept.items() if made != chain[i]]:
+        for i in [i for i, (made, _) in kept.items() if i <= layers and made != chain[i]]:
             del kept[i]
-        first = max(kept, default=-1)
+        first = max((i for i in kept if i <= layers), default=-1)
         if first < 0:
-            context = self._context(candidate, self._parts[layers])
+            context = self._context(candidate, self._parts[-1])
             found = [row.to(self.device) for row in self._decoder.embedded(context, ids.tolist())]
             states, first = torch.stack(found), 0
             if keep:
@@ -305,34 +424,33 @@ class Evaluator:
     def _score(
         self, context: ProductContext, given: Mapping[str, Tensor], rows: Rows, states: Tensor, reference: Reference | None
     ) -> tuple[Numbers, Numbers | None]:
-        ids, nbytes = rows.scored.ids, rows.scored.nbytes
-        theirs = None if reference is None else reference.states[rows.name]
-        nats = np.zeros(len(ids))
-        divergences = None if reference is None else np.zeros(len(ids))
+        nats = np.zeros(len(rows.scored.ids))
+        divergences = None if reference is None else np.zeros(len(nats))
         with self._decoder.head(context, self.device, given) as head, _head_of(reference, context, self.device) as other:
-            vocabulary = max(tensor.shape[0] for tensor in given.values())
-            at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
 
             def measure(row: int) -> None:
                 with torch.no_grad():
-                    places = np.flatnonzero(nbytes[row] >= 0)
-                    for start in range(0, len(places), at_once):
-                        own = places[start : start + at_once]
-                        logs = head(states[row, own - 1]).log_softmax(1)
-                        targets = torch.from_numpy(ids[row, own].astype(np.int64)).to(self.device)
-                        nats[row] -= float(logs.gather(1, targets[:, None]).double().sum())
-                        if other is not None and theirs is not None and divergences is not None:
-                            expected = other(theirs[row, own - 1]).log_softmax(1)
-                            found = torch.nn.functional.kl_div(logs, expected, reduction="none", log_target=True)
-                            divergences[row] += float(found.double().sum())
+                    for places, expected, targets in self._predicted(rows, row, given, reference, other):
+                        logs = head(states[row, places]).log_softmax(1)
+                        nats[row] += float(_nats(logs, targets))
+                        if divergences is not None and expected is not None:
+                            divergences[row] += float(_divergence(logs, expected))
 
             with workers(self._resources.workers, self.device) as pool:
-                list(pool.map(measure, range(len(ids))))
+                list(pool.map(measure, range(len(nats))))
         for found in (nats, divergences):
             if found is not None and not np.isfinite(found).all():
                 row = int(np.flatnonzero(~np.isfinite(found))[0])
                 raise NonFinite(f"the prediction is NaN or infinite in row {row} of the text", where=self.base.label)
         return nats, divergences
+
+
+def _nats(logs: Tensor, targets: Tensor) -> Tensor:
+    return -logs.gather(1, targets[:, None]).double().sum()
+
+
+def _divergence(logs: Tensor, expected: Tensor) -> Tensor:
+    return torch.nn.functional.kl_div(logs, expected, reduction="none", log_target=True).double().sum()
 
 
 def _product_identity(plan: Plan, product: Product) -> str:

@@ -35,6 +35,7 @@ class Trial:
     values       of the values to tune
     nats         of each row of each text to tune on; None for rows that it was not scored on
     divergences  from the reference, likewise; () without one
+    slopes       of the objective, by one unit of each number, for a search along its gradient; () for others
     error        why it has no losses; "" if it has
     """
 
@@ -42,6 +43,7 @@ class Trial:
     values: tuple[Scalar, ...]
     nats: tuple[tuple[float | None, ...], ...] = ()
     divergences: tuple[tuple[float | None, ...], ...] = ()
+    slopes: tuple[float, ...] = ()
     error: str = ""
 
     @property
@@ -55,7 +57,9 @@ class Trial:
         if self.error:
             return {**found, "error": self.error}
         found["nats"] = [list(own) for own in self.nats]
-        return {**found, "divergences": [list(own) for own in self.divergences]} if self.divergences else found
+        if self.divergences:
+            found["divergences"] = [list(own) for own in self.divergences]
+        return {**found, "slopes": list(self.slopes)} if self.slopes else found
 
     @classmethod
     def of(cls, data: Mapping[str, Any], rows: Sequence[int], n_values: int) -> Trial:
@@ -68,7 +72,10 @@ class Trial:
             raise ValueError("a value is none")
         nats = _numbers(data.get("nats", []), [] if error else rows)
         divergences = _numbers(data["divergences"], rows) if "divergences" in data else ()
-        return cls(number, tuple(values), nats, divergences, error)
+        slopes = data.get("slopes", [])
+        if not isinstance(slopes, list) or len(slopes) > n_values or not all(_is_finite(value) for value in slopes):
+            raise ValueError("a slope is not a finite number")
+        return cls(number, tuple(values), nats, divergences, tuple(slopes), error)
 
 
 def _numbers(found: object, rows: Sequence[int]) -> tuple[tuple[float | None, ...], ...]:
@@ -76,9 +83,13 @@ def _numbers(found: object, rows: Sequence[int]) -> tuple[tuple[float | None, ..
         raise ValueError("its losses are not those of the rows")
     for own in found:
         for value in own:
-            if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            if value is not None and not _is_finite(value):
                 raise ValueError("a loss is not a finite number")
     return tuple(tuple(own) for own in found)
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 class Journal:

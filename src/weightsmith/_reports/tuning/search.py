@@ -1,21 +1,25 @@
 """Which candidate is tried next. A searcher is asked for values and told how good they were; with one seed it is one sequence.
 
-    cma     numbers by CMA-ES (Hansen and Ostermeier 2001, https://doi.org/10.1162/106365601750190398), of the package `cmaes`
-    random  every value at random, within its range
-    grid    all combinations of evenly spaced numbers and of choices
+    gradient  numbers along the gradient of the loss: L-BFGS (Liu and Nocedal 1989, https://doi.org/10.1007/BF01589116) within
+              the ranges
+    cma       numbers by CMA-ES (Hansen and Ostermeier 2001, https://doi.org/10.1162/106365601750190398), of the package `cmaes`
+    random    every value at random, within its range
+    grid      all combinations of evenly spaced numbers and of choices
 
-CMA-ES is for numbers. Choices are tried before it, with the numbers at their start: all combinations if they take no more than
-a quarter of the budget, else one choice at a time; the best are kept. `random` and `grid` treat choices as they treat numbers.
+`cma` and `gradient` are for numbers. Choices are tried before, with the numbers at their start: all combinations if they take
+no more than a quarter of the budget, else one choice at a time; the best are kept. `random` and `grid` treat choices as they
+treat numbers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsmith._activations.packages import missing
 from weightsmith._base.errors import PlanError
@@ -23,31 +27,50 @@ from weightsmith._base.options import assignment, option_error
 from weightsmith._planning.recipe import Scalar, Tunable
 
 Values = tuple[Scalar, ...]
-
-SEARCHERS = ("cma", "random", "grid")
+Point = npt.NDArray[np.float64]
 
 STEP = 0.2
 """Standard deviation of CMA-ES's first candidates, as a share of each range."""
+
+FIRST, FARTHEST = 0.1, 0.3
+"""The largest change of a number by the first step along the gradient, and by any other, as a share of its range."""
+
+REMEMBERED = 10
+"""Steps from which L-BFGS learns the curvature."""
+
+DECREASE, SHORTER = 1e-4, 8
+"""A step is taken if the loss falls by so much of what the gradient promises; else it is halved, so often."""
 
 SEPARABLE = 20
 """With more numbers than this, CMA-ES learns a scale for each and no correlations: 200 trials are too few for them."""
 
 
 class Searcher(Protocol):
-    """Chooses the next candidate."""
+    """Chooses the next candidate.
+
+    numbers  places of the values whose slopes it wants with the loss; () for none
+    """
+
+    @property
+    def numbers(self) -> Sequence[int]: ...
 
     def ask(self) -> Values | None:
         """Values to try; None: there is nothing left to try."""
 
-    def tell(self, values: Values, loss: float) -> None:
-        """How good the values are that were asked for last; inf for an invalid candidate."""
+    def tell(self, values: Values, loss: float, slopes: Sequence[float]) -> None:
+        """How good the values are that were asked for last; inf for an invalid candidate.
+
+        slopes  of the loss, by one unit of each of `numbers`; () for an invalid candidate
+        """
 
 
 def searcher(name: str, tunables: Sequence[Tunable], start: Values, budget: int, seed: int) -> Searcher:
-    """A searcher by its name. The first candidate of `cma` and `random` is the start.
+    """A searcher by its name. The first candidate is the start, except of `grid`.
 
     Raises PlanError without the package; ParameterError for a grid that the budget is too small for.
     """
+    if name == "gradient":
+        return _Gradient(tunables, start, budget)
     if name == "grid":
         return _Listed(_grid(tunables, budget))
     if name == "random":
@@ -60,13 +83,15 @@ def searcher(name: str, tunables: Sequence[Tunable], start: Values, budget: int,
 class _Listed:
     """Candidates that do not depend on losses."""
 
+    numbers = ()
+
     def __init__(self, candidates: Iterator[Values]) -> None:
         self._candidates = candidates
 
     def ask(self) -> Values | None:
         return next(self._candidates, None)
 
-    def tell(self, values: Values, loss: float) -> None:
+    def tell(self, values: Values, loss: float, slopes: Sequence[float]) -> None:
         pass
 
 
@@ -100,18 +125,22 @@ def _grid(tunables: Sequence[Tunable], budget: int) -> Iterator[Values]:
     return itertools.product(*axes)
 
 
-class _Cma:
-    def __init__(self, tunables: Sequence[Tunable], start: Values, budget: int, seed: int) -> None:
-        self._tunables, self._budget, self._seed = tunables, budget, seed
+class _Numbers:
+    """Searches for numbers, after the choices. places: of the numbers."""
+
+    def __init__(self, tunables: Sequence[Tunable], start: Values, budget: int) -> None:
+        self.numbers: Sequence[int] = ()
+        self._tunables, self._budget = tunables, budget
+        self._places = [i for i, each in enumerate(tunables) if not each.is_choice]
         self._best = start, math.inf
         self._candidates = self._sequence()
-        self._told = math.inf
+        self._told: tuple[float, Sequence[float]] = math.inf, ()
 
     def ask(self) -> Values | None:
         return next(self._candidates, None)
 
-    def tell(self, values: Values, loss: float) -> None:
-        self._told = loss
+    def tell(self, values: Values, loss: float, slopes: Sequence[float]) -> None:
+        self._told = loss, slopes
         if loss < self._best[1]:
             self._best = values, loss
 
@@ -119,23 +148,23 @@ class _Cma:
         """Each candidate is told before the next is asked for."""
         yield self._best[0]
         yield from self._chosen(self._best[0])
-        places = [i for i, each in enumerate(self._tunables) if not each.is_choice]
-        if not places:
-            return
-        first = self._best[0]
-        optimizer = self._optimizer([_unit(self._tunables[i], first[i]) for i in places])
-        while True:
-            solutions = []
-            for _ in range(optimizer.population_size):
-                point = optimizer.ask()
-                values = list(first)
-                for i, x in zip(places, point, strict=True):
-                    values[i] = _in_range(self._tunables[i], float(x))
-                yield tuple(values)
-                solutions.append((point, min(self._told, 1e300)))
-            optimizer.tell(solutions)
-            if optimizer.should_stop():
-                return
+        if self._places:
+            yield from self._moved(self._best[0])
+
+    def _moved(self, first: Values) -> Iterator[Values]:
+        """Candidates with other numbers than the first."""
+        raise NotImplementedError
+
+    def _point(self, values: Values) -> Point:
+        """The numbers as a point of the unit cube."""
+        return np.array([_unit(self._tunables[i], values[i]) for i in self._places])
+
+    def _at(self, first: Values, point: Iterable[float]) -> Values:
+        """The values with the numbers of a point."""
+        values = list(first)
+        for i, x in zip(self._places, point, strict=True):
+            values[i] = _in_range(self._tunables[i], float(x))
+        return tuple(values)
 
     def _chosen(self, start: Values) -> Iterator[Values]:
         """Choices, with the numbers at their start."""
@@ -157,12 +186,85 @@ class _Cma:
                 if choice != now[i]:
                     yield (*now[:i], choice, *now[i + 1 :])
 
-    def _optimizer(self, mean: Sequence[float]) -> Any:
+
+class _Cma(_Numbers):
+    def __init__(self, tunables: Sequence[Tunable], start: Values, budget: int, seed: int) -> None:
+        super().__init__(tunables, start, budget)
+        self._seed = seed
+
+    def _moved(self, first: Values) -> Iterator[Values]:
+        optimizer = self._optimizer(self._point(first))
+        while True:
+            solutions = []
+            for _ in range(optimizer.population_size):
+                point = optimizer.ask()
+                yield self._at(first, point)
+                solutions.append((point, min(self._told[0], 1e300)))
+            optimizer.tell(solutions)
+            if optimizer.should_stop():
+                return
+
+    def _optimizer(self, mean: Point) -> Any:
         import cmaes
 
         bounds = np.tile([0.0, 1.0], (len(mean), 1))
         make = cmaes.SepCMA if len(mean) > SEPARABLE else cmaes.CMA
-        return make(mean=np.array(mean), sigma=STEP, bounds=bounds, seed=self._seed)
+        return make(mean=mean, sigma=STEP, bounds=bounds, seed=self._seed)
+
+
+class _Gradient(_Numbers):
+    def __init__(self, tunables: Sequence[Tunable], start: Values, budget: int) -> None:
+        super().__init__(tunables, start, budget)
+        if len(self._places) == len(tunables):
+            self.numbers = self._places
+
+    def _moved(self, first: Values) -> Iterator[Values]:
+        spans = np.array([_in_range(self._tunables[i], 1.0) - _in_range(self._tunables[i], 0.0) for i in self._places])
+        now = self._point(first)
+        if not self.numbers:  # the best choices, now with slopes
+            self.numbers = self._places
+            yield first
+        loss, slope = self._told[0], np.array(self._told[1]) * spans
+        steps: list[tuple[Point, Point]] = []
+        while math.isfinite(loss):
+            free = ~(((now <= 0) & (slope > 0)) | ((now >= 1) & (slope < 0)))
+            towards = np.where(free, -_by_curvature(steps, np.where(free, slope, 0)), 0)
+            if towards @ slope > -1e-12:
+                return
+            most = FARTHEST if steps else FIRST
+            towards *= min(1 if steps else math.inf, most / np.abs(towards).max())
+            for halved in range(SHORTER):
+                point = np.clip(now + towards / 2**halved, 0, 1)
+                yield self._at(first, point)
+                told, slopes = self._told
+                if told <= loss + DECREASE * slope @ (point - now):
+                    break
+            else:
+                if not steps:
+                    return
+                steps.clear()  # the curvature misleads: try the slope alone
+                continue
+            other = np.array(slopes) * spans
+            if (other - slope) @ (point - now) > 1e-12:
+                steps = [*steps[1 - REMEMBERED :], (point - now, other - slope)]
+            now, loss, slope = point, told, other
+
+
+def _by_curvature(steps: Sequence[tuple[Point, Point]], slope: Point) -> Point:
+    """The slope times the inverse of the curvature that the last steps have shown.
+
+    steps  changes of the point, and of the slope
+    """
+    left, shares = slope.copy(), list[float]()
+    for moved, changed in reversed(steps):
+        shares.append(float(moved @ left / (moved @ changed)))
+        left -= shares[-1] * changed
+    if steps:
+        moved, changed = steps[-1]
+        left *= moved @ changed / (changed @ changed)
+    for (moved, changed), share in zip(steps, reversed(shares), strict=True):
+        left += moved * (share - changed @ left / (moved @ changed))
+    return left
 
 
 def _unit(each: Tunable, value: Scalar) -> float:

@@ -28,8 +28,17 @@ from weightsmith._base.errors import (
     WeightsmithError,
 )
 from weightsmith._base.files import expand_user
-from weightsmith._base.options import EvaluateSettings, RecipeOptions, RunOptions, TuneSettings, option_error, read_options
+from weightsmith._base.options import (
+    EvaluateSettings,
+    RecipeOptions,
+    RunOptions,
+    TuneSettings,
+    assignment,
+    option_error,
+    read_options,
+)
 from weightsmith._base.options.keywords import TuneKeywords
+from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
 from weightsmith._execution.run import resources_of
 from weightsmith._planning.planner import Prepared
@@ -43,6 +52,7 @@ from weightsmith._reports.tuning.evolve import evolution
 from weightsmith._reports.tuning.journal import Journal, Trial
 from weightsmith._reports.tuning.result import Tuning
 from weightsmith._reports.tuning.search import searcher
+from weightsmith._reports.tuning.slopes import Slopes
 from weightsmith._reports.tuning.texts import few_of, part, read_texts
 
 PROMOTED = 4
@@ -117,7 +127,14 @@ def tuned(
     target = check_output(out)
     with ExitStack() as stack:
         candidates = stack.enter_context(Candidates(recipe, planning))
-        search = _Search(candidates, target, planning, texts, settings, running, shown, stack)
+        exact = None
+        if settings.search == "gradient":
+            if any(candidates.whole):
+                name = candidates.tunables[candidates.whole.index(True)].name
+                fix = f"give it a number, or use {assignment('search', 'cma')}"
+                raise option_error("search", f"{name} takes whole numbers, which have no gradient", fix)
+            exact = stack.enter_context(Candidates(recipe, replace(planning, out_dtype=DTYPES["F32"])))
+        search = _Search(candidates, exact, target, planning, texts, settings, running, shown, stack)
         return search.run(seconds)
 
 
@@ -209,6 +226,7 @@ class _Search:
     def __init__(
         self,
         candidates: Candidates,
+        exact: Candidates | None,
         target: Path,
         planning: RecipeOptions,
         texts: EvaluateSettings,
@@ -222,16 +240,18 @@ class _Search:
         self.first = self._prepare(candidates.start)
         self.one: Opened = opened(candidates.source[0] or "recipe", self.first)
         self.texts = read_texts(self.one, texts.text, settings.report_text, texts.rows, texts.tokens)
-        self.few = [few_of(len(rows.ids)) for rows in self.texts.tune]
+        counts = [len(rows.ids) for rows in self.texts.tune]
+        self.few = [list(range(n)) if settings.search == "gradient" else few_of(n) for n in counts]
         self.tokens = [_tokens(rows) for rows in self.texts.tune]
         memory = running.max_memory_bytes
         budget = MEMORY_BYTES if memory is None else memory // 2
         resources = resources_of(self.first.plan, running)
         self.evaluator = Evaluator(self.one, resources, budget, allow_nonfinite=running.allow_nonfinite)
+        numbers = [i for i, each in enumerate(candidates.tunables) if not each.is_choice]
+        self.slopes = None if exact is None else Slopes(exact, self.evaluator, numbers)
         self.references = [self._open_reference(name, stack) for name in settings.reference]
         about = self._about(planning)
         path = target.with_suffix(".trials.jsonl")
-        counts = [len(rows.ids) for rows in self.texts.tune]
         n_values = len(candidates.tunables)
         self.journal = stack.enter_context(Journal(path, about, counts, n_values, resume=running.resume))
         self.groups: list[_Group] = []
@@ -312,7 +332,7 @@ class _Search:
                 trial = self._try(number, values)
                 self.journal.add(trial)
             self.done.append(trial)
-            self.searcher.tell(asked, self._learn(trial))
+            self.searcher.tell(asked, self._learn(trial), trial.slopes)
             self._show(began)
 
     def _show(self, began: float) -> None:
@@ -390,7 +410,23 @@ class _Search:
             for group in self.groups:
                 if group.rest is not None:
                     enter(group, group.rest, {i: self._rest(i) for i in group.texts})
-        return trial()
+        found = trial()
+        if self.slopes is None or not self.searcher.numbers:
+            return found
+        return replace(found, slopes=self._slopes_at(found, candidate, self.slopes))
+
+    def _slopes_at(self, trial: Trial, candidate: Candidate, slopes: Slopes) -> tuple[float, ...]:
+        """The slopes of the objective. All rows are among the few."""
+        losses = self.losses(trial)
+        counted = [losses.index(max(losses))] if self.settings.objective == "worst" else range(len(losses))
+        total = np.zeros(len(self.searcher.numbers))
+        for group in self.groups:
+            shares = [np.ones(len(self.tokens[i])) / self.tokens[i].sum() / len(counted) * (i in counted) for i in group.texts]
+            parts = self.evaluator.gradients(candidate, group.few, np.concatenate(shares), group.reference)
+            total += slopes.of(trial.values, parts)
+        if not np.isfinite(total).all():
+            raise NonFinite("the gradient is NaN or infinite", where=self.one.base.label)
+        return tuple(total.tolist())
 
     def _promotes(self, few: float) -> bool:
         """Whether a candidate is to be scored on all rows: it is among the best quarter of the recent ones."""
