@@ -120,6 +120,8 @@ class StatisticsKeywords(RunKeywords, total=False):
 class TuneKeywords(RecipeKeywords, EvaluateKeywords, total=False):
     """`TuneSettings`, and those of recipes, evaluations and runs."""
 
+    command: str | None
+    report_command: str | None
     budget: int
     time: str | None
     search: str

@@ -534,6 +534,16 @@ class TuneSettings:
         unset="the last third of the rows of each text",
         path=True,
     )
+    command: str | None = option(
+        None,
+        "--command COMMAND",
+        "Program that measures the merge; `{model}` is its folder",
+        unset="none",
+        more="In place of texts. The last line that it prints is the number; smaller is better.",
+    )
+    report_command: str | None = option(
+        None, "--report-command COMMAND", "Program that judges the result, once, at the end", unset="that of --command"
+    )
     budget: int = option(100, "--budget N", "Number of candidates to try", least=1)
     time: str | None = option(None, "--time TIME", "Stop after this time, such as 90s, 30m or 2h", unset="no limit")
     search: str = option(

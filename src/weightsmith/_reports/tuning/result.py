@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,19 @@ from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.values import Change, Score, mean_score, of_change, perplexity
 from weightsmith._reports.look.models import json_values
 from weightsmith._reports.tuning.journal import Trial
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a search was judged by: the fields of `Tuning` of these names."""
+
+    texts: tuple[str, ...]
+    report_texts: tuple[str, ...] = ()
+    judged: Mapping[str, tuple[Score, ...]] = field(default_factory=dict)
+    against: Mapping[str, tuple[Score, ...]] = field(default_factory=dict)
+    rows: tuple[int, int] = (0, 0)
+    few_rows: int = 0
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -27,14 +40,15 @@ class Tuning:
     best        number of the trial that was written
     trials      in order
     resumed     trials that an earlier call had made
-    objective   `mean`, `worst` or `kl`
-    texts       that were tuned on
-    losses      of each trial that was scored on all rows, by its number: of each text, in nats for a token
+    objective   `mean`, `worst` or `kl`; `command` for a number that a command prints
+    texts       that were tuned on, or the command
+    losses      of each trial that was scored on all rows, by its number: of each text, in nats for a token; or of the command
     report_texts  of the report
     judged      `tuned`, `start`, and `base` if the recipe has one: the score on each text of the report
     against     of the tuned recipe, with its change from `start` and from `base`
     rows        that were tuned on, and of the report
     few_rows    that every candidate was scored on
+    measured    by the command of the report, or else by that of the search: `tuned` and `start`; empty for texts
     seconds     of this call
     journal     the trials as a file
     """
@@ -54,6 +68,7 @@ class Tuning:
     against: Mapping[str, tuple[Score, ...]]
     rows: tuple[int, int]
     few_rows: int
+    measured: Mapping[str, float]
     seconds: float
     journal: Path
 
@@ -72,6 +87,9 @@ class Tuning:
     def reading(self) -> tuple[str, ...]:
         """The conclusions, in sentences."""
         lines = [_compared(self, name, change) for name, change in self.changes.items()]
+        if self.measured:
+            by = f"by {self.report_texts[0]}" if self.report_texts else "by the command that chose it, and by no other"
+            lines = [f"The tuned recipe has {self.measured['tuned']:g}, the start {self.measured['start']:g}, {by}."]
         if self.trials and self.values == self.start:
             lines[:1] = ["No candidate was better than the start, whose values were written."]
         failed = sum(bool(trial.error) for trial in self.trials)
@@ -107,6 +125,7 @@ class Tuning:
             reading=self.reading,
             rows=self.rows,
             few_rows=self.few_rows,
+            measured=dict(self.measured),
             resumed=self.resumed,
             seconds=self.seconds,
             journal=str(self.journal),

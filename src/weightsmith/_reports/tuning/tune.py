@@ -8,15 +8,14 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 
-from weightsmith._activations.scored_rows import ScoredRows, together
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     MethodError,
@@ -34,26 +33,25 @@ from weightsmith._base.options import (
     RunOptions,
     TuneSettings,
     assignment,
+    find_option,
+    named,
     option_error,
     read_options,
 )
 from weightsmith._base.options.keywords import TuneKeywords
 from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
-from weightsmith._execution.run import resources_of
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._planning.recipe import Scalar, Source
-from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
-from weightsmith._reports.evaluate.values import RowLosses, score_of
 from weightsmith._reports.tuning.candidates import Candidates, Values
-from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
+from weightsmith._reports.tuning.command_measure import CommandMeasure
 from weightsmith._reports.tuning.evolve import evolution
 from weightsmith._reports.tuning.journal import Journal, Trial
+from weightsmith._reports.tuning.measure import Measure
 from weightsmith._reports.tuning.result import Tuning
 from weightsmith._reports.tuning.search import searcher
-from weightsmith._reports.tuning.slopes import Slopes
-from weightsmith._reports.tuning.texts import few_of, part, read_texts
+from weightsmith._reports.tuning.text_measure import TextMeasure
 
 PROMOTED = 4
 """One in so many candidates, the best of the recent ones, is scored on all rows."""
@@ -79,7 +77,7 @@ def tune(
     recipe       as for `merge`, with `{tune: [0, 1]}` in place of numbers and `{choice: [ties, dare_ties]}` of other values;
                  or a config of mergekit-evolve, whose tasks name texts
     out          the recipe to write, `tuned.yml`; the trials are kept beside it in `tuned.trials.jsonl`
-    text         .txt, .jsonl or .parquet files to tune on, or `built-in`; none: those that the config names
+    text         .txt, .jsonl or .parquet files to tune on, or `built-in`; none: those that the config names, or `command`
     report_text  files to judge the result on; none: the last third of the rows of each text
     reference    for `objective="kl"`: a model, or one for each text
     progress     True: a bar in terminals and notebooks, False: none
@@ -121,24 +119,42 @@ def tuned(
     seconds, config = _seconds(settings.time), evolution(recipe)
     if config is not None:
         recipe, texts = config.recipe, replace(texts, text=texts.text or config.texts)
-    if not texts.text:
-        raise option_error("text", "no text is given", "name a .txt, .jsonl or .parquet file")
-    _check_references(settings, texts)
+    _check_measure(settings, texts)
     target = check_output(out)
     with ExitStack() as stack:
         candidates = stack.enter_context(Candidates(recipe, planning))
-        exact = None
+
+        def measure(first: Prepared) -> Measure:
+            if settings.command is not None:
+                return CommandMeasure(first, target.with_suffix(".candidate"), settings, running, shown)
+            exact = None
+            if settings.search == "gradient":
+                exact = stack.enter_context(Candidates(recipe, replace(planning, out_dtype=DTYPES["F32"])))
+            return TextMeasure(candidates, exact, first, texts, settings, running, shown, stack)
+
+        if settings.search == "gradient" and any(candidates.whole):
+            name = candidates.tunables[candidates.whole.index(True)].name
+            fix = f"give it a number, or use {assignment('search', 'cma')}"
+            raise option_error("search", f"{name} takes whole numbers, which have no gradient", fix)
+        return _Search(candidates, measure, target, planning, settings, running, shown, stack).run(seconds)
+
+
+def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
+    if settings.command is not None:
+        wrong = {"text": texts.text, "report_text": settings.report_text, "reference": settings.reference}
+        for name in [name for name, given in wrong.items() if given]:
+            raise option_error(name, f"{named(name)} and {named('command')} exclude each other", "leave one of them out")
         if settings.search == "gradient":
-            if any(candidates.whole):
-                name = candidates.tunables[candidates.whole.index(True)].name
-                fix = f"give it a number, or use {assignment('search', 'cma')}"
-                raise option_error("search", f"{name} takes whole numbers, which have no gradient", fix)
-            exact = stack.enter_context(Candidates(recipe, replace(planning, out_dtype=DTYPES["F32"])))
-        search = _Search(candidates, exact, target, planning, texts, settings, running, shown, stack)
-        return search.run(seconds)
-
-
-def _check_references(settings: TuneSettings, texts: EvaluateSettings) -> None:
+            fix = f"use {assignment('search', 'cma')}"
+            raise option_error("search", "a number that a command prints has no gradient", fix)
+        if settings.objective != find_option("objective").default:
+            raise option_error("objective", "it is for texts", f"leave it out: {named('command')} is the objective")
+        return
+    if settings.report_command is not None:
+        raise option_error("report_command", f"it is for searches with {named('command')}", "name a --report-text instead")
+    if not texts.text:
+        fix = f"name a .txt, .jsonl or .parquet file, or a command that measures a model: {named('command')}"
+        raise option_error("text", "no text is given", fix)
     if (settings.objective == "kl") != bool(settings.reference):
         if settings.reference:
             raise option_error("reference", "a reference is for the objective kl alone", "add --objective kl (objective='kl')")
@@ -210,53 +226,28 @@ def write_recipe(path: Path, text: str, about: str) -> None:
 # ---- the search
 
 
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Texts that are scored together: those with the same reference. rows: of the few, and of the rest; None for none."""
-
-    texts: tuple[int, ...]
-    few: Rows
-    rest: Rows | None
-    reference: Reference | None
-
-
 class _Search:
-    """One search: its models, rows, evaluator, journal."""
+    """One search: its candidates, searcher, measure, journal."""
 
     def __init__(
         self,
         candidates: Candidates,
-        exact: Candidates | None,
+        measure: Callable[[Prepared], Measure],
         target: Path,
         planning: RecipeOptions,
-        texts: EvaluateSettings,
         settings: TuneSettings,
         running: RunOptions,
         shown: Meter,
         stack: ExitStack,
     ) -> None:
+        """measure: from the candidate at the start values."""
         self.candidates, self.target, self.settings, self.running, self.shown = candidates, target, settings, running, shown
         self.searcher = searcher(settings.search, candidates.tunables, candidates.start, settings.budget, planning.seed)
         self.first = self._prepare(candidates.start)
-        self.one: Opened = opened(candidates.source[0] or "recipe", self.first)
-        self.texts = read_texts(self.one, texts.text, settings.report_text, texts.rows, texts.tokens)
-        counts = [len(rows.ids) for rows in self.texts.tune]
-        self.few = [list(range(n)) if settings.search == "gradient" else few_of(n) for n in counts]
-        self.tokens = [_tokens(rows) for rows in self.texts.tune]
-        memory = running.max_memory_bytes
-        budget = MEMORY_BYTES if memory is None else memory // 2
-        resources = resources_of(self.first.plan, running)
-        self.evaluator = Evaluator(self.one, resources, budget, allow_nonfinite=running.allow_nonfinite)
-        numbers = [i for i, each in enumerate(candidates.tunables) if not each.is_choice]
-        self.slopes = None if exact is None else Slopes(exact, self.evaluator, numbers)
-        self.references = [self._open_reference(name, stack) for name in settings.reference]
+        self.measure = measure(self.first)
+        path, n_values = target.with_suffix(".trials.jsonl"), len(candidates.tunables)
         about = self._about(planning)
-        path = target.with_suffix(".trials.jsonl")
-        n_values = len(candidates.tunables)
-        self.journal = stack.enter_context(Journal(path, about, counts, n_values, resume=running.resume))
-        self.groups: list[_Group] = []
-        self.few_losses: list[float] = []
-        self.offset = 0.0
+        self.journal = stack.enter_context(Journal(path, about, self.measure.counts, n_values, resume=running.resume))
         self.best: tuple[float, Trial] | None = None
         self.done: list[Trial] = []
 
@@ -268,16 +259,6 @@ class _Search:
             download(prepared.inputs)
         return prepared
 
-    def _open_reference(self, name: str, stack: ExitStack) -> tuple[Prepared, Opened]:
-        prepared = stack.enter_context(prepare_named(name))
-        if missing_files(prepared.inputs):
-            download(prepared.inputs)
-        found = opened(name, prepared)
-        if not self.evaluator.fits(prepared.plan):
-            fix = "compare with a model of the merge's family, size and tokenizer"
-            raise ParameterError("its tensors are not those of the merge", where=name, fix=fix, state=NOTHING_WRITTEN)
-        return prepared, found
-
     def _about(self, planning: RecipeOptions) -> dict[str, Any]:
         """Description of the search: the first line of the journal."""
         states = [model.state for model in self.first.inputs]
@@ -285,14 +266,13 @@ class _Search:
             for choice in each.choices if each.chooses_models else ():
                 start = self.candidates.start
                 states += [model.state for model in self._prepare((*start[:i], choice, *start[i + 1 :])).inputs]
-        states += [model.state for prepared, _ in self.references for model in prepared.inputs]
         return {
             "recipe": hashlib.sha256(self.candidates.text.encode()).hexdigest(),
             "models": hashlib.sha256("\n".join(states).encode()).hexdigest(),
-            "texts": self.texts.identity,
+            **self.measure.identity,
             "search": self.settings.search,
             "budget": self.settings.budget if _depends_on_budget(self.settings, self.candidates) else None,
-            "objective": self.settings.objective,
+            "objective": self.measure.objective,
             "seed": planning.seed,
             "options": repr(replace(planning, settings={})),
         }
@@ -311,7 +291,24 @@ class _Search:
             causes = list(dict.fromkeys(trial.error for trial in self.done))
             what = f"none of {len(self.done):,} candidates could be scored"
             raise NonFinite(what, where=str(self.journal.path), details=causes[:3], fix="tune in other ranges")
-        return self._judged(self.best[1], time.monotonic() - began, len(earlier))
+        best = self.best[1]
+        judged = self.measure.judge(self._prepare(best.values))
+        tuning = Tuning(
+            out=self.target,
+            recipe=self.candidates.fill(best.values).text,
+            names=tuple(each.name for each in self.candidates.tunables),
+            start=self.candidates.start,
+            best=best.number,
+            trials=tuple(self.done),
+            resumed=len(earlier),
+            objective=self.measure.objective,
+            losses={trial.number: self.measure.losses(trial) for trial in self.done if trial.whole},
+            seconds=time.monotonic() - began,
+            journal=self.journal.path,
+            **vars(judged),
+        )
+        self._write(best, tuning.reading[0])
+        return tuning
 
     def _search(self, earlier: Sequence[Trial], began: float, seconds: float) -> None:
         budget = self.settings.budget
@@ -336,46 +333,21 @@ class _Search:
             self._show(began)
 
     def _show(self, began: float) -> None:
-        best = "" if self.best is None else f", best {self._written(self.best[0])} in trial {self.best[1].number:,}"
+        best = "" if self.best is None else f", best {self.measure.written(self.best[0])} in trial {self.best[1].number:,}"
         self.shown.show(Reading("tuning", len(self.done), self.settings.budget, None, f"trial {len(self.done):,}{best}"))
 
-    def _written(self, loss: float) -> str:
-        return f"KL {loss:.4f}" if self.settings.objective == "kl" else f"perplexity {math.exp(min(loss, 700)):.4g}"
-
     def _learn(self, trial: Trial) -> float:
-        """The loss that the searcher is told: of all rows, or estimated from the few."""
+        """The loss that the searcher is told."""
         if trial.error:
             return math.inf
-        few = self.objective(trial, self.few)
-        self.few_losses.append(few)
-        if not trial.whole:
-            return few + self.offset
-        loss = self.objective(trial)
-        if self.best is None:
-            self.offset = loss - few
-        if self.best is None or loss < self.best[0]:
+        loss = self.measure.told(trial)
+        if trial.whole and (self.best is None or loss < self.best[0]):
             self.best = loss, trial
         return loss
 
-    def objective(self, trial: Trial, numbers: Sequence[Sequence[int]] | None = None) -> float:
-        """The loss of a trial. numbers: the rows of each text that count; None: all."""
-        losses = self.losses(trial, numbers)
-        return max(losses) if self.settings.objective == "worst" else sum(losses) / len(losses)
-
-    def losses(self, trial: Trial, numbers: Sequence[Sequence[int]] | None = None) -> list[float]:
-        """The loss of each text, in nats for a token."""
-        sums = trial.divergences if self.settings.objective == "kl" else trial.nats
-        found = []
-        for i, own in enumerate(sums):
-            places = range(len(own)) if numbers is None else numbers[i]
-            found.append(sum(own[k] or 0.0 for k in places) / float(self.tokens[i][list(places)].sum()))
-        return found
-
     def _try(self, number: int, values: Values) -> Trial:
         try:
-            prepared = self._prepare(values)
-            candidate = Candidate.of(prepared.plan, prepared.inputs)
-            return self._scored(number, values, candidate)
+            return self.measure.score(number, values, self._prepare(values), self.searcher.numbers)
         except (PlanError, NonFinite, MethodError, ParameterError) as error:
             problem = error.problems[0] if isinstance(error, PlanError) else error
             return Trial(number, values, error=f"{problem.finding.what} ({problem.finding.where})"[:500])
@@ -384,138 +356,13 @@ class _Search:
         except (ArithmeticError, ValueError, np.linalg.LinAlgError) as error:  # of a method
             return Trial(number, values, error=f"{type(error).__name__}: {error}"[:500])
 
-    def _scored(self, number: int, values: Values, candidate: Candidate) -> Trial:
-        if not self.groups:
-            self.groups = self._grouped()
-        nats: list[list[float | None]] = [[None] * len(rows.ids) for rows in self.texts.tune]
-        divergences = [list(own) for own in nats]
-
-        def enter(group: _Group, rows: Rows, numbers: Mapping[int, Sequence[int]]) -> None:
-            found, others = self.evaluator.losses(candidate, rows, group.reference)
-            at = 0
-            for i, places in numbers.items():
-                for k in places:
-                    nats[i][k] = float(found[at])
-                    if others is not None:
-                        divergences[i][k] = float(others[at])
-                    at += 1
-
-        def trial() -> Trial:
-            own = tuple(map(tuple, divergences)) if self.settings.objective == "kl" else ()
-            return Trial(number, values, tuple(map(tuple, nats)), own)
-
-        for group in self.groups:
-            enter(group, group.few, {i: self.few[i] for i in group.texts})
-        if self._promotes(self.objective(trial(), self.few)):
-            for group in self.groups:
-                if group.rest is not None:
-                    enter(group, group.rest, {i: self._rest(i) for i in group.texts})
-        found = trial()
-        if self.slopes is None or not self.searcher.numbers:
-            return found
-        return replace(found, slopes=self._slopes_at(found, candidate, self.slopes))
-
-    def _slopes_at(self, trial: Trial, candidate: Candidate, slopes: Slopes) -> tuple[float, ...]:
-        """The slopes of the objective. All rows are among the few."""
-        losses = self.losses(trial)
-        counted = [losses.index(max(losses))] if self.settings.objective == "worst" else range(len(losses))
-        total = np.zeros(len(self.searcher.numbers))
-        for group in self.groups:
-            shares = [np.ones(len(self.tokens[i])) / self.tokens[i].sum() / len(counted) * (i in counted) for i in group.texts]
-            parts = self.evaluator.gradients(candidate, group.few, np.concatenate(shares), group.reference)
-            total += slopes.of(trial.values, parts)
-        if not np.isfinite(total).all():
-            raise NonFinite("the gradient is NaN or infinite", where=self.one.base.label)
-        return tuple(total.tolist())
-
-    def _promotes(self, few: float) -> bool:
-        """Whether a candidate is to be scored on all rows: it is among the best quarter of the recent ones."""
-        recent = sorted(self.few_losses[-RECENT:])
-        return self.best is None or few <= recent[min(len(recent) - 1, max(0, len(recent) // PROMOTED - 1))]
-
-    def _rest(self, i: int) -> list[int]:
-        few = set(self.few[i])
-        return [k for k in range(len(self.texts.tune[i].ids)) if k not in few]
-
-    def _grouped(self) -> list[_Group]:
-        n = len(self.texts.tune)
-        several = len(self.references) > 1
-        groups = []
-        for texts in [(i,) for i in range(n)] if several else [tuple(range(n))]:
-            few = Rows.of(together([part(self.texts.tune[i], self.few[i]) for i in texts]))
-            left = [part(self.texts.tune[i], self._rest(i)) for i in texts if self._rest(i)]
-            rest = Rows.of(together(left)) if left else None
-            reference = None
-            if self.references:
-                prepared, _ = self.references[texts[0] if several else 0]
-                wanted = [rows for rows in (few, rest) if rows is not None]
-                reference = self.evaluator.reference(Candidate.of(prepared.plan, prepared.inputs), wanted)
-            groups.append(_Group(texts, few, rest, reference))
-        return groups
-
     # ---- the result
 
     def _write(self, trial: Trial, judged: str) -> str:
         text = self.candidates.fill(trial.values).text
-        about = f"Trial {trial.number:,} of {len(self.done):,}, objective {self.settings.objective}. {judged}"
+        about = f"Trial {trial.number:,} of {len(self.done):,}, objective {self.measure.objective}. {judged}"
         write_recipe(self.target, text, about.replace("\n", " "))
         return text
-
-    def _judged(self, best: Trial, seconds: float, resumed: int) -> Tuning:
-        """Score the best candidate, the start and the base on the text of the report."""
-        wanted: dict[str, Prepared] = {"tuned": self._prepare(best.values), "start": self.first}
-        scores: dict[str, list[RowLosses]] = {}
-        with ExitStack() as stack:
-            base = self._base()
-            if base is not None:
-                wanted["base"] = stack.enter_context(base)
-            rows = Rows.of(together(self.texts.report))
-            for name, prepared in wanted.items():
-                self.shown.say(f"judging on the text of the report: {name}")
-                found, _ = self.evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows, keep=False)
-                scores[name] = list(_by_text(found, self.texts.report))
-        judged = {name: tuple(score_of(a, None) for a in own) for name, own in scores.items()}
-        against = {
-            name: tuple(score_of(a, b) for a, b in zip(scores["tuned"], own, strict=True))
-            for name, own in scores.items()
-            if name != "tuned"
-        }
-        objectives = {trial.number: self.losses(trial) for trial in self.done if trial.whole}
-        tuning = Tuning(
-            out=self.target,
-            recipe=self.candidates.fill(best.values).text,
-            names=tuple(each.name for each in self.candidates.tunables),
-            start=self.candidates.start,
-            best=best.number,
-            trials=tuple(self.done),
-            resumed=resumed,
-            objective=self.settings.objective,
-            texts=self.texts.names,
-            losses=objectives,
-            report_texts=self.texts.report_names,
-            judged=judged,
-            against=against,
-            rows=(sum(len(r.ids) for r in self.texts.tune), sum(len(r.ids) for r in self.texts.report)),
-            few_rows=sum(map(len, self.few)),
-            seconds=seconds,
-            journal=self.journal.path,
-        )
-        self._write(best, tuning.reading[0])
-        return tuning
-
-    def _base(self) -> Prepared | None:
-        """The base of the recipe, if it is a model of the same tensors."""
-        name = self.candidates.base
-        if name is None:
-            return None
-        try:
-            found = prepare_named(name)
-        except PlanError:
-            return None
-        if self.evaluator.fits(found.plan):
-            return found
-        found.close()
-        return None
 
 
 def _depends_on_budget(settings: TuneSettings, candidates: Candidates) -> bool:
@@ -525,17 +372,3 @@ def _depends_on_budget(settings: TuneSettings, candidates: Candidates) -> bool:
 
 def _equal(a: Sequence[Scalar], b: Sequence[Scalar]) -> bool:
     return [(type(x), x) for x in a] == [(type(x), x) for x in b]
-
-
-def _tokens(rows: ScoredRows) -> np.ndarray:
-    found: np.ndarray = (rows.nbytes >= 0).sum(1).astype(np.float64)
-    return found
-
-
-def _by_text(nats: np.ndarray, texts: Sequence[ScoredRows]) -> Iterator[RowLosses]:
-    start = 0
-    for rows in texts:
-        own = nats[start : start + len(rows.ids)]
-        nbytes = np.where(rows.nbytes >= 0, rows.nbytes, 0).sum(1).astype(np.float64)
-        yield RowLosses(own, _tokens(rows), nbytes, None, None, rows.sha256)
-        start += len(rows.ids)

@@ -1,0 +1,42 @@
+"""What a search makes small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from weightsmith._planning.planner import Prepared
+from weightsmith._reports.tuning.candidates import Values
+from weightsmith._reports.tuning.journal import Trial
+from weightsmith._reports.tuning.result import Judged
+
+
+class Measure(Protocol):
+    """Scores candidates, and judges the best.
+
+    objective  its name
+    counts     numbers that a trial has of each text
+    identity   what the scores depend on, besides the candidate: JSON values
+    """
+
+    objective: str
+    counts: list[int]
+    identity: Mapping[str, Any]
+
+    def score(self, number: int, values: Values, prepared: Prepared, slopes: Sequence[int]) -> Trial:
+        """Score a candidate. slopes: places of the values whose slopes are wanted too.
+
+        Raises NonFinite, MethodError, PlanError, ParameterError for a candidate that cannot be scored.
+        """
+
+    def told(self, trial: Trial) -> float:
+        """The loss for the searcher, of each trial in order that has losses."""
+
+    def losses(self, trial: Trial) -> list[float]:
+        """The loss of each text."""
+
+    def written(self, loss: float) -> str:
+        """A loss, for a line of progress."""
+
+    def judge(self, best: Prepared) -> Judged:
+        """Compare the best candidate with the start, on what it was not chosen by."""

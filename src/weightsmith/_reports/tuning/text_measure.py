@@ -1,0 +1,254 @@
+"""How well a candidate predicts texts: the losses of their rows, and their slopes; how good the best one is on other text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from weightsmith._activations.scored_rows import ScoredRows, together
+from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError
+from weightsmith._base.options import EvaluateSettings, RunOptions, TuneSettings
+from weightsmith._execution.progress import Meter
+from weightsmith._execution.run import resources_of
+from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import download, missing_files
+from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
+from weightsmith._reports.evaluate.values import RowLosses, score_of
+from weightsmith._reports.tuning.candidates import Candidates, Values
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
+from weightsmith._reports.tuning.journal import Trial
+from weightsmith._reports.tuning.result import Judged
+from weightsmith._reports.tuning.slopes import Slopes
+from weightsmith._reports.tuning.texts import few_of, part, read_texts
+
+PROMOTED = 4
+"""One in so many candidates, the best of the recent ones, is scored on all rows."""
+
+RECENT = 16
+"""Candidates among which a promoted one is compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Texts that are scored together: those with the same reference. rows: of the few, and of the rest; None for none."""
+
+    texts: tuple[int, ...]
+    few: Rows
+    rest: Rows | None
+    reference: Reference | None
+
+
+class TextMeasure:
+    """The losses of texts; see `Measure`."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        exact: Candidates | None,
+        first: Prepared,
+        texts: EvaluateSettings,
+        settings: TuneSettings,
+        running: RunOptions,
+        shown: Meter,
+        stack: ExitStack,
+    ) -> None:
+        """
+        exact  with float32 as the dtype of the output, for slopes; None for a search without
+        first  the candidate at the start values
+
+        Raises PlanError and others for texts and references that cannot be used.
+        """
+        self.objective = settings.objective
+        self._candidates, self._first, self._shown = candidates, first, shown
+        self._one: Opened = opened(candidates.source[0] or "recipe", first)
+        self._texts = read_texts(self._one, texts.text, settings.report_text, texts.rows, texts.tokens)
+        self.counts = [len(rows.ids) for rows in self._texts.tune]
+        self._few = [list(range(n)) if settings.search == "gradient" else few_of(n) for n in self.counts]
+        self._tokens = [_tokens(rows) for rows in self._texts.tune]
+        memory = running.max_memory_bytes
+        budget = MEMORY_BYTES if memory is None else memory // 2
+        resources = resources_of(first.plan, running)
+        self._evaluator = Evaluator(self._one, resources, budget, allow_nonfinite=running.allow_nonfinite)
+        numbers = [i for i, each in enumerate(candidates.tunables) if not each.is_choice]
+        self._slopes = None if exact is None else Slopes(exact, self._evaluator, numbers)
+        self._references = [self._open_reference(name, stack) for name in settings.reference]
+        self.identity: Mapping[str, Any] = {
+            "texts": self._texts.identity,
+            "references": [model.state for prepared, _ in self._references for model in prepared.inputs],
+        }
+        self._groups: list[_Group] = []
+        self._few_losses: list[float] = []
+        self._offset: float | None = None
+
+    def _open_reference(self, name: str, stack: ExitStack) -> tuple[Prepared, Opened]:
+        prepared = stack.enter_context(prepare_named(name))
+        if missing_files(prepared.inputs):
+            download(prepared.inputs)
+        found = opened(name, prepared)
+        if not self._evaluator.fits(prepared.plan):
+            fix = "compare with a model of the merge's family, size and tokenizer"
+            raise ParameterError("its tensors are not those of the merge", where=name, fix=fix, state=NOTHING_WRITTEN)
+        return prepared, found
+
+    def written(self, loss: float) -> str:
+        """A loss, for a line of progress."""
+        return f"KL {loss:.4f}" if self.objective == "kl" else f"perplexity {math.exp(min(loss, 700)):.4g}"
+
+    def told(self, trial: Trial) -> float:
+        """The loss that the searcher is told: of all rows, or estimated from the few."""
+        few = self._total(trial, self._few)
+        self._few_losses.append(few)
+        if not trial.whole:
+            return few + (self._offset or 0.0)
+        loss = self._total(trial)
+        if self._offset is None:
+            self._offset = loss - few
+        return loss
+
+    def _total(self, trial: Trial, numbers: Sequence[Sequence[int]] | None = None) -> float:
+        """The loss of a trial. numbers: the rows of each text that count; None: all."""
+        losses = self.losses(trial, numbers)
+        return max(losses) if self.objective == "worst" else sum(losses) / len(losses)
+
+    def losses(self, trial: Trial, numbers: Sequence[Sequence[int]] | None = None) -> list[float]:
+        """The loss of each text, in nats for a token."""
+        sums = trial.divergences if self.objective == "kl" else trial.nats
+        found = []
+        for i, own in enumerate(sums):
+            places = range(len(own)) if numbers is None else numbers[i]
+            found.append(sum(own[k] or 0.0 for k in places) / float(self._tokens[i][list(places)].sum()))
+        return found
+
+    def score(self, number: int, values: Values, prepared: Prepared, slopes: Sequence[int]) -> Trial:
+        """Score a candidate: on few rows, and on all if it is among the best. See `Measure`."""
+        candidate = Candidate.of(prepared.plan, prepared.inputs)
+        if not self._groups:
+            self._groups = self._grouped()
+        nats: list[list[float | None]] = [[None] * len(rows.ids) for rows in self._texts.tune]
+        divergences = [list(own) for own in nats]
+
+        def enter(group: _Group, rows: Rows, numbers: Mapping[int, Sequence[int]]) -> None:
+            found, others = self._evaluator.losses(candidate, rows, group.reference)
+            at = 0
+            for i, places in numbers.items():
+                for k in places:
+                    nats[i][k] = float(found[at])
+                    if others is not None:
+                        divergences[i][k] = float(others[at])
+                    at += 1
+
+        def trial() -> Trial:
+            own = tuple(map(tuple, divergences)) if self.objective == "kl" else ()
+            return Trial(number, values, tuple(map(tuple, nats)), own)
+
+        for group in self._groups:
+            enter(group, group.few, {i: self._few[i] for i in group.texts})
+        if self._promotes(self._total(trial(), self._few)):
+            for group in self._groups:
+                if group.rest is not None:
+                    enter(group, group.rest, {i: self._rest(i) for i in group.texts})
+        found = trial()
+        if self._slopes is None or not slopes:
+            return found
+        return replace(found, slopes=self._slopes_at(found, candidate, self._slopes))
+
+    def _slopes_at(self, trial: Trial, candidate: Candidate, slopes: Slopes) -> tuple[float, ...]:
+        """The slopes of the objective. All rows are among the few."""
+        losses = self.losses(trial)
+        counted = [losses.index(max(losses))] if self.objective == "worst" else range(len(losses))
+        total = np.zeros(1)
+        for group in self._groups:
+            shares = [
+                np.ones(len(self._tokens[i])) / self._tokens[i].sum() / len(counted) * (i in counted) for i in group.texts
+            ]
+            parts = self._evaluator.gradients(candidate, group.few, np.concatenate(shares), group.reference)
+            total = total + np.array(slopes.of(trial.values, parts))
+        if not np.isfinite(total).all():
+            raise NonFinite("the gradient is NaN or infinite", where=self._one.base.label)
+        return tuple(total.tolist())
+
+    def _promotes(self, few: float) -> bool:
+        """Whether a candidate is to be scored on all rows: it is among the best quarter of the recent ones."""
+        recent = sorted(self._few_losses[-RECENT:])
+        return self._offset is None or few <= recent[min(len(recent) - 1, max(0, len(recent) // PROMOTED - 1))]
+
+    def _rest(self, i: int) -> list[int]:
+        few = set(self._few[i])
+        return [k for k in range(len(self._texts.tune[i].ids)) if k not in few]
+
+    def _grouped(self) -> list[_Group]:
+        n = len(self._texts.tune)
+        several = len(self._references) > 1
+        groups = []
+        for texts in [(i,) for i in range(n)] if several else [tuple(range(n))]:
+            few = Rows.of(together([part(self._texts.tune[i], self._few[i]) for i in texts]))
+            left = [part(self._texts.tune[i], self._rest(i)) for i in texts if self._rest(i)]
+            rest = Rows.of(together(left)) if left else None
+            reference = None
+            if self._references:
+                prepared, _ = self._references[texts[0] if several else 0]
+                wanted = [rows for rows in (few, rest) if rows is not None]
+                reference = self._evaluator.reference(Candidate.of(prepared.plan, prepared.inputs), wanted)
+            groups.append(_Group(texts, few, rest, reference))
+        return groups
+
+    def judge(self, best: Prepared) -> Judged:
+        """Score the best candidate, the start and the base on the text of the report."""
+        wanted: dict[str, Prepared] = {"tuned": best, "start": self._first}
+        scores: dict[str, list[RowLosses]] = {}
+        with ExitStack() as stack:
+            base = self._base()
+            if base is not None:
+                wanted["base"] = stack.enter_context(base)
+            rows = Rows.of(together(self._texts.report))
+            for name, prepared in wanted.items():
+                self._shown.say(f"judging on the text of the report: {name}")
+                found, _ = self._evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows, keep=False)
+                scores[name] = list(_by_text(found, self._texts.report))
+        judged = {name: tuple(score_of(a, None) for a in own) for name, own in scores.items()}
+        against = {
+            name: tuple(score_of(a, b) for a, b in zip(scores["tuned"], own, strict=True))
+            for name, own in scores.items()
+            if name != "tuned"
+        }
+        return Judged(
+            texts=self._texts.names,
+            report_texts=self._texts.report_names,
+            judged=judged,
+            against=against,
+            rows=(sum(self.counts), sum(len(r.ids) for r in self._texts.report)),
+            few_rows=sum(map(len, self._few)),
+        )
+
+    def _base(self) -> Prepared | None:
+        """The base of the recipe, if it is a model of the same tensors."""
+        name = self._candidates.base
+        if name is None:
+            return None
+        try:
+            found = prepare_named(name)
+        except PlanError:
+            return None
+        if self._evaluator.fits(found.plan):
+            return found
+        found.close()
+        return None
+
+
+def _tokens(rows: ScoredRows) -> np.ndarray:
+    found: np.ndarray = (rows.nbytes >= 0).sum(1).astype(np.float64)
+    return found
+
+
+def _by_text(nats: np.ndarray, texts: Sequence[ScoredRows]) -> Iterator[RowLosses]:
+    start = 0
+    for rows in texts:
+        own = nats[start : start + len(rows.ids)]
+        nbytes = np.where(rows.nbytes >= 0, rows.nbytes, 0).sum(1).astype(np.float64)
+        yield RowLosses(own, _tokens(rows), nbytes, None, None, rows.sha256)
+        start += len(rows.ids)
