@@ -55,7 +55,7 @@ PHRASES: dict[str, str] = {
     r"\bhub (?:models?|ids?)\b": "Hub model, Hub id",
     r"\b[Tt]okeni[s]er": "tokenizer",
     r"\b[Ff]inetun": "fine-tune",
-    r"\b[Qq]uanti[z](?:e[ds]?|ation|ing)\b": "quantise, quantisation",
+    r"(?<!weightsmith )\b[Qq]uanti[z](?:e[ds]?|ation|ing)\b": "quantise, quantisation",
     r"\b[Mm]o[Ee] models?\b": "mixture of experts",
 }
 # The Hub is told from the hub by its capital alone.
@@ -107,7 +107,7 @@ def problems(text: Text) -> Iterator[Problem]:
 
 def _plain(text: str) -> str:
     """A text without code, links and marks; each piece of code is one character."""
-    text = re.sub(r"``.+?``|`[^`]*`|(?<!\w)--[a-z][\w-]*|\bweightsmith [a-z-]+(?= --)", "\x00", text)
+    text = re.sub(r"``.+?``|`[^`]*`|(?<!\w)--[a-z][\w-]*", "\x00", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|<[^>\s][^>]*>", r"\1", text)
     return " ".join(re.sub(r"[*_]{2}", "", text).split())
 

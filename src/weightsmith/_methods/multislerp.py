@@ -46,7 +46,7 @@ def _check(weight: Sequence[float], normalize_weights: bool, karcher_steps: int)
     summary="""Spherical interpolation of any number of weighted models, or of their task vectors if there is a base_model. As
 in mergekit, this is the normalised mean (nlerp). The tangent-space step that mergekit takes after it has no length, because
 the tangents at that mean cancel. For two models of equal length and weight, it is slerp with t = 0.5. In general the true
-mean on the sphere is nearby, and `karcher_steps` moves towards it: one step gives the barycentre in tangent space, a few give
+mean on the sphere is nearby, and `karcher_steps` moves towards it. One step gives the barycentre in tangent space; a few give
 the weighted form of [karcher](karcher.md). Directions that cancel have no mean, such as those of tensors that no model
 changed; their weighted sum is taken. One model besides the base gives base + w (W - base): the model itself, unless
 `normalize_weights` is false.""",

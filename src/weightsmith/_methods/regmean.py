@@ -130,7 +130,7 @@ def _prior_job(matrix: Matrix, prior: str, prior_parameters: str | None) -> Matr
     summary="""Finds, for each weight of a linear layer, the merged delta that best reproduces what each model's own delta
 does to the layer's inputs on that model's text. This is a least-squares problem, solved in closed form from the mean of xxᵀ
 of the inputs. The recipe names the texts. With a `prior`, the solution is pulled towards the result of another merge method
-instead of towards 0, by `mu`; so weights that the texts say little about are merged as that method would. All other tensors
+instead of towards 0, by `mu`. Weights that the texts say little about are then merged as that method would. All other tensors
 take the mean of the deltas, and so do weights that a text says nothing about (experts stored in one tensor). Requires
 torch.""",
     use="""For models whose purpose you can show with a few thousand tokens of text each, and with a prior that is good on its
