@@ -56,6 +56,8 @@ ANSWERS = {
     "intruder dimensions": "docs/lora.html#modules",
     "kubernetes": "docs/operations.html#kubernetes",
     "environment variables": "docs/operations.html#environment-variables",
+    "how do I uninstall it": "docs/installation.html#upgrade-and-uninstall",
+    "install with docker": "docs/installation.html#docker",
 }
 WITHOUT_ANSWER = ("zzzzqqq", "how do I")
 
