@@ -14,7 +14,7 @@
 #   make bench-methods   every method compared with mergekit's: errors, times and memory (over an hour; resumes if interrupted)
 #   make bench-moe       mixtures of experts compared with mergekit-moe's (20 GB of disk, half an hour)
 #   make docs      the pages of docs/ that are generated from the code
-#   make site      the documentation as a site, in build/site; a broken link or anchor is an error
+#   make site      the documentation as a site, in build/site/VERSION beside those of other versions; a broken link or anchor is an error
 #   make gallery   the reports of docs/gallery.md, for the site: some minutes, on the models of the demo
 #   make dist      wheel and sdist, their metadata checked, and a merge with the wheel in a fresh environment
 
@@ -34,6 +34,7 @@ TORCH  ?= torch==2.13.0
 # it is done: with xdist's own turns both would make the models of nearly every file, and start a server of every kind.
 WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/weightsmith/_version.py)
 MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
@@ -86,9 +87,9 @@ docs: $(VENV)/.core
 	$(BIN)/python scripts/docs.py $(DOCS_OPTIONS)
 
 site: $(VENV)/.site
-	rm -rf build/site
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -E -d build/site.doctrees -c docs/site . build/site
-	@echo 'written: build/site/index.html'
+	rm -rf build/site/$(VERSION)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -E -d build/site.doctrees -c docs/site . build/site/$(VERSION)
+	@$(BIN)/python docs/site/versions.py build/site
 
 gallery: $(VENV)/.demo
 	$(BIN)/python examples/gallery.py $(GALLERY_OPTIONS)

@@ -343,7 +343,8 @@ def layouts_page(layouts: Sequence[ExpertLayout]) -> str:
             ),
             "",
             "If all experts are the base, a checkpoint in any of these architectures computes what the base does, whatever "
-            "the router chooses: config.json makes the weights of the chosen experts sum to 1. The tests check this in "
+            "the router chooses. The reason is that config.json makes the weights of the chosen experts sum to 1. The tests "
+            "check this in "
             "transformers for every pair in the table (for `deepseek`, which transformers has no class for, they compute it "
             "themselves). Where it cannot hold, the plan warns and says how to fix it.",
             "",
@@ -373,7 +374,7 @@ def layouts_page(layouts: Sequence[ExpertLayout]) -> str:
             table(("architecture", "in llama.cpp"), [(f"`{o.name}`", o.llama_cpp) for o in layouts]),
             "",
             "vLLM was not run. According to the source of 0.33.0, it normalises the weights of the chosen experts as "
-            "config.json says for `qwen2_moe`, `qwen3_moe`, `glm4_moe`, `deepseek_v2` and `deepseek_v3`, always for "
+            "config.json says for `qwen2_moe`, `qwen3_moe`, `glm4_moe`, `deepseek_v2` and `deepseek_v3`. It always does so for "
             "`mixtral` and `granitemoe`, and never for `olmoe`. It supports `flex_olmo` through transformers, and no longer "
             "supports `dots1`.",
             "",

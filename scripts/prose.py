@@ -55,7 +55,7 @@ PHRASES: dict[str, str] = {
     r"\bhub (?:models?|ids?)\b": "Hub model, Hub id",
     r"\b[Tt]okeni[s]er": "tokenizer",
     r"\b[Ff]inetun": "fine-tune",
-    r"\b[Qq]uanti[z](?:e[ds]?|ation|ing)\b": "quantise, quantisation",
+    r"(?<!weightsmith )\b[Qq]uanti[z](?:e[ds]?|ation|ing)\b": "quantise, quantisation",
     r"\b[Mm]o[Ee] models?\b": "mixture of experts",
 }
 # The Hub is told from the hub by its capital alone.
@@ -99,14 +99,15 @@ def problems(text: Text) -> Iterator[Problem]:
             yield Problem(text, found[0], better)
     for sentence in re.split(r"(?<=[.!?]) +|: +(?=\x00|[A-Z])", plain):
         words = len(re.findall(r"[^\s\x00]*[^\W\x00][^\s\x00]*|\x00", sentence))
-        if words > MAX_WORDS and 2 * sentence.count("\x00") < words:  # not a list of names
+        names = re.fullmatch(r"\w+(?:, \w+)*", sentence) or 2 * sentence.count("\x00") >= words
+        if words > MAX_WORDS and not names:
             start = " ".join(sentence.replace("\x00", "...").split()[:6])
             yield Problem(text, sentence, f"write two: {start} ...", words)
 
 
 def _plain(text: str) -> str:
     """A text without code, links and marks; each piece of code is one character."""
-    text = re.sub(r"``.+?``|`[^`]*`", "\x00", text)
+    text = re.sub(r"``.+?``|`[^`]*`|(?<!\w)--[a-z][\w-]*", "\x00", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|<[^>\s][^>]*>", r"\1", text)
     return " ".join(re.sub(r"[*_]{2}", "", text).split())
 

@@ -10,13 +10,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import weightsmith
 from tests.cli_help import Ran, environment
 from tests.fork_help import forked
+from tests.gguf_help import BYTE_LEVEL, SIZES, write_gguf
 
 FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+FROM_HUB = FOLDER / "hub_to_gguf.ipynb"
+HUB_IDS = ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct")
 
 RUNNER = """
 import ast, sys
@@ -35,8 +40,8 @@ def cells(notebook: Path) -> list[dict[str, Any]]:
     return found
 
 
-def run(code: list[str], tmp_path: Path) -> Ran:
-    """Run code cells in the notebooks' folder; temporary folders are in tmp_path, and there is no hub."""
+def run(code: list[str], tmp_path: Path, folder: Path = FOLDER) -> Ran:
+    """Run code cells in a folder, by default the notebooks'; temporary folders are in tmp_path, and there is no Hub."""
 
     def cells_run() -> None:
         warnings.simplefilter("error")
@@ -44,17 +49,52 @@ def run(code: list[str], tmp_path: Path) -> Ran:
         sys.path.insert(0, "")
         exec(RUNNER, {"cells": code, "__name__": "__main__"})
 
-    return forked(cells_run, env=environment(TMPDIR=str(tmp_path), HF_HUB_OFFLINE="1"), cwd=FOLDER)
+    return forked(cells_run, env=environment(TMPDIR=str(tmp_path), HF_HUB_OFFLINE="1"), cwd=folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+@pytest.mark.parametrize("notebook", [each for each in NOTEBOOKS if each != FROM_HUB], ids=lambda notebook: notebook.stem)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     if "lora" in notebook.stem:
         pytest.importorskip("torch")
     done = run(["".join(cell["source"]) for cell in cells(notebook) if cell["cell_type"] == "code"], tmp_path)
     assert done.code == 0, done.err
     assert done.out.count("\n") > 5
+
+
+def chat_model(folder: Path, seed: int) -> Path:
+    """A tiny Llama with random weights, a tokenizer of bytes and a chat template, as a folder."""
+    rng = np.random.default_rng(seed)
+    tokens, width, inner = len(BYTE_LEVEL["tokenizer.ggml.tokens"]), SIZES["embedding_length"], SIZES["feed_forward_length"]
+    shapes = {"token_embd.weight": (tokens, width), "output_norm.weight": (width,), "blk.0.ffn_down.weight": (width, inner)}
+    shapes |= {f"blk.0.{part}_norm.weight": (width,) for part in ("attn", "ffn")}
+    shapes |= {f"blk.0.attn_{part}.weight": (width, width) for part in ("q", "output")}
+    shapes |= {f"blk.0.attn_{part}.weight": (width // 2, width) for part in "kv"}
+    shapes |= {f"blk.0.ffn_{part}.weight": (inner, width) for part in ("gate", "up")}
+    tensors = {name: (rng.standard_normal(shape) * 0.1, "F32") for name, shape in shapes.items()}
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    keys = {**SIZES, **BYTE_LEVEL, "tokenizer.chat_template": template}
+    file = write_gguf(folder.with_suffix(".gguf"), "llama", tensors, keys)
+    weightsmith.dequantize(file, folder, progress=False)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_notebook_for_hub_models_runs_on_models_of_this_disk(tmp_path: Path) -> None:
+    """It merges, stores as GGUF, and generates. Warnings are no errors: transformers has some of its own."""
+    code = ["".join(cell["source"]) for cell in cells(FROM_HUB) if cell["cell_type"] == "code"]
+    for number, name in enumerate(HUB_IDS):
+        assert sum(source.count(f'"{name}"') for source in code) == 1
+        model = chat_model(tmp_path / f"model{number}", number)
+        code = [source.replace(name, str(model)) for source in code]
+    ran = run(["import warnings\nwarnings.simplefilter('default')", *code], tmp_path, folder=tmp_path)
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert lines[0] == "11 tensors"
+    assert re.fullmatch(r"model\.gguf \d+\.\d MB", lines[1])
+    assert "my-merge" in lines[2]
+    assert len("".join(lines[3:])) > 20
+    assert (tmp_path / "my-merge" / "model.gguf").is_file()
 
 
 def test_a_cell_that_fails_is_found(tmp_path: Path) -> None:

@@ -69,6 +69,9 @@ def test_a_long_sentence_is_found_and_two_short_ones_are_not() -> None:
 def test_code_and_addresses_are_not_read() -> None:
     assert found("Use `--max-spool`, and [the page](what-travels.md).") == []
     assert found("`if not given` is a phrase.") == []
+    assert found("--quantize FORMAT, or weightsmith quantize --list") == []
+    assert found(f"{'name, ' * 31}last") == []
+    assert len(found(f"{'name, ' * 31}and quantize")) == 2
 
 
 def test_a_page_is_read_by_paragraph_entry_and_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 Pages are plain Markdown, as GitHub shows them. The sidebar is the list of docs/README.md: a heading is a group, an item a page.
 A line `<!-- report: NAME -->` becomes a link to build/demo/gallery/NAME.html where `examples/gallery.py` has made that file.
-search_index.py makes what the search looks in; site.js has the search and the copy buttons. Nothing is loaded from other sites.
+search_index.py makes what the search looks in; site.js has the search, the copy buttons and the version menu; versions.py lists
+the versions. Nothing is loaded from other sites.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -26,7 +28,7 @@ BELOW = {"docs/methods/README": ("docs/methods/*",), "docs/benchmarks": ("benchm
 """Pages that are under another page in the sidebar."""
 
 project = "weightsmith"
-version = release = re.search(r'"(.+)"', (ROOT / "src" / "weightsmith" / "_version.py").read_text())[1]  # type: ignore[index]
+version = release = runpy.run_path(str(ROOT / "src" / "weightsmith" / "_version.py"))["__version__"]
 root_doc = "README"
 extensions = ["myst_parser"]
 include_patterns = ["*.md", "docs/**.md", "benchmarks/**.md", "examples/testbed/README.md"]
@@ -36,7 +38,7 @@ myst_heading_anchors = 6
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
 html_theme = "furo"
-html_title = "weightsmith"
+html_title = f"weightsmith {version}"
 html_static_path = ["style.css", "site.js"]
 html_js_files = ["site.js"]
 html_css_files = ["style.css"]

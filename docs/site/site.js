@@ -1,4 +1,4 @@
-// Copy buttons, and a search that needs no server: pages that are opened from the disk may load scripts, but no other files.
+// Copy buttons, wrapped lines of code, a version menu, and a search that needs no server: pages that are opened from the disk may load scripts, but no other files.
 "use strict";
 
 const COMMON = new Set("a an and are as at be by can do does for from how i if in is it its my of on or that the this to we what when where which with you your".split(" "));
@@ -66,6 +66,59 @@ function addCopyButtons() {
   }
 }
 
+// The lines of a block, as lists of nodes: highlighted pieces may contain line ends, and none contains another piece.
+function lines(pre) {
+  const found = [[]];
+  for (const node of pre.childNodes) {
+    node.textContent.split(/(?<=\n)/).forEach((text, i, all) => {
+      const piece = node.nodeType === Node.TEXT_NODE ? document.createTextNode(text) : node.cloneNode(false);
+      if (node.nodeType !== Node.TEXT_NODE) piece.textContent = text;
+      found.at(-1).push(piece);
+      if (text.endsWith("\n")) found.push([]);
+    });
+  }
+  return found.filter((pieces) => pieces.length);
+}
+
+// Each line of code is a block, so that a long one is wrapped with an indent instead of being cut off. Its text stays as it is.
+function wrapCode() {
+  for (const pre of document.querySelectorAll("div.highlight pre")) {
+    const wrapped = lines(pre).map((pieces) => {
+      const line = document.createElement("span");
+      line.className = "line";
+      line.append(...pieces);
+      return line;
+    });
+    pre.replaceChildren(...wrapped);
+  }
+}
+
+// The versions beside this one, if there is a list of them: docs/site/versions.py.
+function addVersions() {
+  const root = document.documentElement.dataset.content_root || "./";
+  const brand = document.querySelector(".sidebar-brand");
+  if (!brand) return;
+  const script = document.createElement("script");
+  script.src = `${root}../versions.js`;
+  script.onload = () => {
+    const here = new URL(root, location.href);
+    const own = here.pathname.split("/").at(-2);
+    const page = location.href.split("#")[0].slice(here.href.length) || "index.html";
+    const menu = document.createElement("select");
+    menu.className = "versions";
+    menu.setAttribute("aria-label", "Version of the documentation");
+    for (const version of Object.keys(window.SITE_VERSIONS)) {
+      menu.add(new Option(version, version, version === own, version === own));
+    }
+    menu.addEventListener("change", () => {
+      const pages = window.SITE_VERSIONS[menu.value];
+      location.href = `${root}../${menu.value}/${pages.includes(page) ? page : "index.html"}`;
+    });
+    brand.after(menu);
+  };
+  document.head.append(script);
+}
+
 function addSearch() {
   const form = document.querySelector("form.sidebar-search-container");
   if (!form) return;
@@ -116,7 +169,9 @@ function addSearch() {
 
 if (typeof document !== "undefined") {
   document.addEventListener("DOMContentLoaded", () => {
+    wrapCode();
     addCopyButtons();
+    addVersions();
     addSearch();
   });
 } else {

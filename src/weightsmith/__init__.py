@@ -1,4 +1,4 @@
-"""Make LLM checkpoints from checkpoints, at the speed of copying files.
+"""Merge, stack and quantise LLM checkpoints.
 
     import weightsmith
     weightsmith.merge("recipe.yml", "./merged")

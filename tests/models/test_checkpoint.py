@@ -319,10 +319,10 @@ def test_what_does_not_exist_is_not_found(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "gone").symlink_to("nowhere")
     refused(NotFound, "no such folder or file", "did you mean 'llama-medic'?", ref=str(tmp_path / "llama-medik"))
     refused(NotFound, "did you mean 'llama-medic'?", ref=Path("./llama-medik"))
-    refused(NotFound, "not a hub id, which has the form org/name", "'llama-medic'", ref="llama-medik")
+    refused(NotFound, "not a Hub id, which has the form org/name", "'llama-medic'", ref="llama-medik")
     refused(NotFound, "a local path has no revisions", ref="./llama-medic@main")
     refused(NotFound, "broken symbolic link to nowhere", ref="gone")
-    refused(NotFound, "Write a hub model as org/name", ref="https://huggingface.co/org/name")
+    refused(NotFound, "Write a Hub model as org/name", ref="https://huggingface.co/org/name")
     refused(NotFound, "no such folder or file", ref="models/missing.safetensors")
     refused(NotFound, "no such folder or file", ref=Path("org/name"))
     refused(NotFound, "no such folder or file", ref="")
@@ -464,7 +464,7 @@ def test_a_carried_file_may_not_be_a_link_out_of_the_folder(tmp_path: Path) -> N
     (folder / "config.json").write_text("{}")  # inside the folder is fine
     assert open_checkpoint(folder).files == ("config.json", "tokenizer.json")
     for place, published, fine in (
-        ("models--org--name/blobs", "tokenizer.json", True),  # and so is the hub's cache
+        ("models--org--name/blobs", "tokenizer.json", True),  # and so is the Hub's cache
         ("models--org--other/blobs", "secret.json", False),
         ("models--org--none/blobs", "", False),
         ("home/blobs", "tokenizer.json", False),

@@ -249,7 +249,7 @@ def statistics(
 ) -> Merged:
     """Write the statistics of a model on a text into a new folder, which recipes name in place of the text.
 
-    model    folder, hub id or `base+adapter`, stored in any format that weightsmith reads
+    model    folder, Hub id or `base+adapter`, stored in any format that weightsmith reads
     text     a .txt, .jsonl or .parquet file, or `built-in`
     options  see `weightsmith._base.options`: `StatisticsSettings` and `RunOptions`
 

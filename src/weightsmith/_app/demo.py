@@ -100,7 +100,7 @@ def _write(folder: Path, tensors: dict[str, npt.NDArray[Any]]) -> None:
         "padding": None,
         "added_tokens": added,
         "normalizer": None,
-        "pre_tokenizer": BYTE_LEVEL,
+        "pre_tokenizer": {**BYTE_LEVEL, "use_regex": True},  # as GPT-2: a pattern that GGUF has a name for
         "post_processor": None,
         "decoder": BYTE_LEVEL,
         "model": bpe(vocabulary, []),

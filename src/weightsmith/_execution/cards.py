@@ -1,4 +1,4 @@
-"""The model card: README.md with the front matter that the hub reads."""
+"""The model card: README.md with the front matter that the Hub reads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Part:
 
     @property
     def bases(self) -> list[str]:
-        """The model on the hub that it is, or else those that its card says it was made from."""
+        """The model on the Hub that it is, or else those that its card says it was made from."""
         if self.on_hub:
             return [self.ref.split("@")[0]]
         if match := _IN_HUB_CACHE.fullmatch(self.ref.rstrip("/")):
@@ -264,13 +264,13 @@ def _is_plain(value: object) -> bool:
 
 
 def _linked(ref: str, commit: str) -> str:
-    """A model in Markdown; with a link if it has a commit, as models of the hub have."""
+    """A model in Markdown; with a link if it has a commit, as models of the Hub have."""
     ref = ref.removeprefix("hf://")
     return _Part(ref, _is_on_hub(ref, commit), {}).linked
 
 
 def _is_on_hub(ref: str, commit: str) -> bool:
-    """A model with a commit, as those of the hub have; and a name that is no markup, whoever wrote the plan."""
+    """A model with a commit, as those of the Hub have; and a name that is no markup, whoever wrote the plan."""
     return bool(commit) and _HUB_REF.fullmatch(ref) is not None
 
 

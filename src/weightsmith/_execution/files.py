@@ -51,7 +51,7 @@ def other_files(
     """All files except weights. These replace the donor's files of the same name.
 
     name     of the output
-    repo     the model on the hub that it becomes; "" for none
+    repo     the model on the Hub that it becomes; "" for none
     squares, distance   how far its tensors and layers are from the base
     reports  of products
     found    warnings

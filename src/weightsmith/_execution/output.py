@@ -41,7 +41,7 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
         check_page(beside)
     is_folder = place.capabilities.publication == "rename"
     if options.ray is not None and not place.capabilities.parts:
-        _refuse("one process uploads weight files to the hub", "write to a bucket or a shared folder, or leave --ray out")
+        _refuse("one process uploads weight files to the Hub", "write to a bucket or a shared folder, or leave --ray out")
     if part and not place.capabilities.shared_locks:
         _refuse("parts of a plan share a local folder", "run the whole plan, with --ray on several machines")
     if options.push is not None and not is_folder:
@@ -51,7 +51,7 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
     if options.keep_stages and not is_folder:
         _refuse("results of stages are kept in local folders", "write to a folder, or leave --keep-stages out")
     if options.commit_message is not None and options.push is None and place.capabilities.publication != "commit":
-        what = "there is no commit: the output is not on the hub"
+        what = "there is no commit: the output is not on the Hub"
         fix = "write to hf://org/name, add --push org/name, or leave --commit-message out"
         raise ParameterError(what, where="commit_message", fix=fix, state=NOTHING_WRITTEN)
     return place

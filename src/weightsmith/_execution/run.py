@@ -395,7 +395,7 @@ def resources_of(plan: Plan, options: RunOptions) -> Resources:
 
 
 def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
-    """Download missing files of hub models, after checking that the output can be written."""
+    """Download missing files of Hub models, after checking that the output can be written."""
     if options.stream:
         stream(prepared.inputs)
     if missing_files(prepared.inputs):

@@ -201,12 +201,12 @@ def _hub_cache(folder: Path) -> NotFound | None:
     if names:
         ids = [name.removeprefix("models--").replace("--", "/", 1) for name in names]
         listed = (f"models in it: {', '.join(ids[:5])}{f', … ({len(ids)} in all)' if len(ids) > 5 else ''}",)
-        return NotFound("the cache of hub models, not a model", where=str(folder), details=listed, fix=f"Write {ids[0]}.")
+        return NotFound("the cache of Hub models, not a model", where=str(folder), details=listed, fix=f"Write {ids[0]}.")
     if snapshots:
         fix = f"Write the folder of one revision, {folder / 'snapshots' / snapshots[-1]}"
         if folder.name.startswith("models--"):
-            fix += f", or the model's hub id, {folder.name.removeprefix('models--').replace('--', '/', 1)}"
-        return NotFound("the cache folder of a hub model, which holds its revisions", where=str(folder), fix=fix)
+            fix += f", or the model's Hub id, {folder.name.removeprefix('models--').replace('--', '/', 1)}"
+        return NotFound("the cache folder of a Hub model, which holds its revisions", where=str(folder), fix=fix)
     return None
 
 
@@ -240,7 +240,7 @@ def no_weights(names: Iterable[str], where: str, suffixes: tuple[str, ...]) -> U
             "no weights at the top level, only in subfolders",
             where=where,
             details=some(nested),
-            fix="Name the subfolder that is meant (of a hub model: download it first).",
+            fix="Name one of the subfolders. If it is in a Hub model, download the model first.",
         )
     return NotFound(
         f"no weights: there is no {', '.join(suffixes[:-1])} or {suffixes[-1]} file",

@@ -1,4 +1,4 @@
-"""Models on the hub: list, judge, read headers by byte range, then download what is needed into huggingface_hub's own cache.
+"""Models on the Hub: list, judge, read headers by byte range, then download what is needed into huggingface_hub's own cache.
 
 The environment rules as everywhere in the ecosystem: HF_HOME and HF_HUB_CACHE say where, HF_HUB_OFFLINE forbids the
 network, HF_TOKEN or `hf auth login` give the token, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT say how long to wait.
@@ -39,7 +39,7 @@ class _Silent(Exception):
 
 @dataclass(eq=False)
 class Repository(ModelFiles):
-    """One revision of a hub model: its files, in the cache or still on the hub. Made by `open_repository`.
+    """One revision of a Hub model: its files, in the cache or still on the Hub. Made by `open_repository`.
 
     name      org/name
     commit    the commit hash that the revision stands for
@@ -69,7 +69,7 @@ class Repository(ModelFiles):
                 self.sizes[name] = self._ask_size(name)
 
     def _ask_size(self, name: str) -> int:
-        """The size of a file, from a hub that does not list sizes (some mirrors). Raises CheckpointError."""
+        """The size of a file, from a Hub that does not list sizes (some mirrors). Raises CheckpointError."""
         import huggingface_hub
 
         url = huggingface_hub.hf_hub_url(self.name, name, revision=self.commit)
@@ -80,7 +80,7 @@ class Repository(ModelFiles):
             raise _explain(error, f"{self.name}, {name}") from error
         if size is None:
             raise CheckpointError(
-                "the hub does not say how large the file is",
+                "the Hub does not say how large the file is",
                 where=f"{self.name}, {name}",
                 fix="download the model, and name its folder",
             )
@@ -132,7 +132,7 @@ class Repository(ModelFiles):
                 file.stream()
 
     def ranges(self, name: str) -> HttpFile:
-        """A file on the hub, by byte range."""
+        """A file on the Hub, by byte range."""
         import huggingface_hub
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # it marks no exports
 
@@ -145,7 +145,7 @@ class Repository(ModelFiles):
 def open_repository(
     name: str, revision: str | None, *, cache_dir: str | Path | None = None, token: str | bool | None = None
 ) -> Repository:
-    """Resolve a revision of a hub model, once. Nothing is downloaded.
+    """Resolve a revision of a Hub model, once. Nothing is downloaded.
 
     When the hub does not answer, or refuses, the cached files of that revision are used, with a note.
 
@@ -178,7 +178,7 @@ def open_repository(
         raise _explain(error, where, cached=_cache(cache_dir)) from error
     commit, folder = info.sha or "", _folder(name, cache_dir)
     if not _COMMIT.fullmatch(commit):
-        raise CheckpointError(f"the hub names no commit, but {show(commit)}", where=where, fix="Check HF_ENDPOINT.")
+        raise CheckpointError(f"the Hub names no commit, but {show(commit)}", where=where, fix="Check HF_ENDPOINT.")
     sizes = {file.rfilename: UNKNOWN if file.size is None else file.size for file in info.siblings or ()}
     known = revision or constants.DEFAULT_REVISION
     return Repository(name, commit, folder / "snapshots" / commit, sizes, (), cache_dir=cache_dir, token=token, revision=known)
@@ -187,7 +187,7 @@ def open_repository(
 def _cached(
     name: str, revision: str | None, error: Exception, cache_dir: str | Path | None, token: str | bool | None
 ) -> Repository | None:
-    """What the cache has of a revision, with a note of why the hub was not used; None for nothing."""
+    """What the cache has of a revision, with a note of why the Hub was not used; None for nothing."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -208,7 +208,7 @@ def _cached(
 
 
 def _write_ref(folder: Path, revision: str, commit: str) -> None:
-    """Record in the cache what a branch or tag stands for, as huggingface_hub does: by this it is found without the hub."""
+    """Record in the cache what a branch or tag stands for, as huggingface_hub does: by this it is found without the Hub."""
     path = folder / "refs" / revision
     if revision == commit or ".." in path.parts or not path.is_relative_to(folder):
         return
@@ -273,11 +273,11 @@ def _answered(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Why the hub was not used."""
+    """Why the Hub was not used."""
     from huggingface_hub import constants
 
     if _answered(error):
-        return f"the hub refused ({_first_lines(error)})"
+        return f"the Hub refused ({_first_lines(error)})"
     if isinstance(error, _Silent):
         return str(error)
     return f"{constants.ENDPOINT} did not answer ({type(error).__name__}, timeout {_timeouts()[0]:g} s)"
@@ -298,31 +298,31 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
     details: tuple[str, ...] = (_first_lines(error),)
     if isinstance(error, errors.GatedRepoError):
         return CheckpointError(
-            "this hub model is gated: its owner decides who may download it",
+            "this Hub model is gated: its owner decides who may download it",
             where=where,
             details=details,
             fix="Ask for access on the model's page, then `hf auth login` (or set HF_TOKEN).",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return NotFound(
-            "neither a local path nor a model on the hub that you may see",
+            "neither a local path nor a model on the Hub that you may see",
             where=where,
             details=details,
             fix="Check the spelling; for a private model, `hf auth login` (or set HF_TOKEN).",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return NotFound(
-            "the hub model exists, but not this revision",
+            "the Hub model exists, but not this revision",
             where=where,
             details=details,
             fix="Name a branch, tag or full commit hash that the model's page lists.",
         )
     if isinstance(error, errors.HFValidationError):
-        what = f"neither a local path nor a valid hub id ({show(where)})"
-        return NotFound(what, where=where, details=details, fix="Write a hub model as org/name[@revision].")
+        what = f"neither a local path nor a valid Hub id ({show(where)})"
+        return NotFound(what, where=where, details=details, fix="Write a Hub model as org/name[@revision].")
     if isinstance(error, errors.OfflineModeIsEnabled):
         return NotFound(
-            "neither a local path nor a model in the hub cache, and HF_HUB_OFFLINE=1 forbids downloading it",
+            "neither a local path nor a model in the Hub cache, and HF_HUB_OFFLINE=1 forbids downloading it",
             where=where,
             details=(f"cache  {cached}",) if cached is not None else (),
             fix=f"Check the path, or download the model once: `HF_HUB_OFFLINE=0 hf download {_command(where)}`",
@@ -338,10 +338,10 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
     if _answered(error):
         passing = passes(getattr(getattr(error, "response", None), "status_code", 500))
         fix = again if passing else "Check the model's name, your token and HF_ENDPOINT."
-        return CheckpointError("the hub answered with an error", where=where, details=details, fix=fix)
+        return CheckpointError("the Hub answered with an error", where=where, details=details, fix=fix)
     if cached is not None:
         what, fix = (
-            "neither a local path nor a model in the hub cache",
+            "neither a local path nor a model in the Hub cache",
             "Check the path, the network connection and HF_ENDPOINT.",
         )
         return NotFound(what, where=where, details=(_reason(error), *details, f"cache  {cached}"), fix=fix)

@@ -10,12 +10,12 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="drop the largest and the smallest deltas, then sum",
-    summary="""Drops the `gamma` largest elements of each delta, which often are outliers, keeps the next `density` of it,
-and zeroes the small rest. Exactly ⌊gamma · n⌋ elements are dropped and ⌊density · n⌋ kept (at least one; fewer are
-dropped when not enough would be left). mergekit ranks within the tensor, the paper within each row (`scope: row`; its
-values are density 0.15, gamma 0.006, lambda 0.2).""",
-    use="""For many fine-tunes, where a few very large deltas of one model would drown the others. Its authors'
-strength is small (lambda 0.2 for eight models): tune `lambda`.""",
+    summary="""Drops the `gamma` largest elements of each delta, which are often outliers. Keeps the next `density` of the
+delta, and zeroes the small rest. Exactly ⌊gamma · n⌋ elements are dropped and ⌊density · n⌋ kept: at least one is kept, and
+fewer are dropped if too few would be left. mergekit ranks within the tensor. The paper ranks within each row (`scope: row`),
+with density 0.15, gamma 0.006 and lambda 0.2.""",
+    use="""For many fine-tunes, where a few very large deltas of one model would drown the others. The authors use a small
+strength (lambda 0.2 for eight models), so tune `lambda`.""",
     passes="""Two, up to four when the guess of a threshold fails; one with `density: 1`. With `scope: model` one more,
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",

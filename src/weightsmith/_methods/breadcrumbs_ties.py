@@ -10,9 +10,9 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="drop the largest and smallest deltas, then sign election",
-    summary="""The deltas of breadcrumbs (see there), then the sign election of TIES. As in mergekit what agrees is
-summed; `normalize: true` averages it.""",
-    use="As breadcrumbs, for models that contradict each other.",
+    summary="""Masks deltas as breadcrumbs does, then elects signs as TIES does. As in mergekit, the deltas that agree are
+summed; `normalize: true` averages them.""",
+    use="Like breadcrumbs, for models that contradict each other.",
     passes="""Two, up to four when the guess of a threshold fails; one with `density: 1`. With `scope: model` one more,
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",

@@ -10,13 +10,13 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="n:m sparsity, without overlap between the models",
-    summary="""The models take turns, in the recipe's order: each keeps, of every `group` neighbours, the share
-`density` that it changed most, among the positions that no earlier model has kept. So masks are balanced over the
-matrix and never overlap, and the deltas are simply added. The authors keep 64 of 256 and weigh two 7 B models by 1.2
-each. Groups here end with their row; the authors' run on over the flattened matrix, which is the same where the columns are a
-multiple of `group` (with 576 columns 3 % of the positions kept are others).""",
-    use="""For two models of about the same base skill, the more important one first: what it keeps the next cannot
-touch. With densities that sum to more than 1 the last models find little left.""",
+    summary="""The models take turns, in the recipe's order. Each looks at every `group` neighbours in a row, and keeps the
+share `density` that it changed most, among the positions that no earlier model has kept. So masks are balanced over the
+matrix and never overlap, and the deltas are simply added. The authors keep 64 of 256, and give each of two 7 B models a
+weight of 1.2. Here a group ends with its row. The authors' groups run on over the flattened matrix, which is the same if the
+number of columns is a multiple of `group`. With 576 columns, 3 % of the kept positions differ.""",
+    use="""For two models with about the same basic skill. List the more important one first: the next model cannot touch what
+it keeps. If the densities sum to more than 1, little is left for the last models.""",
     passes="One: the result is written as the inputs are read.",
     source="Yang et al. 2025, CABS: conflict-aware and balanced sparsification, section 3, https://arxiv.org/abs/2503.01874",
     formula="mᵢ = n:m largest of |δᵢ| where m₁ … mᵢ₋₁ are 0;  out = base + λ Σ wᵢ (mᵢ ∘ δᵢ)",

@@ -30,7 +30,7 @@ def merge(deltas: Sequence[Any], rank: float) -> Any:
 adds these to the average: `rank` is the share of the directions that is kept. With `rank: 1` the differences cancel and
 the average is left. It needs no base; a base_model is an input like the others. Embeddings, norms, biases and routers are
 averaged. Published for vision models and a few language tasks, with a rank of 0.04 to 0.08 and `lambda` tuned on held-out
-data; no evidence for large language models is known. Takes torch.""",
+data; no evidence for large language models is known. Requires torch.""",
     use="""When there is no common base to subtract, or to pull a plain average towards each model's strongest
 directions. The evidence is for vision models.""",
     source="Choi et al. 2024, Revisiting Weight Averaging for Model Merging (CART), https://arxiv.org/abs/2412.12153",

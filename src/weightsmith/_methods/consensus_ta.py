@@ -14,12 +14,12 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="task arithmetic, only where enough models contribute",
-    summary="""Keeps a position of the summed task vector only where at least `k` models stand out of the rest of the
-sum: positions that matter to one model alone, or to none, keep the base. `k: 0` is task arithmetic, `k: 1` drops what
-matters to none. No statistics: as quick as task arithmetic. λ is about 0.3 to 0.4 for eight vision models; on the
-language models of the testbed it was behind task arithmetic.""",
-    use="""For many models (eight and more) of which each changes much that matters to nobody else. With two or three
-models `k: 2` keeps too little; use task_arithmetic.""",
+    summary="""Adds the weighted deltas as task arithmetic does, but keeps a position of the sum only where at least `k`
+models stand out from the rest. Positions that matter to one model alone, or to none, keep the base. `k: 0` is task
+arithmetic; `k: 1` drops what matters to no model. It needs no statistics, so it is as fast as task arithmetic. λ is about 0.3
+to 0.4 for eight vision models. On the language models of the testbed, task arithmetic was better.""",
+    use="""For eight or more models, each with many changes that matter to no other. With two or three models, `k: 2` keeps
+too little; use task_arithmetic.""",
     passes="One: the result is written as the inputs are read.",
     source="Wang et al. 2024, Localizing Task Information (TALL-masks), section 5, https://arxiv.org/abs/2405.07813",
     formula="Δ = Σ wᵢδᵢ;  mᵢ = |wᵢδᵢ| > thresholdᵢ · |Δ - wᵢδᵢ|;  out = base + λ Δ where Σ mᵢ ≥ k",

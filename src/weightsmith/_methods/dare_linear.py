@@ -10,12 +10,12 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="random drop and rescale, then sum",
-    summary="""Keeps each element of a delta with probability `density` and rescales what is left. The mask is a
-function of the seed, the model's place in the recipe, the tensor's name and the element's index: the same on every
-machine. mergekit rescales so that the delta's L1 norm is restored (`rescale: l1`, the default here too); the paper
-divides by the density (`rescale: inv_density`).""",
-    use="""For fine-tunes whose deltas are small and redundant (supervised fine-tuning with a small learning rate).
-Adds noise, which large models take better; not for deltas of continued pretraining. Results depend on the seed: try
+    summary="""Keeps each element of a delta with probability `density`, and rescales what is left. The mask depends on the
+seed, the model's place in the recipe, the tensor's name and the element's index, so it is the same on every machine. By
+default, as in mergekit, rescaling restores the delta's L1 norm (`rescale: l1`). The paper divides by the density (`rescale:
+inv_density`).""",
+    use="""For fine-tunes with small, redundant deltas, such as supervised fine-tuning with a small learning rate. It adds
+noise, which large models tolerate better. Do not use it for deltas of continued pretraining. Results depend on the seed: try
 several.""",
     passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
     source="Yu et al. 2023, Language models are super Mario, section 3.1, https://arxiv.org/abs/2311.03099",

@@ -10,10 +10,10 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="random drop and rescale, then sign election",
-    summary="""DARE's random mask and rescaling (see dare_linear), then the sign election of TIES. As in mergekit the
-elected deltas are summed, not averaged, and nothing is trimmed; `normalize: true` takes the disjoint mean of the TIES
+    summary="""Masks and rescales at random as DARE does (see dare_linear), then elects signs as TIES does. As in mergekit,
+the elected deltas are summed, not averaged, and nothing is trimmed. `normalize: true` takes the disjoint mean of the TIES
 paper.""",
-    use="As dare_linear, for models that contradict each other. Results depend on the seed: try several.",
+    use="Like dare_linear, for models that contradict each other. Results depend on the seed: try several.",
     passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
     source="Yu et al. 2023, https://arxiv.org/abs/2311.03099, with the election of https://arxiv.org/abs/2306.01708",
     formula="δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base));  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",

@@ -10,13 +10,13 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="drop by magnitude rank, then sign election",
-    summary="""Like DARE, but the larger an element of a delta is among those of its row, the likelier it is kept:
-with probability density - ε for the smallest, density + ε for the largest, in equal steps between. Equal magnitudes
-are ranked by their place. A vector is one row. The paper divides each element by its own probability (`rescale:
-inv_probability`), which leaves the expected delta as it was; mergekit, and so the default, scales the whole tensor so
-that its L1 norm is restored.""",
-    use="""As dare_ties, but what matters more is kept more often; its authors report 1.2 points over DARE and 3.6
-over TIES with Llama-2-13B. Results depend on the seed.""",
+    summary="""Drops elements at random as DARE does, but keeps large elements more often. Within each row of a delta, the
+smallest element is kept with probability density - ε and the largest with density + ε, in equal steps between. Equal
+magnitudes are ranked by position. A vector is one row. The paper divides each element by its own probability (`rescale:
+inv_probability`), which preserves the expected delta. The default, as in mergekit, scales the whole tensor so that its L1
+norm is restored.""",
+    use="""Like dare_ties, but larger changes are kept more often. The authors report 1.2 points over DARE and 3.6 over TIES
+with Llama-2-13B. Results depend on the seed.""",
     passes="""One, or two with `rescale: l1`: norms, then the result. Sorts every row, so it takes about three times as
 long as DARE.""",
     source="Deep et al. 2024, DELLA-Merging, section 3, https://arxiv.org/abs/2406.11617",

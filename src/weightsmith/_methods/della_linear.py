@@ -14,8 +14,8 @@ def _check(weight: family.Floats, normalize: bool, density: family.Floats, epsil
 
 @merge_method(
     title="drop by magnitude rank, then sum",
-    summary="""DELLA's mask and rescaling (see della), then a weighted sum of the deltas without an election.""",
-    use="As della, for models that seldom contradict each other. Results depend on the seed.",
+    summary="Masks and rescales as della does, then sums the weighted deltas without an election.",
+    use="Like della, for models that seldom contradict each other. Results depend on the seed.",
     passes="One, or two with `rescale: l1`: norms, then the result. Sorts every row.",
     source="Deep et al. 2024, DELLA-Merging, section 3.1, https://arxiv.org/abs/2406.11617",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢⱼ ~ Bernoulli(density - ε + 2ε rank/(n - 1))",

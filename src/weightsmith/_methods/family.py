@@ -19,10 +19,10 @@ Share = Annotated[PerModel[float], "Share of this model in the sum."]
 Weight = Annotated[PerModel[float], "Factor on this model's delta."]
 Lambda = Annotated[float, "Factor on the merged task vector."]
 Int8Mask = Annotated[bool, "Accepted for mergekit recipes.", Ignored("masks take no memory here")]
-Density = Annotated[PerModel[float], "Share of the delta that is kept.", Bounds(0.0, 1.0)]
+Density = Annotated[PerModel[float], "Share of the delta to keep.", Bounds(0.0, 1.0)]
 Gamma = Annotated[
     PerModel[float],
-    "Share of the delta, the largest elements of all, that is dropped before `density` is kept.",
+    "Share of the delta to drop before `density` is kept: its largest elements.",
     Bounds(0.0, 1.0),
 ]
 Epsilon = Annotated[
@@ -30,17 +30,17 @@ Epsilon = Annotated[
     "The smallest element of a row is kept with probability density - epsilon, the largest with density + epsilon.",
     Bounds(0.0, 0.5),
 ]
-Group = Annotated[PerModel[int], "Neighbours in a row among which the share `density` is kept.", Bounds(1)]
+Group = Annotated[PerModel[int], "Number of neighbours in a row of which the share `density` is kept.", Bounds(1)]
 Scope = Annotated[
     axes.Scope,
-    "What magnitudes are ranked among: the `tensor` (mergekit's way), each `row`, or all tensors of the `model`, which "
-    "takes a pass over them before the merge and keeps all elements as large as the threshold.",
+    "Range within which magnitudes are ranked: the `tensor` (as in mergekit), each `row`, or the whole `model`. `model` takes "
+    "a pass over all tensors before the merge, and keeps all elements that equal the threshold.",
 ]
 Normalize = Annotated[bool, "Divide by the sum of the weights."]
 NormalizeElected = Annotated[bool, "Divide by the sum of |weight| of the models that agree."]
 
 _RESCALE = (
-    "What the mask took away is made up for: `none` does nothing; `l1` (mergekit's `true`) restores each delta's L1 norm; "
+    "How to make up for what the mask removed: `none` does nothing; `l1` (mergekit's `true`) restores each delta's L1 norm; "
     "`inv_density` divides by the density"
 )
 _BY_PROBABILITY = "`inv_probability` divides each element by the probability with which it was kept"

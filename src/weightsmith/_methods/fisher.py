@@ -17,14 +17,14 @@ KIND = "fisher"
 
 @merge_method(
     title="Fisher-weighted mean",
-    summary="""Averages the deltas weight by weight. A model counts there by its Fisher information: how much its predictions on
-its own text depend on this weight. It is the mean square of the gradients of the model's log-probabilities, for labels drawn
-from its own predictions. The recipe names the texts. `floor` keeps the ratio of two tiny numbers from
-deciding. Other tensors, and weights of which a text tells nothing (experts that are one tensor), take the mean of the deltas.
-Measuring takes torch, and a pass back through the model.""",
-    use="""As a more careful mean. No element is larger than the models' own, so fine-tunes in different directions come out
-short, as with any mean: try a `lambda` above 1. On the testbed's small language model it gave a perplexity of 8.77, the plain
-mean 8.91, `task_arithmetic` 8.63, and `tsv_m` 8.18; none of the last three looks at a text.""",
+    summary="""Averages the deltas weight by weight. A model counts by its Fisher information: how much its predictions on its
+own text depend on the weight. This is the mean square of the gradients of the model's log-probabilities, for labels drawn
+from its own predictions. The recipe names the texts. `floor` keeps the ratio of two tiny numbers from deciding. All other
+tensors take the mean of the deltas, and so do weights that a text says nothing about (experts stored in one tensor).
+Measuring requires torch, and a backward pass through the model.""",
+    use="""As a more careful mean. No element is larger than in the models, so fine-tunes in different directions give a short
+result, as with any mean: try a `lambda` above 1. On the testbed's small language model, its perplexity was 8.77. Three
+methods that look at no text gave 8.91 (plain mean), 8.63 (`task_arithmetic`) and 8.18 (`tsv_m`).""",
     passes="Two, after the models are measured.",
     source="Matena and Raffel 2021, Merging Models with Fisher-Weighted Averaging, section 3, https://arxiv.org/abs/2111.09832",
     formula="out = base + λ Σ wᵢ max(Fᵢ, f) δᵢ / Σ max(Fᵢ, f),  f = floor · mean F",

@@ -64,12 +64,12 @@ def _inverse_distances(squares: np.ndarray, same: float) -> np.ndarray:
 
 @merge_method(
     title="geometric median",
-    summary="""The point from which the sum of the distances to all models is least, each tensor being one vector: an average
-that one broken or very different model cannot pull away, as long as more than half are sound. A model far from the
-others counts less, in each tensor by itself; of models that are about as far from each other it is the mean. Two models
+    summary="""Finds the point with the smallest sum of distances to all models; each tensor is one vector. This average is
+robust: one broken or very different model cannot pull it away, as long as more than half are sound. A model far from the
+others counts less, in each tensor separately. If all models are about equally far apart, the result is their mean. Two models
 give their mean. A base_model is an input like the others.""",
-    use="""For many checkpoints of which a few may be bad: unlike the mean it does not follow outliers. With two
-models it is their mean.""",
+    use="""For many checkpoints of which a few may be bad: unlike the mean, it does not follow outliers. With two models it is
+their mean.""",
     passes="Two: inner products, then the result.",
     source="Weiszfeld 1937, Sur le point pour lequel la somme des distances de n points donnés est minimum; "
     "Vardi and Zhang 2000, The multivariate L1-median and associated data depth; "
@@ -82,7 +82,7 @@ models it is their mean.""",
 def geometric_median(
     matrix: Matrix,
     max_iter: Annotated[int, "Steps at most.", Bounds(0)] = 100,
-    tol: Annotated[float, "A step shorter than this share of the distances is the last.", Bounds(0)] = 1e-6,
+    tol: Annotated[float, "Stop after a step shorter than this share of the distances.", Bounds(0)] = 1e-6,
 ) -> Job:
     from weightsmith._methods.jobs.combination import GramJob
 

@@ -44,12 +44,13 @@ def merge(deltas: Sequence[Any], common: float) -> Any:
 
 @matrix_method(
     title="isotropic merge with task-specific directions",
-    summary="""As iso_c with `beta: 1`, but the weakest directions of the summed delta give way to the strongest
-that each model has outside of the common ones; all are made orthogonal and equally strong. Embeddings, norms, biases and
-routers take the mean of the deltas. The best published row for many vision models; no good evidence for language
-models, where its sibling iso_c did badly (2511.21437): try tsv_m, svc or ties first. Takes torch.""",
-    use="""As iso_c, for many models that share little. The evidence is for vision models; full flattening hurts
-language models.""",
+    summary="""Works like iso_c with `beta: 1`, but replaces the weakest directions of the summed delta. The strongest
+directions that each model has outside the common ones take their place. All directions are made orthogonal and equally
+strong. Embeddings, norms, biases and routers take the mean of the deltas. It has the best published results for many vision
+models. There is no good evidence for language models, where iso_c did badly (2511.21437): try tsv_m, svc or ties first.
+Requires torch.""",
+    use="""Like iso_c, for many models that share little. The evidence is for vision models; full flattening hurts language
+models.""",
     source="Marczak et al. 2025, No Task Left Behind, section 4.2 (Iso-CTS), https://arxiv.org/abs/2502.04959",
     formula="U_c, V_c = leading directions of Σ wᵢδᵢ;  Uᵢ, Vᵢ = those of wᵢδᵢ - U_c U_cᵀ wᵢδᵢ;  "
     "out = base + λ · mean S · polar([U_c U₁ … U_N]) polar([V_c V₁ … V_N])ᵀ",

@@ -37,11 +37,11 @@ def karcher_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndar
 
 @merge_method(
     title="mean on the sphere",
-    summary="""The mean of any number of models in the geometry of the sphere: each tensor is one long vector, and the mean
-of their directions is the point from which the arcs to all of them cancel (slerp with t = 0.5, if there are two). All
-models count the same, a base_model too; the length is the mean of their lengths. The angles between fine-tunes of one
-base are so small that the result is close to `linear`. The iteration runs on the models' inner products, so it costs
-nothing, however many steps it takes.""",
+    summary="""Computes the mean of any number of models in the geometry of the sphere. Each tensor is one long vector. The
+mean direction is the point from which the arcs to all models cancel; for two models it is slerp with t = 0.5. All models
+count the same, including a base_model, and the length is the mean of their lengths. The angles between fine-tunes of one base
+are so small that the result is close to `linear`. The iteration works on the models' inner products, so additional steps cost
+nothing.""",
     use="For averages of several models that lie far apart. For fine-tunes of one base it equals linear in bf16; use that.",
     passes="Two: inner products, then the result.",
     source="Karcher 1977, Riemannian center of mass and mollifier smoothing; for models Wang et al. 2026, "

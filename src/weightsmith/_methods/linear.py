@@ -14,11 +14,12 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="weighted average",
-    summary="""The weighted average of two or more checkpoints: "model soups". Robust and cheap; use it for
-checkpoints of one training run, or for fine-tunes of one base that do not disagree. Weights may be negative or sum to
-anything with `normalize: false`. A base_model is an input like the others, and needs a weight of its own.""",
-    use="""For checkpoints of one run, seeds of one fine-tune, and as the baseline that a cleverer method has to
-beat. Not for fine-tunes of different bases, and weak when each model knows something else: everything is diluted.""",
+    summary="""Computes the weighted average of two or more checkpoints ("model soups"). Robust and cheap. Use it for
+checkpoints of one training run, or for fine-tunes of one base that do not disagree. With `normalize: false`, weights may be
+negative or have any sum. A base_model is an input like the others, and needs a weight of its own.""",
+    use="""For checkpoints of one run, for seeds of one fine-tune, and as the baseline that a cleverer method has to beat. Do
+not use it for fine-tunes of different bases. It is weak if each model knows something different, because everything is
+diluted.""",
     passes="One: the result is written as the inputs are read.",
     source="Wortsman et al. 2022, Model soups, https://arxiv.org/abs/2203.05482",
     formula="out = Σ wᵢ Wᵢ / Σ wᵢ   (without the division if normalize is false)",

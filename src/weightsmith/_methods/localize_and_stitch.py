@@ -12,13 +12,13 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="each model's largest deltas, averaged where they overlap",
-    summary="""Keeps the largest share `density` of each model's deltas, ranked over all its tensors, adds them to the
-base, and averages where those of several models meet: no election. Embeddings and output heads stay the base's and do
-not count in the ranking, as in the authors' code and in MergeBench (2 to 9 B language models), where this was among the
-best of the methods without data; `embeddings: true` merges them too. This is the authors' method without data
-("dataless"); with data they find the positions by training. Takes a pass over all tensors before the merge.""",
-    use="""For several specialised models, from 5 to 10 % of each. Little is changed, so little is forgotten. Not for
-one model alone: it only weakens it.""",
+    summary="""Keeps the largest share `density` of each model's deltas, ranked over all its tensors, and adds them to the
+base. Where the deltas of several models overlap, they are averaged, without an election. By default, embeddings and output
+heads are copied from the base and do not count in the ranking, as in the authors' code; `embeddings: true` merges them too.
+In MergeBench (language models of 2 to 9 B), this was among the best methods without data. This is the authors' method without
+data ("dataless"); with data, they find the positions by training. Takes a pass over all tensors before the merge.""",
+    use="""For several specialised models, keeping 5 to 10 % of each. It changes little, so little is forgotten. Do not use it
+for one model: it only weakens it.""",
     passes="One over all tensors, and a sample of them, then the result.",
     source="He et al. 2024, Localize-and-Stitch, section 3, https://arxiv.org/abs/2408.13656; for language models "
     "He et al. 2025, MergeBench, https://arxiv.org/abs/2505.10833",

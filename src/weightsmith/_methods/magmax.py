@@ -10,9 +10,9 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="the largest delta at each position",
-    summary="""At each position takes the delta of the model that changed it most, of equal ones the later model's.
+    summary="""Takes, at each position, the delta of the model that changed it most. Among equal deltas, the later model wins.
 For models trained one after the other on different tasks.""",
-    use="""For models fine-tuned one after the other. With unrelated skills it adds up every model's largest changes:
+    use="""For models fine-tuned one after the other. With unrelated skills, it adds up the largest changes of every model:
 use a `lambda` below 1, or `norm_match`.""",
     passes="One: the result is written as the inputs are read.",
     source="Marczak et al. 2024, MagMax, section 4, https://arxiv.org/abs/2407.06322",

@@ -36,14 +36,14 @@ def stock_coefficients(gram: np.ndarray, *, pooled: bool) -> np.ndarray:
 
 @merge_method(
     title="closer to the base the less the fine-tunes agree",
-    summary="""Between the base and the average of at least two fine-tunes of it, at a distance that their angle gives: deltas
-that point the same way are kept, deltas at right angles fall back to the base. It has no weight to choose, and works
-best on runs that differ in seed, data order or learning rate. The paper has one angle between the deltas; among three
-and more the cosines of all pairs are averaged, as in mergekit. t lies between 0 and 1: fine-tunes that point away from
-each other give the base.""",
-    use="""For several fine-tunes of one base on the same data, with different seeds or settings: how well they agree
-says how far to go from the base. Not for models with different skills: their deltas are almost orthogonal, and the
-result stays close to the base.""",
+    summary="""Interpolates between the base and the average of at least two fine-tunes of it. The angle between the
+fine-tunes sets the distance: deltas that point the same way are kept, and orthogonal deltas fall back to the base. There is
+no weight to choose. It works best on runs that differ in seed, data order or learning rate. The paper defines one angle
+between the deltas; with three or more models, the cosines of all pairs are averaged, as in mergekit. t lies between 0 and 1:
+fine-tunes that point away from each other give the base.""",
+    use="""For several fine-tunes of one base on the same data, with different seeds or settings: their agreement decides how
+far to move from the base. Do not use it for models with different skills: their deltas are almost orthogonal, and the result
+stays close to the base.""",
     passes="Two: inner products, then the result. One with `filter_wise: true`.",
     source="Jang et al. 2024, Model Stock, https://arxiv.org/abs/2403.19522",
     formula="cos θ = mean of δᵢ·δⱼ / (|δᵢ||δⱼ|), i < j;  t = n cos θ / (1 + (n-1) cos θ), at least 0;  out = base + t Σ δᵢ / n",

@@ -43,15 +43,15 @@ def _check(weight: Sequence[float], normalize_weights: bool, karcher_steps: int)
 
 @merge_method(
     title="weighted mean of directions",
-    summary="""Spherical interpolation of any number of models, each with a weight: of the models, or with a base_model of
-their task vectors. As in mergekit this is the normalised mean (nlerp): the tangent-space step that mergekit takes after
-it has no length, since the tangents at that mean cancel. For two models of equal length and weight it is slerp with
-t = 0.5; in general the true mean on the sphere is near it, and `karcher_steps` walks there: one step is the barycentre in
-tangent space, a few are the weighted form of [karcher](karcher.md). Directions that cancel, as those of tensors nobody
-tuned, have no mean: their weighted sum is taken. One model besides the base gives base + w (W - base): the model
-itself, unless `normalize_weights` is false.""",
-    use="""For three or more models where the average would lose length: with a base, for task vectors that point in
-different directions. For models that lie close together it is linear.""",
+    summary="""Spherical interpolation of any number of weighted models, or of their task vectors if there is a base_model. As
+in mergekit, this is the normalised mean (nlerp). The tangent-space step that mergekit takes after it has no length, because
+the tangents at that mean cancel. For two models of equal length and weight, it is slerp with t = 0.5. In general the true
+mean on the sphere is nearby, and `karcher_steps` moves towards it. One step gives the barycentre in tangent space; a few give
+the weighted form of [karcher](karcher.md). Directions that cancel have no mean, such as those of tensors that no model
+changed; their weighted sum is taken. One model besides the base gives base + w (W - base): the model itself, unless
+`normalize_weights` is false.""",
+    use="""For three or more models where the average would lose length, and with a base, for task vectors that point in
+different directions. For models that lie close together, it is linear.""",
     passes="Two: inner products, then the result.",
     source="mergekit, multislerp; Karcher 1977, Riemannian center of mass and mollifier smoothing, for the steps",
     formula="uᵢ = Wᵢ/|Wᵢ|;  out = |Σ wᵢ |Wᵢ|| · Σ wᵢuᵢ / |Σ wᵢuᵢ|;  with a base: base + the same of the Wᵢ - base",

@@ -30,12 +30,12 @@ def inverse_norm_coefficients(gram: np.ndarray, weights: np.ndarray, factor: flo
 @merge_method(
     title="inverse norms as weights",
     summary="""Averages the deltas of any number of fine-tunes. In each tensor, a delta counts by the inverse of its Frobenius
-norm, so that the longest does not drown the others: each adds a piece of the same length. `lambda` scales the mean. NAN's
-weights; with `lambda` 1 they sum to 1.""",
-    use="""When fine-tunes have moved by very different distances, after more or fewer steps, and no weights are known. For
-deltas of about the same length it is `task_arithmetic` with equal weights: on the testbed's small language model it gave a
-perplexity of 8.62, `task_arithmetic` of the same size 8.63. Set `lambda` above 1 for fine-tunes with different skills: a mean
-is short.""",
+norm, so every delta contributes the same length and the longest does not drown the others. `lambda` scales the mean. These
+are NAN's weights; with `lambda` 1 they sum to 1.""",
+    use="""For fine-tunes that have moved by very different distances, after more or fewer steps, when you know no good
+weights. For deltas of about the same length, it equals `task_arithmetic` with equal weights. On the testbed's small language
+model its perplexity was 8.62, and that of `task_arithmetic` of the same size 8.63. Set `lambda` above 1 for fine-tunes with
+different skills: a mean is short.""",
     passes="Two: norms, then the result.",
     source="Si et al. 2025, NAN, https://arxiv.org/abs/2505.16148: the weights; norms are of each tensor here",
     formula="cᵢ = (wᵢ/|δᵢ|) / Σ |wⱼ|/|δⱼ|;  out = base + λ Σ cᵢ δᵢ",

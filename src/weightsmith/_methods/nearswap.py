@@ -11,11 +11,11 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="move towards the other model where the two are close",
-    summary="""Where the two models differ by at most `t` the other model is taken; where they differ by more, the
-base moves towards it by `t`. In other words: the base plus the delta cut to ±t. Useful to add a trace of one model to
-another; its author used t = 0.0001.""",
-    use="""To let a trace of another model in without moving anything far: with t = 0.0001 the result stays the base
-for all practical purposes, but for what was nearly equal anyway.""",
+    summary="""Takes the other model where the two differ by at most `t`. Elsewhere, the base moves towards the other model by
+`t`. In other words, it adds the delta clipped to ±t. Use it to add a trace of one model to another; its author used t =
+0.0001.""",
+    use="""To add a trace of another model without moving anything far. With t = 0.0001, the result is the base for all
+practical purposes, except for weights that were nearly equal anyway.""",
     passes="One: the result is written as the inputs are read.",
     source="alchemonaut, QuartetAnemoi-70B-t0.0001 (model card); mergekit, nearswap",
     formula="out = (1 - u) base + u W,  u = min(1, t / |W - base|);  the same as base + clip(W - base, -t, t)",

@@ -51,12 +51,12 @@ def each_nuslerp(gram: np.ndarray, t: float, *, deltas: bool) -> np.ndarray:
 
 @merge_method(
     title="spherical interpolation with weights",
-    summary="""Spherical interpolation of two models where each has a weight (t = w₂ / (w₁ + w₂)). With a base_model,
-which must not be one of the two, the task vectors are interpolated and added to the base. `nuslerp_flatten: false`
-interpolates vector by vector: the rows of each matrix with `nuslerp_row_wise: true`, its columns otherwise (mergekit
-0.1.5 does the opposite of what its documentation says; here the documented meaning holds).""",
-    use="""As slerp, with weights instead of t; with a base it turns one task vector into the other, which keeps
-their length. Two models only: for more use multislerp or karcher.""",
+    summary="""Spherical interpolation of two weighted models (t = w₂ / (w₁ + w₂)). With a base_model, which must not be one
+of the two, the task vectors are interpolated and added to the base. `nuslerp_flatten: false` interpolates vector by vector:
+the rows of each matrix with `nuslerp_row_wise: true`, its columns otherwise. mergekit 0.1.5 does the opposite of what its
+documentation says; here the documented meaning holds.""",
+    use="""Like slerp, with weights instead of t. With a base, it rotates one task vector into the other, which preserves
+their length. It merges two models only: for more, use multislerp or karcher.""",
     passes="Two: inner products, then the result. One with `nuslerp_flatten: false` and `nuslerp_row_wise: true`.",
     source="mergekit, nuslerp; Shoemake 1985 for the interpolation",
     formula="out = sin((1-t)θ)/sin θ · A + sin(tθ)/sin θ · B;  with a base: base + the same of (A - base), (B - base)",

@@ -12,12 +12,11 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="copy tensors unchanged, or scaled",
-    summary="""Takes each tensor from the one model that is listed for it. With `slices` it stacks layers of one or
-several models into a deeper one ("frankenmerge", depth up-scaling). Without `scale`, and where the dtype stays, bytes
-are copied and never decoded. A scale of 0 on `o_proj` and `down_proj` makes a duplicated layer the identity at
-first.""",
-    use="""For depth up-scaling and for taking whole layers, or parts of layers by `modules`, from different models.
-A stack of repeated layers must be trained on before it is better than its source.""",
+    summary="""Takes each tensor from the one model that is listed for it. With `slices`, it stacks layers of one or several
+models into a deeper model ("frankenmerge", depth up-scaling). Without `scale`, and if the dtype stays the same, bytes are
+copied and never decoded. A scale of 0 on `o_proj` and `down_proj` makes a duplicated layer the identity at first.""",
+    use="""For depth up-scaling, and for taking whole layers, or parts of layers by `modules`, from different models. A stack
+of repeated layers needs further training before it is better than its source.""",
     passes="One: the result is written as the inputs are read.",
     source="Kim et al. 2023, SOLAR 10.7B: depth up-scaling, section 2, https://arxiv.org/abs/2312.15166",
     formula="out = scale · W",

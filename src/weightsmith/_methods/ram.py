@@ -13,12 +13,11 @@ Epsilon = Annotated[float, "A delta is active where it is larger than this.", Bo
 
 @merge_method(
     title="keep what only one model changed, average what several did",
-    summary="""For models trained by reinforcement learning, whose deltas are sparse: plain averaging dilutes what
-only one of them has changed. Where one model alone is active its delta is kept whole; where several are, their deltas
-are averaged over those. bf16 weights change by more than 1e-5 or not at all unless they are tiny, so `epsilon` seldom
-matters.""",
-    use="""For models trained by reinforcement learning from one base, each on its own task. Not for supervised
-fine-tunes: nearly every weight is active in all of them, and ram is their average.""",
+    summary="""For models trained by reinforcement learning, whose deltas are sparse. Plain averaging dilutes what only one of
+them has changed. Where one model alone is active, its delta is kept whole. Where several are, the deltas of the active models
+are averaged. bf16 weights change by more than 1e-5 or not at all unless they are tiny, so `epsilon` seldom matters.""",
+    use="""For models trained by reinforcement learning from one base, each on its own task. Do not use it for supervised
+fine-tunes: nearly every weight is active in all of them, so ram is their average.""",
     passes="One: the result is written as the inputs are read.",
     source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM), https://arxiv.org/abs/2601.13572",
     formula="Aᵢ = |δᵢ| > ε, n = Σ Aᵢ;  out = base + δᵢ where n = 1;  base + Σ Aᵢδᵢ / n where n ≥ 2",

@@ -34,10 +34,10 @@ def _activity(merged: Sequence[tuple[Step, Settings]]) -> Product:
 
 @merge_method(
     title="ram, with unique deltas strengthened over the whole model",
-    summary="""RAM+ as its authors have it: RAM, where the delta of a model that is active alone is multiplied by λᵢ,
-and the counts of unique and shared positions are those of the whole model. Takes a pass over all tensors before the
-merge. `rescale` is 1.05 in the authors' code, 1.2 in their examples.""",
-    use="As ram, when the models share many of their changes.",
+    summary="""RAM+ as published: RAM, with the delta of a model that is active alone multiplied by λᵢ. Unique and shared
+positions are counted over the whole model. Takes a pass over all tensors before the merge. `rescale` is 1.05 in the authors'
+code, and 1.2 in their examples.""",
+    use="Like ram, when the models share many of their changes.",
     passes="One over all tensors, before the merge, then the result.",
     source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM+), https://arxiv.org/abs/2601.13572",
     formula="λᵢ = 1 + (rescale - 1) · min(1, sharedᵢ / uniqueᵢ) over the model;  ram with λᵢδᵢ where only model i is active",

@@ -15,10 +15,10 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="ram, with unique deltas strengthened tensor by tensor",
-    summary="""RAM, but where a model is active alone its delta is multiplied by λᵢ: the more a model shares with
-others, and so loses by averaging, the more its own part is strengthened. Counted within each tensor, as mergekit
-does; with the defaults λᵢ is at most 1.02. `ramplus` is the authors' form.""",
-    use="As ram; with mergekit's defaults the difference to ram is at most 2 % of a delta.",
+    summary="""RAM, with the delta of a model that is active alone multiplied by λᵢ. A model that shares more of its changes
+loses more by averaging, so its own part is strengthened more. Positions are counted within each tensor, as in mergekit. With
+the defaults, λᵢ is at most 1.02. `ramplus` is the authors' form.""",
+    use="Like ram; with mergekit's defaults, the difference from ram is at most 2 % of a delta.",
     passes="Two: counts, then the result.",
     source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM+), https://arxiv.org/abs/2601.13572; "
     "tensor by tensor as in mergekit",
@@ -28,7 +28,7 @@ does; with the defaults λᵢ is at most 1.02. `ramplus` is the authors' form.""
 def ramplus_tl(
     matrix: Matrix,
     r: Annotated[float, "How much the ratio of shared to unique strengthens."] = 0.1,
-    alpha: Annotated[float, "Bound of the ratio.", Bounds(0.0)] = 0.2,
+    alpha: Annotated[float, "Limit of the ratio.", Bounds(0.0)] = 0.2,
     epsilon: Epsilon = 1e-5,
 ) -> Job:
     from weightsmith._methods.jobs.elementwise import ActiveJob

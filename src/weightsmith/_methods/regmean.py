@@ -127,15 +127,17 @@ def _prior_job(matrix: Matrix, prior: str, prior_parameters: str | None) -> Matr
 
 @matrix_method(
     title="regression mean",
-    summary="""For each weight of a linear layer, the merged delta that comes nearest to what each model's own delta does to the
-inputs of that layer, on that model's text: least squares in closed form, from the mean of xxᵀ of the inputs. The recipe names
-the texts. With a `prior`, the solution is pulled towards the result of another merge method instead of
-towards 0, by `mu`: what the texts say little about is merged as that method would. Other tensors, and weights of which a text
-tells nothing (experts that are one tensor), take the mean of the deltas. Takes torch.""",
-    use="""When you have a few thousand tokens of what each model is for, and with a prior that is good on its own: on the
-testbed's small language model tsv_m as the prior gave a perplexity of 8.03 (7.97 with `mu: 1`), tsv_m alone 8.14, and
-regmean without a prior 8.16. What has no text loses: English, which no text was of, went from 3.46 to 3.66. `through: merge`
-has not been measured there. A text that is unlike what its model is for makes the merge worse.""",
+    summary="""Finds, for each weight of a linear layer, the merged delta that best reproduces what each model's own delta
+does to the layer's inputs on that model's text. This is a least-squares problem, solved in closed form from the mean of xxᵀ
+of the inputs. The recipe names the texts. With a `prior`, the solution is pulled towards the result of another merge method
+instead of towards 0, by `mu`. Weights that the texts say little about are then merged as that method would. All other tensors
+take the mean of the deltas, and so do weights that a text says nothing about (experts stored in one tensor). Requires
+torch.""",
+    use="""For models whose purpose you can show with a few thousand tokens of text each, and with a prior that is good on its
+own. On the testbed's small language model, tsv_m as the prior gave a perplexity of 8.03 (7.97 with `mu: 1`), tsv_m alone
+8.14, and regmean without a prior 8.16. A skill without a text gets worse: English, which none of the texts covered, went from
+3.46 to 3.66. `through: merge` has not been measured there. A text that does not match its model's purpose makes the merge
+worse.""",
     source="Jin et al. 2022, Dataless Knowledge Fusion by Merging Weights of Language Models (RegMean), section 3, "
     "https://arxiv.org/abs/2212.09849; solved for deltas; the prior is weightsmith's own. "
     "`through: merge`: Nguyen et al. 2025, RegMean++, https://arxiv.org/abs/2508.03121",
@@ -154,7 +156,7 @@ def regmean(
     ridge: Annotated[float, "Share of the mean of the diagonal that is added to it: pulls towards 0.", Bounds(0.0)] = 0.001,
     prior: Annotated[Prior, "Another merge method, towards whose result the solution is pulled."] = "none",
     prior_parameters: Annotated[
-        str | None, "Parameters of the prior, as a mapping: `{directions: 8, lambda: 0.8}`. Not given: its defaults."
+        str | None, "Parameters of the prior, as a mapping: `{directions: 8, lambda: 0.8}`. By default, its defaults."
     ] = None,
     through: Annotated[
         Literal["model", "merge"],

@@ -80,12 +80,12 @@ def _check(beta_min: float, beta_max: float) -> str:
 
 @matrix_method(
     title="residual merge for reinforcement-learned experts",
-    summary="""Splits each delta into its leading singular directions (the head, of rank `head_rank`) and the rest. The
-rests are averaged as directions, so that the result is not shorter than they are because they differ; the heads are added
-at a small share of that length, the smaller the less they agree. Made for experts from reinforcement learning, whose deltas
-are spread out and nearly orthogonal, and published for such (Qwen2.5-7B, Qwen3-4B). Not for LoRA fine-tunes of low rank:
-their deltas are mostly head, and little would be left. Embeddings, norms, biases and routers take the mean of the deltas (the
-authors' code decomposes the router weights of a mixture too). Takes torch.""",
+    summary="""Splits each delta into its leading singular directions (the head, of rank `head_rank`) and a residual. The
+residuals are averaged as directions, so that disagreement does not shorten the result. The heads are added at a small share
+of that length, which shrinks as they disagree. Made for experts from reinforcement learning, whose deltas are spread out and
+nearly orthogonal, and published for Qwen2.5-7B and Qwen3-4B. Do not use it for LoRA fine-tunes of low rank: their deltas are
+mostly head, and little would be left. Embeddings, norms, biases and routers take the mean of the deltas; the authors' code
+also decomposes the router weights of a mixture. Requires torch.""",
     use="For models trained by reinforcement learning from one base, whose deltas have one strong common direction each.",
     source="Sun et al. 2026, ResMerge: Residual-based Spectral Merging of Large Language Models, "
     "https://arxiv.org/abs/2606.02252, and the authors' code for the exponent",

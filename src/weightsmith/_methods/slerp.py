@@ -31,11 +31,11 @@ def slerp_coefficients(gram: np.ndarray, t: float, *, lerp_above: float) -> np.n
 
 @merge_method(
     title="spherical interpolation of two models",
-    summary="""Walks from the base (t = 0) to the other model (t = 1) along the arc between them, each tensor seen as
-one long vector. Fine-tunes of one base lie so close together (cos > 0.9995) that this is plain linear interpolation
-for most tensors. `t` may be a gradient over the layers and differ by filter, which is how it is used most.""",
-    use="""For two models, with `t` by layer and by attention and MLP. For fine-tunes of one base it is linear
-interpolation in all but name; it differs for models that lie far apart.""",
+    summary="""Moves from the base (t = 0) to the other model (t = 1) along the arc between them, where each tensor is one
+long vector. Fine-tunes of one base lie so close together (cos > 0.9995) that this is plain linear interpolation for most
+tensors. `t` may be a gradient over the layers and differ by filter, which is its most common use.""",
+    use="""For two models, with `t` by layer and by attention and MLP. For fine-tunes of one base, it is linear interpolation
+in all but name; it differs for models that lie far apart.""",
     passes="Two: inner products, then the result.",
     source="Shoemake 1985, Animating rotation with quaternion curves, section 3.3",
     formula="out = sin((1-t)θ)/sin θ · A + sin(tθ)/sin θ · B,  cos θ = A·B/(|A||B|);  (1-t)A + tB when |cos θ| > 0.9995",

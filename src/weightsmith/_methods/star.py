@@ -35,16 +35,15 @@ def merge(deltas: Sequence[Any], eta: float, known_rank: Sequence[int | None]) -
 
 @matrix_method(
     title="spectral truncation and rescale",
-    summary="""Of each delta's singular directions the leading ones are kept, as few as hold the share `eta` of the sum
-of its singular values, and are scaled up so that the sum is what it was; then the models are averaged. The spectral
-counterpart of ties' trimming, without an election. For LoRA fine-tunes give the rank of the adapters as `known_rank`:
-what lies beyond it is the rounding of the weights, which otherwise counts in the sum and goes to the directions that are
-kept. Embeddings, norms, biases and routers take the mean of the deltas. Published for Flan-T5, Mistral and Llama-3
-fine-tunes, with modest gains over ties. Takes torch.""",
-    use="""For deltas whose singular values fall quickly. Rescaling lengthens the directions that are kept (a random delta
-of rank 8 came out twice as long at the default `eta`), so begin with a low `lambda`. A LoRA delta stored in bf16 without
-`known_rank` is the worst case: on the testbed its perplexity was 16.96 where the base has 13.26, and 11.03 with the rank.
-Tested by its authors on Flan-T5, Mistral and Llama-3B.""",
+    summary="""Keeps the leading singular directions of each delta: as few as reach the share `eta` of the sum of its singular
+values. Scales them up to restore the sum, then averages the models. It is the spectral counterpart of TIES' trimming, without
+an election. For LoRA fine-tunes, set `known_rank` to the rank of the adapters. Values beyond it are rounding noise, which
+would otherwise count in the sum and strengthen the kept directions. Embeddings, norms, biases and routers take the mean of
+the deltas. Published for Flan-T5, Mistral and Llama-3 fine-tunes, with modest gains over ties. Requires torch.""",
+    use="""For deltas whose singular values fall quickly. Rescaling lengthens the directions that are kept: a random delta of
+rank 8 came out twice as long at the default `eta`. So start with a low `lambda`. The worst case is a LoRA delta stored in
+bf16 without `known_rank`: on the testbed its perplexity was 16.96, against 13.26 for the base, and 11.03 with the rank. The
+authors tested Flan-T5, Mistral and Llama-3B.""",
     source="Lee et al. 2025, STAR: Spectral Truncation and Rescale for Model Merging, section 3, "
     "https://arxiv.org/abs/2502.10339; `known_rank` as in the authors' code",
     formula="out = base + λ/N Σ (sum Sᵢ / sum Kᵢ) Uᵢ diag(Kᵢ) Vᵢᵀ,  wᵢδᵢ = Uᵢ diag(Sᵢ) Vᵢᵀ, Kᵢ the leading part of Sᵢ",
@@ -57,7 +56,7 @@ def star(
     known_rank: Annotated[
         PerModel[int | None],
         "Rank of this model's deltas, where it is known: the r of a LoRA fine-tune. Singular values beyond it are rounding "
-        "noise and do not count. Not given: all count.",
+        "noise and do not count. By default, all count.",
         Bounds(1),
     ] = None,
     lambda_: Lambda = 1.0,

@@ -24,31 +24,31 @@ def _job(
     make: Callable[[Matrix], Job],
     spectrum: Annotated[
         Literal["none", "flatten", "floor", "calibrate"],
-        "What is done to the singular values S of each linear layer's merged delta: `flatten` moves them towards their mean "
-        "(Iso-C, arXiv 2502.04959), `floor` raises those below the one at which S sums to the share `spectrum_strength` "
-        "(subspace boosting, arXiv 2506.16506), `calibrate` divides by how often the models repeat a direction (SVC, arXiv "
-        "2602.05536). Takes torch.",
+        "Change the singular values S of each linear layer's merged delta. `flatten` moves them towards their mean (Iso-C, "
+        "arXiv 2502.04959). `floor` raises small values to the one at which S sums to the share `spectrum_strength` (subspace "
+        "boosting, arXiv 2506.16506). `calibrate` divides by how often the models repeat a direction (SVC, arXiv 2602.05536). "
+        "Requires torch.",
     ] = "none",
     spectrum_strength: Annotated[
         float | None,
-        "`flatten`: (1 - strength) S + strength · mean S, by default 0.1. `floor`: the share, by default 0.01. `calibrate`: "
-        "the least repetition assumed, by default 1/K for K models; 1 only weakens.",
+        "`flatten`: (1 - strength) S + strength · mean S, 0.1 by default. `floor`: the share, 0.01 by default. `calibrate`: "
+        "the minimum repetition to assume, 1/K for K models by default; 1 only weakens.",
         Bounds(0.0, 1.0),
     ] = None,
     aim: Annotated[
         float | None,
-        "Scale the columns of each linear layer's merged delta down to this share, the more the more enters them in the base "
-        "model: by 1 - (1 - aim) a / max a, with a the mean magnitude of an input on the base's text (AIM, arXiv 2502.02421; "
-        "0.4 there). The recipe names the text.",
+        "Scale down the columns of each linear layer's merged delta whose inputs are large in the base model, to this share "
+        "for the largest. The factor is 1 - (1 - aim) a / max a, where a is the mean magnitude of an input on the base's text "
+        "(AIM, arXiv 2502.02421; 0.4 there). The recipe names the text.",
         Bounds(0.0, 1.0),
     ] = None,
     norm_match: Annotated[
         Literal["none", "mean", "max", "task_arithmetic"],
-        "Give each tensor's merged delta the Frobenius norm of: the inputs' deltas, on average (`mean`) or at most (`max`), or "
-        "of their plain weighted sum (`task_arithmetic`).",
+        "Rescale each tensor's merged delta to a Frobenius norm: the `mean` or the `max` of the inputs' deltas, or that of "
+        "their plain weighted sum (`task_arithmetic`).",
     ] = "none",
     delta_scale: Annotated[
-        float, "Factor on the merged delta, after all else. A gradient over the layers is LiNeS: shallow layers change less."
+        float, "Factor on the merged delta, applied last. A gradient over the layers is LiNeS: shallow layers change less."
     ] = 1.0,
 ) -> Job:
     """The job that `make` makes, with the steps after it that are asked for; `spectrum` and `aim` only of a linear layer."""

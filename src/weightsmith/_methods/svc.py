@@ -20,16 +20,15 @@ def merge(deltas: Sequence[Any], weights: Sequence[float], alpha: float) -> Any:
 
 @matrix_method(
     title="task arithmetic, singular values calibrated",
-    summary="""Adds the weighted deltas, and then corrects what the sum counts twice: along each left singular direction
-of the merged delta it measures how much of each model's own delta is repeated there, and divides by the mean of that.
-Directions that models share are weakened, those that cancel are strengthened, by 1/alpha at most; `alpha: 1` only weakens.
-A model that has no part along a direction does not count there; in the authors' code it counts with alpha, so that one tuned
-model among two, the other unchanged, gives 1.333 of its delta, where here it gives the delta.
-The weights are part of the merged delta and so are corrected as well; `lambda` scales the result. Embeddings, norms, biases
-and routers are task arithmetic's. Published for vision models and, with gains, for Llama-2-7B instruction and math models.
-Takes torch.""",
-    use="""After task arithmetic, when the sum is too long in the directions the models share. The evidence is for
-vision models, and some for a 7 B language model; with `alpha: 1` it only shrinks, which is safe.""",
+    summary="""Adds the weighted deltas, then corrects what the sum counts twice. Along each left singular direction of the
+merged delta, it measures how much of each model's own delta is repeated there, and divides by the mean. Directions that
+models share are weakened; those that cancel are strengthened, by at most 1/alpha. `alpha: 1` only weakens. A model without a
+part along a direction does not count there. In the authors' code it counts with alpha: of two models, one unchanged, the
+other's delta is then scaled by 1.333 instead of 1. The weights are part of the merged delta, so they are corrected as well;
+`lambda` scales the result. Embeddings, norms, biases and routers are merged by task arithmetic. Published for vision models
+and, with gains, for Llama-2-7B instruction and math models. Requires torch.""",
+    use="""After task arithmetic, if the sum is too long in the directions that the models share. The evidence is for vision
+models, with some for a 7 B language model. With `alpha: 1` it only shrinks, which is safe.""",
     source="Li et al. 2026, When Shared Knowledge Hurts: Spectral Over-Accumulation in Model Merging (SVC), "
     "https://arxiv.org/abs/2602.05536",
     formula="A = Σ wᵢδᵢ = U diag(S) Vᵀ;  cᵢᵣ = ⟨uᵣᵀA, uᵣᵀδᵢ⟩ / ‖uᵣᵀδᵢ‖²;  "
@@ -41,7 +40,7 @@ def svc(
     matrix: Matrix,
     weight: Weight = 1.0,
     alpha: Annotated[
-        float | None, "Least repetition that is assumed. Not given: 1/K for K models; 1 only weakens directions.", Bounds(1e-6)
+        float | None, "Minimum repetition to assume, 1/K for K models by default; 1 only weakens directions.", Bounds(1e-6)
     ] = None,
     lambda_: Lambda = 1.0,
 ) -> Job:

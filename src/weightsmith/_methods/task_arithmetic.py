@@ -15,12 +15,12 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="sum of task vectors",
-    summary="""Adds the weighted task vectors (fine-tune minus base) of any number of fine-tunes to their base. A
-negative weight removes what a fine-tune learnt; a weight above 1 extrapolates. Of all methods it is the one that most
-reliably improves on the base for language models; `lambda` scales the sum and is the parameter to tune.""",
-    use="""The first method to try for fine-tunes of one base: the only one that reliably improved on the base over
-many language models in the wild (https://arxiv.org/abs/2511.21437). Start with weights that sum to about 1, and tune
-`lambda`. Not without the common base.""",
+    summary="""Adds the weighted task vectors (fine-tune minus base) of any number of fine-tunes to their base. A negative
+weight removes what a fine-tune learned; a weight above 1 extrapolates. Of all methods, it most reliably improves on the base
+for language models. `lambda` scales the sum and is the parameter to tune.""",
+    use="""The first method to try for fine-tunes of one base: the only one that reliably improved on the base over many
+language models in the wild (https://arxiv.org/abs/2511.21437). Start with weights that sum to about 1, and tune `lambda`. All
+models need the common base.""",
     passes="One: the result is written as the inputs are read.",
     source="Ilharco et al. 2022, Editing models with task arithmetic, https://arxiv.org/abs/2212.04089",
     formula="out = base + λ Σ wᵢ (Wᵢ - base)   (divided by Σ wᵢ if normalize)",

@@ -28,12 +28,12 @@ def _check(
 
 @merge_method(
     title="any combination of mask, rescaling and sign election",
-    summary="""Every method of the family is a point on these axes: which part of each delta stays (`sparsify`,
-`scope`, `density`), what makes up for the rest (`rescale`), who decides the sign (`elect`), and how the models are
-put together (`combine`). task_arithmetic is the defaults; ties is `{sparsify: magnitude, elect: sum, combine: mean}`.
-With `elect: count` each model has one vote, whatever its weight.""",
-    use="""To try what no named method does: `elect: count`, groups with an election, thresholds by row. For recipes
-that others should recognise, use the named method.""",
+    summary="""Combines the parts of all methods of the family. Choose which part of each delta is kept (`sparsify`, `scope`,
+`density`) and how the loss is made up for (`rescale`). Then choose how signs are elected (`elect`) and how the models are
+combined (`combine`). The defaults are task_arithmetic; ties is `{sparsify: magnitude, elect: sum, combine: mean}`. With
+`elect: count`, each model has one vote, whatever its weight.""",
+    use="""To try what no named method does: `elect: count`, groups with an election, thresholds by row. In recipes for
+others, use the named method, which they recognise.""",
     passes="""By its axes: one to apply, one for thresholds of a tensor, one for `rescale: l1`, one over all tensors for
 `scope: model`.""",
     source="after Ilharco et al. 2022 (https://arxiv.org/abs/2212.04089) and the pages of the methods it covers",
@@ -51,9 +51,9 @@ def task_vectors(
     weight: family.Weight = 1.0,
     sparsify: Annotated[
         Sparsifier,
-        "What is kept of a delta: all (`none`), the largest (`magnitude`), those but for the very largest "
-        "(`magnitude_outliers`), at random (`random`), at random by rank in the row (`row_rank`), or the largest of each "
-        "group of neighbours that no earlier model has kept (`groups`).",
+        "Elements of a delta to keep: all (`none`), the largest (`magnitude`), or the largest without the outliers "
+        "(`magnitude_outliers`). Or choose at random (`random`), at random by rank in the row (`row_rank`), or the largest of "
+        "each group of neighbours that no earlier model has kept (`groups`).",
     ] = "none",
     scope: family.Scope = "tensor",
     density: family.Density = 1.0,
@@ -64,8 +64,8 @@ def task_vectors(
     elect: Annotated[Election, "Only deltas of the elected sign count: of the `sum` of all, or by `count` of models."] = "none",
     combine: Annotated[
         Combine,
-        "`sum`; `mean`, divided by the sum of the weights, after an election by the sum of |weight| of the models that agree; "
-        "`disjoint_mean`, divided by the number of models that contributed; `absmax`, the largest alone.",
+        "`sum`. `mean`: divided by the sum of the weights, or after an election, by the sum of |weight| of the models that "
+        "agree. `disjoint_mean`: divided by the number of models that contributed. `absmax`: only the largest.",
     ] = "sum",
     lambda_: family.Lambda = 1.0,
 ) -> Job:

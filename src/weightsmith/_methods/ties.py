@@ -10,14 +10,14 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="trim, elect sign, disjoint mean",
-    summary="""Keeps the largest deltas of each fine-tune, lets the models elect a sign for every element by the sum
-of their weighted deltas (zero elects +), and averages only those that agree. Exactly ⌊density · n⌋ elements of each
-tensor are kept (at least one); of equal magnitudes those with the lower flat index. `density: 1`, the default, trims
-nothing. What agrees is divided by the sum of the magnitudes of its weights, so a negative weight subtracts a model as in
-task_arithmetic. The paper ranks the deltas of the whole model: `scope: model`, with `density: 0.2`.""",
-    use="""For two to five fine-tunes of one base with different skills, with densities from 0.2 to 0.5. On language
-models trimming to a tenth or a fifth at full strength made merges worse than the base
-(https://arxiv.org/abs/2511.21437): compare with task_arithmetic, and look at the distance from the base on the card.""",
+    summary="""Keeps the largest deltas of each fine-tune. Elects a sign for every element by the sum of the weighted deltas
+(zero elects +), and averages only the deltas that agree. Exactly ⌊density · n⌋ elements of each tensor are kept, at least
+one. Among equal magnitudes, those with the lower flat index are kept. `density: 1`, the default, trims nothing. The sum is
+divided by the sum of |weight| of the models that agree, so a negative weight subtracts a model as in task_arithmetic. The
+paper ranks the deltas of the whole model: `scope: model`, with `density: 0.2`.""",
+    use="""For two to five fine-tunes of one base with different skills, with densities from 0.2 to 0.5. On language models,
+trimming to a tenth or a fifth at full strength made merges worse than the base (https://arxiv.org/abs/2511.21437). Compare
+with task_arithmetic, and check the distance from the base on the card.""",
     passes="""Two, up to four when the guess of a threshold fails; one with `density: 1`. With `scope: model` one more,
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; the default scope is mergekit's",

@@ -35,16 +35,16 @@ def _flat(s: Any, flatten: float) -> Any:
 
 @matrix_method(
     title="task singular vectors",
-    summary="""For each weight of a linear layer the leading singular directions of every delta are kept, `directions` of
-each; the left ones of all models are made orthogonal together, and so are the right ones, so that the models do not
-write over each other; then they are added up. Few directions are the safer choice for fine-tunes whose deltas are of low
-rank (LoRA), with `lambda` below 1; `flatten`, which is not in the paper, weakens the first of them in favour of the
-others, as iso_c does for the sum. Embeddings, norms, biases and routers take the mean of the deltas. The evidence of the
-paper is for vision models; on twelve full fine-tunes of language models, merged at default strength, it did worse than
-the base (2511.21437), while task_arithmetic gained: compare the two on your own models. Takes torch.""",
-    use="""Few directions of each model (8 to 32) and a lambda of 0.7 to 0.8 were the best on the testbed's small
-language model. The published evidence is for vision models; on language models in the wild, at full rank and lambda
-1, it was worse than the base (https://arxiv.org/abs/2511.21437).""",
+    summary="""Keeps the leading singular directions of every delta, `directions` of each, for each weight of a linear layer.
+The left directions of all models are made orthogonal together, and so are the right ones, so that the models do not overwrite
+each other. Then they are added up. For fine-tunes with deltas of low rank (LoRA), few directions are the safer choice, with
+`lambda` below 1. `flatten` is not in the paper: it weakens the first directions in favour of the others, as iso_c does for
+the sum. Embeddings, norms, biases and routers take the mean of the deltas. The paper's evidence is for vision models. On
+twelve full fine-tunes of language models, merged at default strength, it was worse than the base (2511.21437), while
+task_arithmetic was better: compare the two on your models. Requires torch.""",
+    use="""A few directions of each model (8 to 32) and a lambda of 0.7 to 0.8 were the best on the testbed's small language
+model. The published evidence is for vision models; on language models in the wild, at full rank and lambda 1, it was worse
+than the base (https://arxiv.org/abs/2511.21437).""",
     source="Gargiulo et al. 2024, Task Singular Vectors, section 4 (TSV-Merge), https://arxiv.org/abs/2412.00081",
     formula="wᵢδᵢ ≈ Uᵢ Sᵢ Vᵢᵀ (leading);  out = base + λ · polar([U₁ … U_N]) diag(S₁ … S_N) polar([V₁ … V_N])ᵀ",
     example=example_recipe("tsv_m", shared="{directions: 8, lambda: 0.8}"),
@@ -54,12 +54,12 @@ def tsv_m(
     weight: Weight = 1.0,
     directions: Annotated[
         int | None,
-        "Singular directions kept of each model's delta. Not given: the rank of the matrix shared out among the models.",
+        "Number of singular directions to keep of each delta. By default, the models share the rank of the matrix.",
         Bounds(1),
     ] = None,
     flatten: Annotated[
         float,
-        "How far the singular values kept of one model are moved towards their mean: 0 not at all (the paper), 1 wholly.",
+        "How far to move each model's kept singular values towards their mean: 0 not at all (the paper), 1 all the way.",
         Bounds(0.0, 1.0),
     ] = 0.0,
     lambda_: Lambda = 1.0,

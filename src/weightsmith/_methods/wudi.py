@@ -46,17 +46,17 @@ def merge(deltas: Sequence[Any], ridge: float) -> Any:
 
 @matrix_method(
     title="least interference with the rows of each delta",
-    summary="""Looks for the merged delta that does to the directions in which each model moved what that model's own
-delta does: the rows of a delta stand in for the inputs that its layer saw. This is the exact minimum of the paper's loss
-with a `ridge`, in closed form. It is not the published result: that is what 300 steps of Adam from the sum of the deltas
-reach, a point which depends on the scale of the deltas and lies well before the minimum. How long the minimum is depends on
-the deltas: at the default ridge three of low rank in different directions keep the length of their sum, three unrelated dense
-ones came out at 0.58 of it (as square matrices), three equal ones at 0.31, which is their mean. So begin with a `lambda` below
-1 for LoRA fine-tunes, and with 1 for others. Embeddings, norms, biases and routers take the mean of the deltas; the authors'
-code for vision models merges attention and MLP weights alone. The paper's numbers for language models are for Llama-2 and
-Qwen-14B, and are the iterate's. Takes torch.""",
-    use="""For fine-tunes of one base. The authors' results, among the best without data on 13
-B models, are those of 300 Adam steps, not of this closed form; tune `ridge` and `lambda`.""",
+    summary="""Finds the merged delta that does what each model's own delta does, in the directions in which that model moved.
+The rows of a delta stand in for the inputs of its layer. The result is the exact minimum of the paper's loss with a `ridge`,
+in closed form. The published result is different: 300 steps of Adam from the sum of the deltas reach a point that depends on
+the scale of the deltas, well before the minimum. The length of the minimum depends on the deltas. At the default ridge, three
+deltas of low rank in different directions keep the length of their sum. Three unrelated dense square ones came out at 0.58 of
+it, and three equal ones at 0.31, which is their mean. So start with a `lambda` below 1 for LoRA fine-tunes, and with 1 for
+others. Embeddings, norms, biases and routers take the mean of the deltas; the authors' code for vision models merges only
+attention and MLP weights. The paper's numbers for language models are for Llama-2 and Qwen-14B, and are those of the 300
+steps. Requires torch.""",
+    use="""For fine-tunes of one base. The authors' results, among the best without data on 13 B models, are those of 300 Adam
+steps, not of this closed form. Tune `ridge` and `lambda`.""",
     source="Cheng et al. 2025, Whoever Started the Interference Should End It (WUDI-Merging), equation of the loss, "
     "https://arxiv.org/abs/2503.08099; solved as RegMean's, Jin et al. 2022, https://arxiv.org/abs/2212.09849",
     formula="Cᵢ = δᵢᵀδᵢ / ‖δᵢ‖²;  out = base + λ (Σ wᵢδᵢCᵢ)(Σ Cᵢ + ε I)⁻¹,  ε = ridge · mean diag(Σ Cᵢ)",

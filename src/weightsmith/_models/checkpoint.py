@@ -1,4 +1,4 @@
-"""Checkpoint: a model's tensors and other files, from a folder, a file or a hub model.
+"""Checkpoint: a model's tensors and other files, from a folder, a file or a Hub model.
 
 Opening reads only headers and small files. Tensors are read from a source (`weightsmith._models.sources`).
 """
@@ -48,7 +48,7 @@ _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on the hub: org/name, and branch, tag or commit. streams: its weights are read where they are."""
+    """A model on the Hub: org/name, and branch, tag or commit. streams: its weights are read where they are."""
 
     name: str
     revision: str | None
@@ -328,7 +328,7 @@ def open_checkpoint(
 def open_place(
     place: HubModel | Address, *, cache_dir: str | Path | None = None, token: str | bool | None = None
 ) -> tuple[Repository | RemoteFolder, str]:
-    """The files of a model on the hub or at an address; and the name of the one that an address names, else ""."""
+    """The files of a model on the Hub or at an address; and the name of the one that an address names, else ""."""
     if isinstance(place, HubModel):
         from weightsmith._files import hub
 
@@ -342,7 +342,7 @@ def open_place(
 
 
 def locate(ref: str | os.PathLike[str], revision: str | None = None) -> Path | HubModel | Address:
-    """The local path of a name, else the hub model, or the address, that it names.
+    """The local path of a name, else the Hub model, or the address, that it names.
 
     Raises NotFound for a name that is neither, ParameterError for a revision of a local path and for two revisions.
     """
@@ -377,7 +377,7 @@ def _hub_model(name: str, repo: str, in_name: str, revision: str | None, *, stre
 def _open_folder(
     ref: str, folder: Path, names: Sequence[str], repository: Repository | RemoteFolder | None = None, *, raw: bool
 ) -> Checkpoint:
-    """A folder with the files `names`; `repository` if it is in the hub's cache (whose links need no check)."""
+    """A folder with the files `names`; `repository` if it is in the Hub's cache (whose links need no check)."""
     found = opening.find_weights(folder, names, str(folder) if repository is None else ref)
     config = _read_config(folder / "config.json") if "config.json" in names else None
     files, left_out = choose_copied(folder, names, config)
@@ -468,8 +468,8 @@ def _not_found(name: str, path: Path) -> NotFound:
         return NotFound(f"broken symbolic link to {path.readlink()}", where=name, fix="restore the link's target")
     kind = "no such folder or file"
     if "/" not in name and os.sep not in name:
-        kind += ", and not a hub id, which has the form org/name"
-    fix = "Write the path of a folder that exists, or a hub id: org/name."
+        kind += ", and not a Hub id, which has the form org/name"
+    fix = "Write the path of a folder that exists, or a Hub id: org/name."
     return NotFound(kind + _nearest_sibling(path), where=name, fix=fix)
 
 

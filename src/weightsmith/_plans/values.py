@@ -298,7 +298,7 @@ class ModelInput:
     """One input checkpoint: its name, and its identity at planning time.
 
     ref       as written in the recipe (`org/name@revision`, `./folder`, `base+adapter`)
-    revision  commit of a hub model, "" otherwise
+    revision  commit of a Hub model, "" otherwise
     identity  hash of names, headers and sizes
     plan      of a merge whose result it is: its tensors are computed when they are read
     """
@@ -341,7 +341,7 @@ class Made:
     source    the method's source, and remarks
     distance  the text after "Frobenius norms of merged - base" on the card
     code      the user's file, if any
-    relation  to the models, in the hub's words: `merge`, `quantized`; "" for a copy
+    relation  to the models, in the Hub's words: `merge`, `quantized`; "" for a copy
     format    in which the weights are stored, if they are quantised: `gguf-q4_k_m`
     """
 

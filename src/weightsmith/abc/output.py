@@ -191,11 +191,11 @@ class Place(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of its backend."""
+        """The capabilities of its backend."""
 
     @property
     def name(self) -> str:
-        """Of the model: the last part of the path or address."""
+        """The name of the model: the last part of the path or address."""
 
     @property
     def spec(self) -> str:
@@ -266,7 +266,7 @@ class OutputBackend(Protocol):
     kept      for messages: what remains of the work, and how to resume it
     is_open   False once it is published, closed or discarded
 
-    Methods may raise OSError for the disk of this machine: `Staging` says what that means.
+    Methods may raise OSError for the disk of this machine: `Staging` handles these.
     """
 
     @property

@@ -50,6 +50,15 @@ def test_the_models_of_the_demo_are_those_that_transformers_builds(tmp_path: Pat
         assert model(**tokenizer(text, return_tensors="pt")).logits.isfinite().all()
 
 
+def test_the_models_of_the_demo_can_become_gguf(cli: Cli, tmp_path: Path) -> None:
+    from weightsmith._app.demo import make_models
+
+    make_models(tmp_path)
+    ran = cli("quantize", tmp_path / "base", tmp_path / "gguf", "--format", "gguf-f16", "--quiet")
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "gguf/model.gguf").is_file()
+
+
 def test_a_folder_with_blanks_and_json(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = cli("demo", "a b", "--json")

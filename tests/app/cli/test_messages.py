@@ -63,7 +63,7 @@ def test_offline_is_said_to_be_the_reason(work: Path) -> None:
     home = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "home")}
     ran = run_process("plan", "linear.yml", cwd=work, env=home)
     assert ran.code == 1
-    assert "nor a model in the hub cache, and HF_HUB_OFFLINE" in ran.err
+    assert "nor a model in the Hub cache, and HF_HUB_OFFLINE" in ran.err
     assert "download" in ran.err
     assert "cannot be reached" not in ran.err
 

@@ -1,4 +1,4 @@
-"""A plan of hub models reads headers by byte range; a merge downloads after everything else was checked."""
+"""A plan of Hub models reads headers by byte range; a merge downloads after everything else was checked."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def test_every_request_of_huggingface_hub_has_a_timeout(monkeypatch: pytest.Monk
 def test_offline_without_the_model_says_how_to_get_it(tmp_path: Path) -> None:
     refused = weightsmith(None, tmp_path, "plan", recipe(tmp_path, "org/base@v1", "org/tuned"), HF_HUB_OFFLINE="1")
     assert refused.code == 1
-    what = "neither a local path nor a model in the hub cache, and HF_HUB_OFFLINE=1 forbids downloading it"
+    what = "neither a local path nor a model in the Hub cache, and HF_HUB_OFFLINE=1 forbids downloading it"
     assert f"org/base@v1: {what}" in refused.err
     assert f"cache  {tmp_path / 'hub'}" in refused.err
     assert "HF_HUB_OFFLINE=0 hf download org/base --revision v1" in refused.err

@@ -1,4 +1,4 @@
-"""Hub models without network: huggingface_hub's own client against a stand-in for the hub, and its cache."""
+"""Hub models without network: huggingface_hub's own client against a stand-in for the Hub, and its cache."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> 
     (no_adapter,) = run(hub, tmp_path, "org/matrix+org/good", look=applied)["error"]
     assert "org/good: not a PEFT adapter: it has no adapter_config.json and no adapter_model.safetensors" in no_adapter
     (gone,) = run(hub, tmp_path, "org/matrix+org/none", look=applied)["error"]
-    assert "org/none: neither a local path nor a model on the hub" in gone
+    assert "org/none: neither a local path nor a model on the Hub" in gone
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
     assert run(hub, tmp_path, "org/good", revision=OLD)["tensors"] == {"old": A.tolist()}
     gone = run(hub, tmp_path, "org/good@v9")
     assert gone["error"] == "NotFound"
-    assert gone["message"].startswith("org/good@v9: the hub model exists, but not this revision")
+    assert gone["message"].startswith("org/good@v9: the Hub model exists, but not this revision")
 
 
 @pytest.mark.slow
@@ -214,8 +214,8 @@ def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
     [
         ("org/pickles", "Unsupported", "org/pickles: no weights in a format that is read"),
         ("org/escape", "FormatError", "leaves the folder through '..'"),
-        ("org/gated", "CheckpointError", "org/gated: this hub model is gated"),
-        ("org/none", "NotFound", "org/none: neither a local path nor a model on the hub"),
+        ("org/gated", "CheckpointError", "org/gated: this Hub model is gated"),
+        ("org/none", "NotFound", "org/none: neither a local path nor a model on the Hub"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused_before_weights_are_downloaded(
@@ -267,7 +267,7 @@ def test_offline_and_not_cached(tmp_path: Path) -> None:
     (tmp_path / "models" / "llama-medic").mkdir(parents=True)
     got = run(None, tmp_path, "models/llama-medik")
     assert got["error"] == "NotFound"
-    assert "neither a local path nor a model in the hub cache" in got["message"]
+    assert "neither a local path nor a model in the Hub cache" in got["message"]
     assert "did you mean 'llama-medic'?" in got["message"]
 
 
@@ -290,7 +290,7 @@ def test_a_hub_that_is_not_reached_is_an_error_or_the_cache(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good", look=later)
-    assert "not downloaded: only its header was read from the hub" in got["error"]
+    assert "not downloaded: only its header was read from the Hub" in got["error"]
     assert got["missing"] == {name: len(GOOD[name]) for name in (ONE, TWO, "tokenizer.json", "README.md")}
     assert (got["a"], got["left"], got["same"]) == (A.tolist(), [], True)
 
@@ -298,7 +298,7 @@ def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_an_impossible_hub_id(tmp_path: Path) -> None:
     got = run(None, tmp_path, "org/a--b")
-    assert (got["error"], "nor a valid hub id" in got["message"]) == ("NotFound", True)
+    assert (got["error"], "nor a valid Hub id" in got["message"]) == ("NotFound", True)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`--push`: the finished folder as a model on a stand-in for the hub."""
+"""`--push`: the finished folder as a model on a stand-in for the Hub."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def test_an_interrupted_upload_leaves_the_output_too(hub: FakeHub, tmp_path: Pat
 @pytest.mark.parametrize(
     ("repo", "env", "words"),
     [
-        ("merged", {}, "not a name that a model can have on the hub"),
-        ("org/a--b", {}, "not a name that a model can have on the hub"),
-        ("org/merged", {"HF_TOKEN": ""}, "uploading requires a token of the hub, and none is set"),
-        ("org/merged", {"HF_TOKEN": "hf_bad"}, "the hub does not accept the token"),
+        ("merged", {}, "not a name that a model can have on the Hub"),
+        ("org/a--b", {}, "not a name that a model can have on the Hub"),
+        ("org/merged", {"HF_TOKEN": ""}, "uploading requires a token of the Hub, and none is set"),
+        ("org/merged", {"HF_TOKEN": "hf_bad"}, "the Hub does not accept the token"),
         ("org/merged", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE=1 forbids uploading"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path) -> None:
     with silent() as hub:
         done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged", HF_HUB_DOWNLOAD_TIMEOUT="1")
     assert done.code == 3
-    assert "the hub does not answer" in done.err
+    assert "the Hub does not answer" in done.err
     assert not (here / "out").exists()
     assert time.monotonic() - began < 60
 

@@ -57,7 +57,9 @@ def test_what_the_disk_refuses_is_one_error(
     with pytest.raises(StoreError, match="shorter than what was written"):
         read(spool, 0, 0, 1)
     monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(StoreError, match=rf"{tmp_path}: the spool, .* fails: {os.strerror(code)}") as caught:
+    with pytest.raises(
+        StoreError, match=rf"{tmp_path}: cannot use the temporary cache file for streamed data: {os.strerror(code)}"
+    ) as caught:
         spool.write(0, 0, b"x")
     assert type(caught.value) is kind
     with pytest.raises(StoreError, match="No such file or directory"):

@@ -1,4 +1,4 @@
-"""config.json after layers moved: literal configs in the forms found on the hub, and the rules as properties."""
+"""config.json after layers moved: literal configs in the forms found on the Hub, and the rules as properties."""
 
 from __future__ import annotations
 
@@ -355,7 +355,7 @@ def test_layer_goes_only_where_the_model_builds_its_kind(kinds: str, source: lis
     if legal:
         assert resized(config, source, kinds)["num_hidden_layers"] == len(source)
         return
-    with pytest.raises(LayerError, match=r"cannot be layer|cannot be reordered"):
+    with pytest.raises(LayerError, match=r"cannot become layer|cannot be reordered"):
         resized(config, source, kinds)
 
 

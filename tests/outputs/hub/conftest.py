@@ -1,4 +1,4 @@
-"""A stand-in for the hub that outputs are written to."""
+"""A stand-in for the Hub that outputs are written to."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_options_that_such_an_output_lacks_are_rejected(here: Path, hub: FakeHub
 
 
 def test_a_cluster_does_not_write_to_the_hub() -> None:
-    with pytest.raises(ParameterError, match="one process uploads weight files to the hub"):
+    with pytest.raises(ParameterError, match="one process uploads weight files to the Hub"):
         check_options(OUT, RunOptions(ray="local"))
 
 
@@ -342,12 +342,12 @@ def failing(method: str, start: str, fault: int | str, times: int, skip: int = 0
 @pytest.mark.parametrize(
     ("start", "status", "words"),
     [
-        ("/lfs/", 500, "the hub answered with 500 (uploading model-0000"),
-        ("/api/models/org/out/preupload", 401, "the hub does not accept the token (uploading"),
+        ("/lfs/", 500, "the Hub answered with 500 (uploading model-0000"),
+        ("/api/models/org/out/preupload", 401, "the Hub does not accept the token (uploading"),
         ("/api/models/org/out/preupload", 403, "the token may not do this (uploading"),
         ("/org/out.git/info/lfs/objects/batch", 404, "no such repository or branch"),
         ("/api/models/org/out/commit", 403, "the token may not do this (the commit)"),
-        ("/api/models/org/out/commit", 503, "the hub answered with 503 (the commit)"),
+        ("/api/models/org/out/commit", 503, "the Hub answered with 503 (the commit)"),
         ("/api/models/org/out/commit", 429, "kept refusing so many requests (the commit)"),
     ],
 )
@@ -408,7 +408,7 @@ def test_without_a_network_or_a_token_nothing_is_begun(here: Path, hub: FakeHub,
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_TOKEN", "hf_bad")
-    with pytest.raises(PushFailed, match="the hub does not accept the token"):
+    with pytest.raises(PushFailed, match="the Hub does not accept the token"):
         run()
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(here / "none"))
@@ -622,7 +622,7 @@ def test_files_that_the_hub_has_removed_meanwhile_are_uploaded_again(here: Path,
         run("linear")
     hub.fails.clear()
     hub.objects.pop(sorted(hub.objects)[0])
-    with pytest.raises(StoreError, match="the hub no longer has 1 of the uploaded files"):
+    with pytest.raises(StoreError, match="the Hub no longer has 1 of the uploaded files"):
         run("linear")
     again = run("linear")
     assert 0 < again.written_bytes < sum(shard.nbytes for shard in again.plan.layout.shards) / 3

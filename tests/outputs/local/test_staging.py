@@ -538,7 +538,7 @@ def test_threads_write_and_finish_at_once(out: Path) -> None:
 
 def test_files_are_added_from_bytes_and_from_paths(out: Path, tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"tokens" * 1000)
-    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "blob")  # the hub's cache is made of links
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "blob")  # the Hub's cache is made of links
     with open_staging(out, layout(), "plan") as staging:
         put(staging)
         staging.add_file("tokenizer.json", tmp_path / "tokenizer.json")

@@ -349,7 +349,7 @@ def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: 
         ),
         (
             '""',
-            "SyntaxProblem: r.yml:2:18: cannot read the model '': no path or hub id\n"
+            "SyntaxProblem: r.yml:2:18: cannot read the model '': no path or Hub id\n"
             "  -> Write path_or_hub_id or path_or_hub_id@revision.",
         ),
         (
@@ -369,7 +369,7 @@ def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: 
         ),
         (
             "org/a@v1+",
-            "SyntaxProblem: r.yml:2:18: cannot read the model '': no path or hub id\n"
+            "SyntaxProblem: r.yml:2:18: cannot read the model '': no path or Hub id\n"
             "  -> Write path_or_hub_id or path_or_hub_id@revision.",
         ),
         (

@@ -104,7 +104,7 @@ def _memory() -> tuple[int | None, int | None]:
 
 
 def _hub() -> dict[str, Any]:
-    """Whether the hub answers. Asked in a thread of its own, as looking up a name has no timeout."""
+    """Whether the Hub answers. Asked in a thread of its own, as looking up a name has no timeout."""
     from weightsmith._files.remote.environment import check_hub
 
     check_hub()

@@ -141,7 +141,7 @@ def _recipe(name: str, models: list[str], base: str) -> str:
         raise typer.BadParameter(f"must be one of {', '.join(GOALS)}{nearest(name, GOALS)}, not {name!r}.", param_hint="--goal")
     goal = GOALS[name]
     if asking and goal.base == "needed" and not base:
-        base = _ask("the base, a folder or hub id")
+        base = _ask("the base, a folder or Hub id")
     while asking and len(models) < (goal.most or goal.least):
         models.append(_ask("the adapter" if goal.adapter else f"model {len(models) + 1}"))
     while asking and goal.most is None and (more := _ask("one more model (Enter: no more)", default="")):

@@ -122,7 +122,7 @@ class Translated:
 
     args     the remaining arguments, with our options instead of mergekit's
     answers  one line for each flag that is not simply another name of ours
-    hub_cache  folder of hub models, "" for the usual one
+    hub_cache  folder of Hub models, "" for the usual one
     """
 
     args: list[str]

@@ -109,7 +109,7 @@ class DroppedFacts:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A file of a hub model that a merge would download."""
+    """A file of a Hub model that a merge would download."""
 
     model: str
     file: str

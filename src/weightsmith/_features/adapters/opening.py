@@ -312,7 +312,7 @@ def _check_layouts(adapters: Sequence[Adapter]) -> None:
 
 
 def _last(name: str) -> str:
-    """The last part of a path or hub id, as one base may be named by both; without what Unsloth adds for a quantised copy.
+    """The last part of a path or Hub id, as one base may be named by both; without what Unsloth adds for a quantised copy.
 
     >>> _last("unsloth/Llama-3.2-1B-unsloth-bnb-4bit") == _last("./models/Llama-3.2-1B/")
     True

@@ -69,7 +69,7 @@ def parse_address(name: str) -> Address:
         path = rest.strip("/")
         if path.count("/") != 1:
             fix = "write hf://org/name[@revision]; files and folders of a repository have no address"
-            raise ParameterError("not the name of a model on the hub", where=shown, fix=fix)
+            raise ParameterError("not the name of a model on the Hub", where=shown, fix=fix)
         return Address(scheme, "", path)
     host, _, path = rest.partition("/")
     good = (_BUCKET if scheme in STORES else _HOST).fullmatch(host)
@@ -77,7 +77,7 @@ def parse_address(name: str) -> Address:
     if not good or any(part in ("", ".", "..") or not part.isprintable() or "\\" in part for part in parts):
         raise ParameterError("not the address of a folder", where=shown, fix=f"write {scheme}://place/folder")
     if host.lower() in _PAGES and "resolve" not in parts:
-        fix = "Write a hub model as org/name, or as hf://org/name to read it where it is."
+        fix = "Write a Hub model as org/name, or as hf://org/name to stream it."
         raise NotFound("this is the page of a model, not a folder of files", where=shown, fix=fix)
     return Address(scheme, host, "/".join(parts))
 

@@ -83,9 +83,11 @@ class Spool:
         except OSError as error:
             raise self._failure(error) from error
         if n < len(out):
-            raise StoreError("the spool is shorter than what was written to it", where=str(self._folder), fix="run again")
+            raise StoreError(
+                "the temporary cache file is shorter than what was written to it", where=str(self._folder), fix="run again"
+            )
 
     def _failure(self, error: OSError) -> StoreError:
-        what = f"the spool, a file for bytes that wait, fails: {error.strerror or error}"
+        what = f"cannot use the temporary cache file for streamed data: {error.strerror or error}"
         fix = "free space there, or name another folder in HF_HUB_CACHE"
         return (NoSpace if error.errno in FULL else StoreError)(what, where=str(self._folder), fix=fix)

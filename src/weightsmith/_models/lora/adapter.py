@@ -127,7 +127,7 @@ class Adapter:
 
 
 def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
-    """Open an adapter: a local folder, a file of kohya's, or a hub id `org/name[@revision]`.
+    """Open an adapter: a local folder, a file of kohya's, or a Hub id `org/name[@revision]`.
 
     Reads its config and header, no tensor data (of kohya's files, one number for each module).
 

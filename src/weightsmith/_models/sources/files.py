@@ -142,7 +142,7 @@ class SourceFiles:
             _close_all(self._fds)
 
     def _state(self, path: Path) -> FileState:
-        """The file's state when its table was read, or when it was downloaded if the table was read from the hub."""
+        """The file's state when its table was read, or when it was downloaded if the table was read from the Hub."""
         state = self._states[path]
         if state.elsewhere is not None and not state.elsewhere.streams:
             with contextlib.suppress(OSError):  # not downloaded: opening it raises
@@ -164,7 +164,7 @@ class SourceFiles:
                 return self._fds[path]
             state = self._state(path)
             if state.elsewhere is not None:
-                what = "not downloaded: only its header was read from the hub"
+                what = "not downloaded: only its header was read from the Hub"
                 raise CheckpointError(what, where=str(path), fix="Call the checkpoint's download() first.")
             fd = _open_readonly(path)
             try:

@@ -314,8 +314,8 @@ class _Resize:
 
     def _misplaced(self, new: int, old: int) -> LayerError:
         return LayerError(
-            f"layer {old} of {self.stack.prefix} cannot be layer {new} of the new stack: the model class builds "
-            "another kind of layer there (other tensors or shapes), or an unknown kind",
+            f"layer {old} of {self.stack.prefix} cannot become layer {new}: the model class builds another kind of layer "
+            "there (other tensors or shapes), or an unknown kind",
             fix=f"leave layer {old} in its place, or use a layer of the kind found there",
         )
 

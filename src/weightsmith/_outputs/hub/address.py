@@ -59,7 +59,7 @@ class HubAddress:
 
     @property
     def local(self) -> Path:
-        """A name in the current folder, which no other address, and no other hub, has."""
+        """A name in the current folder, which no other address, and no other Hub, has."""
         from huggingface_hub import constants
 
         return absolute(f"{self.name}-{hashlib.sha256(f'{constants.ENDPOINT} {self}'.encode()).hexdigest()[:8]}")
@@ -94,7 +94,7 @@ def parse_hub_address(text: str) -> HubAddress:
             raise errors.HFValidationError("no organisation or user")
     except errors.HFValidationError as error:
         fix = "write the organisation or user, and the model: hf://org/name[@branch], or --push org/name[@branch]"
-        what = "not a name that a model can have on the hub"
+        what = "not a name that a model can have on the Hub"
         raise PushFailed(what, where=legible(shown, 120), fix=fix, state=NOTHING_WRITTEN) from error
     if at and _COMMIT.fullmatch(branch):
         what = "a commit cannot be written to"

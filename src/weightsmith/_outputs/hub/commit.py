@@ -148,13 +148,13 @@ class HubCommit:
             raise
         except StoreError as error:
             if lost := self._forget_lost(backend):
-                what = f"the hub no longer has {len(lost):,} of the uploaded files, the first is {lost[0]}"
+                what = f"the Hub no longer has {len(lost):,} of the uploaded files, the first is {lost[0]}"
                 fix = "run again: these are computed and uploaded again"
                 raise StoreError(what, where=str(self.out), details=error.finding.details, fix=fix) from error
             raise
 
     def _forget_lost(self, backend: FolderBackend) -> list[str]:
-        """Enter in the journal which uploaded files the hub no longer has: their names."""
+        """Enter in the journal which uploaded files the Hub no longer has: their names."""
         try:
             lost = self._repository.missing(self._files.uploaded)
         except StoreError:  # the first error says more

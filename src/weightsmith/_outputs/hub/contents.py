@@ -83,7 +83,7 @@ def verify_hub(address: HubAddress, progress: Progress | None) -> Verified:
     present = {name: nbytes for name, nbytes in repository.sizes.items() if name != ATTRIBUTES}
     if UNKNOWN in present.values():
         fix = "download the model, and verify its folder"
-        raise NotFound("the hub does not list the sizes of the files", where=str(address), fix=fix)
+        raise NotFound("the Hub does not list the sizes of the files", where=str(address), fix=fix)
     where = f"{address}/{MANIFEST_NAME}"
     if present.get(MANIFEST_NAME, MAX_MANIFEST_BYTES + 1) > MAX_MANIFEST_BYTES:
         fix = "name a model that weightsmith wrote"

@@ -10,7 +10,7 @@ from weightsmith._outputs.hub.repository import HubRepository
 
 
 def check_push(spec: str) -> HubRepository:
-    """Check, before hours of work, that a model may be pushed: a valid name, a network, a token that the hub accepts.
+    """Check, before hours of work, that a model may be pushed: a valid name, a network, a token that the Hub accepts.
 
     spec  org/name, or org/name@branch
 

@@ -37,10 +37,10 @@ _BATCH = 100
 """Uploaded files that one request asks about."""
 _AGAIN = "run again"
 _FIXES = {
-    401: ("the hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),
+    401: ("the Hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),
     403: ("the token may not do this", "use a token that may write to this organisation or user, and create models there"),
     404: ("there is no such repository or branch, or the token may not see it", "check the name and the token"),
-    429: ("the hub kept refusing so many requests", f"wait some minutes, and {_AGAIN}"),
+    429: ("the Hub kept refusing so many requests", f"wait some minutes, and {_AGAIN}"),
 }
 _Result = TypeVar("_Result")
 
@@ -74,7 +74,7 @@ def content_of(path: Path) -> Content:
 
 
 class HubRepository:
-    """A branch of a model on the Hub. Thread-safe. Its methods raise PushFailed if the hub refuses or does not answer.
+    """A branch of a model on the Hub. Thread-safe. Its methods raise PushFailed if the Hub refuses or does not answer.
 
     created  what `create` has done, for messages; "" if the repository existed
     """
@@ -92,13 +92,13 @@ class HubRepository:
             raise PushFailed("HF_HUB_OFFLINE=1 forbids uploading", where=str(address), fix=fix, state=NOTHING_WRITTEN)
         if huggingface_hub.get_token() is None:
             fix = "run `hf auth login`, or set HF_TOKEN, to a token that may write"
-            what = "uploading requires a token of the hub, and none is set"
+            what = "uploading requires a token of the Hub, and none is set"
             raise PushFailed(what, where=str(address), fix=fix, state=NOTHING_WRITTEN)
         bound_requests()
         self.api = huggingface_hub.HfApi()
 
     def check_token(self) -> None:
-        """Raise PushFailed if the hub does not accept the token."""
+        """Raise PushFailed if the Hub does not accept the token."""
         self._call("checking the token", self.api.whoami)
 
     # the branch
@@ -142,7 +142,7 @@ class HubRepository:
             )
         head = self.head()
         if head is None:
-            raise PushFailed("the hub does not show the branch that was created", where=str(self.address), fix="run again")
+            raise PushFailed("the Hub does not show the branch that was created", where=str(self.address), fix="run again")
         return head
 
     # files
@@ -327,7 +327,7 @@ def no_bars() -> Iterator[None]:
 
 
 def _status(error: BaseException) -> int:
-    """The status with which the hub, or the place of the bytes, refused; 0 without an answer."""
+    """The status with which the Hub, or the place of the bytes, refused; 0 without an answer."""
     return next((answer.status_code for each in causes(error) if (answer := getattr(each, "response", None)) is not None), 0)
 
 
@@ -349,10 +349,10 @@ def _failed(error: BaseException, where: str, doing: str) -> PushFailed:
     status = _status(error)
     what, fix = _FIXES.get(status, ("", ""))
     if not what and status:
-        what, fix = f"the hub answered with {status}", _AGAIN
+        what, fix = f"the Hub answered with {status}", _AGAIN
     elif not what:
         stays = lasting(error, "HF_ENDPOINT")
-        what = f"the hub cannot be reached: {stays.what}" if stays else "the hub does not answer, or not as expected"
+        what = f"the Hub cannot be reached: {stays.what}" if stays else "the Hub does not answer, or not as expected"
         fix = stays.fix if stays else f"check the network and HF_ENDPOINT, and {_AGAIN}"
     details = tuple(dict.fromkeys(f"{type(each).__name__}: {first_line(each)}" for each in causes(error)))[:3]
     return PushFailed(f"{what} ({doing})", where=where, details=details, fix=fix)

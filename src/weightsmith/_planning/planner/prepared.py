@@ -255,12 +255,12 @@ def code_files(plan: Plan | PlanDraft) -> tuple[Path, ...]:
 
 
 def missing_files(models: Iterable[Checkpoint]) -> dict[Path, int]:
-    """Files of hub models that must be downloaded before tensors are read, and their sizes."""
+    """Files of Hub models that must be downloaded before tensors are read, and their sizes."""
     return {path: nbytes for model in models for path, nbytes in model.missing.items()}
 
 
 def stream(models: Iterable[Checkpoint]) -> None:
-    """Read the weights of hub models where they are; `download` then fetches the other files alone."""
+    """Read the weights of Hub models where they are; `download` then fetches the other files alone."""
     for model in models:
         model.stream()
 

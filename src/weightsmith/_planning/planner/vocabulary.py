@@ -54,7 +54,7 @@ Specs = Mapping[str, TensorSpec]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A folder with the files of a tokenizer; of a model on the hub those that were fetched."""
+    """A folder with the files of a tokenizer; of a model on the Hub those that were fetched."""
 
     label: str
     folder: Path

@@ -40,7 +40,7 @@ def parse_path(text: str, where: str) -> ModelRef | SyntaxProblem:
         return SyntaxProblem(what, where=where, fix=_MAPPING_FORM)
     path, at, revision = text.partition("@")
     if not path.strip() or (at and not revision.strip()):
-        missing = "revision after '@'" if path.strip() else "path or hub id"
+        missing = "revision after '@'" if path.strip() else "path or Hub id"
         what = f"cannot read the model {short(text)!r}: no {missing}"
         return SyntaxProblem(what, where=where, fix="Write path_or_hub_id or path_or_hub_id@revision.")
     return ModelRef(path, revision, text, where)

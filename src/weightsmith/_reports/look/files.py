@@ -79,7 +79,7 @@ class FileDifference:
 
 
 def fetch_small(model: Checkpoint) -> None:
-    """Download the files of a hub model that are read here."""
+    """Download the files of a Hub model that are read here."""
     wanted = [name for name in model.files if is_tokenizer(name) or name in (GENERATION, CARD_NAME, *TEMPLATES)]
     model.fetch([*wanted, CARD_NAME])
 
@@ -130,7 +130,7 @@ def licence(model: Checkpoint) -> str:
 
 
 def is_merge(model: Checkpoint) -> bool:
-    """Whether the card says that the model was merged: by the hub's relation, or by the tags that merging programs write."""
+    """Whether the card says that the model was merged: by the Hub's relation, or by the tags that merging programs write."""
     card = {} if model.alone else read_card(model.folder)
     tags = card.get("tags")
     return card.get("base_model_relation") == "merge" or (

@@ -30,7 +30,7 @@ from weightsmith._plans import COPY, Block, Read, Step
 
 @contextmanager
 def opened(*names: str | os.PathLike[str], stream: bool) -> Iterator[tuple[Checkpoint, ...]]:
-    """Open models as a recipe names them: folder, file, hub id, address, `base+adapter`. Raises PlanError with all problems.
+    """Open models as a recipe names them: folder, file, Hub id, address, `base+adapter`. Raises PlanError with all problems.
 
     stream  read weights of hub models where they are
     """

@@ -2,8 +2,8 @@
 
 A sample has the same merges, of some rows of each matrix.
 
-The rows are runs, one from each of as many equal parts of a matrix, at a place that depends on the tensor's name alone. Vectors
-and small matrices are taken whole. What a method knows of a whole matrix (thresholds, norms, singular vectors) it knows of the
+A matrix is divided into equal parts, and one run of rows is taken from each, at a place that depends only on the tensor's name.
+Vectors and small matrices are taken whole. Statistics of whole matrices (thresholds, norms, singular vectors) are those of the
 sample instead.
 """
 

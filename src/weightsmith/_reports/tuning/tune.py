@@ -83,14 +83,14 @@ def tune(
     progress     True: a bar in terminals and notebooks, False: none
     options      see `weightsmith._base.options`: `RecipeOptions`, `EvaluateSettings`, `TuneSettings` and `RunOptions`
 
-    No candidate is written. The same call with the same seed makes the same trials; after KeyboardInterrupt, which leaves the
-    best recipe so far, or a crash, it resumes. A candidate that cannot be merged is a trial without losses.
+    No candidate is written. The same call with the same seed makes the same trials, and resumes after a crash or a
+    KeyboardInterrupt, which leaves the best recipe so far. A candidate that cannot be merged is a trial without losses.
 
-    Raises PlanError with all problems of recipe, models and texts, before tensor data is read; OutputExists for an output that
-    is not from here; Busy, CannotResume; ParameterError if no candidate has losses.
+    Raises PlanError with all problems of recipe, models and texts, before tensor data is read. Raises OutputExists if this
+    program did not write the output, ParameterError if no candidate has losses, and Busy or CannotResume as `merge` does.
 
-    Memory: 4 GiB, or half of `max_memory_bytes`, for the candidate in float32 if it fits, and for states of the rows; else one
-    layer and the states. Besides it, what a merge takes.
+    Memory: as for a merge, and in addition 4 GiB, or half of `max_memory_bytes`, for the candidate in float32 and the states of
+    the rows. If the candidate does not fit, only one layer of it is held.
 
     >>> found = weightsmith.tune("ties.yml", "tuned.yml", text="fr.txt", budget=200)  # doctest: +SKIP
     >>> found.reading[0]  # doctest: +SKIP
