@@ -5,7 +5,7 @@
 Positioned reads and writes of 4 MiB through one reused buffer a thread, reads and writes spread evenly over each other,
 and nothing else: no header, no arithmetic, no checksum. With --fsync the writes go past the page cache (O_DIRECT), the
 quickest way to the disk. A merge cannot be faster unless the file system shares blocks between files. Prints the seconds from
-the first byte to the last (fsync included when asked for; with --processor, those of the processor), so that Python's own start is not part of the floor; whoever is
+the first byte to the last (fsync included when asked for), so that Python's own start is not part of the floor; whoever is
 measured against it pays for theirs.
 """
 
