@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory [--scale 1b] [--runs 5] [--methods ties slerp] [--before CHECKOUT] [--root /dev/shm/weightsmith]
 
-Models and outputs are on a tmpfs: 9 GB for `1b`, 1.5 GB for `300m`. For each method the copy and the merge run in turn,
+Models and outputs are on a tmpfs: 11 GB for `1b`, 1.7 GB for `300m`. For each method the copy and the merge run in turn,
 `tiny` is a merge of two models of 60 kB, and `plan` plans it. Seconds by the clock are of whole processes, Python's start
 and all, but for the copy; processor seconds are user and system time. Each figure is the smallest of the runs: others who
 use the machine only add to it. Another checkout is measured in turn. Status 1 if its outputs have other bytes.
