@@ -104,6 +104,8 @@ class Scale:
 SCALES = {
     # 7 MB a model in 3 files: for CI. Every code path, no speed.
     "toy": Scale(256, 6, 512, 8, 2, 2000, max_shard_bytes=3_000_000),
+    # 330 MB a model, its matrices as those of 1b: for merges in memory on a small machine.
+    "300m": Scale(2048, 3, 5632, 32, 4, 8000, max_shard_bytes=1_200_000_000),
     # TinyLlama-1.1B: 2.2 GB a model in 2 files.
     "1b": Scale(2048, 22, 5632, 32, 4, 32_000, max_shard_bytes=1_200_000_000),
     # Twice the bytes, in larger tensors: peak memory must not follow.

@@ -128,6 +128,24 @@ def test_the_first_element_and_the_last_are_looked_at_in_inputs_and_in_results(a
             weightsmith.merge_state_dicts("passthrough", [{"w": values}], scale=2)
 
 
+def test_a_result_beside_a_base_is_looked_at(tmp_path: Path) -> None:
+    """Its distance to the base is measured, and tells that something is wrong."""
+    base = np.ones((2, 300), np.float32)
+    tuned = base.copy()
+    tuned[1, 7] = 3e38
+    models = [{"x": array.astype(ml_dtypes.bfloat16)} for array in (base, tuned, tuned)]
+    for name, model in zip("abc", models, strict=True):
+        write_checkpoint(tmp_path / name, model)
+    recipe = {
+        "merge_method": "task_arithmetic",
+        "base_model": str(tmp_path / "a"),
+        "models": [{"model": str(tmp_path / name), "parameters": {"weight": 1.0}} for name in "bc"],
+        "dtype": "bfloat16",
+    }
+    with pytest.raises(NonFinite, match=r"element \[1, 7\] of the result is not a number"):
+        weightsmith.merge(recipe, tmp_path / "out")
+
+
 def test_dtypes_may_differ() -> None:
     models = [{"w": np.array([2, -np.inf, np.nan], kind)} for kind in (np.float32, ml_dtypes.bfloat16)]
     with pytest.warns(UserWarning, match="w: this tensor holds a NaN or an infinity that is the same in all the models"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -127,6 +129,25 @@ def test_what_is_kept_of_a_kernel_is_one_file_for_each_signature(kept: Path) -> 
     assert files(kept) == sorted([first, second])
     first.write_bytes(content)
     assert (again()(1), again()(1.5)) == (2, 2.5)
+
+
+FROM_THE_CACHE = """
+import sys
+import numpy as np
+from weightsmith._base.tensors import DTYPES
+from weightsmith._kernels.elementwise import count_varying  # allocates an array
+models = np.array([[0, 0], [1, 2], [1, 3]], np.float32).view(np.uint8)
+print(count_varying(models, np.full(3, DTYPES["F32"].code), 2, np.zeros((2, 2), np.float32)), "numba.np.linalg" in sys.modules)
+"""
+
+
+@compiled
+def test_a_kernel_from_the_cache_needs_little_of_numba(tmp_path: Path) -> None:
+    """All that numba can compile takes half a second to import, scipy with it."""
+    command = [sys.executable, "-c", FROM_THE_CACHE]
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    printed = [subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert printed == ["1 True\n", "1 False\n"]
 
 
 @compiled

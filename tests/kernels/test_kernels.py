@@ -15,6 +15,7 @@ from weightsmith._base.tensors import DTYPES
 from weightsmith._kernels import reference
 from weightsmith._kernels.codecs import BLOCK, first_nonfinite
 from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, gram, gram_columns, gram_rows
+from weightsmith._kernels.delta import distance
 from weightsmith._kernels.divergence import NEAR, exponentials, logarithms, row_divergence
 from weightsmith._kernels.philox import random_words
 from weightsmith._kernels.records import Encoded, Inputs
@@ -109,6 +110,35 @@ def test_gram_by_grains(stack: np.ndarray, grain: int, deltas: bool) -> None:
     expected = (parts @ parts.swapaxes(1, 2))[:, *np.triu_indices(k)]
     bound = np.abs(parts).max((1, 2))[:, None] ** 2 + np.abs(expected)
     assert (np.abs(out - expected) <= 1e-12 * bound).all()
+
+
+def bf16_tiles(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two rows of n bf16 as uint16: all codes beside others, with NaN and infinities in the last part alone; neighbours."""
+    rng = np.random.default_rng(n)
+    finite_codes = np.arange(1 << 16, dtype=np.uint16)
+    finite_codes = finite_codes[finite_codes & 0x7F80 != 0x7F80]
+    base = rng.choice(finite_codes, n)
+    out = rng.choice(finite_codes, n)
+    near = rng.integers(0, n, n // 2)
+    out[near] = base[near] ^ rng.integers(0, 16, n // 2, dtype=np.uint16)
+    last = slice(n - n // 8, None)
+    out[last] = rng.integers(0, 1 << 16, n // 8, dtype=np.uint16)
+    return base, out
+
+
+@pytest.mark.parametrize("n", [1, LANES - 1, BLOCK + LANES + 3, pytest.param(10_000_019, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("grain", [LANES + 1, 16 * BLOCK])
+def test_a_distance_of_bf16_has_the_bits_of_the_same_numbers_in_float32(n: int, grain: int) -> None:
+    base, out = bf16_tiles(n)
+    rows, sums, _, _ = scratch(2)
+    found, expected = np.empty((2, -(-n // grain), 2))
+    kinds = (np.uint16, DTYPES["BF16"].code, found), (np.float32, F32, expected)
+    for kind, code, totals in kinds:
+        held = [x if kind is np.uint16 else x.view(ml_dtypes.bfloat16).astype(np.float32) for x in (base, out)]
+        a, b = (Encoded(x.view(np.uint8), code) for x in held)
+        with np.errstate(all="ignore"):
+            distance(a, b, n, grain, totals, rows, sums)
+    np.testing.assert_array_equal(found.view(np.uint64), expected.view(np.uint64))
 
 
 @pytest.mark.parametrize("cols", [1, LANES + 1, BLOCK, BLOCK + 37])

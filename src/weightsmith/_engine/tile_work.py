@@ -29,19 +29,22 @@ WHOLE_BYTES = 6
 """Memory for each element of a tensor that is encoded as a whole: float32, the codes, and a group of rows."""
 
 
-def measure(reader: Reader, leaf: LeafPass, place: Cut, raw: Bytes, out: Bytes, buffers: Buffers) -> None:
+def measure(reader: Reader, leaf: LeafPass, place: Cut, raw: Bytes, out: Bytes, buffers: Buffers) -> bool:
     """Enter a tile's squared norms of output - base and of the base into `LeafPass.distances`, if the leaf has a base.
 
     raw  bytes of the inputs, the base first
     out  bytes of the result, in the tensor's dtype
+
+    Returns True if the norms are finite: then all numbers of the result are.
     """
     if not len(leaf.distances):
-        return
+        return False
     first = place.start // leaf.grain
     totals = leaf.distances[first : first + -(-place.size // leaf.grain)]
     code, out_code = reader.dtype(leaf.leaf.inputs[0]).code, leaf.leaf.out.dtype.code
     rows, sums = buffers.scratch.rows(2, np.array([code]), out_code), buffers.scratch.sums(2)
     distance(Encoded(raw[0], code), Encoded(out, out_code), place.size, leaf.grain, totals, rows, sums)
+    return bool(np.isfinite(totals).all())
 
 
 class Merger:
@@ -64,9 +67,8 @@ class Merger:
         """Fill `out` with a tile of the result, in the tensor's dtype. Returns the bytes that were read."""
         job, tile, read, constants = self._read(leaf, place, buffers)
         job.apply(tile, out)
-        self._finite.check_result(leaf.leaf, leaf.active.step.out, leaf.origin, place, tile.raw, out)
-        if self._measures:
-            measure(self._reader, leaf, place, tile.raw, out, buffers)
+        if not (self._measures and measure(self._reader, leaf, place, tile.raw, out, buffers)):
+            self._finite.check_result(leaf.leaf, leaf.active.step.out, leaf.origin, place, tile.raw, out)
         if constants is not None:
             constants.put(out, leaf.leaf.out.dtype)
             leaf.active.nonfinite = True

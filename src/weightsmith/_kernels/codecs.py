@@ -13,7 +13,7 @@ import numpy as np
 from weightsmith._base.tensors import DTYPES
 from weightsmith._kernels.jit import Switch, kernel
 
-BLOCK = 4096
+BLOCK = 2048
 """Elements in a row: a dozen rows of float64 stay in L2."""
 
 F32, BF16, F16, E4M3, F64, E5M2 = (DTYPES[n].code for n in ("F32", "BF16", "F16", "F8_E4M3", "F64", "F8_E5M2"))

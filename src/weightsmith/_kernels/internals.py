@@ -19,6 +19,7 @@ import numba.core.caching
 import numba.core.codegen
 import numba.core.compiler
 import numba.core.compiler_machinery
+import numba.core.runtime
 import numba.core.serialize
 import numba.core.typed_passes
 
@@ -28,6 +29,7 @@ codegen: Any = numba.core.codegen
 compiler: Any = numba.core.compiler
 machinery: Any = numba.core.compiler_machinery
 lowering: Any = numba.core.typed_passes
+runtime: Any = numba.core.runtime
 
 
 class _File:
@@ -71,6 +73,15 @@ class Cache(caching.FunctionCache):  # type: ignore[misc]
     def __init__(self, function: FunctionType) -> None:
         super().__init__(function)
         self._cache_file = _File(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
+
+    def load_overload(self, signature: object, target: Any) -> Any:
+        """What was saved. numba would first import all that it can compile, and scipy with it: half a second at each start.
+
+        Machine code needs none of that but numba's runtime, which allocates its arrays. The compiler imports the rest itself.
+        """
+        runtime.rtsys.initialize(target)
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(signature, target)
 
     def save_overload(self, signature: object, data: object) -> None:
         with suppress(OSError):

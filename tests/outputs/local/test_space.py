@@ -74,8 +74,9 @@ def test_a_file_size_limit_is_found_before_the_work_and_said(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Path]:
+def tmpfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A disk of 8 MiB."""
+    monkeypatch.setattr(disk, "_IN_MEMORY", frozenset())
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False)
@@ -85,6 +86,24 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_files_in_memory_are_not_filled_with_zeros_first(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would clear every page, in one thread, before the threads write them all."""
+
+    def held(nbytes: int) -> int:
+        with open_staging(tmpfs / "out", make_layout(big(nbytes), 9 * MIB), "plan") as staging:
+            place = staging.location("big")
+            assert place is not None
+            about = os.fstat(place[0])
+            assert about.st_size > nbytes
+            return about.st_blocks * 512
+
+    assert held(4 * MIB) > 4 * MIB
+    monkeypatch.undo()
+    assert held(5 * MIB) < MIB
+    with pytest.raises(NoSpace):
+        held(8 * MIB)
 
 
 def fill(folder: Path) -> Path:

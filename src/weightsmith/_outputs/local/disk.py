@@ -72,15 +72,27 @@ _SHARING = frozenset({0x9123683E, 0x58465342, 0xCA451A4E, 0x6969, 0xFE534D42, 0x
 """btrfs, xfs, bcachefs, nfs, smb2, cifs, ocfs2: they can copy by reference, within the file system or on the server."""
 
 
+_IN_MEMORY = frozenset({0x01021994})
+"""tmpfs."""
+
+
 def copies_by_reference(fd: int) -> bool:
     """The file system of this open file may copy without moving the bytes through memory (copy_file_range)."""
-    if sys.platform != "linux" or not hasattr(os, "copy_file_range"):
-        return False  # elsewhere struct statfs has another layout, and is longer than the buffer
-    fstatfs = _libc("fstatfs")
+    return hasattr(os, "copy_file_range") and _file_system(fd) in _SHARING
+
+
+def is_in_memory(fd: int) -> bool:
+    """The file system of this open file is in memory. To reserve blocks there is to fill them with zeros."""
+    return _file_system(fd) in _IN_MEMORY
+
+
+def _file_system(fd: int) -> int:
+    """The kind of the file system of an open file, as Linux numbers them; 0 if unknown."""
+    fstatfs = _libc("fstatfs") if sys.platform == "linux" else None  # elsewhere struct statfs is longer than the buffer
     about = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes; f_type comes first
     if fstatfs is None or fstatfs(fd, about) != 0:
-        return False
-    return int.from_bytes(about.raw[:8], sys.byteorder) in _SHARING
+        return 0
+    return int.from_bytes(about.raw[:8], sys.byteorder)
 
 
 def open_own(path: Path, flags: int, *, keep: bool = False) -> int:

@@ -113,7 +113,7 @@ class Weights:
         return frozenset(shard.name for shard in self.layout.shards)
 
     def reserve(self, space: int, other_bytes: int, more_bytes: int, folder: Path) -> None:
-        """Reserve the files at their full size, and write their headers.
+        """Reserve the files at their full size, and write their headers. In memory (tmpfs) only the free space is compared.
 
         space       open file that reserves `other_bytes` for the files that are not weights
         more_bytes  needed besides
@@ -130,7 +130,10 @@ class Weights:
             raise disk.no_space(folder.parent, needed, state=state)
         try:
             for file, shard in zip(self._files, self.layout.shards, strict=True):
-                disk.reserve(file.fd, shard.nbytes)
+                if disk.is_in_memory(file.fd):
+                    os.ftruncate(file.fd, shard.nbytes)  # the threads fill it, each page once
+                else:
+                    disk.reserve(file.fd, shard.nbytes)
                 file.write(memoryview(shard.header), 0)
             disk.reserve(space, other_bytes)
         except OSError as error:

@@ -132,7 +132,7 @@ def run_command(name: str, command: str, model: Path) -> float:
 
 
 def _failed(name: str, what: str, lines: Sequence[str]) -> CommandFailed:
-    fix = "print the number in the last line; smaller is better"
+    fix = "write the number into the last line; smaller is better"
     return CommandFailed(what, where=name, details=lines[-_SHOWN:], fix=fix)
 
 
