@@ -28,18 +28,19 @@ def grid(found: HeatMap, number: int, *, titled: bool = True) -> str:
     cells = "".join(
         f"<td colspan={end - start}>{safe(found.columns[start])}</td>" for start, end in pairwise([*shown, len(found.columns)])
     )
+    longest = max((len(name) + 6 * any(fold.row == name for fold in found.folds) for name in found.rows), default=0)
     foot = f'<tfoot aria-hidden="true"><tr><th>{axis}</th>{cells}</tr></tfoot>'
     return (
         f'<figure class="heat{narrow}" data-chart={number}>{caption}<div class="scroll">'
-        f'<table role="grid" aria-label="{label}" style="--n:{len(found.columns)}"><tbody>{rows}</tbody>{foot}</table></div>'
-        '<p class="said" role="status" aria-live="polite"></p></figure>'
+        f'<table role="grid" aria-label="{label}" style="--n:{len(found.columns)};--w:{longest}">'
+        f'<tbody>{rows}</tbody>{foot}</table></div><p class="said" role="status" aria-live="polite"></p></figure>'
     )
 
 
 def _row(found: HeatMap, row: int) -> str:
     name = safe(found.rows[row])
     fold = next((fold for fold in found.folds if fold.row == found.rows[row]), None)
-    head = f'<span title="{name}">{name}</span>'
+    head = f'<span title="{name}"><bdi>{name}</bdi></span>'
     if fold is not None:
         head += f'<button type="button" class="fold" aria-expanded="false" title="show each expert">{len(fold.rows)}</button>'
     return f"<tr><th scope=row>{head}</th>{''.join(_cells(found, found.values[row]))}</tr>"

@@ -320,7 +320,8 @@ def _folds(
             values = tuple(
                 tuple(_defined(value([rows[row][at]])) if at in rows[row] else None for at in layers) for row in ordered
             )
-            yield Fold(part, tuple(ordered), values)
+            if any(value not in (None, Mark.SAME, Mark.NOTHING) for row in values for value in row):
+                yield Fold(part, tuple(ordered), values)
 
 
 def _expert(name: str, layer: str) -> str:
