@@ -147,8 +147,8 @@ def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same
     report: Any = made.reports["rows of missing tokens"]
     assert len(report.made) == missing
     content = (made.out / "report.html").read_text().partition('id="content">')[2].partition("</script>")[0]
-    (table,) = (each for each in json.loads(content)["tables"] if each["title"] == "Missing tokens")
-    assert (table["rows"], table["data"][2]) == (missing, {"same": "approximated"})
+    (shown,) = (each for each in json.loads(content)["tables"] if each["title"] == "Missing tokens")
+    assert (shown["rows"], shown["data"][2]) == (missing, {"same": "approximated"})
     assert json.loads((made.out / "transplant.json").read_text())["how"] == {"approximated": missing}
 
 
