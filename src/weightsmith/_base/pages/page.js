@@ -135,7 +135,7 @@
     const inside = i => {
       const list = make("dl"), parts = [list], pictures = own.found.pictures;
       own.columns.slice(1).forEach(({ name }, k) => { if (own.data[k + 1][i] !== null) list.append(make("dt", { textContent: name }), make("dd", { textContent: own.text(i, k + 1) })); });
-      if (pictures?.histograms[i]) parts.push(make("small", { textContent: `${pictures.what}, by magnitude` }), histogram(pictures.lowest[i], pictures.histograms[i]));
+      if (pictures?.histograms[i]) parts.push(make("small", { textContent: `${pictures.what} by magnitude, from a sample` }), histogram(pictures.lowest[i], pictures.histograms[i]));
       if (pictures?.first[i]) parts.push(make("small", { textContent: "leading singular values" }), spectrum(pictures.first[i], pictures.values[i]));
       return parts;
     };
