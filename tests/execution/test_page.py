@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
+from weightsmith._base.pages.values import written
 from weightsmith._execution.page import BY_LAYER_NAME, MOVED_NAME, PAGE_NAME
 
 LAYERS = 3
@@ -42,10 +44,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def data_of(page: str) -> dict[str, object]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+def data_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="content">(.*?)</script>', page, re.DOTALL)
     assert found
-    data: dict[str, object] = json.loads(found[1])
+    data: dict[str, Any] = json.loads(found[1])
     return data
 
 
@@ -55,9 +57,12 @@ def test_a_report_has_the_distances_of_the_manifest_and_belongs_to_the_output(he
     merged = weightsmith.merge("ties.yml", "out", report="out/report.html", fsync=False)
     page = (here / "out" / PAGE_NAME).read_text()
     manifest = json.loads((here / "out/weightsmith.json").read_text())
-    assert data_of(page)["distance"] == manifest["distance_from_base"]
-    assert f"It is {merged.distance[0].share:.2%} away from its base" in page
-    assert page.count("<a href=") == LAYERS * 2
+    distances, by_layer = data_of(page)["charts"]
+    moved = {one["name"]: one["delta_norm"] / one["base_norm"] for one in manifest["distance_from_base"]}
+    layers = [share for name, share in moved.items() if name[-1].isdigit()]
+    assert by_layer["series"][0]["values"] == pytest.approx(layers, rel=1e-3)
+    assert f"It is {written(merged.distance[0].share, 'share')} away from its base" in page
+    assert [len(row) for row in distances["values"]] == [LAYERS] * 2
     assert "merge_method: ties" in page
     card = (here / "out/README.md").read_text()
     assert all(f"({name})" in card for name in (PAGE_NAME, *PICTURES))
@@ -135,10 +140,13 @@ def test_infinite_constants_leave_the_distance_defined(here: Path) -> None:
     merged = weightsmith.merge("ties.yml", "out", report="out/report.html", fsync=False)
     assert 0 < merged.distance[0].share < 1
     page = (here / "out" / PAGE_NAME).read_text()
-    assert f"It is {merged.distance[0].percent()} away from its base" in page
-    assert "<title>model.layers.0, mlp.clip_max: zero before, and not after</title>" in page
+    assert f"It is {written(merged.distance[0].share, 'share')} away from its base" in page
+    (distances, *_) = data_of(page)["charts"]
+    assert distances["values"][distances["rows"].index("mlp.clip_max")][0] == "new"
     rows = dict(
-        re.findall(r"<td>([\w.]+)</td>.*?>([^<]*)</td></tr>", page.partition('id="tensors"')[2].partition("</section>")[0])
+        re.findall(
+            r"<td>([\w.]+)</td>.*?>([^<]*)</td></tr>", re.split('id="tensors-[0-9]+"', page)[1].partition("</section>")[0]
+        )
     )
     assert (rows[bound], rows["model.embed_tokens.weight"]) == ("new", "same")
     json.loads((here / "out/weightsmith.json").read_text(), parse_constant=pytest.fail)

@@ -155,13 +155,15 @@ def show_json(value: Any, *, indent: int | None = None, exact: bool = False) -> 
     print(json_text(value if exact else redacted_values(value), indent=indent))
 
 
-def json_text(value: Any, *, indent: int | None = None, allow_nan: bool = True) -> str:
+def json_text(
+    value: Any, *, indent: int | None = None, allow_nan: bool = True, separators: tuple[str, str] | None = None
+) -> str:
     r"""JSON in which what does not print is escaped, as JSON escapes it.
 
     >>> print(json_text({"é": "a\u202e\x7f"}))
     {"é": "a\u202e\u007f"}
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=allow_nan, indent=indent)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=allow_nan, indent=indent, separators=separators)
     return text if text.isprintable() else re.sub(r"[^\n -~]", _json_escape, text)
 
 

@@ -9,9 +9,10 @@ from functools import partial
 from weightsmith._base.errors import Finding
 from weightsmith._base.pages import Code, Column, Curves, Facts, HeatMap, Page, Table, heat_maps, to_html
 from weightsmith._base.pages.svg import curves, heat_map, picture
-from weightsmith._base.pages.values import Block, Mark, Value, finite_or_mark
+from weightsmith._base.pages.values import Block, Mark, Value, finite_or_mark, written
+from weightsmith._base.text import size
 from weightsmith._engine.products import Report
-from weightsmith._execution.distance import Moved, share_of, to_json
+from weightsmith._execution.distance import Moved, share_of
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.model import OUTSIDE, Place, place_of
 from weightsmith._plans import PLAIN, Plan
@@ -20,7 +21,7 @@ _TENSORS = "tensors"
 
 PAGE_NAME = "report.html"
 MAX_PAGE_BYTES = 2 << 20
-"""Approximate limit of a page with its pictures: tables and data are bounded."""
+"""Approximate limit of a page with its pictures, for 10,000 tensors."""
 MOVED_NAME, BY_LAYER_NAME = "distance.svg", "distance_by_layer.svg"
 PICTURES = f"""
 ## Distance from the base
@@ -69,8 +70,7 @@ def _page(
     found: Sequence[Finding],
 ) -> Page:
     """drawn: charts of the distance from the base."""
-    blocks: list[Block] = [_facts(plan), *drawn]
-    blocks.append(_tensors(plan, places, squares))
+    blocks: list[Block] = [*drawn, _facts(plan), _tensors(plan, places, squares)]
     if plan.dropped:
         rows = tuple((plan.models[d.model].ref, d.tensor, d.reason) for d in plan.dropped)
         blocks.append(Table("Not in the output", (Column("model"), Column("tensor"), Column("reason")), rows))
@@ -79,23 +79,15 @@ def _page(
         blocks.append(Table("Warnings", (Column("about"), Column("what")), tuple((f.where, f.what) for f in found)))
     if plan.recipe:
         blocks.append(Code("Recipe", plan.recipe))
-    summary = plan.made.title.replace("`", "")
+    summary = [plan.made.title.replace("`", "")]
     known = bool(distance) and math.isfinite(distance[0].share)
-    moved = f"It is {distance[0].percent()} away from its base, by the Frobenius norm of all weights." if known else ""
-    data = {
-        "distance": to_json(distance),
-        "tensors": [
-            {
-                "name": tensor,
-                "stack": place.stack,
-                "layer": place.layer,
-                "part": place.part,
-                "share": _number(_share(squares, [tensor])),
-            }
-            for tensor, place in places.items()
-        ],
-    }
-    return Page(name, tuple(filter(None, (summary, moved))), tuple(blocks), data)
+    if known:
+        share = written(distance[0].share, "share")
+        summary = [f"It is {share} away from its base, by the Frobenius norm of all weights.", *summary]
+    numbers = [("distance from the base", written(distance[0].share, "share"))] if known else []
+    numbers += [("tensors", f"{len(plan.steps):,}"), ("size", size(_nbytes(plan)))]
+    refs = tuple((f"{i + 1}", model.ref) for i, model in enumerate(plan.models))
+    return Page(name, tuple(summary), tuple(blocks), {}, tuple(numbers), refs)
 
 
 def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
@@ -103,7 +95,7 @@ def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
     about = "Frobenius norm of merged - base over that of the base, of all tensors of a part in a layer together."
     placed = [(place, name) for name, place in places.items()]
     share = partial(_share, squares)
-    return heat_maps("Distance from the base", placed, share, "share", about, log=True, detail=_TENSORS)
+    return heat_maps("Distance from the base", placed, share, "share", about, scale="log", detail=_TENSORS, name=str)
 
 
 def _moved_curves(distance: tuple[Moved, ...]) -> list[Curves]:
@@ -127,16 +119,15 @@ def _share(squares: Squares, names: Sequence[str]) -> float | Mark:
     return finite_or_mark(share_of(delta, base)) if delta else Mark.SAME
 
 
-def _number(share: float | Mark) -> float | None:
-    """For JSON: 0 for unchanged tensors, None without a number."""
-    return 0.0 if share is Mark.SAME else None if isinstance(share, Mark) else share
+def _nbytes(plan: Plan) -> int:
+    return sum(out.nbytes for step in plan.steps for out in step.outs)
 
 
 def _facts(plan: Plan) -> Facts:
     facts: list[tuple[str, Value]] = [("method", plan.made.name), ("source", plan.made.source)]
     facts += [(f"model {i + 1}", model.ref) for i, model in enumerate(plan.models)]
     facts += [("seed", f"{plan.seed}"), ("stored as", plan.made.format)]
-    facts.append(("tensors", f"{len(plan.steps):,}, {sum(out.nbytes for step in plan.steps for out in step.outs):,} bytes"))
+    facts.append(("tensors", f"{len(plan.steps):,}, {size(_nbytes(plan))}"))
     return Facts("What was made", tuple((name, value) for name, value in facts if value))
 
 

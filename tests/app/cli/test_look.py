@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_help import Cli, cli
-from tests.reports.look.models import changed, low_rank, save, weights
+from tests.reports.look.models import LAYERS, changed, low_rank, save, weights
 
 __all__ = ["cli"]
 
@@ -30,8 +30,10 @@ def test_a_difference_in_tables_of_eighty_columns_and_as_json(folder: Path, cli:
     ran = cli("diff", "base", "b", "--tensors", "*.q_proj.*")
     assert ran.code == 0
     assert "in all linear layers of all layers" in ran.out
-    assert max(map(len, ran.out.partition("\npart ")[2].splitlines())) <= 80
-    (part,) = (line for line in ran.out.splitlines() if line.startswith("self_attn.q_proj "))
+    assert max(map(len, ran.out.rpartition("\n\n")[0].splitlines())) <= 80
+    assert ran.out.rpartition("\n\n")[2].startswith("A change of low rank")  # the verdict is last
+    part, *drawn = (line for line in ran.out.splitlines() if line.startswith("self_attn.q_proj "))
+    assert [len(line.split()[1]) for line in drawn] == [LAYERS] * 2  # of two maps
     assert part.split()[-3] in ("8", "9")
 
 
@@ -83,7 +85,7 @@ def test_a_preview_in_tables_of_eighty_columns_and_as_json(folder: Path, cli: Cl
     (folder / "sum.yml").write_text(f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{models}\n")
     ran = cli("preview", "sum.yml")
     assert ran.code == 0
-    assert max(map(len, ran.out.splitlines())) <= 80
+    assert max(map(len, ran.out.rpartition("\n\n")[0].splitlines())) <= 80
     assert re.search(r"^A +25\.", ran.out, re.MULTILINE)
     found = json.loads(cli("preview", "sum.yml", "--json", "--quiet", "--full").out)
     assert found["looked_at"] == found["elements"]

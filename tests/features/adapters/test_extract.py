@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 import weakref
 from collections.abc import Callable, Mapping
@@ -561,18 +562,30 @@ def test_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     )
     assert ran.code == 0, ran.err
     assert "self_attn.q_proj" in ran.out
-    assert "best possible" in ran.out
+    lines = ran.out.splitlines()
+    assert lines[0].split() == ["module", "count", "rank", "kept", "possible", "signal", "noise", "least,", "in"]
+    assert max(map(len, lines[: lines.index("")])) <= 80
+    assert "/out: " in lines[lines.index("") + 1]  # the result is last
     found = json.loads(Path("out/extraction.json").read_text())
     assert found["parameters"] == sum(a.size for a in tensors_of(Path("out")).values())
     assert Path("out/extraction.svg").read_text().startswith("<svg")
     page = Path("out/report.html").read_text()
+    content = re.search(r'<script type="application/json" id="content">(.*?)</script>', page)
+    assert content
+    charts = json.loads(content[1])["charts"]
+    cells = {
+        (chart["prefix"] + column, row): value
+        for chart in charts
+        for row, values in zip(chart["rows"], chart["values"], strict=True)
+        for column, value in zip(chart["columns"], values, strict=True)
+    }
     matrices = [m for m in found["modules"] if ".layers." in m["module"]]
     assert matrices
     for matrix in matrices:  # a cell each
         stack, _, rest = matrix["module"].partition(".layers.")
         layer, _, part = rest.partition(".")
         kept = matrix["signal_kept"]  # None: nothing differs
-        assert f"{stack}.layers.{layer}, {part}: {'no element differs' if kept is None else f'{100 * kept:.3g} %'}" in page
+        assert cells[f"{stack}.layers.{layer}", part] == ("unchanged" if kept is None else pytest.approx(kept, abs=1e-5))
     assert all(array.dtype == ml_dtypes.bfloat16 for array in tensors_of(Path("out")).values())
     card = Path("out/README.md").read_text()
     for line in ("library_name: peft", "- lora", "base_model_relation: adapter", "What the adapter keeps", "PeftModel"):

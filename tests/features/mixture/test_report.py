@@ -54,7 +54,7 @@ def test_the_picture_is_xml_with_a_cell_for_each_layer_and_expert_and_names_do_n
     root = ElementTree.fromstring(picture(heat_map(found.by_expert())))
     cells = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if len(e)]
     assert len(cells) == 3 * 2 * 2
-    assert [c[0].text for c in cells if "100" in str(c[0].text)] == ["prompts of 0 <a&b>: → 0, 1: 100 %"]
+    assert [c[0].text for c in cells if "100" in str(c[0].text)] == ["layer 1, prompts of 0 <a&b>: → 0: 100 %"]
     assert len({c.get("fill") for c in cells}) == 2
 
 
@@ -66,7 +66,7 @@ def test_the_output_has_the_report_and_it_is_of_the_mixture_s_own_router(models:
     data = json.loads((tmp_path / "out/routing.json").read_text())
     assert "routing.svg" in (tmp_path / "out/README.md").read_text()
     page = (tmp_path / "out/report.html").read_text()
-    assert [f"<h2>Routing: prompts of {e} " in page for e in range(3)] == [True] * 3
+    assert [f"<figcaption>Routing: prompts of {e} " in page for e in range(3)] == [True] * 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

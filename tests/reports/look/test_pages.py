@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,18 @@ import pytest
 import weightsmith
 from tests.reports.look.models import LAYERS, changed, is_linear, low_rank, save, weights
 from weightsmith._base.pages import Curves, HeatMap, Mark, Page, Table, to_html
+from weightsmith._base.pages.values import written
 from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page, preview_page
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("look") / "base", weights())
+
+
+def weights_of(folder: Path) -> dict[str, np.ndarray]:
+    with weightsmith.open_checkpoint(folder) as model:
+        return {name: model.read(name) for name in model.specs}
 
 
 def maps(page: Page) -> dict[str, HeatMap]:
@@ -33,11 +41,11 @@ def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
     page = difference_page(found)
     assert page.summary == found.reading
     moved, ranks = maps(page).values()
-    assert moved.rows == tuple(f"model.layers.{i}" for i in range(LAYERS))
+    assert (moved.prefix, moved.columns) == ("model.layers.", tuple(map(str, range(LAYERS))))
     tensors = {tensor.place: tensor for tensor in found.tensors}
     for place, tensor in tensors.items():
         if place.stack:
-            i, j = moved.rows.index(place.group), moved.columns.index(place.part)
+            i, j = moved.rows.index(place.part), moved.columns.index(str(place.layer))
             assert moved.values[i][j] == (pytest.approx(tensor.share) if tensor.changed else Mark.SAME)
             assert (ranks.values[i][j] is not Mark.NOTHING) == is_linear(tensor.name)
     rows = table(page, moved.detail)
@@ -64,10 +72,10 @@ def test_nan_is_no_colour_and_no_error(base: Path, tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     page = difference_page(weightsmith.diff(base, save(tmp_path / "b", tensors), progress=False))
     moved = maps(page)["How far the weights moved"]
-    assert moved.values[1][moved.columns.index("mlp.up_proj")] is Mark.NAN
-    assert 'data-v="nan"' not in to_html(page)
-    assert "<title>model.layers.1, mlp.up_proj: contains NaN</title>" in to_html(page)
-    assert moved.values[2][moved.columns.index("mlp.up_proj")] is Mark.SAME
+    assert moved.values[moved.rows.index("mlp.up_proj")][:3] == (Mark.SAME, Mark.NAN, Mark.SAME)
+    assert to_html(page).count("<td class=m-nan>") == 2  # the distance and the rank
+    assert page.summary[0] == "B has NaN in 1 element of 1 tensor, the first model.layers.1.mlp.up_proj.weight."
+    assert [name for name, _ in page.numbers][2].endswith(f"(of {len(tensors) - 1:,} finite ones)")
 
 
 @pytest.mark.slow
@@ -78,9 +86,9 @@ def test_an_inspection_with_and_without_statistics(base: Path) -> None:
     page = inspection_page(weightsmith.inspect(base, stats=True, progress=False))
     deviation = maps(page)["Standard deviation"]
     own = weights()["model.layers.2.self_attn.q_proj.weight"].astype(np.float64)
-    assert deviation.values[2][deviation.columns.index("self_attn.q_proj")] == pytest.approx(own.std(), rel=1e-6)
+    assert deviation.values[deviation.rows.index("self_attn.q_proj")][2] == pytest.approx(own.std(), rel=1e-6)
     peak = maps(page)["Largest element"]
-    assert peak.values[2][peak.columns.index("self_attn.q_proj")] == pytest.approx(np.abs(own).max() / own.std(), rel=1e-6)
+    assert peak.values[peak.rows.index("self_attn.q_proj")][2] == pytest.approx(np.abs(own).max() / own.std(), rel=1e-6)
     to_html(plain), to_html(page)
 
 
@@ -93,7 +101,7 @@ def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
     cosine = maps(page)["Cosine of A and C"]
     for tensor in found.tensors:
         if tensor.place is not None and tensor.place.stack:
-            i, j = cosine.rows.index(tensor.place.group), cosine.columns.index(tensor.place.part)
+            i, j = cosine.rows.index(tensor.place.part), cosine.columns.index(str(tensor.place.layer))
             assert conflicts.values[i][j] == (pytest.approx(tensor.conflict_share) if tensor.shared else Mark.NOTHING)
             assert cosine.values[i][j] == (pytest.approx(tensor.cosines[1]) if tensor.norms[0] else Mark.NOTHING)
     assert [row[:2] for row in table(page, "Pairs").rows] == [
@@ -116,9 +124,68 @@ def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
     kept = dict(found.cells)
     for place, group in kept.items():
         if place.stack and is_linear(place.part):
-            i, j = x.rows.index(place.group), x.columns.index(place.part)
+            i, j = x.rows.index(place.part), x.columns.index(str(place.layer))
             assert [m.values[i][j] for m in (x, y)] == [m.survives for m in group.models if m is not None]
     assert sum(group.elements for group in kept.values()) == found.elements
     assert [row[1] for row in table(page, "What survives of the models").rows] == [m.survives for m in found.total.models if m]
     assert page.data["merge"] == {"write_bytes": 1}
     to_html(page)
+
+
+def test_the_numbers_of_a_report_are_those_that_torch_computes(base: Path, tmp_path: Path) -> None:
+    """The first screen's, a map's, and the histogram and the singular values of the drawer, from the page's own data."""
+    torch = pytest.importorskip("torch")
+    found = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
+    page = difference_page(found)
+    a, b = (
+        {name: torch.from_numpy(x.astype(np.float64)) for name, x in weights_of(folder).items()}
+        for folder in (base, tmp_path / "b")
+    )
+    delta = {name: b[name] - a[name] for name in a}
+    every, old, new = (torch.cat([x.reshape(-1) for x in own.values()]) for own in (delta, a, b))
+    cosine = float(torch.nn.functional.cosine_similarity(old, new, dim=0))
+    assert [number for _, number in page.numbers] == [
+        written(float(every.norm() / old.norm()), "share"),
+        written(float((every != 0).double().mean()), "share"),
+        written(cosine, "cosine"),
+    ]
+    name = "model.layers.1.mlp.up_proj.weight"
+    content = re.search(r'<script type="application/json" id="content">(.*?)</script>', to_html(page))
+    assert content
+    data = json.loads(content[1])
+    moved = data["charts"][0]
+    value = moved["values"][moved["rows"].index("mlp.up_proj")][1]
+    assert value == pytest.approx(float(delta[name].norm() / a[name].norm()), rel=1e-5)
+    row = [tensor.name for tensor in found.tensors].index(name)
+    pictures = next(one for one in data["tables"] if one["name"] == "tensors")["pictures"]
+    exact = torch.linalg.svdvals(delta[name])[:8]
+    codes = [ord(c) - 35 for c in pictures["values"][row][: 3 * 7]]
+    ratios = [(8100 * x + 90 * y + z) / 728999 for x, y, z in zip(codes[::3], codes[1::3], codes[2::3], strict=True)]
+    shown = [pictures["first"][row], *(pictures["first"][row] * 1e8**-ratio for ratio in ratios)]
+    assert shown == pytest.approx(exact.tolist(), rel=0.02)  # estimates, a little below
+    sample = delta[name].reshape(-1)[:1024]  # one tile
+    powers = torch.floor(torch.log2(sample[sample != 0].abs())).int()
+    counts = torch.bincount(powers - powers.min())
+    assert pictures["lowest"][row] == int(powers.min())
+    assert [ord(c) - 35 for c in pictures["histograms"][row]] == torch.ceil(counts / counts.max() * 89).int().tolist()
+
+
+def test_what_a_config_says_is_written_as_json(base: Path, tmp_path: Path) -> None:
+    other = save(tmp_path / "b", weights())
+    config = json.loads((other / "config.json").read_text()) | {"tie_word_embeddings": None, "use_cache": True, "name": "x"}
+    (other / "config.json").write_text(json.dumps(config))
+    rows = {row[0]: row[2] for row in table(difference_page(weightsmith.diff(base, other, progress=False)), "config.json").rows}
+    assert (rows["use_cache"], rows["name"]) == ("true", "x")
+
+
+def test_the_verdict_of_an_inspection_names_nan_first(tmp_path: Path) -> None:
+    tensors = weights()
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    tensors["model.layers.2.mlp.up_proj.weight"][0, :2] = np.inf
+    page = inspection_page(weightsmith.inspect(save(tmp_path / "m", tensors), stats=True, progress=False))
+    assert page.summary[0] == "The weights have NaN in 1 element of 1 tensor and infinities in 2 elements of 1 tensor."
+    assert [name for name, _ in page.numbers] == ["parameters", "weight files", "layers"]
+    assert maps(page)["Standard deviation"].values[maps(page)["Standard deviation"].rows.index("mlp.up_proj")][1:3] == (
+        Mark.NAN,
+        Mark.INFINITE,
+    )

@@ -12,6 +12,7 @@ from weightsmith._base.options import ExtractSettings, RunOptions
 from weightsmith._base.text import count, result, show_json, show_table
 
 if TYPE_CHECKING:
+    from weightsmith._execution.run import Merged
     from weightsmith._features.adapters.report import Extraction
     from weightsmith._plans import Plan
 
@@ -48,10 +49,13 @@ def extract_lora(
             if plan_only:
                 _show_plan(prepared.plan, as_json=as_json)
                 return
-            merged = work.make(prepared, running, "storing")
-            if work.shows:
+
+            def show(merged: Merged) -> None:
                 head, rows = cast("Extraction", merged.reports[NAME]).table()
-                show_table(head, rows, right=set(range(1, len(head) - 1)))
+                show_table(head, rows, right=set(range(1, len(head))))
+                result()
+
+            work.make(prepared, running, "storing", show)
 
 
 def _show_plan(plan: Plan, *, as_json: bool) -> None:

@@ -61,14 +61,22 @@ class Work:
 
         return evaluator(options, self.out)
 
-    def make(self, prepared: Prepared, options: RunOptions, doing: str) -> Merged:
-        """Run a plan with a progress bar, and report the result. doing: the verb of the bar."""
+    def make(
+        self, prepared: Prepared, options: RunOptions, doing: str, details: Callable[[Merged], None] | None = None
+    ) -> Merged:
+        """Run a plan with a progress bar, and report the result.
+
+        doing    the verb of the bar
+        details  shows more, before the result
+        """
         from weightsmith._execution.distributed import execute
 
         with self.running(doing, options) as watching:
             status("preparing the output")
             merged = execute(prepared, self.out, options, watching, began=self.began)
             wrote(f"The output is complete: {printable(merged.url or str(merged.out))}")
+        if details is not None and self.shows:
+            details(merged)
         self.report(merged, prepared.plan.warnings)
         return merged
 

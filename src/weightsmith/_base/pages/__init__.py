@@ -1,10 +1,12 @@
 """Reports as pages: one HTML file each, which needs no network, no other file and no server.
 
-values.py    what a page shows: facts, tables, heat maps, curves; how numbers and names are written
+values.py    what a page shows: facts, tables, heat maps, curves; how numbers and names are written; charts as JSON
+colours.py   the scales of heat maps
 html.py      a page as HTML, and its file; page.css and page.js go into it
-svg.py       heat maps and curves as SVG, for pages and model cards
-notebook.py  sentences, facts and short tables of a page in a notebook
-terminal.py  facts, sentences and tables of a page on the terminal
+grid.py      heat maps of a page; charts.css and charts.js are theirs
+svg.py       heat maps and curves as SVG, for model cards and notebooks
+notebook.py  the verdict, charts, facts and short tables of a page in a notebook
+terminal.py  facts, tables and heat maps of a page on the terminal, then the verdict
 """
 
 from weightsmith._base.pages.html import check_page as check_page
@@ -20,4 +22,5 @@ from weightsmith._base.pages.values import Facts as Facts
 from weightsmith._base.pages.values import HeatMap as HeatMap
 from weightsmith._base.pages.values import Mark as Mark
 from weightsmith._base.pages.values import Page as Page
+from weightsmith._base.pages.values import Pictures as Pictures
 from weightsmith._base.pages.values import Table as Table

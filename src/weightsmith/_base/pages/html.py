@@ -6,25 +6,44 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, StoreError
+from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, StoreError, printable
 from weightsmith._base.files import expand_user, real_path
-from weightsmith._base.pages.svg import curves, heat_map
-from weightsmith._base.pages.values import Block, Code, Curves, Facts, HeatMap, Mark, Page, Table, Value, safe, written
-from weightsmith._base.redaction import redacted_values
-from weightsmith._base.text import json_text
+from weightsmith._base.pages.colours import style
+from weightsmith._base.pages.grid import grid, legend
+from weightsmith._base.pages.svg import curves
+from weightsmith._base.pages.values import (
+    Block,
+    Code,
+    Curves,
+    Facts,
+    HeatMap,
+    Mark,
+    Page,
+    Table,
+    Unit,
+    Value,
+    rounded,
+    safe,
+    written,
+)
+from weightsmith._base.redaction import redacted
+from weightsmith._base.text import count, json_text
 from weightsmith._version import __version__
 
 GENERATOR = '<meta name="generator" content="weightsmith '
 """In the first lines of every page."""
-MAX_ROWS = 2000
-"""The most rows of a table that a page shows; the data have all of them."""
-MAX_DATA_CHARACTERS = 400_000
-"""The most characters of JSON in a page. With --json, the commands print all of it."""
+STATIC_ROWS = 50
+"""The rows of a table that are in the document without its script, which shows all of them."""
+SEARCHED_ROWS = 12
+"""Tables with more rows have a search field."""
+_DIGITS = 6
+"""Significant digits of the numbers in a table; of a cosine nine, as it may be near 1."""
 
 _POLICY = "; ".join(
     (
@@ -39,38 +58,49 @@ _POLICY = "; ".join(
 
 
 def to_html(page: Page) -> str:
-    """A page as one HTML document.
+    """A page as one HTML document: the verdict, three numbers, charts; the rest is folded.
 
     What it shows is escaped: names of tensors, tokens and files are hostile until then. Readable without its script; with it,
-    tables can be sorted, searched and saved, and the cells of a heat map lead to their tensors.
+    the cells of a heat map say their numbers and open their tensors, and tables have all rows and can be sorted, searched and
+    saved.
 
     >>> page = Page("a and <b>", ("They are equal.",), (Facts("", (("changed", 0.5),)),))
     >>> "a and &lt;b&gt;" in to_html(page), "http-equiv=\\"Content-Security-Policy\\"" in to_html(page)
     (True, True)
     """
     title = safe(page.title)
-    maps = [block for block in page.blocks if isinstance(block, HeatMap)]
-    cells = dict.fromkeys((row, column) for found in maps for row in found.rows for column in found.columns)
-    places = {place: number for number, place in enumerate(cells)}
-    data = json_text(redacted_values(page.data), allow_nan=False) if page.data else ""
-    held = bool(data) and len(data) <= MAX_DATA_CHARACTERS
-    note = "" if held or not data else "<p class=about>The data are too large for this page; --json prints them.</p>"
+    charts = [block for block in page.blocks if isinstance(block, HeatMap | Curves)]
+    tables = [(i, block) for i, block in enumerate(page.blocks) if isinstance(block, Table)]
+    content = {
+        "title": _plain(page.title),
+        "summary": [*map(_plain, page.summary)],
+        "numbers": {_plain(name): _plain(number) for name, number in page.numbers},
+        "models": {_plain(letter): _plain(name) for letter, name in page.models},
+        "charts": [_plain_values(chart.to_json()) for chart in charts],
+        "tables": [_packed(table, _identifier(table, i)) for i, table in tables],
+    }
+    data = _compact(content)
     return "\n".join(
         [
             "<!doctype html>",
             f'<html lang="en"><head><meta charset="utf-8">{GENERATOR}{__version__}">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title><style>{_asset('page.css')}</style></head><body><main>",
-            f"<h1>{title}</h1>",
-            *(f"<p>{safe(sentence)}</p>" for sentence in page.summary),
-            *(section for i, block in enumerate(page.blocks) for section in _section(block, i, places)),
+            f"<title>{title}</title><style>{_asset('page.css')}{_asset('charts.css')}{style()}</style></head><body><main>",
+            *_head(page),
+            *_charts(page.blocks, charts),
+            *(
+                part
+                for i, block in enumerate(page.blocks)
+                if not isinstance(block, HeatMap | Curves)
+                for part in _section(block, i, opened=not charts)
+            ),
             "</main><footer>",
-            '<p class="tools"><button class="json" type="button">Save the data (JSON)</button></p>' if held else note,
+            '<p class="tools"><button class="json" type="button">Save the data (JSON)</button></p>',
             f"<p>Made by weightsmith {__version__}. This page loads nothing from the network.</p></footer>",
             # In JSON these escapes mean the same characters; `</script>` cannot appear.
-            f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>' if held else "",
-            f"<script>{_asset('page.js')}</script></body></html>",
+            f'<script type="application/json" id="content">{data.replace("<", chr(92) + "u003c")}</script>',
+            f"<script>{_asset('charts.js')}{_asset('page.js')}</script></body></html>",
             "",
         ]
     )
@@ -81,62 +111,185 @@ def _asset(name: str) -> str:
     return (files("weightsmith._base.pages") / name).read_text(encoding="utf-8")
 
 
+def _plain(text: str) -> str:
+    """A text as the page shows it, before it is escaped."""
+    return printable(redacted(text))
+
+
+def _plain_values(value: Any) -> Any:
+    """JSON values with all texts as the page shows them."""
+    if isinstance(value, dict):
+        return {key: _plain_values(each) for key, each in value.items()}
+    return [*map(_plain_values, value)] if isinstance(value, list) else _plain(value) if isinstance(value, str) else value
+
+
 def _identifier(block: Block, i: int) -> str:
     name = block.name if isinstance(block, Table) and block.name else block.title
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or f"part-{i + 1}"
+    return f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-') or 'part'}-{i + 1}"
 
 
-def _section(block: Block, i: int, places: Mapping[tuple[str, str], int]) -> Iterator[str]:
-    kind = {Table: "table", HeatMap: "heat", Curves: "curves", Facts: "facts", Code: "code"}[type(block)]
-    yield f'<section class="{kind}" id="{_identifier(block, i)}">'
-    if block.title:
-        yield f"<h2>{safe(block.title)}</h2>"
-    if not isinstance(block, Facts) and block.about:
-        yield f'<p class="about">{safe(block.about)}</p>'
+def _head(page: Page) -> Iterator[str]:
+    yield f"<h1>{safe(page.title)}</h1>"
+    if page.summary:
+        yield f'<p class="verdict">{safe(page.summary[0])}</p>'
+    if page.numbers:
+        pairs = (f"<div><dt>{safe(name)}</dt><dd>{safe(number)}</dd></div>" for name, number in page.numbers)
+        yield f'<dl class="numbers">{"".join(pairs)}</dl>'
+    if page.models:
+        names = (f"<span><b>{safe(letter)}</b>{safe(name)}</span>" for letter, name in page.models)
+        yield f'<p class="models">{"".join(names)}</p>'
+    if page.summary[1:]:
+        yield f'<ul class="about">{"".join(f"<li>{safe(sentence)}</li>" for sentence in page.summary[1:])}</ul>'
+
+
+def _charts(blocks: Sequence[Block], charts: Sequence[HeatMap | Curves]) -> Iterator[str]:
+    """Maps that are compared stand together, under one title and one scale."""
+    drawn: set[str] = set()
+    for number, chart in enumerate(charts):
+        identifier = _identifier(chart, blocks.index(chart))
+        if isinstance(chart, Curves):
+            yield f'<section class="curves" id="{identifier}"><h2>{safe(chart.title)}</h2>{_about(chart.about)}'
+            yield f'<div class="scroll">{curves(chart)}</div></section>'
+        elif not chart.group:
+            yield f'<section class="maps" id="{identifier}"><h2>{safe(chart.title)}</h2>{_about(chart.about)}{legend([chart])}'
+            yield f"{grid(chart, number, titled=False)}</section>"
+        elif chart.group not in drawn:
+            drawn.add(chart.group)
+            own = [(i, one) for i, one in enumerate(charts) if isinstance(one, HeatMap) and one.group == chart.group]
+            yield f'<section class="maps" id="{identifier}"><h2>{safe(chart.group)}</h2>{_about(chart.about)}'
+            yield f"{legend([one for _, one in own])}{''.join(grid(one, i) for i, one in own)}</section>"
+
+
+def _about(text: str) -> str:
+    return f'<p class="about">{safe(text)}</p>' if text else ""
+
+
+def _section(block: Facts | Table | Code, i: int, *, opened: bool) -> Iterator[str]:
+    """opened: not folded, if it is short."""
+    kind = {Table: "table", Facts: "facts", Code: "code"}[type(block)]
+    short = not isinstance(block, Table) or len(block.rows) <= STATIC_ROWS
+    rows = f" <small>{count(len(block.rows), 'row')}</small>" if isinstance(block, Table) else ""
+    title = safe(block.title or "Facts")
+    yield f'<section class="{kind}" id="{_identifier(block, i)}"><details{" open" if opened and short else ""}>'
+    yield f"<summary>{title}{rows}</summary>{'' if isinstance(block, Facts) else _about(block.about)}"
     if isinstance(block, Table):
-        yield from _table(block, places)
-    elif isinstance(block, HeatMap):
-        yield f'<div class="scroll">{heat_map(block, places)}</div><p class="status" aria-live="polite"></p>'
-    elif isinstance(block, Curves):
-        yield f'<div class="scroll">{curves(block)}</div>'
+        yield from _table(block)
     elif isinstance(block, Facts):
-        rows = (f"<dt>{safe(name)}</dt><dd>{safe(written(value))}</dd>" for name, value in block.facts)
-        yield f"<dl>{''.join(rows)}</dl>"
+        yield f"<dl>{''.join(f'<dt>{safe(name)}</dt><dd>{safe(written(value))}</dd>' for name, value in block.facts)}</dl>"
     else:
         yield f"<pre>{safe(block.text)}</pre>"
-    yield "</section>"
+    yield "</details></section>"
 
 
-def _table(table: Table, places: Mapping[tuple[str, str], int]) -> Iterator[str]:
-    yield '<p class="tools"><input type="search" placeholder="search" aria-label="search this table">'
-    yield '<button class="csv" type="button">Save as CSV</button></p><p class="status" aria-live="polite"></p>'
-    numbers = [column.unit != "text" for column in table.columns]
+def _table(table: Table) -> Iterator[str]:
+    search = '<input type="search" placeholder="search" aria-label="search this table">'
+    yield f'<p class="tools">{search if len(table.rows) > SEARCHED_ROWS else ""}'
+    yield '<button class="csv" type="button">Save as CSV</button></p><p class="status" role="status" aria-live="polite"></p>'
+    kinds = ["" if column.unit == "text" else " class=n" for column in table.columns]
     heads = (
-        f'<th scope="col" data-name="{safe(column.name)}"{" class=n" if number else ""} title="{safe(column.about)}">'
-        f'<button type="button">{safe(column.name)}</button></th>'
-        for column, number in zip(table.columns, numbers, strict=True)
+        f'<th scope="col"{kind} title="{safe(column.about)}"><button type="button">{safe(column.name)}</button></th>'
+        for column, kind in zip(table.columns, kinds, strict=True)
     )
-    yield f'<div class="scroll tall" tabindex="0" role="region" aria-label="{safe(table.title)}">'
+    yield f'<div class="scroll tall rows" tabindex="0" role="region" aria-label="{safe(table.title)}">'
     yield f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>"
-    for i, row in enumerate(table.rows[:MAX_ROWS]):
-        place = f' data-p="{places[table.places[i]]}"' if table.places and table.places[i] in places else ""
+    for row in table.rows[:STATIC_ROWS]:
         cells = (
-            f"<td class=n{_exact(value)}>{safe(written(value, column.unit))}</td>"
-            if number
-            else f"<td>{safe(written(value))}</td>"
-            for value, column, number in zip(row, table.columns, numbers, strict=True)
+            f"<td{kind}>{safe(written(value, column.unit))}</td>"
+            for value, column, kind in zip(row, table.columns, kinds, strict=True)
         )
-        yield f"<tr{place}>{''.join(cells)}</tr>"
+        yield f"<tr>{''.join(cells)}</tr>"
     yield "</tbody></table></div>"
-    if len(table.rows) > MAX_ROWS:
-        yield f'<p class="about">The first {MAX_ROWS:,} of {len(table.rows):,} rows.</p>'
 
 
-def _exact(value: Value) -> str:
-    """The attribute with a number for sorting and for CSV, with nine digits; "" for what is no number: its text serves."""
-    if value is None or isinstance(value, str | Mark) or not math.isfinite(value):
-        return ""
-    return f' data-v="{value if isinstance(value, int) else f"{value:.9g}"}"'
+# ---- The data of a page: what its script shows and saves.
+
+
+def _compact(value: object) -> str:
+    return json_text(value, allow_nan=False, separators=(",", ":"))
+
+
+def _packed(table: Table, identifier: str) -> dict[str, Any]:
+    """A table as columns: the names of 10,000 tensors differ little from one to the next, and their shapes are few."""
+    found: dict[str, Any] = {
+        "id": identifier,
+        "title": _plain(table.title),
+        "name": table.name,
+        "rows": len(table.rows),
+        "columns": [[_plain(column.name), column.unit] for column in table.columns],
+        "data": [_column([row[i] for row in table.rows], column.unit) for i, column in enumerate(table.columns)],
+    }
+    if table.places:
+        found["places"] = _column([f"{_plain(group)}\n{_plain(part)}" for group, part in table.places], "text", lines=True)
+    if any(one.values or one.histogram for one in table.pictures):
+        found["pictures"] = _pictures(table)
+    return found
+
+
+def _column(values: Sequence[Value], unit: Unit, *, lines: bool = False) -> Any:
+    """The values as a list; or packed.
+
+    {same}        all are equal
+    {of, at}      few distinct texts, and the number of each row's
+    {kept, ends}  how many characters a text keeps of the one before, and its end
+
+    >>> _column(["x.0.a"] * 30 + ["x.0.b"] * 30, "text")["of"], _column([2, 2], "count"), _column([0.1234567, None], "share")
+    (['x.0.a', 'x.0.b'], {'same': 2}, [0.123457, None])
+    """
+    cells = [(value if lines else _plain(value)) if isinstance(value, str) else _cell(value, unit) for value in values]
+    if len(cells) > 1 and all(cell == cells[0] for cell in cells):
+        return {"same": cells[0]}
+    if not all(isinstance(cell, str) for cell in cells) or len(cells) < STATIC_ROWS:
+        return cells
+    distinct = {text: i for i, text in enumerate(dict.fromkeys(cells))}
+    if 4 * len(distinct) < len(cells):
+        return {"of": [*distinct], "at": [distinct[text] for text in cells]}
+    kept = [_common(before, text) for before, text in zip(["", *cells[:-1]], cells, strict=True)]
+    return {"kept": kept, "ends": [text[n:] for n, text in zip(kept, cells, strict=True)]}
+
+
+def _common(a: str, b: str) -> int:
+    """Characters that two texts begin with. Beyond the basic plane scripts count two; those end it."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n] and ord(a[n]) < 0x10000:
+        n += 1
+    return n
+
+
+def _cell(value: Value, unit: Unit) -> Any:
+    if value is None or isinstance(value, Mark):
+        return None if value is None else value.word if unit == "text" else value.key
+    if isinstance(value, float) and not math.isfinite(value):
+        return Mark.UNDEFINED.key if math.isnan(value) else Mark.INFINITE.key
+    return value if isinstance(value, str) else rounded(value, 9 if unit == "cosine" else _DIGITS)
+
+
+_BASE = 90
+_FIRST = 35
+"""Packed numbers are written with 90 characters, from `#` on."""
+
+
+def _pictures(table: Table) -> dict[str, Any]:
+    firsts = [one.values[0] if one.values else 0.0 for one in table.pictures]
+    ratios = [[v / first for v in one.values[1:] if v > 0] for one, first in zip(table.pictures, firsts, strict=True)]
+    highest = [max(one.histogram, default=1.0) for one in table.pictures]
+    bars = [[share / most for share in one.histogram] for one, most in zip(table.pictures, highest, strict=True)]
+    return {
+        "what": table.pictures[0].what,
+        "first": [rounded(first, _DIGITS) for first in firsts],
+        "values": ["".join(map(_logarithm, own)) for own in ratios],
+        "lowest": [one.lowest for one in table.pictures],
+        "histograms": ["".join(map(_bar, own)) for own in bars],
+    }
+
+
+def _logarithm(ratio: float) -> str:
+    """A ratio from 1e-8 to 1 in three characters, within 0.002 %."""
+    n = min(_BASE**3 - 1, max(0, round(-math.log(max(ratio, 1e-9)) / math.log(1e8) * (_BASE**3 - 1))))
+    return "".join(chr(_FIRST + n // _BASE**k % _BASE) for k in (2, 1, 0))
+
+
+def _bar(share: float) -> str:
+    return chr(_FIRST + math.ceil(share * (_BASE - 1)))
 
 
 # ---- The file of a page.

@@ -1,4 +1,4 @@
-"""A page in a notebook: its sentences, facts and short tables, as one piece of HTML."""
+"""A page in a notebook: its sentences, heat maps, facts and short tables, as one piece of HTML."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from importlib import import_module
 from itertools import islice
 from typing import Any, ClassVar
 
-from weightsmith._base.pages.values import Facts, Page, Table, safe, written
+from weightsmith._base.pages.svg import heat_map
+from weightsmith._base.pages.values import Facts, HeatMap, Page, Table, safe, written
 
 ROWS = 20
 """The most rows of a table that are shown."""
+CELLS = 2000
+"""The most cells of a heat map that is drawn: about 150 kB."""
 
 
 class Shown:
@@ -28,14 +31,19 @@ class Shown:
 
 
 def to_fragment(page: Page) -> str:
-    """A page as HTML for a cell: without scripts, styles and heat maps, and with at most `ROWS` rows of each table.
+    """A page as HTML for a cell: without scripts and styles, its heat maps as SVG, with at most `ROWS` rows of each table.
 
     >>> to_fragment(Page("a and <b>", ("They are equal.",), (Facts("", (("changed", 0.5),)),)))
-    '<p><b>a and &lt;b&gt;</b></p><p>They are equal.</p><table><tr><th>changed</th><td>0.5</td></tr></table>'
+    '<p><b>a and &lt;b&gt;</b></p><p>They are equal.</p><table><tr><th>changed</th><td>0.5000</td></tr></table>'
     """
     parts = [f"<p><b>{safe(page.title)}</b></p>", *(f"<p>{safe(sentence)}</p>" for sentence in page.summary)]
+    if page.numbers:
+        numbers = ("".join(f"<{tag}>{safe(pair[i])}</{tag}>" for pair in page.numbers) for i, tag in ((0, "th"), (1, "td")))
+        parts.append(f"<table>{''.join(f'<tr>{row}</tr>' for row in numbers)}</table>")
     for block in page.blocks:
-        if isinstance(block, Facts):
+        if isinstance(block, HeatMap) and len(block.rows) * len(block.columns) <= CELLS:
+            parts.append(f"<p>{safe(block.title)}</p>{heat_map(block)}")
+        elif isinstance(block, Facts):
             rows = "".join(f"<tr><th>{safe(name)}</th><td>{safe(written(value))}</td></tr>" for name, value in block.facts)
             parts.append(f"<table>{rows}</table>")
         elif isinstance(block, Table) and not block.name:

@@ -1,105 +1,99 @@
-"""Heat maps and curves as SVG. Colours of lines and text follow the page; those of cells are the same on light and dark."""
+"""Heat maps and curves as SVG: files beside a model card, and notebooks. Lines and text have the page's colour."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from weightsmith._base.pages.values import Curves, HeatMap, Mark, Unit, safe, written
+from weightsmith._base.pages.colours import STEPS, colour, scaled, step_of
+from weightsmith._base.pages.values import Cell, Curves, Fold, HeatMap, Mark, Scale, Unit, safe, span_of, written
 from weightsmith._base.text import count
 
-# Dark to light through blue and green; adjacent steps differ in lightness, so that it reads in grey and to colour-blind eyes.
-_SCALE = ((48, 18, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 _LINES = ("#3b6fb6", "#c05a2b", "#3f8f4f", "#8a56a8", "#b8860b", "#4a9aa8", "#a83e5d", "#6b6b6b")
-_CELL_WIDTH, _CELL_HEIGHT = 26, 13
+_CELL_HEIGHT = 15
 _WIDTH, _HEIGHT = 640, 260
 _CHARACTER = 6.2
 """Width of a character of a label."""
 
-
-def span_of(values: Iterable[float | Mark | None], *, log: bool) -> tuple[float, float] | None:
-    """The smallest and the largest number that a scale can have; None if there is none."""
-    known = [v for v in values if isinstance(v, float | int) and math.isfinite(v) and (v > 0 or not log)]
-    return (min(known), max(known)) if known else None
-
-
-def scaled(values: Sequence[float | Mark | None], *, log: bool, span: tuple[float, float] | None = None) -> list[float | None]:
-    """Numbers from 0 to 1 for colours: the smallest is 0, the largest 1. None for what has no colour: a mark, nan, infinity.
-
-    span  instead of the smallest and the largest
-
-    >>> scaled([0.0, 5.0, 10.0, None, math.inf], log=False), scaled([0.0, 0.01, 1.0, Mark.NAN], log=True)
-    ([0.0, 0.5, 1.0, None, None], [0.0, 0.0, 1.0, None])
-    """
-    transform = math.log if log else float
-    low, high = map(transform, span or span_of(values, log=log) or (1.0, 1.0))
-
-    def one(value: float | Mark | None) -> float | None:
-        if not isinstance(value, float | int) or not math.isfinite(value):
-            return None
-        if log and value <= 0:
-            return 0.0
-        return (transform(value) - low) / (high - low) if high > low else 0.0
-
-    return [one(value) for value in values]
+PATTERNS: Mapping[Mark, str] = {
+    Mark.SAME: '<path d="M0 2.5h6M0 4.5h6" stroke="#888" stroke-width=".8"/>',
+    Mark.NOTHING: '<circle cx="3" cy="3" r=".8" fill="#999"/>',
+    Mark.FULL: '<path d="M-1 7L7-1M-1 1l2-2M5 7l2-2" stroke="#555"/>',
+    Mark.HIGH: '<path d="M1.5 0v6M4.5 0v6" stroke="#555" stroke-width=".8"/>',
+    Mark.NAN: '<path d="M0 0l6 6M6 0L0 6" stroke="#c02222"/>',
+    Mark.INFINITE: '<path d="M-1-1l8 8M-1 5l2 2M5-1l2 2" stroke="#c02222" stroke-width="2"/>',
+    Mark.BOTH: '<path d="M0 0l6 6M6 0L0 6M3 0v6M0 3h6" stroke="#c02222"/>',
+    Mark.NEW: '<path d="M3 1v4M1 3h4" stroke="#555" stroke-width=".9"/>',
+    Mark.UNDEFINED: '<circle cx="1.5" cy="1.5" r="1" fill="#555"/><circle cx="4.5" cy="4.5" r="1" fill="#555"/>',
+}
+"""A tile of 6 x 6 for each mark: marks differ in print and to colour-blind eyes."""
 
 
-def colour(share: float) -> str:
-    """The colour of a number from 0 to 1.
-
-    >>> colour(0.0), colour(1.0)
-    ('#301254', '#fde725')
-    """
-    at = min(max(share, 0.0), 1.0) * (len(_SCALE) - 1)
-    i = min(int(at), len(_SCALE) - 2)
-    return "#" + "".join(f"{round(a + (b - a) * (at - i)):02x}" for a, b in zip(_SCALE[i], _SCALE[i + 1], strict=True))
-
-
-def heat_map(found: HeatMap, places: Mapping[tuple[str, str], int] | None = None) -> str:
-    """A heat map. places: numbers of (row, column), by which each cell leads to the rows of its table; None: no links."""
+def heat_map(found: HeatMap) -> str:
+    """A heat map: a row for each part, a column for each layer, then the scale and the marks."""
     left = 12 + _CHARACTER * max((len(name) for name in found.rows), default=0)
-    top = 14 + _CHARACTER * 0.72 * max((len(name) for name in found.columns), default=0)  # labels are turned by 45 degrees
-    reach = _CHARACTER * 0.72 * len(found.columns[-1]) if found.columns else 0
-    marks = _marks(found)
-    width = max(left + _CELL_WIDTH * len(found.columns) + reach + 8, left + 300 if marks else 0)
-    height = top + _CELL_HEIGHT * (len(found.rows) + len(marks)) + 34
-    every = max(1, -(-len(found.rows) // 48))
-    shares = scaled([value for row in found.values for value in row], log=found.log, span=found.span)
-    parts = [_opening(width, height, f"{found.title}: {_extremes(found)}")]
-    for j, name in enumerate(found.columns):
-        x, y = left + _CELL_WIDTH * (j + 0.55), top - 5
-        parts.append(f'<text x="{x:.0f}" y="{y:.0f}" transform="rotate(-45 {x:.0f} {y:.0f})">{safe(name)}</text>')
+    cell = max(6, min(26, 720 // max(1, len(found.columns))))
+    height = _CELL_HEIGHT * len(found.rows)
+    marks = marks_of(found)
+    width = max(left + cell * len(found.columns) + 12, left + 300)
+    below = height + 34
+    limits, parts = found.limits, [_opening(width, below + 16 + _CELL_HEIGHT * len(marks), f"{found.title}: {extremes(found)}")]
+    tiles = "".join(
+        f'<pattern id="wm-{mark.key}" width="6" height="6" patternUnits="userSpaceOnUse">{PATTERNS[mark]}</pattern>'
+        for mark in marks
+    )
+    parts.append(f"<defs>{tiles}</defs>" if tiles else "")
     for i, name in enumerate(found.rows):
-        y = top + _CELL_HEIGHT * i
-        if i % every == 0 or i == len(found.rows) - 1:
-            parts.append(f'<text x="{left - 5:.0f}" y="{y + 10:.0f}" text-anchor="end">{safe(name)}</text>')
-        for j, column in enumerate(found.columns):
-            value, share, x = found.values[i][j], shares[i * len(found.columns) + j], left + _CELL_WIDTH * j
+        y = _CELL_HEIGHT * i
+        parts.append(f'<text x="{left - 6:.0f}" y="{y + 11}" text-anchor="end">{safe(name)}</text>')
+        for j, (value, share) in enumerate(zip(found.values[i], scaled(found.values[i], found.scale, limits), strict=True)):
             if value is not None:
-                mark = value if isinstance(value, Mark) else Mark.UNDEFINED
-                said = written(value, found.unit) if share is not None else mark.meaning
-                cell = _cell(x, y, share, mark, f"{name}, {column}: {said}")
-                if places is not None and found.detail:
-                    cell = f'<a href="#{safe(found.detail)}" data-p="{places[name, column]}">{cell}</a>'
-                parts.append(cell)
-    parts.append(_legend(found, marks, left, top + _CELL_HEIGHT * len(found.rows) + 14))
+                parts.append(
+                    _cell(left + cell * j, y, cell, share, value, found, f"{cell_name(found, i, j)}: {said(value, found)}")
+                )
+    for j in ticks(len(found.columns)):
+        x = left + cell * (j + 0.5)
+        parts.append(f'<text x="{x:.0f}" y="{height + 12}" text-anchor="middle">{safe(found.columns[j])}</text>')
+    parts.append(f'<text x="{left - 6:.0f}" y="{height + 12}" text-anchor="end">{safe(found.axis)}</text>')
+    parts.append(_legend(found, marks, left, below))
     return "".join([*parts, "</svg>"])
 
 
-def _cell(x: float, y: float, share: float | None, mark: Mark, title: str = "") -> str:
-    """A colour; or, for what has none, an outlined box with the word of a mark."""
+def said(value: Cell, found: HeatMap) -> str:
+    """A cell in words."""
+    if isinstance(value, float | int) and math.isfinite(value):
+        return written(value, found.unit)
+    return (value if isinstance(value, Mark) else Mark.UNDEFINED).meaning
+
+
+def cell_name(found: HeatMap, row: int, column: int) -> str:
+    """The place of a cell in words: `layer 3, self_attn.q_proj`."""
+    return f"{found.axis} {found.columns[column]}, {found.rows[row]}"
+
+
+def ticks(columns: int) -> list[int]:
+    """Columns that have a label: about twelve.
+
+    >>> ticks(5), ticks(30), ticks(126)[-2:]
+    ([0, 1, 2, 3, 4], [0, 5, 10, 15, 20, 25], [100, 120])
+    """
+    return list(range(0, columns, max(1, round(_step(max(1, columns) / 12)))))
+
+
+def _cell(x: float, y: float, width: float, share: float | None, value: Cell, found: HeatMap, title: str = "") -> str:
     about = f"<title>{safe(title)}</title>" if title else ""
-    box = f'<rect x="{x:.0f}" y="{y:.0f}" width="{_CELL_WIDTH - 1}" height="{_CELL_HEIGHT - 1}"'
+    box = f'<rect x="{x:.0f}" y="{y:.0f}" width="{width - 1:.0f}" height="{_CELL_HEIGHT - 1}"'
     if share is not None:
-        return f'{box} fill="{colour(share)}">{about}</rect>'
-    word = f'<text x="{x + _CELL_WIDTH / 2:.0f}" y="{y + 9:.0f}" text-anchor="middle" font-size="9">{safe(mark.symbol)}</text>'
-    return f'{box} fill="#888" fill-opacity=".12">{about}</rect>{word}'
+        return f'{box} fill="{colour(step_of(share), found.scale)}">{about}</rect>'
+    mark = value if isinstance(value, Mark) else Mark.UNDEFINED
+    return f'{box} fill="url(#wm-{mark.key})" stroke="#999" stroke-width=".5">{about}</rect>'
 
 
-def _marks(found: HeatMap) -> dict[Mark, int]:
+def marks_of(found: HeatMap) -> dict[Mark, int]:
     """The marks of a map, in their order, and how many cells have each."""
     numbers = Counter(
         value if isinstance(value, Mark) else Mark.UNDEFINED
@@ -110,34 +104,41 @@ def _marks(found: HeatMap) -> dict[Mark, int]:
     return {mark: numbers[mark] for mark in Mark if numbers[mark]}
 
 
-def _extremes(found: HeatMap) -> str:
+def extremes(found: HeatMap) -> str:
     """The smallest and the largest number, with their places, and the marks, for those who do not see the cells."""
     cells = [
-        (value, f"{found.rows[i]}, {found.columns[j]}")
+        (value, cell_name(found, i, j))
         for i, row in enumerate(found.values)
         for j, value in enumerate(row)
         if isinstance(value, float | int) and math.isfinite(value)
     ]
-    said = "no numbers"
+    text = "no numbers"
     if cells:
         low, high = min(cells), max(cells)
-        said = f"from {written(low[0], found.unit)} ({low[1]}) to {written(high[0], found.unit)} ({high[1]})"
-    return "; ".join([said, *(f"{mark.meaning}: {count(cells, 'cell')}" for mark, cells in _marks(found).items())])
+        text = f"from {written(low[0], found.unit)} ({low[1]}) to {written(high[0], found.unit)} ({high[1]})"
+    return "; ".join([text, *(f"{mark.meaning}: {count(cells, 'cell')}" for mark, cells in marks_of(found).items())])
 
 
 def _legend(found: HeatMap, marks: Iterable[Mark], x: float, y: float) -> str:
     """The scale, and a line for each mark."""
-    span = found.span or span_of([value for row in found.values for value in row], log=found.log)
     parts = []
-    if span is not None:
-        parts += [f'<rect x="{x + 6 * i:.0f}" y="{y:.0f}" width="6" height="9" fill="{colour(i / 19)}"/>' for i in range(20)]
-        low, high = (written(value, found.unit) for value in span)
-        scale = " (logarithmic)" if found.log else ""
-        parts.append(f'<text x="{x + 126:.0f}" y="{y + 8:.0f}">{safe(f"{low} to {high}{scale}")}</text>')
+    if found.limits is not None:
+        parts += [
+            f'<rect x="{x + 5 * i:.0f}" y="{y:.0f}" width="5" height="9" fill="{colour(i, found.scale)}"/>'
+            for i in range(STEPS)
+        ]
+        parts.append(f'<text x="{x + 5 * STEPS + 8:.0f}" y="{y + 8:.0f}">{safe(limits_text(found))}</text>')
     for i, mark in enumerate(marks):
         below = y + _CELL_HEIGHT * (i + 1)
-        parts += [_cell(x, below, None, mark), f'<text x="{x + 34:.0f}" y="{below + 9:.0f}">{safe(mark.meaning)}</text>']
+        parts.append(_cell(x, below, 26, None, mark, found))
+        parts.append(f'<text x="{x + 34:.0f}" y="{below + 10:.0f}">{safe(mark.meaning)}</text>')
     return "".join(parts)
+
+
+def limits_text(found: HeatMap) -> str:
+    """What the scale's ends are."""
+    low, high = (written(value, found.unit) for value in found.limits or ())
+    return f"{low} to {high}{' (logarithmic)' if found.scale == 'log' else ''}"
 
 
 def picture(svg: str) -> bytes:
@@ -169,7 +170,7 @@ def curves(found: Curves) -> str:
     for tick in _ticks(low, high, log=found.log):
         y = y_of(tick)
         parts.append(f'<path class="grid" stroke="#c8ced6" d="M{left:.0f} {y:.1f}H{right:.0f}"/>')
-        parts.append(f'<text x="{left - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{safe(written(tick, found.unit))}</text>')
+        parts.append(f'<text x="{left - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick, found.unit)}</text>')
     step = max(1, round(_step(length / 10)))
     for i in range(-found.first % step, length, step):
         label = f'<text x="{x_of(i):.1f}" y="{bottom + 16:.0f}" text-anchor="middle">{i + found.first}</text>'
@@ -189,6 +190,15 @@ def curves(found: Curves) -> str:
         parts.append(f'<path stroke="{line}" stroke-width="3" d="M{left:.0f} {y:.0f}h18"/>')
         parts.append(f'<text x="{left + 26:.0f}" y="{y + 4:.0f}">{safe(name)}</text>')
     return "".join([*parts, "</svg>"])
+
+
+def _tick(value: float, unit: Unit) -> str:
+    """A round number at an axis.
+
+    >>> _tick(0.05, "number"), _tick(0.2, "share")
+    ('0.05', '20 %')
+    """
+    return f"{100 * value:.6g} %" if unit == "share" else f"{value:.6g}"
 
 
 def _runs(values: Sequence[float | None], *, log: bool) -> Iterator[list[tuple[int, float]]]:
@@ -238,6 +248,7 @@ def _opening(width: float, height: float, label: str) -> str:
 # ---- Heat maps of numbers that belong to places in a model.
 
 T = TypeVar("T")
+_NUMBERS = re.compile(r"\d+")
 
 
 class Placed(Protocol):
@@ -258,30 +269,68 @@ def heat_maps(
     unit: Unit,
     about: str,
     *,
-    log: bool = False,
+    scale: Scale = "linear",
     detail: str = "",
     span: tuple[float, float] | None = None,
+    group: str = "",
+    name: Callable[[T], str] | None = None,
 ) -> list[HeatMap]:
     """One heat map for each stack of layers, all with one scale; without those where nothing differs or nothing applies.
 
     items  what is where; of what is outside the layers nothing is shown
     value  one number for all items of a part in a layer, or a mark; nan: `Mark.UNDEFINED`
-    span   see `HeatMap`
+    span, group  see `HeatMap`
+    name   of an item's tensor; with it, parts that have several tensors in a layer (experts) can be unfolded
     """
-    stacks: dict[str, dict[tuple[int, str], list[T]]] = {}
+    stacks: dict[str, dict[tuple[str, int], list[T]]] = {}
     for place, item in items:
         if place.stack:
-            stacks.setdefault(place.stack, {}).setdefault((place.layer, place.part), []).append(item)
+            stacks.setdefault(place.stack, {}).setdefault((place.part, place.layer), []).append(item)
     found: list[HeatMap] = []
     for stack, own in stacks.items():
-        layers, parts = sorted({layer for layer, _ in own}), tuple(dict.fromkeys(part for _, part in own))
-        values = tuple(tuple(_defined(value(own[at, part])) if (at, part) in own else None for part in parts) for at in layers)
+        layers, parts = sorted({layer for _, layer in own}), tuple(dict.fromkeys(part for part, _ in own))
+        values = tuple(tuple(_defined(value(own[part, at])) if (part, at) in own else None for at in layers) for part in parts)
         if any(value not in (None, Mark.SAME, Mark.NOTHING) for row in values for value in row):
-            name = f"{title} ({stack})" if len(stacks) > 1 else title
-            rows = tuple(f"{stack}{layer}" for layer in layers)
-            found.append(HeatMap(name, rows, parts, values, unit, about, log, detail, span))
-    common = span or span_of([v for one in found for row in one.values for v in row], log=log)
+            titled = f"{title} ({stack})" if len(stacks) > 1 else title
+            folds = () if name is None else tuple(_folds(stack, parts, layers, own, value, name))
+            columns = tuple(map(str, layers))
+            found.append(
+                HeatMap(titled, parts, columns, values, unit, about, scale, detail, span, stack, group=group, folds=folds)
+            )
+    common = span or span_of((v for one in found for row in one.values for v in row), scale)
     return [replace(one, span=common) for one in found]
+
+
+def _folds(
+    stack: str,
+    parts: Sequence[str],
+    layers: Sequence[int],
+    own: Mapping[tuple[str, int], Sequence[T]],
+    value: Callable[[Sequence[T]], float | Mark],
+    name: Callable[[T], str],
+) -> Iterator[Fold]:
+    """The rows of the experts of each part that has some."""
+    for part in parts:
+        rows: dict[str, dict[int, T]] = {}
+        for at in layers:
+            for item in own.get((part, at), ()):
+                rows.setdefault(_expert(name(item), f"{stack}{at}."), {})[at] = item
+        if len(rows) > 1 and sum(map(len, rows.values())) == sum(len(own.get((part, at), ())) for at in layers):
+            ordered = sorted(rows, key=lambda row: [int(n) for n in _NUMBERS.findall(row)])
+            values = tuple(
+                tuple(_defined(value([rows[row][at]])) if at in rows[row] else None for at in layers) for row in ordered
+            )
+            if any(value not in (None, Mark.SAME, Mark.NOTHING) for row in values for value in row):
+                yield Fold(part, tuple(ordered), values)
+
+
+def _expert(name: str, layer: str) -> str:
+    """What tells a tensor from the others of its part: the numbers in its name.
+
+    >>> _expert("model.layers.3.mlp.experts.7.up_proj.weight", "model.layers.3.")
+    'expert 7'
+    """
+    return f"expert {'.'.join(_NUMBERS.findall(name.removeprefix(layer)))}"
 
 
 def _defined(value: float | Mark) -> float | Mark:

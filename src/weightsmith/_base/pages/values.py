@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from html import escape
@@ -15,20 +15,20 @@ from weightsmith._base.text import size
 
 
 class Mark(Enum):
-    """What stands in the place of a number: a word for tables, a symbol for cells of maps, and its meaning."""
+    """What stands in the place of a number: a word for tables, a symbol for cells of maps, its meaning, and a key in JSON."""
 
-    SAME = "same", "=", "no element differs"
-    NOTHING = "-", "-", "not applicable"
-    FULL = "full", "full", "full rank"
-    HIGH = "high", "high", "rank above 64, or not told from the rounding"
-    NAN = "NaN", "NaN", "contains NaN"
-    INFINITE = "inf", "∞", "contains infinities"
-    BOTH = "NaN+inf", "N∞", "contains NaN and infinities"
-    NEW = "new", "new", "zero before, and not after"
-    UNDEFINED = "?", "?", "undefined"
+    SAME = "same", "=", "no element differs", "unchanged"
+    NOTHING = "-", "-", "not applicable", "none"
+    FULL = "full", "full", "full rank", "full"
+    HIGH = "high", "high", "rank above 64, or not told from the rounding", "high"
+    NAN = "NaN", "NaN", "contains NaN", "nan"
+    INFINITE = "inf", "∞", "contains infinities", "inf"
+    BOTH = "NaN+inf", "N∞", "contains NaN and infinities", "nan-inf"
+    NEW = "new", "new", "zero before, and not after", "new"
+    UNDEFINED = "?", "?", "undefined", "undefined"
 
-    def __init__(self, word: str, symbol: str, meaning: str) -> None:
-        self.word, self.symbol, self.meaning = word, symbol, meaning
+    def __init__(self, word: str, symbol: str, meaning: str, key: str) -> None:
+        self.word, self.symbol, self.meaning, self.key = word, symbol, meaning, key
 
 
 Unit = Literal["text", "number", "count", "share", "cosine", "bytes"]
@@ -46,11 +46,28 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
+class Pictures:
+    """What is drawn of one tensor.
+
+    values     singular values, descending; () where they are not computed
+    histogram  shares of its elements by magnitude, each of the powers of two from `lowest` on; () where it is not computed
+    lowest     the exponent of the first
+    what       what has these magnitudes
+    """
+
+    values: tuple[float, ...] = ()
+    histogram: tuple[float, ...] = ()
+    lowest: int = 0
+    what: str = "elements"
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A table that readers can sort, filter and download.
 
     name    short, for links and file names: `tensors`
-    places  of each row, the row and column of the heat maps whose cells lead to it; () without heat maps
+    places  of each row, the layer and the part of the heat maps whose cells lead to it; () without heat maps
+    pictures  of each row, what a cell's drawer draws of it; () without any
     """
 
     title: str
@@ -59,28 +76,132 @@ class Table:
     about: str = ""
     name: str = ""
     places: tuple[tuple[str, str], ...] = ()
+    pictures: tuple[Pictures, ...] = ()
+
+
+Scale = Literal["linear", "log", "diverging"]
+"""How numbers become colours. log: of shares of very different sizes; diverging: around zero, which is neutral."""
+
+Cell = float | Mark | None
+"""Of a heat map; None: there is nothing at this place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """The rows that one row of a heat map sums up: the experts of a part.
+
+    row     name of the row that sums them up
+    rows    names of those that it sums up
+    values  [row][column], as in the map
+    """
+
+    row: str
+    rows: tuple[str, ...]
+    values: tuple[tuple[Cell, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Numbers by layer and part, as colours.
+    """Numbers by part and layer, as colours.
 
-    values   [row][column]; a mark where there is something without a number; None: there is nothing at this place
-    log      colours by the logarithm: for shares of very different sizes
+    rows     parts, from top to bottom
+    columns  layers, as their numbers, from left to right
+    values   [row][column]; a mark where there is something without a number
+    prefix   what all columns begin with, said once: `model.layers.`
+    axis     what a column is
     detail   name of the table that a cell leads to
     span     numbers that have the first and the last colour: the same in maps that are compared; None: the smallest and the
              largest
+    group    title of the maps that are compared, which share one drawn scale; "": the map is alone
+    folds    rows that can be unfolded
     """
 
     title: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    values: tuple[tuple[float | Mark | None, ...], ...]
+    values: tuple[tuple[Cell, ...], ...]
     unit: Unit = "number"
     about: str = ""
-    log: bool = False
+    scale: Scale = "linear"
     detail: str = ""
     span: tuple[float, float] | None = None
+    prefix: str = ""
+    axis: str = "layer"
+    group: str = ""
+    folds: tuple[Fold, ...] = ()
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Numbers of the first and the last colour; None without a number."""
+        return self.span or span_of((value for row in self.values for value in row), self.scale)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, for pages that draw it themselves.
+
+        `kind` is "heat". `values` is [row][column]: a number with six digits, the key of a mark ("unchanged", "none", "full",
+        "high", "nan", "inf", "nan-inf", "new", "undefined"), or null where there is nothing. `scale` has `kind` ("linear",
+        "log", "diverging"), `low` and `high`, the numbers of the first and the last colour; null without a number. `unit` is
+        that of the numbers: "share" is shown as a percentage. Maps with the same `group` share a scale. `folds` has the rows
+        (experts) that a row sums up.
+
+        >>> HeatMap("Moved", ("q",), ("0", "1"), ((0.5, Mark.SAME),), "share", prefix="layers.").to_json()["values"]
+        [[0.5, 'unchanged']]
+        """
+        low, high = self.limits or (None, None)
+        return {
+            "kind": "heat",
+            "title": self.title,
+            "about": self.about,
+            "rows": list(self.rows),
+            "columns": list(self.columns),
+            "prefix": self.prefix,
+            "axis": self.axis,
+            "values": _cells_json(self.values),
+            "unit": self.unit,
+            "scale": {"kind": self.scale, "low": low, "high": high},
+            "group": self.group,
+            "detail": self.detail,
+            "folds": [{"row": f.row, "rows": list(f.rows), "values": _cells_json(f.values)} for f in self.folds],
+        }
+
+
+def span_of(values: Iterable[Cell], scale: Scale) -> tuple[float, float] | None:
+    """The smallest and the largest number that a scale can have; None if there is none.
+
+    >>> span_of([0.0, 0.1, 2.0, Mark.NAN], "log"), span_of([-0.1, 0.4], "diverging"), span_of([None], "linear")
+    ((0.1, 2.0), (-0.4, 0.4), None)
+    """
+    known = [v for v in values if isinstance(v, float | int) and math.isfinite(v) and (v > 0 or scale != "log")]
+    if not known:
+        return None
+    if scale == "diverging":
+        most = max(map(abs, known))
+        return -most, most
+    return min(known), max(known)
+
+
+def _cells_json(values: Iterable[Iterable[Cell]]) -> list[list[float | str | None]]:
+    return [[_cell_json(value) for value in row] for row in values]
+
+
+def _cell_json(value: Cell) -> float | str | None:
+    if value is None or isinstance(value, Mark):
+        return None if value is None else value.key
+    if math.isfinite(value):
+        return rounded(value, 6)
+    return Mark.UNDEFINED.key if math.isnan(value) else Mark.INFINITE.key
+
+
+def rounded(value: float, digits: int) -> float:
+    """A number with so many significant digits; an integer without a fraction.
+
+    >>> rounded(1.23456789, 4), rounded(2.0, 4), rounded(123456, 3)
+    (1.235, 2, 123456)
+    """
+    if isinstance(value, int):
+        return value
+    found = float(f"{value:.{digits}g}")
+    return int(found) if found.is_integer() and abs(found) < 1e15 else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +221,29 @@ class Curves:
     about: str = ""
     log: bool = False
     first: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values: `kind` is "curves"; `series` has the `name` and `values` of each line, null where it has a hole;
+        `first` is the x of the first value, `log` says that the y axis is logarithmic.
+
+        >>> Curves("Moved", (("A", (0.5, None)),), "layer", "share").to_json()["series"]
+        [{'name': 'A', 'values': [0.5, None]}]
+        """
+        lines = [
+            {"name": name, "values": [rounded(v, 6) if v is not None and math.isfinite(v) else None for v in values]}
+            for name, values in self.series
+        ]
+        return {
+            "kind": "curves",
+            "title": self.title,
+            "about": self.about,
+            "series": lines,
+            "x": self.x,
+            "y": self.y,
+            "unit": self.unit,
+            "log": self.log,
+            "first": self.first,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +271,19 @@ class Page:
     """A report.
 
     title    what it is about
-    summary  what matters, in sentences
+    summary  what matters, in sentences; the first is the verdict
     blocks   in the order in which they are shown
-    data     all of it as JSON values, for readers to download
+    data     all of it as JSON values, for --json
+    numbers  the three numbers that matter most: a name, and the number as it is written
+    models   the letters that stand for models, and their names
     """
 
     title: str
     summary: tuple[str, ...]
     blocks: tuple[Block, ...]
     data: Mapping[str, Any] = field(default_factory=dict)
+    numbers: tuple[tuple[str, str], ...] = ()
+    models: tuple[tuple[str, str], ...] = ()
 
 
 # ---- How numbers and names are written on pages.
@@ -144,8 +292,12 @@ class Page:
 def written(value: Value, unit: Unit = "text") -> str:
     """A value for people.
 
-    >>> written(0.01234, "share"), written(1234567, "count"), written(0.99999, "cosine"), written(2.5e-7)
-    ('1.23 %', '1,234,567', '1 - 1e-05', '2.5e-07')
+    Shares have three digits, other numbers four, cosines five places.
+
+    >>> written(0.01234, "share"), written(0.25, "share"), written(1234567, "count"), written(2.5e-7), written(32.7)
+    ('1.23 %', '25.0 %', '1,234,567', '2.500e-07', '32.70')
+    >>> written(0.9999, "cosine"), written(1 - 1e-7, "cosine"), written(1.0, "cosine")
+    ('0.99990', '> 0.99999', '1')
     >>> written(None), written(math.nan), written(Mark.NAN, "share")
     ('-', '?', 'NaN')
     """
@@ -164,17 +316,41 @@ def written(value: Value, unit: Unit = "text") -> str:
     if unit == "bytes":
         return size(int(value))
     if unit == "share":
-        return f"{100 * value:.3g} %" if value == 0 or abs(value) >= 1e-5 else f"{100 * value:.2e} %"
-    if unit == "cosine" and 0.9995 < value <= 1:
-        return "1" if value > 1 - 1e-12 else f"1 - {1 - value:.1g}"
-    return f"{value:.4g}"
+        return f"{_digits(100 * value, 3)} %"
+    if unit == "cosine":
+        if abs(value) > 1 - 5e-6:
+            return ("1" if value > 0 else "-1") if abs(value) > 1 - 1e-12 else "> 0.99999" if value > 0 else "< -0.99999"
+        return f"{value:.5f}"
+    return _digits(value, 4)
+
+
+def _digits(value: float, digits: int) -> str:
+    """A number with so many digits; 0, 1, 100 and others that need none have no fraction.
+
+    >>> _digits(0.5, 3), _digits(100.0, 3), _digits(0, 3), _digits(1234567, 4), _digits(1e-9, 3), _digits(1234.5, 3)
+    ('0.500', '100', '0', '1.235e+06', '1.00e-09', '1234')
+    """
+    if value == 0:
+        return "0"
+    if 10 ** (digits - 1) <= abs(value) < 1e5:
+        return f"{value:.0f}"
+    return f"{value:#.{digits}g}".rstrip(".") if abs(value) < 1e5 else f"{value:.{digits - 1}e}"
+
+
+def many(n: int) -> str:
+    """A large number for people.
+
+    >>> many(134_515_008), many(7_241_732_096), many(512)
+    ('134.5 M', '7.24 B', '512')
+    """
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" if n >= 1e6 else f"{n:,}"
 
 
 def finite_or_mark(share: float) -> float | Mark:
     """A quotient; the mark of one that is not finite.
 
-    >>> finite_or_mark(0.5), finite_or_mark(math.inf), finite_or_mark(math.nan)
-    (0.5, <Mark.NEW: ('new', 'new', 'zero before, and not after')>, <Mark.UNDEFINED: ('?', '?', 'undefined')>)
+    >>> finite_or_mark(0.5), finite_or_mark(math.inf) is Mark.NEW, finite_or_mark(math.nan) is Mark.UNDEFINED
+    (0.5, True, True)
     """
     return share if math.isfinite(share) else Mark.NEW if math.isinf(share) else Mark.UNDEFINED
 

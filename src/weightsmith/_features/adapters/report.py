@@ -20,6 +20,14 @@ from weightsmith._models.structure.model import Place
 NAME = "extraction"
 """Key of the report in `Merged.reports`."""
 
+_COLUMNS = {
+    "kept": "share of the squared Frobenius norm of the difference that the factors keep",
+    "possible": "an upper bound of what any factors of these ranks keep",
+    "signal": "the share that they keep of the difference without rounding noise",
+    "noise": "share of the difference that is rounding noise",
+    "least, in": "the least share of the signal that one of the matrices keeps, and its layer",
+}
+
 _NUMBERED = re.compile(r"(?P<stack>.*?\.)(?P<layer>\d{1,5})\.(?P<part>.+)")
 
 
@@ -92,7 +100,7 @@ class Extraction:
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: for each kind of module, the ranks, and the shares that they keep."""
-        head = ("module", "matrices", "rank", "kept", "best possible", "signal kept", "noise", "least kept, in")
+        head = ("module", "count", "rank", "kept", "possible", "signal", "noise", "least, in")
         kinds: dict[str, list[Matrix]] = {}
         for matrix in self.matrices:
             kinds.setdefault(placed(matrix.target.module).part, []).append(matrix)
@@ -109,7 +117,8 @@ class Extraction:
         head, rows = self.table()
         text = f"\n## What the adapter keeps\n\n{self.parameters:,} parameters in factors. "
         text += (
-            "Shares of the squared Frobenius norm of the difference; noise is what rounding the fine-tune to 16 bits added.\n\n"
+            "Shares of the squared Frobenius norm of the difference; possible is the most that factors of these ranks can "
+            "keep, noise what rounding the fine-tune to 16 bits added.\n\n"
         )
         return f"{text}{markdown_table(head, rows)}\n"
 
@@ -135,7 +144,7 @@ class Extraction:
     def blocks(self) -> list[Block]:
         """Heat maps of the signal kept, and the table."""
         head, rows = self.table()
-        columns = tuple(map(Column, head))
+        columns = tuple(Column(name, about=_COLUMNS.get(name, "")) for name in head)
         return [*self._maps(), Table("What the adapter keeps", columns, tuple(rows))]
 
     def _maps(self) -> list[HeatMap]:
@@ -176,12 +185,18 @@ def _row(kind: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
         _ranks(matrices),
         *(_percent(shares[what]) for what in ("kept", "possible", "signal_kept")),
         _percent(noise / energy if energy else None),
-        f"{least.spectrum.signal_kept(least.rank):.1%}, {least.name}" if shares["signal_kept"] is not None else "-",
+        _least(least) if shares["signal_kept"] is not None else "-",
     )
 
 
+def _least(matrix: Matrix) -> str:
+    """The share of the signal that it keeps, and the number of its layer, if it is in one."""
+    place = placed(matrix.name)
+    return f"{_percent(matrix.spectrum.signal_kept(matrix.rank))}{f', {place.layer}' if place.stack else ''}"
+
+
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def _ranks(matrices: Sequence[Matrix]) -> str:

@@ -105,7 +105,14 @@ class Transplant:
         more = (Column("in the text", "count"),) if counted else ()
         columns = Column("id", "count"), Column("token"), Column("how"), Column("error", "number", "relative"), *more
         rows = tuple(
-            (made.number, repr(made.token), made.how, made.error, *((made.count,) if counted else ())) for made in self.made
+            (
+                made.number,
+                json.dumps(made.token, ensure_ascii=False),
+                made.how,
+                made.error,
+                *((made.count,) if counted else ()),
+            )
+            for made in self.made
         )
         return [Table("Missing tokens", columns, rows, self.summary())]
 

@@ -116,7 +116,7 @@ _Rows = tuple[str, tuple[tuple[int, float], ...]]
 
 
 def _tensor(matched: Matched, arrays: Arrays, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Rows]:
-    sums, nonfinite, values, upper, rank, moved = arrays
+    sums, nonfinite, values, upper, rank, moved, powers = arrays
     aa, ad, dd, changed, largest, noise, bb, ab = sums.tolist()
     in_a, in_b = of_rows(nonfinite)
     # Undefined where it is not of numbers, where a sum overflows, and where the squares of a delta vanish.
@@ -146,6 +146,7 @@ def _tensor(matched: Matched, arrays: Arrays, models: Sequence[Checkpoint]) -> t
         leading,
         (in_a, in_b),
         matched.rows,
+        tuple(powers.tolist()),
     )
     return tensor, (tensor.name, tuple((int(row), float(share)) for row, share in moved.tolist() if row >= 0))
 

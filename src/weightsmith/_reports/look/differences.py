@@ -24,7 +24,18 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Product, Step
 from weightsmith._reports.look.models import Matched
 from weightsmith._reports.look.nonfinite import counted, decoded, differs
-from weightsmith._reports.look.surveys import Survey, Watching, added, keep_largest, survey, survey_kind, survey_product
+from weightsmith._reports.look.surveys import (
+    POWERS,
+    SAMPLE,
+    Survey,
+    Watching,
+    added,
+    keep_largest,
+    magnitudes,
+    survey,
+    survey_kind,
+    survey_product,
+)
 from weightsmith.abc.job import Matrix, Tile
 from weightsmith.abc.product import Arrays
 
@@ -137,9 +148,6 @@ SUMS = DIFFERENCE_SUMS + 3
 _CANCELLED = 1e-6
 """A grain whose Σ b² is below this share of Σ a² is looked at again: from the other sums it would have lost its digits."""
 
-_NOISE_SAMPLE = 1024
-"""Elements of each tile whose rounding is looked at."""
-
 _NO_SKETCH = np.empty((0, 0), np.float32)
 _NO_SIGNS = np.empty((0, 0), np.float32), np.empty((0, 0), np.int64)
 
@@ -150,11 +158,13 @@ def differences(name: str, steps: Sequence[Step]) -> Product:
     Its arrays have a row for each step: `sums` float64 [steps, SUMS],
     `nonfinite` float64 [steps, 2, 2] (of each input, how many elements are NaN, and infinite), `values` and `upper` float64
     [steps, VALUES], `rank` float64 [steps] (see `Sketched.rank`; nan: unknown), `moved` float64 [steps, MOVED, 2] (row number,
-    or -1, and its squared distance over its squared norm; infinite if that is zero). What differs is counted with NaN equal to
+    or -1, and its squared distance over its squared norm; infinite if that is zero), `magnitudes` int64 [steps, POWERS] (of a
+    sample of the delta's elements that are not zero). What differs is counted with NaN equal to
     NaN, and an infinity to itself; other sums of a step with such elements are not numbers.
     """
     shapes: dict[str, tuple[int, ...]] = {"sums": (SUMS,), "nonfinite": (2, 2), "values": (VALUES,), "upper": (VALUES,)}
-    return survey_product(name, OP, steps, {**shapes, "rank": (), "moved": (MOVED, 2)})
+    shapes |= {"rank": (), "moved": (MOVED, 2), "magnitudes": (POWERS,)}
+    return survey_product(name, OP, steps, shapes, integers=("magnitudes",))
 
 
 @dataclass(slots=True)
@@ -168,6 +178,7 @@ class _Part:
     sketch: Floats
     moved: npt.NDArray[np.float64] | None
     nonfinite: npt.NDArray[np.int64] | None = None
+    magnitudes: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(slots=True)
@@ -181,7 +192,7 @@ class Differences(Survey):
 
     def __init__(self, product: Product) -> None:
         super().__init__(product)
-        self._sums, self._nonfinite, self._values, self._upper, self._rank, self._moved = self.found
+        self._sums, self._nonfinite, self._values, self._upper, self._rank, self._moved, self._magnitudes = self.found
         self._rank.fill(np.nan)
         self._moved.fill(-1)
         self._noises: list[list[float]] = [[] for _ in self.specs]
@@ -231,11 +242,14 @@ class Differences(Survey):
             with np.errstate(invalid="ignore", over="ignore"):
                 wide = b.astype(np.float64)
                 more = np.stack([np.add.reduceat(wide * each, starts) for each in (wide, a)], axis=1)
-        sample = np.empty(min(tile.size, _NOISE_SAMPLE), np.float32)
+        sample, of_a = np.empty((2, min(tile.size, SAMPLE)), np.float32)
         decode(tile.raw[1], int(matrix.codes[1]), 0, sample.size, sample)
+        decode(tile.raw[0], int(matrix.codes[0]), 0, of_a.size, of_a)
+        with np.errstate(invalid="ignore", over="ignore"):
+            powers = magnitudes(sample - of_a)
         moved = self._rows_moved(matrix, tile) if matrix.role == "vocabulary" and found[:, 3].any() else None
         noise = rounding_noise(sample[np.isfinite(sample)])
-        return _Part(matrix.name, tile.start, np.hstack([found, more]), noise, sketch, moved, nonfinite)
+        return _Part(matrix.name, tile.start, np.hstack([found, more]), noise, sketch, moved, nonfinite, powers)
 
     @staticmethod
     def _rows_moved(matrix: Matrix, tile: Tile) -> npt.NDArray[np.float64]:
@@ -261,6 +275,8 @@ class Differences(Survey):
         self._noises[i].append(part.noise)
         if part.nonfinite is not None:
             self._nonfinite[i] += part.nonfinite
+        if part.magnitudes is not None:
+            self._magnitudes[i] += part.magnitudes
         if part.sketch.size:
             rows, cols = self.specs[i].shape
             held = self._sketches.setdefault(part.name, np.zeros((rows, part.sketch.shape[1]), np.float32))

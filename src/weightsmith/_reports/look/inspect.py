@@ -16,7 +16,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
 from weightsmith._base.pages import Shown
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.codecs import BLOCK, decode
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import STATISTICS, statistics
 from weightsmith._kernels.records import Encoded
@@ -34,7 +34,18 @@ from weightsmith._plans import COPY, Product, Read, Step
 from weightsmith._reports.look.files import fetch_small, licence, lineage, vocabulary_of
 from weightsmith._reports.look.models import Place, check_patterns, json_values, matches, opened, place_of
 from weightsmith._reports.look.nonfinite import NonFinite
-from weightsmith._reports.look.surveys import Survey, Watching, added, keep_largest, survey, survey_kind, survey_product
+from weightsmith._reports.look.surveys import (
+    POWERS,
+    SAMPLE,
+    Survey,
+    Watching,
+    added,
+    keep_largest,
+    magnitudes,
+    survey,
+    survey_kind,
+    survey_product,
+)
 from weightsmith.abc.job import Matrix, Tile
 
 # ---- The `statistics` product: what some tensors of one model hold. It streams, in one pass; its steps have one input.
@@ -49,9 +60,11 @@ def statistics_product(name: str, steps: Sequence[Step]) -> Product:
     """The product. steps: each with one input, of floating numbers.
 
     Its arrays have a row for each step: `sums` float64 [steps, STATISTICS] (see `kernels.differences`), `rows` float64
-    [steps, LARGEST, 2] (row number, or -1, and its squared norm), `spread` float64 [steps, 2]: Σ and Σ² of the norms of rows.
+    [steps, LARGEST, 2] (row number, or -1, and its squared norm), `spread` float64 [steps, 2]: Σ and Σ² of the norms of rows,
+    `magnitudes` int64 [steps, POWERS] (of a sample of the elements that are not zero).
     """
-    return survey_product(name, OP, steps, {"sums": (STATISTICS,), "rows": (LARGEST, 2), "spread": (2,)})
+    shapes: dict[str, tuple[int, ...]] = {"sums": (STATISTICS,), "rows": (LARGEST, 2), "spread": (2,), "magnitudes": (POWERS,)}
+    return survey_product(name, OP, steps, shapes, integers=("magnitudes",))
 
 
 @dataclass(slots=True)
@@ -60,6 +73,7 @@ class _Part:
     first_row: int
     sums: npt.NDArray[np.float64]
     squares: npt.NDArray[np.float64]
+    magnitudes: npt.NDArray[np.int64]
 
 
 class Statistics(Survey):
@@ -67,7 +81,7 @@ class Statistics(Survey):
 
     def __init__(self, product: Product) -> None:
         super().__init__(product)
-        self._sums, self._rows, self._spread = self.found
+        self._sums, self._rows, self._spread, self._magnitudes = self.found
         self._sums[:, 2], self._sums[:, 3] = np.inf, -np.inf
         self._rows.fill(-1)
 
@@ -78,7 +92,10 @@ class Statistics(Survey):
         rows = tile.scratch.rows(1, matrix.codes, matrix.out_code, row)
         data = Encoded(tile.raw[0], int(matrix.codes[0]))
         statistics(data, tile.size, row, matrix.grain, found, squares, rows, np.empty((2, LANES)))
-        return _Part(matrix.name, tile.start // row, found, squares[: tile.size // row] if matrices else squares[:0])
+        sample = np.empty(min(tile.size, SAMPLE), np.float32)
+        decode(tile.raw[0], int(matrix.codes[0]), 0, sample.size, sample)
+        squares = squares[: tile.size // row] if matrices else squares[:0]
+        return _Part(matrix.name, tile.start // row, found, squares, magnitudes(sample))
 
     def take(self, number: int, result: _Part) -> None:
         i = self.row[result.name]
@@ -87,6 +104,7 @@ class Statistics(Survey):
         sums[:] = added(sums, more)
         sums[2], sums[3] = low, high
         self._spread[i] = added(self._spread[i], np.stack([np.sqrt(result.squares), result.squares], axis=1))
+        self._magnitudes[i] += result.magnitudes
         keep_largest(self._rows[i], result.first_row, result.squares)
 
 
@@ -139,6 +157,7 @@ class TensorStatistics:
     low, high               smallest and largest element
     zeros, nans, infinities how many elements are
     outliers                rows whose norm is more than six standard deviations above the mean, and norm / mean
+    magnitudes              elements of a sample by powers of two, from 2**-40 on; without zeros
     """
 
     name: str
@@ -155,6 +174,7 @@ class TensorStatistics:
     nans: int
     infinities: int
     outliers: tuple[tuple[int, float], ...]
+    magnitudes: tuple[int, ...] = ()
 
     @property
     def nonfinite(self) -> NonFinite:
@@ -395,7 +415,7 @@ def _measure(
         return ()
     product = statistics_product(name, [Step(spec, COPY, (Read(0, spec.name),)) for spec in chosen])
     outcome = survey("inspect", [model], [product], threads=threads, progress=progress, doing="measuring")
-    sums, rows, spread = outcome.results.arrays(name)
+    sums, rows, spread, powers = outcome.results.arrays(name)
     found = []
     for i, spec in enumerate(chosen):
         total, squares, low, high, *counts = sums[i].tolist()
@@ -420,6 +440,7 @@ def _measure(
                 nans,
                 infinities,
                 tuple(outliers(rows[i], spread[i], count)),
+                tuple(powers[i].tolist()),
             )
         )
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,8 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from weightsmith._base.pages import Code, Column, Curves, Facts, Mark, Page, Table, heat_maps
-from weightsmith._base.pages.svg import span_of
-from weightsmith._base.pages.values import Block, Unit, Value, finite_or_mark, written
+from weightsmith._base.pages import Code, Column, Curves, Facts, Mark, Page, Pictures, Table, heat_maps
+from weightsmith._base.pages.values import Block, Unit, Value, finite_or_mark, many, span_of, written
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count, size
 from weightsmith._execution.distance import share_of
@@ -21,42 +21,50 @@ from weightsmith._reports.look.comparison import Alignment, Comparison, letters
 from weightsmith._reports.look.files import Change, FileDifference
 from weightsmith._reports.look.inspect import Amount, Inspection, TensorStatistics
 from weightsmith._reports.look.models import OUTSIDE, Place, by_layer_and_part
-from weightsmith._reports.look.nonfinite import mark_of
+from weightsmith._reports.look.nonfinite import mark_of, together
 from weightsmith._reports.look.preview import GroupPreview, Preview
+from weightsmith._reports.look.surveys import shares
 from weightsmith._reports.look.values import Difference, GroupDifference, TensorDifference
 
 SPECTRA = 8
 """Parts whose spectra are drawn."""
 PAIRS = 6
 """Pairs, or models, that have heat maps."""
-_TENSORS = "tensors"
+_TENSORS, _LAYERS = "tensors", "layers"
 _COSTS = {
-    "read_bytes_at_most": "reads at most",
+    "read_bytes_at_most": "reads, at most",
     "write_bytes": "writes",
-    "peak_memory_bytes": "memory at most",
+    "peak_memory_bytes": "memory, at most",
     "threads": "threads",
 }
+_name = attrgetter("name")
 _LEFT_OUT = "Norms and cosines are of the tensors without NaN and infinities."
 
 
 def difference_page(found: Difference) -> Page:
     """What a model differs in from another."""
     a, b = found.names
-    blocks: list[Block] = [_models(found)]
+    total = found.total
+    blocks: list[Block] = []
     if found.total.changed or any(found.total.nonfinite):
         placed = [(tensor.place, tensor) for tensor in found.tensors]
         about = "Frobenius norm of B - A over that of A, of all matrices of a part in a layer together."
-        blocks += heat_maps("How far the weights moved", placed, _together, "share", about, log=True, detail=_TENSORS)
+        moved = "How far the weights moved"
+        blocks += heat_maps(moved, placed, _together, "share", about, scale="log", detail=_TENSORS, name=_name)
         about = "The singular values of the delta above the rounding noise. The middle one, where there are several matrices."
-        blocks += heat_maps("Rank of the deltas", placed, _middle_rank, "count", about, detail=_TENSORS)
+        blocks += heat_maps("Rank of the deltas", placed, _middle_rank, "count", about, detail=_TENSORS, name=_name)
         blocks += _by_layer(found.layers)
         blocks += _spectra(found.tensors)
-        blocks += [_groups("Parts", "part", [found.total, *found.parts]), _groups("Layers", "layer", found.layers)]
-        blocks.append(_table("Tensors", _DIFFERENCE, found.tensors, name=_TENSORS))
+    blocks.append(_models(found))
+    if found.total.changed or any(found.total.nonfinite):
+        blocks += [_groups("Parts", "part", [found.total, *found.parts])]
+        blocks += [replace(_groups("Layers", "layer", found.layers), name=_LAYERS)]
+        tensors = _table("Tensors", _DIFFERENCE, found.tensors, name=_TENSORS)
+        blocks.append(replace(tensors, pictures=tuple(map(_pictures, found.tensors))))
     if found.moved:
         columns = Column("tensor"), Column("row", "count"), Column("token"), Column("moved", "share", "‖delta‖ / ‖row of A‖")
         rows = tuple(
-            (row.tensor, row.row, repr(row.token) if row.token else "", finite_or_mark(row.share)) for row in found.moved
+            (row.tensor, row.row, _quoted(row.token) if row.token else "", finite_or_mark(row.share)) for row in found.moved
         )
         blocks.append(Table("Rows that moved most", columns, rows))
     blocks += _files(found.files)
@@ -67,30 +75,48 @@ def difference_page(found: Difference) -> Page:
         specs = tuple((name, *each) for name, each in found.different)
         blocks.append(Table("Not comparable", (Column("tensor"), Column("A"), Column("B")), specs))
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", a, b])))
-    return Page(f"{b}, compared with {a}", found.reading, tuple(blocks), found.to_json())
+    numbers = (
+        (f"moved, ‖B - A‖ / ‖A‖{_of_measured(total)}", written(finite_or_mark(total.share), "share")),
+        ("elements that differ", written(total.changed_share, "share")),
+        (f"cosine of A and B{_of_measured(total)}", written(total.cosine, "cosine")),
+    )
+    title, models = f"{b}, compared with {a}", tuple(zip("AB", found.names, strict=True))
+    return Page(title, found.reading, tuple(blocks), found.to_json(), numbers, models)
 
 
 def comparison_page(found: Comparison) -> Page:
     """The task vectors of several models, side by side."""
     names = letters(len(found.names))
     pairs = [f"{names[i]} and {names[j]}" for i, j in found.pairs]
-    blocks: list[Block] = [Facts("Models", (("base", found.base), *zip(names, found.names, strict=True)))]
+    blocks: list[Block] = []
     placed = [(tensor.place, tensor) for tensor in found.tensors if tensor.place is not None]
     about = "Share of the elements that two or more models change in which their signs differ."
-    blocks += heat_maps("Conflicts of signs", placed, _conflicts, "share", about, detail=_TENSORS, span=(0.0, 1.0))
-    span = span_of([cosine for tensor in found.tensors for cosine in tensor.cosines[:PAIRS]], log=False)
+    blocks += heat_maps("Conflicts of signs", placed, _conflicts, "share", about, detail=_TENSORS, span=(0.0, 1.0), name=_name)
+    span = span_of([cosine for tensor in found.tensors for cosine in tensor.cosines[:PAIRS]], "diverging")
     for k, pair in enumerate(pairs[:PAIRS]):
         about = "Cosine of the deltas of the two models. The middle one, where there are several matrices."
-        blocks += heat_maps(f"Cosine of {pair}", placed, partial(_cosine, k), "number", about, detail=_TENSORS, span=span)
+        blocks += heat_maps(
+            f"Cosine of {pair}",
+            placed,
+            partial(_cosine, k),
+            "number",
+            about,
+            scale="diverging",
+            detail=_TENSORS,
+            span=span,
+            group="Cosines of the deltas",
+            name=_name,
+        )
     by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
     if by_layer:
         lines = tuple((pair, tuple(layer.cosines[k] for layer in by_layer)) for k, pair in enumerate(pairs[:PAIRS]))
         blocks.append(Curves("Cosines by layer", lines, "layer", "cosine", first=0))
+    blocks.append(Facts("Models", (("base", found.base), *zip(names, found.names, strict=True))))
     total, longest = found.total, max(found.total.norms)
     lengths = tuple(
         (name, norm, norm / longest if longest else Mark.UNDEFINED) for name, norm in zip(names, total.norms, strict=True)
     )
-    blocks.append(Table("Models", (Column("model"), Column("norm", "number"), Column("relative norm", "share")), lengths))
+    blocks.append(Table("Lengths", (Column("model"), Column("norm", "number"), Column("relative norm", "share")), lengths))
     columns = (
         Column("pair"),
         Column("cosine", "number", "of the deltas"),
@@ -99,7 +125,8 @@ def comparison_page(found: Comparison) -> Page:
     )
     rows = tuple((pair, total.cosines[k], total.overlaps[k], total.subspaces[k]) for k, pair in enumerate(pairs))
     blocks.append(Table("Pairs", columns, rows))
-    for title, groups, name in (("Parts", found.parts, ""), ("Layers", found.layers, ""), ("Tensors", found.tensors, _TENSORS)):
+    tables = (("Parts", found.parts, ""), ("Layers", found.layers, _LAYERS), ("Tensors", found.tensors, _TENSORS))
+    for title, groups, name in tables:
         heads = (
             Column(title.lower()[:-1]),
             Column("conflicts", "share"),
@@ -108,67 +135,105 @@ def comparison_page(found: Comparison) -> Page:
         values: tuple[tuple[Value, ...], ...] = tuple(
             (g.name, _mark(g) or g.conflict_share, *(_mark(g) or cosine for cosine in g.cosines)) for g in groups
         )
-        places = tuple((_place(g.place) if g.place else ("", "")) for g in groups) if name else ()
+        places = tuple((_place(g.place) if g.place else ("", "")) for g in groups) if name == _TENSORS else ()
         blocks.append(Table(title, heads, values, name=name, places=places))
     if found.missing:
         blocks.append(Table("Not in all models", (Column("tensor"),), tuple((name,) for name in found.missing)))
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", "--base", found.base, *found.names])))
-    return Page(f"Task vectors of {len(found.names)} models", found.reading, tuple(blocks), found.to_json())
+    known = [(abs(cosine), pair, cosine) for pair, cosine in zip(pairs, total.cosines, strict=True) if math.isfinite(cosine)]
+    _, pair, cosine = max(known, default=(0.0, "the models", math.nan))
+    overlaps = [overlap for overlap in total.overlaps if math.isfinite(overlap)]
+    numbers = (
+        (f"cosine of {pair}{', the largest' if len(pairs) > 1 else ''}", written(cosine, "number")),
+        ("signs in conflict", written(total.conflict_share, "share")),
+        ("largest elements in common", written(max(overlaps, default=math.nan), "share")),
+    )
+    models = (("base", found.base), *zip(names, found.names, strict=True))
+    title = f"Task vectors of {len(found.names)} models"
+    return Page(title, found.reading, tuple(blocks), found.to_json(), numbers, models)
 
 
 def preview_page(found: Preview, costs: Mapping[str, int] = MappingProxyType({})) -> Page:
     """What a merge will do to its models. costs: bytes and threads of the merge, by name."""
     names = letters(len(found.names))
-    sampled = f"{found.looked_at / max(1, found.elements):.2%} of {found.elements:,} elements"
+    sampled = f"{written(found.looked_at / max(1, found.elements), 'share')} of {many(found.elements)} elements"
     facts: list[tuple[str, Value]] = [("method", found.method), ("base", found.base), *zip(names, found.names, strict=True)]
-    facts.append(("looked at", sampled))
-    facts += [("cannot be sampled", count(len(found.left_out), "tensor"))] if found.left_out else []
+    facts.append(("sample", sampled))
+    facts += [("not sampled", count(len(found.left_out), "tensor"))] if found.left_out else []
     facts += [(_COSTS[name], f"{n:,}" if name == "threads" else size(n)) for name, n in costs.items()]
-    blocks: list[Block] = [Facts("The merge", tuple(facts)), _survival(found, names)]
+    blocks: list[Block] = []
     about = "Frobenius norm of merge - base over that of the base."
-    blocks += heat_maps("Distance from the base", found.cells, _distance, "share", about, log=True, detail="cells")
+    blocks += heat_maps("Distance from the base", found.cells, _distance, "share", about, scale="log", detail="cells")
+    group, about = "What survives of the models", "Share of the energy of each model's delta that is in the merge."
     for i, name in enumerate(names[:PAIRS]):
-        about = f"Share of the energy of {found.names[i]}'s delta that is in the merge."
-        title = f"What survives of {name}"
-        blocks += heat_maps(title, found.cells, partial(_survives, i), "share", about, detail="cells", span=(0.0, 1.0))
+        title, of_model = f"What survives of {name}", partial(_survives, i)
+        blocks += heat_maps(title, found.cells, of_model, "share", about, detail="cells", span=(0.0, 1.0), group=group)
     by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
     if by_layer:
         lines = tuple((name, tuple(_number(_survives(i, [g])) for g in by_layer)) for i, name in enumerate(names[:PAIRS]))
         blocks.append(Curves("What survives, by layer", lines, "layer", "share of the energy", "share", first=0))
+    blocks += [Facts("The merge", tuple(facts)), _survival(found, names)]
     every = [group for _, group in found.cells]
     places = tuple(_place(place) for place, _ in found.cells)
-    blocks += [_kept("Parts", found.parts, names), _kept("Layers", found.layers, names)]
+    blocks += [_kept("Parts", found.parts, names), replace(_kept("Layers", found.layers, names), name=_LAYERS)]
     blocks.append(replace(_kept("Parts of layers", every, names), name="cells", places=places))
     if found.plan.recipe:
         blocks.append(Code("Recipe", found.plan.recipe))
-    summary = tuple(finding.what for finding in found.warnings) or ("Nothing to warn about.",)
-    return Page(f"Preview of a merge with {found.method}", summary, tuple(blocks), found.to_json() | {"merge": dict(costs)})
+    share = written(finite_or_mark(found.total.share), "share")
+    kept = [k.survives for k in found.total.models if k is not None and math.isfinite(k.survives)]
+    verdict, warnings = f"The merge is {share} away from its base", [f"{finding.what}." for finding in found.warnings]
+    numbers = [("distance from the base", share)]
+    if kept:
+        low, high = (written(value, "share") for value in (min(kept), max(kept)))
+        survives = low if low == high else f"{low} to {high}"
+        verdict += f", and keeps {survives} of the energy of {'its model' if len(kept) == 1 else 'each model'}'s delta"
+        numbers.append(("energy that survives", survives))
+    against = [k.against for k in found.total.models if k is not None and math.isfinite(k.against)]
+    numbers += [("signs turned over, at most", written(max(against), "share"))] if against else []
+    summary = [*warnings, f"{verdict}."] if found.stops else [f"{verdict}.", *warnings]
+    models = (("base", found.base), *zip(names, found.names, strict=True))
+    title, data = f"Preview of a merge with {found.method}", found.to_json() | {"merge": dict(costs)}
+    return Page(title, tuple(summary), tuple(blocks), data, tuple(numbers), models)
 
 
 def inspection_page(found: Inspection) -> Page:
     """What a model is."""
-    blocks: list[Block] = [_facts(found), _amounts("Parts", found.parts), _amounts("Dtypes", found.dtypes)]
+    blocks: list[Block] = []
+    facts: list[Block] = [_facts(found), _amounts("Parts", found.parts), _amounts("Dtypes", found.dtypes)]
     statistics = found.statistics
     if statistics is not None:
         placed = [(tensor.place, tensor) for tensor in statistics]
         about = "Of the elements of a part in a layer."
-        blocks += heat_maps("Standard deviation", placed, _deviation, "number", about, detail=_TENSORS)
+        blocks += heat_maps("Standard deviation", placed, _deviation, "number", about, detail=_TENSORS, name=_name)
         about = "The largest magnitude in a part of a layer, over the standard deviation there."
-        blocks += heat_maps("Largest element", placed, _peak, "number", about, log=True, detail=_TENSORS)
-        blocks.append(_layers(statistics))
+        blocks += heat_maps("Largest element", placed, _peak, "number", about, scale="log", detail=_TENSORS, name=_name)
+        blocks += [*facts, _layers(statistics)]
         rows = sorted(((s.name, row, share) for s in statistics for row, share in s.outliers), key=lambda row: -row[2])
         if rows:
             columns = Column("tensor"), Column("row", "count"), Column("norm / mean", "number")
             blocks.append(Table("Rows with the largest norms", columns, tuple(rows)))
-        blocks.append(_table("Tensors", _STATISTICS, statistics, name=_TENSORS))
+        tensors = _table("Tensors", _STATISTICS, statistics, name=_TENSORS)
+        blocks.append(replace(tensors, pictures=tuple(Pictures((), *shares(one.magnitudes)) for one in statistics)))
     else:
+        blocks += facts
         specs = tuple((spec.name, spec.dtype.name, _shape(spec), spec.size) for spec in found.tensors)
         heads = Column("tensor"), Column("dtype"), Column("shape"), Column("elements", "count")
         blocks.append(Table("Tensors", heads, specs, name=_TENSORS))
     stats = ["--stats"] if statistics is not None else []
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "inspect", found.name, *stats])))
-    title = f"{found.name}: {found.architecture or 'a model'} of {found.elements:,} parameters"
-    return Page(title, found.notes, tuple(blocks), found.to_json())
+    dtypes = ", ".join(amount.name for amount in sorted(found.dtypes, key=lambda amount: -amount.nbytes)[:3])
+    what = found.architecture or ("A LoRA adapter" if found.adapter is not None else "A model without config.json")
+    summary = [f"{what} of {many(found.elements)} parameters in {count(len(found.tensors), 'tensor')}, {dtypes}."]
+    held = together(one.nonfinite for one in statistics or ())
+    summary = [f"The weights have {held}.", *summary] if held else summary
+    numbers = [("parameters", many(found.elements)), ("weight files", size(sum(nbytes for _, nbytes in found.files)))]
+    layers = sum(stack.layers for stack in found.stacks)
+    numbers += [("layers", f"{layers:,}")] if layers else []
+    return Page(found.name, (*summary, *found.notes), tuple(blocks), found.to_json(), tuple(numbers))
+
+
+def _pictures(tensor: TensorDifference) -> Pictures:
+    return Pictures(tensor.leading.values if tensor.leading is not None else (), *shares(tensor.magnitudes), "difference")
 
 
 def _together(tensors: Sequence[TensorDifference]) -> float | Mark:
@@ -359,8 +424,8 @@ def _files(files: FileDifference) -> list[Table | Facts | Code]:
         facts: tuple[tuple[str, Value], ...] = (
             ("tokens", " and ".join(f"{n:,}" for n in tokenizer.sizes)),
             ("with other ids", f"{tokenizer.moved:,}"),
-            ("only in A", _some([*map(repr, tokenizer.removed)], 20)),
-            ("only in B", _some([*map(repr, tokenizer.added)], 20)),
+            ("only in A", _some([*map(_quoted, tokenizer.removed)], 20)),
+            ("only in B", _some([*map(_quoted, tokenizer.added)], 20)),
         )
         found.append(Facts("Tokenizer", facts))
     if files.templates is not None:
@@ -370,7 +435,17 @@ def _files(files: FileDifference) -> list[Table | Facts | Code]:
 
 
 def _values(change: Change) -> tuple[str, str]:
-    return ("-" if change.old is None else repr(change.old), "-" if change.new is None else repr(change.new))
+    return _setting(change.old), _setting(change.new)
+
+
+def _setting(value: Any) -> str:
+    """A value of a config as the file has it, a text without quotes."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _quoted(token: str) -> str:
+    """A token in quotes, as JSON has it: spaces at its ends count."""
+    return json.dumps(token, ensure_ascii=False)
 
 
 def _some(names: Sequence[str], shown: int) -> str:

@@ -87,6 +87,40 @@ def added(held: npt.NDArray[np.float64], parts: npt.NDArray[np.float64]) -> npt.
     return total
 
 
+LOWEST, POWERS = -40, 48
+"""Magnitudes are counted by powers of two: the exponent of the first, and their number."""
+
+SAMPLE = 1024
+"""Elements of each tile whose magnitudes are counted."""
+
+
+def magnitudes(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """How many numbers have a magnitude from 2**k up to 2**(k + 1), for the `POWERS` exponents k from `LOWEST` on.
+
+    Smaller and larger ones count as the first and the last. Zeros, NaN and infinities are left out.
+
+    >>> found = magnitudes(np.float32([1.5, -1, 0.25, 0, np.inf, 1e30, 1e-30]))
+    >>> [(int(i) + LOWEST, int(found[i])) for i in np.flatnonzero(found)]
+    [(-40, 1), (-2, 1), (0, 2), (7, 1)]
+    """
+    used = numbers[np.isfinite(numbers) & (numbers != 0)]
+    exponents = np.clip(np.frexp(used)[1] - 1 - LOWEST, 0, POWERS - 1)
+    return np.bincount(exponents, minlength=POWERS).astype(np.int64)
+
+
+def shares(counts: Sequence[int]) -> tuple[tuple[float, ...], int]:
+    """The counts of `magnitudes` as shares, without the empty ones at both ends; and the exponent of the first.
+
+    >>> shares([0, 0, 3, 1, 0]), shares([0])
+    (((0.75, 0.25), -38), ((), 0))
+    """
+    used = [i for i, n in enumerate(counts) if n]
+    if not used:
+        return (), 0
+    total = sum(counts)
+    return tuple(n / total for n in counts[used[0] : used[-1] + 1]), LOWEST + used[0]
+
+
 def keep_largest(held: npt.NDArray[np.float64], first: int, values: npt.NDArray[np.float64]) -> None:
     """Add rows to a list of those with the largest values, in place. Of equal ones the first stays.
 

@@ -52,6 +52,7 @@ class TensorDifference:
     leading    of the weights of linear layers that differ in finite numbers; else None
     nonfinite  NaN and infinities in A and in B
     common_rows  of an embedding whose models have different numbers of tokens: the first rows, which are compared; else 0
+    magnitudes  elements of a sample of the delta by powers of two, from 2**-40 on; without zeros
     """
 
     name: str
@@ -70,6 +71,7 @@ class TensorDifference:
     leading: Leading | None
     nonfinite: tuple[NonFinite, NonFinite] = (NonFinite(), NonFinite())
     common_rows: int = 0
+    magnitudes: tuple[int, ...] = ()
 
     @property
     def measured(self) -> bool:
@@ -238,6 +240,7 @@ def _tensor_json(tensor: TensorDifference) -> dict[str, Any]:
     }
     found |= {"changed": tensor.changed, "largest": tensor.largest, "rounding_noise": tensor.noise}
     found["nonfinite"] = _nonfinite_json(tensor.nonfinite)
+    found["magnitudes"] = list(tensor.magnitudes)
     if tensor.leading is not None:
         leading, full = tensor.leading, None if tensor.rank is Mark.HIGH else tensor.rank is Mark.FULL
         found["singular_values"] = {"values": list(leading.values), "upper": list(leading.upper), "rank": leading.rank}

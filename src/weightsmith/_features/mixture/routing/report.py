@@ -136,7 +136,7 @@ class Routing:
     def by_expert(self) -> HeatMap:
         """For the texts of each expert, by layer, the share of their tokens that each expert comes first for.
 
-        With a good router, only the rows marked with an arrow are light.
+        With a good router, only the rows marked with an arrow are dark.
         """
         groups, experts = list(enumerate(self.groups)), range(len(self.experts))
         titles = [text if len(text) <= 48 else f"{text[:24]}…{text[-23:]}" for text in map(self.title, self.groups)]
@@ -205,12 +205,12 @@ class RoutingReport:
         if self.routing is None:
             return []
         routing, about = self.routing, "Share of the tokens for which the expert comes first, on the hidden states of the base."
-        layers = tuple(f"layer {i}" for i in range(routing.first.shape[0]))
-        experts = tuple(map(routing.label, range(len(routing.experts))))
+        layers = tuple(map(str, range(routing.first.shape[0])))
+        experts, group = tuple(map(routing.label, range(len(routing.experts)))), "Routing"
         return [
-            HeatMap(f"Routing: {routing.title(group)}", layers, experts, values, "share", about, span=SPAN)
-            for g, group in enumerate(routing.groups)
-            for values in [tuple(map(tuple, routing.first[:, g].tolist()))]
+            HeatMap(f"Routing: {routing.title(own)}", experts, layers, values, "share", about, span=SPAN, group=group)
+            for g, own in enumerate(routing.groups)
+            for values in [tuple(map(tuple, routing.first[:, g].T.tolist()))]
         ]
 
     def section(self) -> str:
