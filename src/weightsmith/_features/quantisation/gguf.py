@@ -55,13 +55,14 @@ Importances = Mapping[str, npt.NDArray[np.float32]]
 
 def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) -> None:
     """Make the draft one of a GGUF file. Raises PlanError."""
-    sized = settings.size_bytes is not None
+    sized = settings.size_bytes is not None or settings.target is not None
     if sized and settings.calibration is None:
         settings = replace(settings, calibration=BUILT_IN)
     measures = settings.calibration not in (None, NONE)
     if sized and not measures:
         what = "types for a size are chosen by a measurement on a text"
-        raise PlanError([option_error("size_bytes", what, f"leave out {named('calibration')}, or name a text")])
+        which = "size_bytes" if settings.target is None else "target"
+        raise PlanError([option_error(which, what, f"leave out {named('calibration')}, or name a text")])
     if measures and settings.imatrix is not None:
         what = "importances come from a file or from a calibration text, not both"
         raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
@@ -119,7 +120,7 @@ def follow(
     with _problems_of_a_plan():
         family = family_of_config(assembled.draft.config)
         importances = _importances_of(family, found)
-        if settings.size_bytes is not None:
+        if settings.size_bytes is not None:  # the search for a target gives one
             trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
             _fill(mixture, trial, importances, chosen)
             chosen = [*_fitting_types(trial.draft, settings, family, losses), *chosen]
@@ -188,6 +189,8 @@ def _slots(
             slots.setdefault(out.name, []).append((dtype.name, Candidate(bits, loss)))
     budget = 8 * ((settings.size_bytes or 0) - fixed)
     least = sum(min(each.bits for _, each in own) for own in slots.values())
+    if settings.target is not None:
+        budget = max(budget, least)
     if budget < least:
         what = f"the file has at least {fixed + least // 8:,} bytes with the types that are tried, not {settings.size_bytes:,}"
         fix = f"ask for more, or set the types of other tensors ({named('tensor_types')}), such as token_embd=Q4_K"
@@ -436,7 +439,7 @@ def _format(mixture: Mixture) -> Format:
     readers = "llama.cpp, Ollama, LM Studio"
     if mixture.default in ("F32", "F16", "BF16", "Q8_0"):
         return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, frozenset({"tensor_types"}))
-    settings = CALIBRATION_SETTINGS | {"imatrix", "tensor_types", "size_bytes"}
+    settings = CALIBRATION_SETTINGS | {"imatrix", "tensor_types", "size_bytes", "target"}
     return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, settings, partial(follow, mixture))
 
 
