@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -124,3 +125,15 @@ def test_a_plan_for_a_size_can_be_run_later(tmp_path: Path, monkeypatch: pytest.
     assert cli(*quantize, "now", "--quiet").code == 0
     assert (tmp_path / "later/model.gguf").read_bytes() == (tmp_path / "now/model.gguf").read_bytes()
     assert {kind for name, kind in kinds(tmp_path / "now/model.gguf").items() if "attn_q." in name} == {"Q5_0"}
+
+
+def test_only_types_that_our_kernels_lack_need_libgguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan required it for every type."""
+    model = save_model(tmp_path / "m")
+    with_it = Path(str(weightsmith.quantize(model, tmp_path / "a", "gguf-q4_k_m", progress=False).out))
+    monkeypatch.setitem(sys.modules, "libgguf", None)
+    without = Path(str(weightsmith.quantize(model, tmp_path / "b", "gguf-q4_k_m", progress=False).out))
+    assert (without / "model.gguf").read_bytes() == (with_it / "model.gguf").read_bytes()
+    wide = ("token_embd=F16", "output=F16")
+    with pytest.raises(PlanError, match="libgguf, which encodes and decodes ggml's types of blocks, is not installed"):
+        quantise(model, tmp_path / "c", sized(tmp_path, 10**9, tensor_types=wide), name="gguf-q4_k_m")

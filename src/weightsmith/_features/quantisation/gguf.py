@@ -76,6 +76,8 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
         family = family_of_config(draft.config)
         chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
         weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
+        if sized:
+            libgguf()  # decodes what is tried
         tried = [_candidates(family, own, chosen) for own in weights] if sized else []
         ends = _candidates(family, _vocabulary(draft, chain.steps(chain.layers)), chosen) if sized else {}
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
@@ -257,11 +259,11 @@ def _chosen(settings: QuantizeSettings) -> Chosen:
 
 
 def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chosen: Chosen) -> None:
+    from weightsmith._kernels.ggml import ENCODED
+
     draft = assembled.draft
     family = family_of_config(draft.config)
     config = draft.config or {}
-    if mixture.default not in PLAIN or any(kind not in PLAIN for _, kind in chosen):
-        libgguf()
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
     dropped, steps = _without_doubles(draft.steps, given)
@@ -285,9 +287,11 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
         for pattern, _ in chosen
         if not any(pattern.search(name) for name in named)
     ]
+    kinds = [type_of(mixture, spec, shape, chosen) for spec in specs]
+    if not ENCODED.issuperset({*kinds} - {*PLAIN}):
+        libgguf()
     made: list[Step] = []
-    for spec, step in zip(specs, named.values(), strict=True):
-        kind = type_of(mixture, spec, shape, chosen)
+    for spec, step, kind in zip(specs, named.values(), kinds, strict=True):
         turned = rotated_heads(family, spec.name, heads, kv_heads)
         shift = family.shift if is_norm(spec.name) else 0.0
         encoding = GgufEncoding(TYPES[kind], spec.shape[0] // turned if turned else 0, shift)
