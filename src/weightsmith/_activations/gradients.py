@@ -83,10 +83,11 @@ def _of_head(bench: ProductContext, work: GradientWork) -> Arrays:
     return [gradients]
 
 
-def _of_logits(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> Tensor:
-    """The gradient of Σ log p(label) with respect to the inputs of the head. draws: for labels, 0 … 1, one for each token.
+def predict(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Predictions p [tokens, vocabulary], a label drawn from each, log Σ exp of the logits, and the slope of their cap.
 
-    That of the logits is 1 for the label, minus p. autograd would keep five arrays of the size of the logits; here are two.
+    final  what enters the head
+    draws  0 … 1, one for each token
     """
     import torch
 
@@ -97,12 +98,25 @@ def _of_logits(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) ->
             p.div_(cap).tanh_()
             slope = 1 - p.square()
             p.mul_(cap)
-        p.sub_(p.amax(1, keepdim=True)).exp_()
-        p.div_(p.sum(1, keepdim=True))
+        largest = p.amax(1, keepdim=True)
+        p.sub_(largest).exp_()
+        total = p.sum(1, keepdim=True)
+        p.div_(total)
         below = p.cumsum(1)
         labels = torch.searchsorted(below, (draws * below[:, -1])[:, None], right=True).clamp_(max=p.shape[1] - 1)
-        del below
-        of_logits = p.neg_().scatter_add_(1, labels, torch.ones_like(draws)[:, None])
+        return p, labels[:, 0], (largest + total.log())[:, 0], slope
+
+
+def _of_logits(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> Tensor:
+    """The gradient of Σ log p(label) with respect to the inputs of the head. draws: as in `predict`.
+
+    That of the logits is 1 for the label, minus p. autograd would keep five arrays of the size of the logits; here are two.
+    """
+    import torch
+
+    p, labels, _, slope = predict(final, head, cap, draws)
+    with torch.no_grad():
+        of_logits = p.neg_().scatter_add_(1, labels[:, None], torch.ones_like(draws)[:, None])
         return (of_logits if slope is None else of_logits.mul_(slope)) @ head
 
 

@@ -252,12 +252,14 @@ class TextRun:
         measure: Callable[[int, Product, Product, Product], Iterable[Product]],
         weights: Callable[[int], tuple[str, ...]] = lambda layer: (),
         before: Callable[[int, Product], Iterable[Product]] = lambda layer, states: (),
+        after: Callable[[Product, Product, Product], Iterable[Product]] = lambda entering, gradients, leaving: (),
     ) -> tuple[Product, ...]:
         """The products of a pass to the head, and back with the gradients.
 
         measure  (layer, what enters it, the gradients of that, those of what leaves it) → the products to add
         weights  whose gradients are looked at, by layer
         before   as `measure` of `forward`
+        after    (what enters the first layer, the gradients of that, what leaves the last layer) → the products to add
         """
         products = self._ahead(before)
         states = [product for product in products if product.op in ("embedding", "states")]
@@ -266,7 +268,7 @@ class TextRun:
         for layer in reversed(range(self.layers)):
             leaving, gradients = gradients, self.gradients(layer, states[layer], gradients, weights(layer))
             products += [gradients, *measure(layer, states[layer], gradients, leaving)]
-        return _needed(products)
+        return _needed([*products, *after(states[0], gradients, states[-1])])
 
     def add_to(self, draft: PlanDraft, products: Iterable[Product]) -> None:
         """Add products to a draft, after those of the merge, whose own steps are then theirs alone."""

@@ -41,6 +41,7 @@ from weightsmith._plans import Plan
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
     from weightsmith._execution.run import Evaluated
+    from weightsmith._planning.planner import Prepared
     from weightsmith._reports.look.surveys import Watching
 
 _ALL = RecipeOptions, QuantizeSettings, RunOptions
@@ -324,7 +325,7 @@ def _watched(
 
 def _evaluator(
     running: RunOptions, out: str | os.PathLike[str], progress: Watching
-) -> Callable[[Plan, Path], Evaluated] | None:
+) -> Callable[[Plan, Path, Prepared | None], Evaluated] | None:
     if running.evaluate is None:
         return None
     from weightsmith._reports.evaluate.result import evaluator

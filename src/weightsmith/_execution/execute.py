@@ -73,7 +73,7 @@ def execute(
         ready, stages = stack.enter_context(stages_written(prepared, out, options, callbacks, helpers))
         following = Following(ready)
         if ready.plan.then is not None:
-            following = stack.enter_context(measured(ready, out, options, callbacks, found))
+            following = stack.enter_context(measured(ready, out, options, callbacks, found, began))
         merged = run_plan(following, out, options, callbacks, began, helpers=helpers, check=check)
     found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)

@@ -121,6 +121,10 @@ class Merged(NamedTensors):
 class Evaluated(Report, Protocol):
     """The numbers of an evaluation of the output."""
 
+    @property
+    def divergence(self) -> float | None:
+        """From the model that it was made from, in nats per token; None if their tokens differ."""
+
     def to_json(self) -> dict[str, Any]:
         """For the manifest."""
 
@@ -137,14 +141,15 @@ class Callbacks:
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
     waiting     called when another process computes the products that this part of a plan needs
     uploading   called with (bytes done, total bytes) while the last weight files are uploaded to the hub
-    evaluating  makes a report of the output, a folder with all but the card, before it is published
+    evaluating  makes a report of the output before it is published, from its plan, a folder with all but the card, and the plan
+                of what it is compared with; None: the model that it was made from
     """
 
     progress: Callable[[Progress], None] | None = None
     rechecking: Callable[[int, int], None] | None = None
     waiting: Callable[[], None] | None = None
     uploading: Callable[[int, int], None] | None = None
-    evaluating: Callable[[Plan, Path], Evaluated] | None = None
+    evaluating: Callable[[Plan, Path, Prepared | None], Evaluated] | None = None
 
 
 NO_CALLBACKS = Callbacks()
@@ -161,6 +166,9 @@ class Following:
     files    to add to the output
     reports  besides those of the products
     measurement  identity of the work that made the arrays, for the manifest
+    more     for the manifest
+    source   the plan of what an evaluation compares the output with
+    done     is called when the output is published
     """
 
     prepared: Prepared
@@ -168,6 +176,9 @@ class Following:
     files: Mapping[str, bytes] = field(default_factory=dict)
     reports: Mapping[str, Report] = field(default_factory=dict)
     measurement: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    source: Prepared | None = None
+    done: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,14 +289,16 @@ def run_plan(
             early.pop(CARD_NAME, None)
             for name, data in early.items():
                 staging.add_file(name, data)
-            evaluated = callbacks.evaluating(plan, Path(staging.folder) / CONTENT)
+            evaluated = callbacks.evaluating(plan, Path(staging.folder) / CONTENT, following.source)
             reports[EVALUATION], measured[EVALUATION] = evaluated, evaluated.to_json()
         for name, data in {**files(reports=reports, options=own), **following.files}.items():
             if name not in early:
                 staging.add_file(name, data)
         for model in inputs:
             model.check_unchanged()
-        published = staging.publish({**provenance(plan, distance), **measured, **more}, fsync=options.fsync)
+        published = staging.publish({**provenance(plan, distance), **measured, **following.more, **more}, fsync=options.fsync)
+        if following.done is not None:
+            following.done()
         found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
     if beside is not None:
         pages = report_files(plan, place.name, outcome.distances, distance, reports.values(), shown)

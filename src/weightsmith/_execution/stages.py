@@ -37,6 +37,7 @@ from weightsmith._execution.run import (
     run_plan,
     staged,
 )
+from weightsmith._execution.targets import check_target, followed_by_target
 from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local.area import left_behind, staging_folder
 from weightsmith._outputs.local.claim import JOURNAL
@@ -155,13 +156,19 @@ def check_computable(prepared: Prepared) -> None:
 
 @contextmanager
 def measured(
-    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks, left: list[Finding]
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    left: list[Finding],
+    began: float,
 ) -> Iterator[Following]:
     """Compute the products of a plan from which another one follows.
 
     left  warnings: what could not be removed at the end, when the output is published
     """
     place, folder = check_options(out, options), sibling(out, ".measurement")
+    target = check_target(prepared, options)
     try:
         check_output(out, prepared.plan, options, protected_paths(prepared))
     except OutputExists:
@@ -178,7 +185,10 @@ def measured(
         found = run(results=results).results
         arrays = {product.name: found.arrays(product.name) for product in plan.products if not product.transient}
         try:
-            following = _follow(prepared, arrays, built)
+            if target is None:
+                following = _follow(prepared, arrays, built)
+            else:
+                following = followed_by_target(target, prepared, arrays, out, options, callbacks, began)
         except PlanError as error:
             if error.state == NOTHING_WRITTEN:
                 staging.discard()

@@ -453,7 +453,7 @@ def test_what_exllamav2_could_not_load_is_rejected(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "exl2 needs the average bits per weight, or a size"),
+        ({}, "exl2 needs the average bits per weight, a size or a target"),
         ({"bits": 4.5, "size_bytes": 10**6}, "the size follows from the bits"),
         ({"size_bytes": 1000}, r"the model has at least [\d,]+ bytes as EXL2, not 1,000"),
         ({"bits": 1.5}, r"1\.5 bits for each weight are out of reach: settings take \d"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,7 @@ from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
 from weightsmith._base.options import QuantizeSettings
 from weightsmith._features.quantisation import gguf
-from weightsmith._features.quantisation.calibration import measured
-from weightsmith._features.quantisation.calibration.measured import MeasureWork
+from weightsmith._features.quantisation.calibration import scored
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.writing import TYPES
 
@@ -33,7 +33,7 @@ def kinds(path: Path) -> dict[str, str]:
 
 
 def test_the_types_of_a_plan_are_those_of_least_loss_that_fit(tmp_path: Path) -> None:
-    """A weight that matters more gets more bits; what no measurement covers has the types of the format."""
+    """A weight that matters more gets more bits, the embedding and the head too."""
     model = save_model(tmp_path / "m")
     plain = Path(str(weightsmith.quantize(model, tmp_path / "p", "gguf-q4_0", progress=False).out)) / "model.gguf"
     size = plain.stat().st_size
@@ -43,48 +43,45 @@ def test_the_types_of_a_plan_are_those_of_least_loss_that_fit(tmp_path: Path) ->
     found, before = kinds(path), kinds(plain)
     linear = {name for name in found if ".attn_" in name or ".ffn_" in name if "norm" not in name}
     assert len({found[name] for name in linear}) > 1
-    assert {name: found[name] for name in found.keys() - linear} == {name: before[name] for name in found.keys() - linear}
+    ends = {"token_embd.weight", "output.weight"}
+    assert ends <= found.keys()
+    rest = found.keys() - linear - ends
+    assert {name: found[name] for name in rest} == {name: before[name] for name in rest}
     assert (tmp_path / "q" / "imatrix.dat").is_file()
 
 
 def test_all_that_fits_is_chosen_and_types_that_are_asked_for_stay(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m")
-    given = sized(tmp_path, 10**9, tensor_types=("attn_q=Q5_0",))
+    more = {"calibration_rows": 30, "calibration_tokens": 32}  # of few tokens, errors cancel by chance
+    given = sized(tmp_path, 10**9, tensor_types=("attn_q=Q5_0",), **more)
     found = kinds(Path(str(quantise(model, tmp_path / "q", given, name="gguf-q4_k_m").out)) / "model.gguf")
     assert {kind for name, kind in found.items() if "attn_q." in name} == {"Q5_0"}
     assert {kind for name, kind in found.items() if "attn_k." in name or "ffn_up" in name} == {"Q8_0"}
+    assert {found["token_embd.weight"], found["output.weight"]} == {"Q8_0"}
 
 
-def test_the_loss_of_a_type_is_that_of_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """½ Σ Δ H Δᵀ, with blocks that the importances decide."""
+def test_what_an_error_is_depends_on_the_importances() -> None:
     rng = np.random.default_rng(0)
     weight, inputs = rng.standard_normal((64, 256)).astype(np.float32), rng.standard_normal((500, 256)).astype(np.float32)
     inputs[:, :16] *= 20
-    hessian = inputs.T @ inputs
-    squares = np.ones(64)
 
-    def loss(encoding: str, importances: Any) -> float:
-        quantised = lambda part, name: measured._quantised(part, name, prepared=None, importances=importances)  # noqa: E731
-        [found] = measured._losses(weight, quantised, hessian, squares, (encoding,))
-        delta = weight - quantised(weight, encoding)
-        wanted = np.einsum("ij,jk,ik->i", delta, hessian, delta, dtype=np.float64).mean() / 2
-        assert found == pytest.approx(float(wanted), rel=1e-3)
-        return found
+    def loss(kind: str, importances: Any) -> float:
+        return float(np.square(inputs @ scored._error(weight, f"gguf-{kind.lower()}", importances).T).mean())
 
-    diagonal = np.ascontiguousarray(hessian.diagonal())
-    found = {kind: loss(f"gguf-{kind.lower()}", diagonal) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
+    squares = np.square(inputs).mean(0)
+    found = {kind: loss(kind, squares) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
     assert sorted(found, key=lambda kind: -found[kind]) == list(found)
-    assert loss("gguf-q3_k", diagonal) < loss("gguf-q3_k", None)
+    assert loss("Q3_K", squares) < loss("Q3_K", None)
 
 
 def test_every_weight_is_measured_once_with_types_that_fit(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m", "mixtral")
     with prepared_for(model, sized(tmp_path, 10**9), name="gguf-q4_k_m") as prepared:
-        works = [MeasureWork.of(product) for product in prepared.plan.products if product.op == "measured_layer"]
-    assert len(works) == 2
-    names = [name for work in works for name in work.candidates]
-    assert len(names) == len(set(names)) == 2 * (4 + 4 * 3)
-    assert {each for work in works for own in work.candidates.values() for each in own} == {
+        tried = [product.settings["candidates"] for product in prepared.plan.products if product.op.startswith("scored_")]
+    assert len(tried) == 3
+    names = [name for each in tried for name in each]
+    assert len(names) == len(set(names)) == 2 * (4 + 4 * 3) + 2
+    assert {each for found in tried for own in found.values() for each in own} == {
         f"gguf-{kind.lower()}" for kind in gguf._NARROW
     }
     assert set(gguf._NARROW) | set(gguf._WIDE) <= set(TYPES)
@@ -128,3 +125,15 @@ def test_a_plan_for_a_size_can_be_run_later(tmp_path: Path, monkeypatch: pytest.
     assert cli(*quantize, "now", "--quiet").code == 0
     assert (tmp_path / "later/model.gguf").read_bytes() == (tmp_path / "now/model.gguf").read_bytes()
     assert {kind for name, kind in kinds(tmp_path / "now/model.gguf").items() if "attn_q." in name} == {"Q5_0"}
+
+
+def test_only_types_that_our_kernels_lack_need_libgguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan required it for every type."""
+    model = save_model(tmp_path / "m")
+    with_it = Path(str(weightsmith.quantize(model, tmp_path / "a", "gguf-q4_k_m", progress=False).out))
+    monkeypatch.setitem(sys.modules, "libgguf", None)
+    without = Path(str(weightsmith.quantize(model, tmp_path / "b", "gguf-q4_k_m", progress=False).out))
+    assert (without / "model.gguf").read_bytes() == (with_it / "model.gguf").read_bytes()
+    wide = ("token_embd=F16", "output=F16")
+    with pytest.raises(PlanError, match="libgguf, which encodes and decodes ggml's types of blocks, is not installed"):
+        quantise(model, tmp_path / "c", sized(tmp_path, 10**9, tensor_types=wide), name="gguf-q4_k_m")

@@ -137,6 +137,10 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
     files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
     if summary.measured:
         fact("measured", "first: that decides how weights are stored, the sizes and config.json")
+        target = ((plan.then or {}).get("settings") or {}).get("target")
+        if target is not None:
+            most = str(target).rpartition("=")[2]
+            fact("target", f"then sizes are tried until KL on the text of --evaluate is at most {most}")
         about = f"about {size(summary.out_bytes)}" if summary.out_bytes else "sizes follow from the measurement"
         fact("output", f"{count(summary.tensors, 'tensor')}, {about}")
     else:

@@ -28,6 +28,7 @@ class QuantizeKeywords(TypedDict, total=False):
 
     bits: float | None
     size_bytes: int | str | None
+    target: str | None
     head_bits: int | None
     calibration: str | os.PathLike[str] | None
     calibration_rows: int | None

@@ -147,6 +147,12 @@ class QuantizeSettings:
         least=1,
         more="See [EXL2](exl2.md#a-target-size) and [GGUF](gguf.md#a-target-size).",
     )
+    target: str | None = option(
+        None,
+        "--target kl=X",
+        "EXL2, GGUF: smallest result with this KL divergence on the text of `evaluate`",
+        more="In nats per token. See [a target divergence](quantize.md#a-target-divergence).",
+    )
     head_bits: int | None = option(
         None,
         "--head-bits BITS",

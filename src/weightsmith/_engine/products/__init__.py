@@ -32,6 +32,8 @@ OWN = {
     "quantised_layer": "weightsmith._features.quantisation.calibration.layer:KIND",
     "quantised_states": "weightsmith._features.quantisation.calibration.quantised_states:KIND",
     "measured_layer": "weightsmith._features.quantisation.calibration.measured:KIND",
+    "scored_layer": "weightsmith._features.quantisation.calibration.scored:LAYER",
+    "scored_vocabulary": "weightsmith._features.quantisation.calibration.scored:VOCABULARY",
     "measured_blocks": "weightsmith._features.quantisation.calibration.measured_blocks:KIND",
     "factors": "weightsmith._features.adapters.factors:KIND",
     "changes": "weightsmith._features.adapters.changes:KIND",

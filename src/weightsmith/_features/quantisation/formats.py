@@ -28,6 +28,7 @@ from weightsmith._features.quantisation.calibration.plan import (
 )
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
 from weightsmith._features.quantisation.exl2 import format as exl2
+from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
 from weightsmith._planning.planner import Assembled, Prepared, build
@@ -138,6 +139,8 @@ def expected_steps(prepared: Prepared) -> list[Step]:
     settings = replace(
         QuantizeSettings(**then["settings"]), calibration=NONE, calibration_rows=None, calibration_tokens=None, measure=None
     )
+    if settings.target is not None:  # nothing is known of the size
+        return []
     assembled = Assembled.of(prepared)
     without_measuring(assembled.draft)
     try:
@@ -147,23 +150,50 @@ def expected_steps(prepared: Prepared) -> list[Step]:
     return assembled.draft.steps
 
 
-def followed(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[Prepared, Mapping[str, bytes]]:
+def followed(
+    prepared: Prepared, arrays: Mapping[str, Arrays], size_bytes: int | None = None
+) -> tuple[Prepared, Mapping[str, bytes]]:
     """The plan that follows from the products of one with `Plan.then`, and files to add to the output.
 
-    arrays  of the products, by name
+    arrays      of the products, by name
+    size_bytes  of the weight files, if the settings have a target instead of a size: the next size that the format can have
 
     Raises PlanError; FormatError for a plan that no format of ours made.
     """
+    made, settings = _following(prepared)
+    if size_bytes is not None:
+        settings = replace(settings, size_bytes=size_bytes)
+    assert made.follow is not None
+    assembled = Assembled.of(prepared)
+    files = made.follow(assembled, settings, without_measuring(assembled.draft), arrays)
+    assembled.named += _files(settings)
+    return assembled.finish(), files
+
+
+def target_of(prepared: Prepared) -> float | None:
+    """The largest divergence of the result of a plan with `Plan.then`; None if it has no target. Raises as `followed`."""
+    try:
+        return read_target(_following(prepared)[1])
+    except ParameterError as error:
+        raise FormatError(error.finding.what, where="then", fix="make the plan again") from error
+
+
+def unquantised(prepared: Prepared) -> Prepared:
+    """The plan of the plain tensors of one with `Plan.then`."""
+    assembled = Assembled.of(prepared)
+    without_measuring(assembled.draft)
+    return assembled.finish()
+
+
+def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
+    """The format and the settings of `Plan.then`. Raises FormatError for a plan that no format of ours made."""
     then = dict(prepared.plan.then or {})
     name, given = then.get("format"), then.get("settings") or {}
     made = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
     if made is None or made.follow is None or not has_type(given, QuantizeSettings):
         raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
     (settings,) = read_options("run", given, QuantizeSettings)
-    assembled = Assembled.of(prepared)
-    files = made.follow(assembled, settings, without_measuring(assembled.draft), arrays)
-    assembled.named += _files(settings)
-    return assembled.finish(), files
+    return made, settings
 
 
 def _problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
@@ -175,6 +205,10 @@ def _problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithE
     known = FORMATS[name].settings
     unread = [each for each in settings.given if each not in known and each != "engine"]
     if not unread:
+        try:
+            check_target(settings)
+        except ParameterError as error:
+            return [error]
         return unloaded(name, settings)
     reads = f"reads {named(*sorted(known))}" if known else "has none"
     return [ParameterError(f"not a setting of {name}, which {reads}", where=named(*unread), fix=f"leave out {named(*unread)}")]

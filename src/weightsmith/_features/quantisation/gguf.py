@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,6 @@ from weightsmith._base.files import read_bounded, show
 from weightsmith._base.options import QuantizeSettings, named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.base import Format
-from weightsmith._features.quantisation.calibration.measured import MeasureWork
 from weightsmith._features.quantisation.calibration.plan import (
     CALIBRATION_SETTINGS,
     MEASURED_ROWS,
@@ -30,7 +29,7 @@ from weightsmith._features.quantisation.calibration.plan import (
     Chain,
     unused,
 )
-from weightsmith._features.quantisation.exl2.optimise import Candidate, solve
+from weightsmith._features.quantisation.exl2.optimise import solve_together
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
@@ -40,10 +39,11 @@ from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
+from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import joined, lacking
 from weightsmith._plans import FILL, JOIN, Dropped, PlanDraft, Product, Settings, Step, Table
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, Floats
 
 _NAMED = "names are llama.cpp's: blk.0.attn_q.weight, blk.0.ffn_down.weight, token_embd.weight, output.weight"
 
@@ -55,13 +55,14 @@ Importances = Mapping[str, npt.NDArray[np.float32]]
 
 def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) -> None:
     """Make the draft one of a GGUF file. Raises PlanError."""
-    sized = settings.size_bytes is not None
+    sized = settings.size_bytes is not None or settings.target is not None
     if sized and settings.calibration is None:
         settings = replace(settings, calibration=BUILT_IN)
     measures = settings.calibration not in (None, NONE)
     if sized and not measures:
         what = "types for a size are chosen by a measurement on a text"
-        raise PlanError([option_error("size_bytes", what, f"leave out {named('calibration')}, or name a text")])
+        which = "size_bytes" if settings.target is None else "target"
+        raise PlanError([option_error(which, what, f"leave out {named('calibration')}, or name a text")])
     if measures and settings.imatrix is not None:
         what = "importances come from a file or from a calibration text, not both"
         raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
@@ -75,21 +76,27 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
         family = family_of_config(draft.config)
         chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
         weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
+        if sized:
+            libgguf()  # decodes what is tried
         tried = [_candidates(family, own, chosen) for own in weights] if sized else []
+        ends = _candidates(family, _vocabulary(draft, chain.steps(chain.layers)), chosen) if sized else {}
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
         trial = replace(assembled, draft=PlanDraft.of(draft))
         _fill(mixture, trial, _importances_of(family, ones), chosen)  # its errors, before anything is measured
         if sized:
-            _slots(trial.draft, settings, family, {each: {} for own in tried for each in own}, tried)
+            _slots(trial.draft, settings, family, {name: kinds for own in (*tried, ends) for name, kinds in own.items()})
 
     def moments(layer: int, states: Product) -> list[Product]:
         return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
 
-    def losses(layer: int, states: Product, gradients: Product, _leaving: Product) -> list[Product]:
-        return [chain.losses(layer, states, gradients, tried[layer])] if tried[layer] else []
+    def scores(layer: int, states: Product, _gradients: Product, leaving: Product) -> list[Product]:
+        return [chain.scores(layer, states, leaving, tried[layer])] if tried[layer] else []
+
+    def of_ends(entering: Product, gradients: Product, leaving: Product) -> list[Product]:
+        return [chain.vocabulary_scores(entering, gradients, leaving, ends)] if ends else []
 
     if sized:
-        products = chain.backward(losses, lambda layer: tuple(tried[layer]), moments)
+        products = chain.backward(scores, before=moments, after=of_ends)
     else:
         products = chain.forward(moments)
     chain.measure(draft, products, _format_name(mixture), settings)
@@ -107,30 +114,28 @@ def follow(
     Raises PlanError, FormatError.
     """
     found: dict[str, npt.NDArray[np.float32]] = {}
-    losses: dict[str, Mapping[str, float]] = {}
+    scores: dict[str, Floats] = {}
+    tried: dict[str, tuple[str, ...]] = {}
     for product in measured:
-        if product.name in arrays and product.op == "measured_layer":
-            candidates, [table] = MeasureWork.of(product).candidates, arrays[product.name]
-            rows = zip(candidates.items(), table.tolist(), strict=True)
-            losses |= {name: dict(zip(own, row, strict=False)) for (name, own), row in rows}
+        if product.name in arrays and product.op in ("scored_layer", "scored_vocabulary"):
+            candidates: Mapping[str, tuple[str, ...]] = product.settings["candidates"]
+            tried |= candidates
+            scores |= dict(zip(candidates, arrays[product.name][0], strict=True))
         elif product.name in arrays:
             found |= _by_weight(StatisticWork.of(product), arrays[product.name])
     chosen = _chosen(settings)
     with _problems_of_a_plan():
         family = family_of_config(assembled.draft.config)
         importances = _importances_of(family, found)
-        if settings.size_bytes is not None:
+        if settings.size_bytes is not None:  # the search for a target gives one
             trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
             _fill(mixture, trial, importances, chosen)
-            chosen = [*_fitting_types(trial.draft, settings, family, losses), *chosen]
+            chosen = [*_fitting_types(trial.draft, settings, family, tried, scores), *chosen]
         _fill(mixture, assembled, importances, chosen)
         return {"imatrix.dat": imatrix_bytes(importances)}
 
 
 # ---- types for a size
-
-Losses = Mapping[str, Mapping[str, float]]
-"""Nats for each token that each encoding of a weight costs: weight → encoding → loss."""
 
 _WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 _NARROW = ("IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -153,53 +158,78 @@ def _candidates(family: Family, specs: Iterable[TensorSpec], chosen: Chosen) -> 
     return found
 
 
-def _slots(
-    draft: PlanDraft,
-    settings: QuantizeSettings,
-    family: Family,
-    losses: Losses,
-    tried: Sequence[Mapping[str, Sequence[str]]],
-) -> tuple[dict[str, list[tuple[str, Candidate]]], int]:
-    """The types of each tensor that was measured, with sizes and losses; and the bits that there are for them.
+def _vocabulary(draft: PlanDraft, steps: Iterable[Step]) -> list[TensorSpec]:
+    """The embedding, and the head if it is stored: not one that the embedding is, too."""
+    own = {step.out.name for step in _without_doubles(draft.steps, Config(draft.config or {}))[1]}
+    return [step.out for step in steps if is_vocabulary(step.out) and step.out.name in own and len(step.out.shape) == 2]
 
-    draft  of the GGUF file, with any types
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A tensor whose type is chosen.
+
+    kinds    the types to choose from, with the bits that the tensor has in each
+    weights  that it is made of: several, for experts
+    own      the type that the format gives it
+    """
+
+    kinds: dict[str, int]
+    weights: list[str]
+    own: str
+
+
+def _slots(
+    draft: PlanDraft, settings: QuantizeSettings, family: Family, tried: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, _Slot], int]:
+    """The tensors whose types are chosen, by name; and the bits that there are for them.
+
+    draft  of the GGUF file, with the types of the format
+    tried  the encodings that were tried for each weight
 
     Raises ParameterError if even the smallest do not fit.
     """
-    encodings: dict[str, list[str]] = {}
     weights: dict[str, list[str]] = {}
-    for own in tried:
-        for weight, names in own.items():
-            if place := gguf_place(family, weight):
-                encodings[place.name] = list(names)
-                weights.setdefault(place.name, []).append(weight)
-    slots: dict[str, list[tuple[str, Candidate]]] = {}
+    for weight in tried:
+        if place := gguf_place(family, weight):
+            weights.setdefault(place.name, []).append(weight)
+    slots: dict[str, _Slot] = {}
     fixed = len(draft.header) + 4096
     for step in draft.steps:
         [out] = step.stored
         fixed += len(out.name) + _HEADER_BYTES
-        if out.name not in encodings:
+        if out.name not in weights:
             fixed += out.nbytes
             continue
-        for name in encodings[out.name]:
-            dtype = TYPES[name.removeprefix(PREFIX).upper()]
-            loss = sum(losses[weight].get(name, 0.0) for weight in weights[out.name])
-            bits = 8 * replace(out, dtype=dtype).nbytes
-            slots.setdefault(out.name, []).append((dtype.name, Candidate(bits, loss)))
+        dtypes = [TYPES[name.removeprefix(PREFIX).upper()] for name in tried[weights[out.name][0]]]
+        kinds = {dtype.name: 8 * replace(out, dtype=dtype).nbytes for dtype in dtypes}
+        slots[out.name] = _Slot(kinds, weights[out.name], out.dtype.name)
     budget = 8 * ((settings.size_bytes or 0) - fixed)
-    least = sum(min(each.bits for _, each in own) for own in slots.values())
+    least = sum(min(slot.kinds.values()) for slot in slots.values())
+    if settings.target is not None:
+        budget = max(budget, least)
     if budget < least:
         what = f"the file has at least {fixed + least // 8:,} bytes with the types that are tried, not {settings.size_bytes:,}"
-        fix = f"ask for more, or set the types of other tensors ({named('tensor_types')}), such as token_embd=Q4_K"
+        fix = f"ask for more, or set types that are smaller ({named('tensor_types')})"
         raise option_error("size_bytes", what, fix)
     return slots, budget
 
 
-def _fitting_types(draft: PlanDraft, settings: QuantizeSettings, family: Family, losses: Losses) -> Chosen:
-    """The types with the least sum of losses that fit into the size."""
-    slots, budget = _slots(draft, settings, family, losses, [{weight: list(own) for weight, own in losses.items()}])
-    picked = solve([[candidate for _, candidate in own] for own in slots.values()], budget)
-    return [(re.compile(f"{re.escape(name)}$"), own[i][0]) for (name, own), i in zip(slots.items(), picked, strict=True)]
+def _fitting_types(
+    draft: PlanDraft,
+    settings: QuantizeSettings,
+    family: Family,
+    tried: Mapping[str, Sequence[str]],
+    scores: Mapping[str, Floats],
+) -> Chosen:
+    """The types that change the predictions least and fit into the size. scores: of each weight, [encodings, tokens]."""
+    slots, budget = _slots(draft, settings, family, tried)
+    bits = [list(slot.kinds.values()) for slot in slots.values()]
+    found = [np.sum([scores[weight][: len(slot.kinds)] for weight in slot.weights], 0) for slot in slots.values()]
+    format_own = [list(slot.kinds).index(slot.own) if slot.own in slot.kinds else 0 for slot in slots.values()]
+    picked = solve_together(bits, found, budget, [format_own])
+    return [
+        (re.compile(f"{re.escape(name)}$"), list(slot.kinds)[i]) for (name, slot), i in zip(slots.items(), picked, strict=True)
+    ]
 
 
 def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, npt.NDArray[np.float32]]:
@@ -229,11 +259,11 @@ def _chosen(settings: QuantizeSettings) -> Chosen:
 
 
 def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chosen: Chosen) -> None:
+    from weightsmith._kernels.ggml import ENCODED
+
     draft = assembled.draft
     family = family_of_config(draft.config)
     config = draft.config or {}
-    if mixture.default not in PLAIN or any(kind not in PLAIN for _, kind in chosen):
-        libgguf()
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
     dropped, steps = _without_doubles(draft.steps, given)
@@ -257,9 +287,11 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
         for pattern, _ in chosen
         if not any(pattern.search(name) for name in named)
     ]
+    kinds = [type_of(mixture, spec, shape, chosen) for spec in specs]
+    if not ENCODED.issuperset({*kinds} - {*PLAIN}):
+        libgguf()
     made: list[Step] = []
-    for spec, step in zip(specs, named.values(), strict=True):
-        kind = type_of(mixture, spec, shape, chosen)
+    for spec, step, kind in zip(specs, named.values(), kinds, strict=True):
         turned = rotated_heads(family, spec.name, heads, kv_heads)
         shift = family.shift if is_norm(spec.name) else 0.0
         encoding = GgufEncoding(TYPES[kind], spec.shape[0] // turned if turned else 0, shift)
@@ -436,7 +468,7 @@ def _format(mixture: Mixture) -> Format:
     readers = "llama.cpp, Ollama, LM Studio"
     if mixture.default in ("F32", "F16", "BF16", "Q8_0"):
         return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, frozenset({"tensor_types"}))
-    settings = CALIBRATION_SETTINGS | {"imatrix", "tensor_types", "size_bytes"}
+    settings = CALIBRATION_SETTINGS | {"imatrix", "tensor_types", "size_bytes", "target"}
     return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, settings, partial(follow, mixture))
 
 

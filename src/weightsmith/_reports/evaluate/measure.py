@@ -23,9 +23,19 @@ from weightsmith._engine.local import Progress
 from weightsmith._execution.progress import Meter, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, kept_products, staged
 from weightsmith._outputs.staging import Staging
+from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Made, PlanDraft
 from weightsmith._reports.evaluate.layers import LayerErrors, layer_errors, with_samples
-from weightsmith._reports.evaluate.opening import Named, Opened, check_families, head_weights, name_of, opened, prepare_named
+from weightsmith._reports.evaluate.opening import (
+    Asked,
+    Named,
+    Opened,
+    check_families,
+    head_weights,
+    name_of,
+    opened,
+    prepare_named,
+)
 from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
 from weightsmith._reports.look.surveys import Watching
 from weightsmith.abc.product import Arrays
@@ -77,7 +87,7 @@ def named(models: Sequence[Named], reference: Named | None) -> dict[str, Named]:
 
 
 def evaluation(
-    asked: Mapping[str, Named], compared: bool, settings: EvaluateSettings, running: RunOptions, progress: Watching
+    asked: Mapping[str, Asked], compared: bool, settings: EvaluateSettings, running: RunOptions, progress: Watching
 ) -> Evaluation:
     """See `evaluate`. asked: models by name; compared: the first is the reference of the others."""
     if not asked:
@@ -103,11 +113,12 @@ def evaluation(
     return Evaluation(names, settings.text, names[0] if compared else None, scores, tokens, notes, tuple(errors))
 
 
-def _open(asked: Mapping[str, Named], stack: ExitStack) -> list[Opened]:
+def _open(asked: Mapping[str, Asked], stack: ExitStack) -> list[Opened]:
     problems, ready = list[WeightsmithError](), list[Opened]()
     for name, model in asked.items():
         try:
-            ready.append(opened(name, stack.enter_context(prepare_named(model))))
+            held = nullcontext(model) if isinstance(model, Prepared) else prepare_named(model)
+            ready.append(opened(name, stack.enter_context(held)))
         except PlanError as error:
             if len(asked) == 1:
                 raise

@@ -28,6 +28,9 @@ from weightsmith._plans import PlanDraft
 Named = str | os.PathLike[str] | Mapping[str, Any]
 """A model as a recipe names it; or a recipe: the path of a YAML file, or a mapping."""
 
+Asked = Named | Prepared
+"""A model, a recipe, or a plan with its models open."""
+
 _SETTINGS = "tokenizer_config.json"
 _FILES = (TOKENIZER, _SETTINGS, TEMPLATE_FILE, "chat_template.json")
 _RECIPES = (".yml", ".yaml")

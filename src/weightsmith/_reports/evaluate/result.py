@@ -16,10 +16,11 @@ from weightsmith._base.options import EvaluateSettings, RunOptions
 from weightsmith._base.pages.values import Block
 from weightsmith._base.text import markdown, markdown_table
 from weightsmith._execution.output import check_options, sibling
+from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Plan
 from weightsmith._reports.evaluate.layers import worst_layers
 from weightsmith._reports.evaluate.measure import evaluation
-from weightsmith._reports.evaluate.opening import Named
+from weightsmith._reports.evaluate.opening import Asked
 from weightsmith._reports.evaluate.pages import layer_blocks, score_table
 from weightsmith._reports.evaluate.values import Evaluation, of_change, perplexity
 from weightsmith._reports.look.surveys import Watching
@@ -44,6 +45,12 @@ class ResultEvaluation:
         if own.divergence is not None and own.agreement is not None:
             facts += [f"KL {own.divergence.value:.5f}", f"same top token {own.agreement:.2%}"]
         return (f"on {text}: {'; '.join(facts)}", *self._layers, *self.found.notes)
+
+    @property
+    def divergence(self) -> float | None:
+        """From the model that it is compared with, in nats per token."""
+        found = self.found.totals[-1].divergence
+        return None if found is None else found.value
 
     @property
     def _layers(self) -> list[str]:
@@ -93,10 +100,13 @@ class Evaluator:
     running: RunOptions
     progress: Watching = True
 
-    def __call__(self, plan: Plan, folder: Path) -> ResultEvaluation:
-        """Evaluate the folder of a plan's result, beside the model that it was made from."""
+    def __call__(self, plan: Plan, folder: Path, compared: Prepared | None = None) -> ResultEvaluation:
+        """Evaluate the folder of a plan's result, beside the model that it was made from, or the result of another plan."""
         source = next((model.ref for model in (plan.models[plan.donor], *plan.models) if model.plan is None), None)
-        asked: dict[str, Named] = {} if source is None else {source: source}
+        asked: dict[str, Asked] = {} if source is None else {source: source}
+        if compared is not None:
+            source = source if len(plan.models) == 1 and source is not None else "before it was quantised"
+            asked = {source: compared}
         asked[RESULT] = folder
         return ResultEvaluation(evaluation(asked, source is not None, self.settings, self.running, self.progress))
 

@@ -24,7 +24,6 @@ from weightsmith._activations.gradients import LAST_FIRST
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, dequantise, quantise
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from weightsmith._features.quantisation.exl2.matrix import FactoredHessian
 
 FEATURES = 128
-
-_BLOCKS = frozenset(f"{PREFIX}{name.lower()}" for name in TYPES.keys() - {*PLAIN, *NEEDS_IMPORTANCES})
-"""Encodings of ggml's blocks that can be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +43,6 @@ class MeasureWork(common.CalibratedWork):
 
     gradients: str
     candidates: Mapping[str, tuple[str, ...]]
-
-    @staticmethod
-    def takes(encoding: str) -> bool:
-        """ggml's blocks too, if they can do without importances."""
-        return common.takes_hessian(encoding) or encoding in _BLOCKS
 
     @property
     def needs(self) -> set[str]:
@@ -82,18 +73,13 @@ def _compute(bench: ProductContext) -> Arrays:
 
         def measure(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
             own_weights = inputs.sites[site]
-            prepared = importances = None
-            if all(each.startswith(PREFIX) for name in own_weights for each in work.candidates[name]):
-                hessian = finish(site)
-                importances = None if hessian is None else np.ascontiguousarray(hessian.diagonal(), np.float32)
-            else:
-                prepared = factors.prepare(inputs, site, finish)
+            prepared = factors.prepare(inputs, site, finish)
             for name in own_weights:
                 weighted = finish(name)
                 if weighted is not None:  # else no token reached it, and nothing depends on it
                     weight, own = rows.layer.linear(name).weight.detach().cpu().numpy(), squares[places[name]]
                     with common.located(f"{name}, {work.base.label}"):
-                        quantised = partial(_quantised, prepared=prepared, importances=importances)
+                        quantised = partial(_quantised, prepared=prepared)
                         found = _losses(weight, quantised, weighted, own[: len(weight)], work.candidates[name])
                     losses[places[name], : len(found)] = np.divide(found, tokens)
 
@@ -101,20 +87,9 @@ def _compute(bench: ProductContext) -> Arrays:
     return [losses]
 
 
-def _quantised(
-    part: Floats, encoding: str, *, prepared: FactoredHessian | None, importances: npt.NDArray[np.float32] | None
-) -> Floats:
-    """Rows of a weight as loaders compute them.
-
-    prepared     the Hessian of its inputs, for encodings with codes of GPTQ
-    importances  its diagonal, for ggml's blocks
-    """
-    if not encoding.startswith(PREFIX):
-        return common.dequantise(common.quantise(part, encoding, prepared), encoding, part.shape)
-    dtype = TYPES[encoding.removeprefix(PREFIX).upper()]
-    blocks = np.empty(part.size // dtype.block * dtype.itemsize, np.uint8)
-    quantise(dtype, part, blocks, importances)
-    return dequantise(dtype, blocks, part.size).reshape(part.shape)
+def _quantised(part: Floats, encoding: str, *, prepared: FactoredHessian | None) -> Floats:
+    """Rows of a weight as loaders compute them. prepared: the Hessian of its inputs."""
+    return common.dequantise(common.quantise(part, encoding, prepared), encoding, part.shape)
 
 
 def _losses(

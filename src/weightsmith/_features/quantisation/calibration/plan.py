@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import PurePath
 
 from weightsmith._activations.model import TextRun, result_of, text_for
-from weightsmith._activations.rows import BUILT_IN
+from weightsmith._activations.rows import BUILT_IN, TOKENIZER
 from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.options import QuantizeSettings, assignment, named
 from weightsmith._features.quantisation.calibration.common import CalibratedWork, takes_hessian
@@ -15,8 +15,9 @@ from weightsmith._features.quantisation.calibration.layer import QuantisedWork
 from weightsmith._features.quantisation.calibration.measured import MeasureWork
 from weightsmith._features.quantisation.calibration.measured_blocks import BlocksWork
 from weightsmith._features.quantisation.calibration.quantised_states import QuantisedStatesWork
+from weightsmith._features.quantisation.calibration.scored import ScoreWork, VocabularyWork, shape_of
 from weightsmith._planning.planner import Assembled
-from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step
+from weightsmith._plans import COPY, PRODUCTS, FileRead, PlanDraft, Product, Read, Step
 
 NONE = "none"
 """`--calibration none`: round to nearest."""
@@ -139,6 +140,27 @@ class Chain(TextRun):
         """The losses that the candidates for each weight of a layer cause. gradients: of its weights, in the same order."""
         work = MeasureWork(self.base, self.packages, layer, states.name, gradients.name, dict(candidates))
         return self._measured("measured_layer", f"losses of layer {layer}", work, (states, gradients))
+
+    def scores(self, layer: int, states: Product, leaving: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:
+        """The scores of the candidates for each weight of a layer. leaving: the gradients of what leaves it."""
+        work = ScoreWork(self.base, self.packages, layer, states.name, leaving.name, dict(candidates))
+        out = self.array(f"scores of layer {layer}", "F32", shape_of(candidates, states.outs[0].shape))
+        return self.product(f"scored {layer}", "scored_layer", (out,), work, self.steps(layer), (states, leaving))
+
+    def vocabulary_scores(
+        self, entering: Product, gradients: Product, leaving: Product, candidates: Mapping[str, tuple[str, ...]]
+    ) -> Product:
+        """The scores of the candidates for the embedding and the head.
+
+        entering, gradients  what enters the first layer, and the gradients of that
+        leaving              what leaves the last layer
+        """
+        text, layers = self.text, self.layers
+        more = (text, self._model.bos, entering.name, text.seed)
+        work = VocabularyWork(self.base, self.packages, layers, leaving.name, gradients.name, dict(candidates), *more)
+        out = self.array("scores of the vocabulary", "F32", shape_of(candidates, leaving.outs[0].shape))
+        files, needs = (FileRead(self._model.number, TOKENIZER, text.tokenizer),), (entering, gradients, leaving)
+        return self.product("scored vocabulary", "scored_vocabulary", (out,), work, self.steps(layers), needs, files)
 
     def errors(self, layer: int, states: Product, blocks: Mapping[str, tuple[Mapping[str, str], ...]]) -> Product:
         """The errors of the options of each block of a layer."""

@@ -32,6 +32,7 @@ from weightsmith._features.quantisation.exl2.measurement import (
 )
 from weightsmith._features.quantisation.exl2.model import Model, notes, prepare_model, store
 from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
+from weightsmith._features.quantisation.target import read_target
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import PlanDraft, Product
@@ -128,6 +129,8 @@ def _target(draft: PlanDraft, model: Model, settings: QuantizeSettings) -> float
     """The average bits for each weight: as asked, or as many as fit into the size. Raises ParameterError if it is too small."""
     if settings.bits is not None:
         return settings.bits
+    if settings.target is not None and settings.size_bytes is None:
+        return sum(max(block.bits(option) for option in block.options) for block in model.blocks) / model.weights
     least, most = (sum(pick(block.bits(option) for option in block.options) for block in model.blocks) for pick in (min, max))
     trial = PlanDraft.of(draft)
     fewest = [min(block.options, key=block.bits) for block in model.blocks]
@@ -135,6 +138,8 @@ def _target(draft: PlanDraft, model: Model, settings: QuantizeSettings) -> float
     outs = [out for step in trial.steps for out in step.outs]
     others = sum(out.nbytes + len(out.name) + HEADER_BYTES for out in outs) + HEADER_BYTES - least // 8
     room = 8 * ((settings.size_bytes or 0) - others)
+    if room < least and settings.target is not None:
+        room = least
     if room < least:
         what = f"the model has at least {others + least // 8:,} bytes as EXL2, not {settings.size_bytes:,}"
         head = settings.head_bits or DEFAULT_HEAD_BITS
@@ -146,8 +151,16 @@ def _target(draft: PlanDraft, model: Model, settings: QuantizeSettings) -> float
 def _check(settings: QuantizeSettings) -> None:
     """Raise PlanError with all problems of the settings."""
     problems: list[WeightsmithError] = []
-    if (settings.bits is None) == (settings.size_bytes is None):
-        what = "exl2 needs the average bits per weight, or a size"
+    try:
+        sized = read_target(settings) is not None
+    except WeightsmithError as error:
+        raise PlanError([error]) from error
+    if sized and (settings.uniform or not calibrates(settings) or settings.measurement is not None):
+        what = "a target needs a measurement on a text"
+        fix = f"leave out {named('uniform', 'measurement')}, and {assignment('calibration', 'none')}"
+        problems.append(option_error("target", what, fix))
+    if not sized and (settings.bits is None) == (settings.size_bytes is None):
+        what = "exl2 needs the average bits per weight, a size or a target"
         if settings.bits is not None:
             what = "the size follows from the bits"
         fix = f"write {assignment('bits', 4.25)}, or any number from 2.2 to 8; or {named('size_bytes')}, but not both"
@@ -210,7 +223,7 @@ FORMATS = (
         "2.2 to 8 bits for each weight, chosen for each layer",
         "ExLlamaV2, older TabbyAPI",
         apply,
-        frozenset({"bits", "size_bytes", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
+        frozenset({"bits", "size_bytes", "target", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
         follow,
     ),
 )

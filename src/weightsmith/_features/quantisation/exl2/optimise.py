@@ -70,6 +70,119 @@ def solve(slots: Slots, budget: int) -> tuple[int, ...]:
         choice[slot] = option
 
 
+def solve_together(
+    bits: Sequence[Sequence[int]], scores: Sequence[npt.NDArray[np.float32]], budget: int, starts: Sequence[Sequence[int]] = ()
+) -> tuple[int, ...]:
+    """The candidates whose errors together change the predictions least, within `budget` bits, or nearly so.
+
+    bits    of the candidates of each block
+    scores  of each block [candidates, tokens]: the loss of a choice is half the mean square of their sum over blocks
+    starts  choices to begin from, besides the one for errors that are independent; those beyond the budget are left out
+
+    Each choice is improved by exchanges of one or two blocks until none helps, and the best of them is taken. Errors may cancel
+    by chance: what is left of the budget goes to larger candidates of less loss, unless they are worse by more than chance.
+    Memory: 24 bytes for each pair of candidates of any blocks.
+
+    >>> twice = np.float32([[1, 1], [0, 0]])  # two blocks that push the same way, and a small one that pushes back
+    >>> solve_together([[1, 2], [1, 2], [1, 2]], [twice, twice, np.float32([[-1, -1], [0, 0]])], 4)
+    (0, 1, 0)
+    """
+    width, tokens = max(map(len, bits)), scores[0].shape[1]
+    costs = np.array([[*own, *[own[-1]] * (width - len(own))] for own in bits], np.int64)
+    usable = np.array([[k < len(own) for k in range(width)] for own in bits])
+    whole = np.zeros((len(bits), width, tokens), np.float32)
+    for block, own in enumerate(scores):
+        whole[block, : len(own)] = own
+    flat = whole.reshape(-1, tokens)
+    gram = (flat @ flat.T).astype(np.float64) / tokens
+    own_losses = np.where(usable, 0.5 * gram.diagonal().reshape(usable.shape), np.inf)
+    slots = [
+        [Candidate(*each) for each in zip(own, losses.tolist(), strict=False)]
+        for own, losses in zip(bits, own_losses, strict=True)
+    ]
+    rows = np.arange(len(bits))
+    best, least = solve(slots, budget), np.inf
+    for start in (best, *starts):
+        choice = np.array(start, np.int64)
+        if costs[rows, choice].sum() > budget:
+            continue
+        while (moves := _exchange_together(costs, usable, gram, choice, budget)) is not None:
+            for block, option in moves:
+                choice[block] = option
+        at = rows * width + choice
+        loss = float(gram[np.ix_(at, at)].sum())
+        if loss < least:
+            best, least = tuple(map(int, choice)), loss
+    return _filled(costs, own_losses, gram, np.array(best, np.int64), budget, tokens)
+
+
+def _filled(
+    costs: npt.NDArray[np.int64],
+    losses: npt.NDArray[np.float64],
+    gram: npt.NDArray[np.float64],
+    choice: npt.NDArray[np.int64],
+    budget: int,
+    tokens: int,
+) -> tuple[int, ...]:
+    """The choice with larger candidates of less loss, where it is not worse by more than three standard errors."""
+    width, rows = costs.shape[1], np.arange(len(costs))
+    while True:
+        slack = budget - int(costs[rows, choice].sum())
+        at = rows * width + choice
+        total = max(0.0, float(gram[np.ix_(at, at)].sum()))
+        extra = costs - costs[rows, choice][:, None]
+        less = losses[rows, choice][:, None] - losses
+        moves = np.argwhere((extra > 0) & (extra <= slack) & (less > 0))
+        for block, option in moves[np.argsort(-less[tuple(moves.T)], kind="stable")].tolist():
+            new, old = block * width + option, int(at[block])
+            size = gram[new, new] - 2 * gram[new, old] + gram[old, old]
+            change = float(gram[new, at].sum() - gram[old, at].sum() + 0.5 * size)
+            if change <= 3 * np.sqrt(max(0.0, size) * total / tokens):
+                choice[block] = option
+                break
+        else:
+            return tuple(map(int, choice))
+
+
+def _exchange_together(
+    costs: npt.NDArray[np.int64],
+    usable: npt.NDArray[np.bool_],
+    gram: npt.NDArray[np.float64],
+    choice: npt.NDArray[np.int64],
+    budget: int,
+) -> list[tuple[int, int]] | None:
+    """The change of one or two blocks that helps most within the budget; None if none does.
+
+    gram  mean products of the scores, of all candidates of all blocks
+    """
+    n, width = costs.shape
+    rows = np.arange(n)
+    at = rows * width + choice
+    now = np.repeat(at, width)  # of each move, the candidate that it replaces
+    every = np.arange(n * width)
+    extra = (costs - costs[rows, choice][:, None]).ravel()
+    slack = budget - int(costs[rows, choice].sum())
+    together = gram[:, at].sum(1)
+    gains = together - together[now] + 0.5 * (gram[every, every] - 2 * gram[every, now] + gram[now, now])
+    moves = np.flatnonzero(usable.ravel() & (every != now))
+    loss = float(gram[np.ix_(at, at)].sum()) / 2
+    found, least = None, -1e-9 * loss
+    fitting = moves[extra[moves] <= slack]
+    if len(fitting) and gains[fitting].min() < least:
+        move = int(fitting[gains[fitting].argmin()])
+        found, least = [divmod(move, width)], float(gains[move])
+    if not len(moves):
+        return found
+    old = now[moves]
+    products = gram[np.ix_(moves, moves)] - gram[np.ix_(moves, old)] - gram[np.ix_(old, moves)] + gram[np.ix_(old, old)]
+    pairs = gains[moves][:, None] + gains[moves] + products
+    pairs[(extra[moves][:, None] + extra[moves] > slack) | (old[:, None] == old)] = np.inf
+    first, second = divmod(int(pairs.argmin()), len(moves))
+    if pairs[first, second] < least:
+        return [divmod(int(moves[first]), width), divmod(int(moves[second]), width)]
+    return found
+
+
 def _lagrangian(bits: npt.NDArray[np.int64], losses: npt.NDArray[np.float64], budget: int) -> npt.NDArray[np.int64]:
     """The candidates that minimise loss + λ · bits, with the smallest λ that stays within the budget."""
     rows = np.arange(len(bits))

@@ -1,0 +1,218 @@
+"""The search for the smallest result whose divergence from the unquantised model is at most a target: `--target kl=0.02`.
+
+A size is tried by writing the result beside the output, and evaluating it on the text of `--evaluate`. The divergence falls
+about fourfold with each bit of a weight, which gives the second size; later ones lie on the line through two results. The
+smallest that meets the target is then written as the output, and evaluated once more. What was tried is kept in
+OUT.trials.jsonl until then, so that an interrupted search goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightsmith._activations.rows import TOKENS, text_source
+from weightsmith._activations.work import EmbeddingWork
+from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, Unsupported
+from weightsmith._base.options import RunOptions, named, option_error
+from weightsmith._base.strict_json import parse
+from weightsmith._base.text import size, status
+from weightsmith._execution.identity import work_identity
+from weightsmith._execution.output import sibling
+from weightsmith._execution.run import EVALUATION, Callbacks, Following, run_plan
+from weightsmith._features.quantisation.formats import followed, target_of, unquantised
+from weightsmith._models.structure.configs import finite_number
+from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._planning.planner import Prepared
+
+if TYPE_CHECKING:
+    from weightsmith.abc.product import Arrays
+
+MOST_TRIALS = 8
+CLOSE = 0.95
+"""A divergence of at least this share of the target is close enough to it."""
+STEP = 0.005
+"""Sizes that differ by less, relative to each other, are not told apart."""
+FALL = math.log(4)
+"""How much the logarithm of the divergence falls with each bit of a weight: errors are halved, and their squares count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A size that was tried.
+
+    asked       bytes
+    nbytes      of the weight files
+    divergence  from the unquantised model, in nats per token
+    """
+
+    asked: int
+    nbytes: int
+    divergence: float
+
+
+def check_target(prepared: Prepared, options: RunOptions) -> float | None:
+    """The target of a plan that follows from a measurement; None if it has none.
+
+    Raises ParameterError without a text to evaluate on, or if the settings are chosen by the same text.
+    """
+    target = _target(prepared)
+    if target is None:
+        return None
+    if options.evaluate is None:
+        fix = f"name a text that is not the calibration text: {named('evaluate')}"
+        raise option_error("target", "the divergence is measured on a text, and none is named", fix)
+    text = text_source(options.evaluate, None, TOKENS, 0, "evaluate").sha256
+    own = {EmbeddingWork.of(product).text.sha256 for product in prepared.plan.products if product.op == "embedding"}
+    if text in own:
+        fix = "name another text, which no setting was chosen by"
+        raise option_error("evaluate", "the settings are chosen by this text, so a divergence on it is too low", fix)
+    return target
+
+
+def _target(prepared: Prepared) -> float | None:
+    from weightsmith._features.adapters.extract import FORMAT
+
+    return None if (prepared.plan.then or {}).get("format") in (None, FORMAT) else target_of(prepared)
+
+
+def followed_by_target(
+    target: float,
+    prepared: Prepared,
+    arrays: Mapping[str, Arrays],
+    out: str | os.PathLike[str],
+    options: RunOptions,
+    callbacks: Callbacks,
+    began: float,
+) -> Following:
+    """The plan of the smallest size that meets a target.
+
+    arrays  of the measurement
+
+    Raises Unsupported if no size meets it, with the divergence of the largest one.
+    """
+    evaluating = callbacks.evaluating
+    assert evaluating is not None
+    plain = unquantised(prepared)
+    compared = replace(callbacks, evaluating=lambda plan, folder, _: evaluating(plan, folder, plain))
+    journal = sibling(out, ".trials.jsonl")
+    text = text_source(str(options.evaluate), None, TOKENS, 0, "evaluate").sha256
+    trying = replace(options, push=None, commit_message=None, report=None, card=False, fsync=False, keep_stages=False, ray=None)
+
+    def evaluated(asked: int) -> Trial:
+        own, files = followed(prepared, arrays, asked)
+        key = hashlib.sha256(f"{work_identity(own.plan, own.inputs, options.device)} {text}".encode()).hexdigest()
+        kept = _kept(journal).get(key)
+        if kept is None:
+            status(f"trying {size(_nbytes(own))}")
+            folder = sibling(out, f".trial-{key[:8]}")
+            made = run_plan(Following(own, files=files), folder, replace(trying, overwrite=True), compared, began)
+            kept = _divergence(made.reports[EVALUATION])
+            remove_checkpoint(folder)
+            with journal.open("a") as lines:
+                lines.write(json.dumps({"trial": key, "divergence": kept}) + "\n")
+        return Trial(asked, _nbytes(own), kept)
+
+    trials = search(target, _nbytes(followed(prepared, arrays, 1)[0]), evaluated, partial(_most, prepared, arrays))
+    best = min((each for each in trials if each.divergence <= target), key=lambda each: each.nbytes, default=None)
+    if best is None:
+        last = max(trials, key=lambda each: each.nbytes)
+        what = f"KL is {last.divergence:.3g} on {options.evaluate} at the largest size, {size(last.nbytes)}, not {target:g}"
+        fix = "ask for a larger KL, or choose a format with more bits, such as gguf-q8_0 or w8a16"
+        raise Unsupported(what, where="target", fix=fix, state="Nothing was published; the measurement is kept.")
+    own, files = followed(prepared, arrays, best.asked)
+    more = {"target": {"kl": target, "trials": [asdict(each) for each in trials]}}
+    return Following(own, files=files, more=more, source=plain, done=partial(_remove, journal))
+
+
+def search(target: float, least: int, evaluated: Callable[[int], Trial], most: Callable[[], tuple[int, int]]) -> list[Trial]:
+    """What was tried, in order.
+
+    least      bytes of the smallest size
+    evaluated  (bytes asked for) → what came out
+    most       bytes of the largest size, and the number of weights
+
+    >>> halving = lambda asked: Trial(asked, asked, 4.0 ** -(asked / 1000))
+    >>> found = search(0.02, 1000, halving, lambda: (8000, 8000))
+    >>> [each.asked for each in found]
+    [4500, 2822]
+    """
+    largest, weights = most()
+    low, high = least, largest  # the sizes that remain
+    trials: list[Trial] = []
+    asked = (low + high) // 2
+    while len(trials) < MOST_TRIALS:
+        found = evaluated(asked)
+        trials.append(found)
+        met = found.divergence <= target
+        low, high = (low, min(high, found.nbytes)) if met else (max(low, asked), high)
+        at_end = asked <= least if met else asked >= largest
+        if at_end or (met and found.divergence >= CLOSE * target):
+            break
+        best = max((t.nbytes for t in trials if t.divergence <= target), default=None)
+        if best is not None and high - low <= STEP * high:
+            break
+        asked = _next(target, trials, weights)
+        if not low < asked < high:
+            asked = (
+                (low + high) // 2 if best is not None and any(t.divergence > target for t in trials) else low if met else high
+            )
+    return trials
+
+
+def _next(target: float, trials: list[Trial], weights: int) -> int:
+    """The size of a divergence a little below the target, on the line of its logarithm through the two nearest trials."""
+    wanted = math.log(target * (1 + CLOSE) / 2)
+    near = sorted(trials, key=lambda each: abs(_log(each) - wanted))[:2]
+    slope = -FALL * 8 / max(1, weights)
+    if len(near) == 2 and near[0].nbytes != near[1].nbytes:
+        found = (_log(near[0]) - _log(near[1])) / (near[0].nbytes - near[1].nbytes)
+        slope = found if found < 0 else slope
+    return round(near[0].nbytes + (wanted - _log(near[0])) / slope)
+
+
+def _log(trial: Trial) -> float:
+    return math.log(max(trial.divergence, 1e-9))
+
+
+def _most(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[int, int]:
+    plan = followed(prepared, arrays, 1 << 62)[0].plan
+    return sum(out.nbytes for step in plan.steps for out in step.outs), sum(step.out.size for step in plan.steps)
+
+
+def _nbytes(prepared: Prepared) -> int:
+    """Of the weight files, with a little for their headers."""
+    return prepared.plan.layout.total_bytes
+
+
+def _divergence(report: object) -> float:
+    found = getattr(report, "divergence", None)
+    if found is None:
+        what = "the result has no divergence: its tokens are not those of the model that it was made from"
+        raise ParameterError(what, where="target", state=NOTHING_WRITTEN)
+    return float(found)
+
+
+def _kept(journal: Path) -> dict[str, float]:
+    """Divergences of earlier runs, by trial."""
+    found = {}
+    with suppress(OSError, ValueError, TypeError, KeyError, UnicodeDecodeError):
+        for line in journal.read_text().splitlines()[:1000]:
+            entry = parse(line.encode())
+            value = finite_number(entry["divergence"])
+            if value is not None:
+                found[str(entry["trial"])] = value
+    return found
+
+
+def _remove(journal: Path) -> None:
+    with suppress(OSError):
+        journal.unlink(missing_ok=True)

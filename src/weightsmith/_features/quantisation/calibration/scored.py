@@ -1,0 +1,276 @@
+"""The `scored_layer` and `scored_vocabulary` products: how each candidate type of each weight changes single predictions.
+
+With Δ the error of a weight, x what enters its layer at a token and g the gradient of log p(label) at its outputs
+(`gradients.py`), the score of the token is g · Δx. To the second order, the predictions change by ½ E[(Σ g · Δx)²] nats for
+each token, summed over weights. The sum is inside the square: errors of many weights that push the predictions the same way
+add up to more than their own losses. A fine-tune is a case: coarse types round what all of its weights have learnt away at
+once. `measured.py` takes the errors of weights to be independent.
+
+Scores are computed for some tokens of each row, at equal steps: `TOKENS` in all. Weights are quantised whole, some rows at a
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.gradients import LAST_FIRST, predict
+from weightsmith._activations.rows import rows_of
+from weightsmith._activations.work import LayerWork
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._features.quantisation.calibration.common import located
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, dequantise, quantise
+from weightsmith._models.structure.vocabulary import is_embedding, is_vocabulary
+from weightsmith._plans import Product
+from weightsmith._plans.statistics import TextSource
+from weightsmith.abc.product import Arrays, Floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightsmith._activations.running import NumberedRow
+
+TOKENS = 4096
+"""The most tokens that have scores."""
+
+ROWS_AT_ONCE = 256
+"""Output features of a weight that are quantised at once."""
+
+TOKENS_AT_ONCE = 64
+"""Whose predictions are held in memory."""
+
+SCORED = frozenset(f"{PREFIX}{name.lower()}" for name in TYPES.keys() - {*PLAIN, *NEEDS_IMPORTANCES})
+"""Encodings of ggml's blocks that can do without importances."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWork(LayerWork):
+    """Settings of `scored_layer`.
+
+    gradients   the product of the gradients of what leaves the layer
+    candidates  the encodings to try for each weight, by name
+    """
+
+    gradients: str
+    candidates: Mapping[str, tuple[str, ...]]
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, self.gradients}
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyWork(ScoreWork):
+    """Settings of `scored_vocabulary`. Its layer is the number of layers, its gradients are those of what enters the first one.
+
+    text, bos  whose rows are embedded, as in `EmbeddingWork`
+    embedded   the product of what enters the first layer
+    seed       of the labels
+    """
+
+    HEAD = True
+
+    text: TextSource
+    bos: int | None
+    embedded: str
+    seed: int
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, self.gradients, self.embedded}
+
+    @classmethod
+    def of(cls, product: Product) -> VocabularyWork:
+        """From the settings of a product."""
+        data = dict(product.settings)
+        return cls(**data | {"base": Base(**data["base"]), "text": TextSource(**data["text"])})
+
+
+def places(rows: int, tokens: int) -> npt.NDArray[np.int64]:
+    """The tokens of a row that have scores, of so many rows.
+
+    >>> places(4, 8), places(2048, 8)
+    (array([0, 1, 2, 3, 4, 5, 6, 7]), array([0, 4]))
+    """
+    return np.arange(0, tokens, -(-rows * tokens // TOKENS))
+
+
+def shape_of(candidates: Mapping[str, Sequence[str]], states: tuple[int, ...]) -> tuple[int, int, int]:
+    """The scores: [weights, candidates, tokens]. states: shape of what enters a layer."""
+    return len(candidates), max(map(len, candidates.values()), default=0), states[0] * len(places(*states[:2]))
+
+
+def _error(part: Floats, encoding: str, importances: npt.NDArray[np.float32] | None) -> Floats:
+    """What an encoding changes of rows of a weight."""
+    dtype = TYPES[encoding.removeprefix(PREFIX).upper()]
+    blocks = np.empty(part.size // dtype.block * dtype.itemsize, np.uint8)
+    quantise(dtype, part, blocks, importances)
+    return dequantise(dtype, blocks, part.size).reshape(part.shape) - part
+
+
+def _score_layer(bench: ProductContext) -> Arrays:
+    import torch
+
+    from weightsmith._activations.running import layer_rows, workers
+    from weightsmith._activations.sums import Inputs
+
+    work = ScoreWork.of(bench.product)
+    leaving = bench.arrays(work.gradients)[0]
+    scores = np.zeros(bench.product.outs[0].shape, np.float32)
+    order = {name: i for i, name in enumerate(work.candidates)}
+    with layer_rows(bench, work, 0.3, 1, back=True) as rows:
+        own = places(*rows.states.shape[:2])
+        inputs = Inputs(rows, list(work.candidates), leaving=leaving)
+        step = int(own[1]) if len(own) > 1 else 1
+
+        def sampled(numbered: NumberedRow) -> dict[str, tuple[Tensor, Tensor]]:
+            # The tokens that reach an expert are fewer: as many of them as of all tokens.
+            shared: dict[int, Tensor] = {}  # of weights with the same inputs
+            made = {}
+            for name, (x, g) in inputs.of(numbered).items():
+                made[name] = shared.setdefault(x.data_ptr(), x[::step].clone()), g[::step].clone()
+            return made
+
+        try:
+            found = [each for some in rows.each(sampled) for each in some]
+        finally:
+            inputs.close()
+
+        def score(task: tuple[str, int]) -> None:
+            name, first = task
+            reached = [(row, *each[name]) for row, each in enumerate(found) if name in each and len(each[name][0])]
+            if not reached:  # nothing depends on it
+                return
+            weight = rows.layer.linear(name).weight.detach().cpu().numpy()
+            part = np.ascontiguousarray(weight[first : first + ROWS_AT_ONCE])
+            x = torch.cat([x for _, x, _ in reached])
+            g = torch.cat([g[:, first : first + len(part)] for _, _, g in reached])
+            at = np.concatenate([row * len(own) + np.arange(len(x)) for row, x, _ in reached])
+            importances = np.ascontiguousarray(x.square().mean(0).cpu().numpy(), np.float32)
+            with located(f"{name}, {work.base.label}"), torch.no_grad():
+                for i, encoding in enumerate(work.candidates[name]):
+                    error = torch.from_numpy(_error(part, encoding, importances)).to(rows.device)
+                    partial[name, first, i] = at, ((x @ error.T) * g).sum(1).cpu().numpy()
+
+        partial: dict[tuple[str, int, int], tuple[npt.NDArray[np.int64], Floats]] = {}
+        heights = {name: rows.layer.linear(name).weight.shape[0] for name in work.candidates}
+        tasks = [(name, first) for name, height in heights.items() for first in range(0, height, ROWS_AT_ONCE)]
+        with workers(bench.threads, rows.device) as pool:
+            for done, _ in enumerate(pool.map(score, tasks), 1):
+                rows.progress(done / len(tasks))
+        for name, first in tasks:  # in order, so that the sums do not depend on threads
+            for i in range(len(work.candidates[name])):
+                if (name, first, i) in partial:
+                    at, values = partial[name, first, i]
+                    scores[order[name], i, at] += values
+    return [scores]
+
+
+def _score_vocabulary(bench: ProductContext) -> Arrays:
+    import torch
+
+    from weightsmith._activations.running import decoder_of, rows_of_states, workers
+
+    work = VocabularyWork.of(bench.product)
+    rows = rows_of_states(bench, work, 0, 0, back=True)
+    count, tokens, _ = rows.states.shape
+    own = places(count, tokens)
+    specs = {step.out.name: step.out for step in bench.product.steps}
+    scores = np.zeros(bench.product.outs[0].shape, np.float32)
+    decoder, cap = decoder_of(work.base), decoder_of(work.base).logit_cap
+    table = next(spec for spec in specs.values() if is_embedding(spec))
+    head = next((spec for spec in specs.values() if is_vocabulary(spec) and not is_embedding(spec)), table)
+    embedded, gradients = bench.arrays(work.embedded)[0], bench.arrays(work.gradients)[0]
+
+    def flat(states: Floats) -> Floats:
+        return np.ascontiguousarray(states[:, own]).reshape(-1, states.shape[-1])
+
+    if table.name in work.candidates:
+        ids = rows_of(work.text, bench.folder(work.base.model), table.shape[0], work.bos)[:, own].reshape(-1)
+        used, which = np.unique(ids, return_inverse=True)
+        stored, entering, back = bench.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
+        plain = stored[which]
+        scale = float((entering * plain).sum(dtype=np.float64) / (plain * plain).sum(dtype=np.float64))  # Gemma has one
+        for i, encoding in enumerate(work.candidates[table.name]):
+            error = _error(np.ascontiguousarray(stored), encoding, None)[which]
+            scores[list(work.candidates).index(table.name), i] += (error * back).sum(1) * np.float32(scale)
+    if head.name not in work.candidates:
+        return [scores]
+    numbers = np.empty(head.shape, np.float32)
+    bench.fill({head.name: numbers})
+    weight = torch.from_numpy(numbers).to(rows.device)
+    draws = np.stack([np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[own] for row in range(count)])
+    with decoder.final_norm(bench, rows.device) as norm, workers(bench.threads, rows.device) as pool, torch.no_grad():
+        final = torch.cat([norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[own] for row in range(count)])
+        drawn = torch.from_numpy(draws.reshape(-1)).to(rows.device)
+
+        def look(first: int) -> tuple[Tensor, Tensor]:
+            part = slice(first, first + TOKENS_AT_ONCE)
+            _, label, log, _ = predict(final[part], weight, cap, drawn[part])
+            return label, log
+
+        seen = list(pool.map(look, range(0, len(final), TOKENS_AT_ONCE)))
+        labels, logs = torch.cat([each[0] for each in seen]), torch.cat([each[1] for each in seen])
+        tried = work.candidates[head.name]
+
+        def score(first: int) -> list[Floats]:
+            part = weight[first : first + ROWS_AT_ONCE]
+            logits = final @ part.T
+            slope = None
+            if cap is not None:
+                slope = 1 - (logits / cap).tanh().square()
+                logits = (logits / cap).tanh() * cap
+            of_logits = (logits - logs[:, None]).exp().neg()
+            inside = (labels >= first) & (labels < first + len(part))
+            of_logits[inside.nonzero()[:, 0], labels[inside] - first] += 1
+            if slope is not None:
+                of_logits *= slope
+            plain = np.ascontiguousarray(part.cpu().numpy())
+            found = []
+            for encoding in tried:
+                error = torch.from_numpy(_error(plain, encoding, None)).to(rows.device)
+                found.append(((of_logits @ error) * final).sum(1).cpu().numpy())
+            return found
+
+        place = list(work.candidates).index(head.name)
+        for done, found in enumerate(pool.map(score, range(0, len(weight), ROWS_AT_ONCE)), 1):
+            scores[place, : len(tried)] += np.stack(found)
+            rows.progress(min(1.0, done * ROWS_AT_ONCE / len(weight)))
+    return [scores]
+
+
+def _check_layer(product: Product) -> str:
+    return ScoreWork.check(product) or _check(product, ScoreWork.of(product))
+
+
+def _check_vocabulary(product: Product) -> str:
+    if problem := VocabularyWork.check(product):
+        return problem
+    work = VocabularyWork.of(product)
+    if work.layer != work.base.layers or not any(is_embedding(step.out) for step in product.steps):
+        return "it has no step for the embedding"
+    return "its seed is negative" if work.seed < 0 else _check(product, work)
+
+
+def _check(product: Product, work: ScoreWork) -> str:
+    specs = {step.out.name: step.out for step in product.steps}
+    for name, tried in work.candidates.items():
+        if name not in specs or len(specs[name].shape) != 2 or not SCORED.issuperset(tried):
+            return "it has no step for a weight, or cannot score its encoding"
+        if any(specs[name].shape[1] % TYPES[each.removeprefix(PREFIX).upper()].block for each in tried):
+            return "the rows of a weight have no whole blocks"
+    made = [(out.dtype.name, out.shape[:2]) for out in product.outs]
+    wanted = len(work.candidates), max(map(len, work.candidates.values()), default=0)
+    return "" if made == [("F32", wanted)] and len(product.outs[0].shape) == 3 else "its arrays are not those of its settings"
+
+
+LAYER = ProductKind(LAST_FIRST, compute=_score_layer, check=_check_layer, device=True)
+VOCABULARY = ProductKind(LAST_FIRST, compute=_score_vocabulary, check=_check_vocabulary, device=True)
