@@ -143,7 +143,7 @@ def search(target: float, least: int, evaluated: Callable[[int], Trial], most: C
     >>> halving = lambda asked: Trial(asked, asked, 4.0 ** -(asked / 1000))
     >>> found = search(0.02, 1000, halving, lambda: (8000, 8000))
     >>> [each.asked for each in found]
-    [4500, 2822]
+    [4500, 2840]
     """
     largest, weights = most()
     low, high = least, largest  # the sizes that remain

@@ -287,7 +287,7 @@ def open_checkpoint(
     >>> open_checkpoint("./no/such/folder")
     Traceback (most recent call last):
     weightsmith._base.errors.NotFound: ./no/such/folder: no such folder or file
-      -> Write the path of a folder that exists, or a hub id: org/name.
+      -> Write the path of a folder that exists, or a Hub id: org/name.
     """
     name = os.fspath(ref)
     status(f"reading headers of {name}")
