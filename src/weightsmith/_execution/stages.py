@@ -37,7 +37,6 @@ from weightsmith._execution.run import (
     run_plan,
     staged,
 )
-from weightsmith._execution.targets import check_target, followed_by_target
 from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local.area import left_behind, staging_folder
 from weightsmith._outputs.local.claim import JOURNAL
@@ -167,6 +166,8 @@ def measured(
 
     left  warnings: what could not be removed at the end, when the output is published
     """
+    from weightsmith._execution.targets import check_target, followed_by_target
+
     place, folder = check_options(out, options), sibling(out, ".measurement")
     target = check_target(prepared, options)
     try:
