@@ -168,7 +168,6 @@ class Following:
     measurement  identity of the work that made the arrays, for the manifest
     more     for the manifest
     source   the plan of what an evaluation compares the output with
-    done     is called when the output is published
     """
 
     prepared: Prepared
@@ -178,7 +177,6 @@ class Following:
     measurement: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)
     source: Prepared | None = None
-    done: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +295,6 @@ def run_plan(
         for model in inputs:
             model.check_unchanged()
         published = staging.publish({**provenance(plan, distance), **measured, **following.more, **more}, fsync=options.fsync)
-        if following.done is not None:
-            following.done()
         found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
     if beside is not None:
         pages = report_files(plan, place.name, outcome.distances, distance, reports.values(), shown)

@@ -189,7 +189,7 @@ def measured(
             if target is None:
                 following = _follow(prepared, arrays, built)
             else:
-                following = followed_by_target(target, prepared, arrays, out, options, callbacks, began)
+                following = followed_by_target(target, prepared, arrays, staging, out, options, callbacks, began)
         except PlanError as error:
             if error.state == NOTHING_WRITTEN:
                 staging.discard()

@@ -2,38 +2,38 @@
 
 A size is tried by writing the result beside the output, and evaluating it on the text of `--evaluate`. The divergence falls
 about fourfold with each bit of a weight, which gives the second size; later ones lie on the line through two results. The
-smallest that meets the target is then written as the output, and evaluated once more. What was tried is kept in
-OUT.trials.jsonl until then, so that an interrupted search goes on.
+smallest that meets the target is then written as the output, and evaluated once more. Until then, divergences are kept beside
+the measurement, as products are, so that an interrupted search goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.work import EmbeddingWork
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, Unsupported
 from weightsmith._base.options import RunOptions, named, option_error
-from weightsmith._base.strict_json import parse
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import size, status
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.output import sibling
 from weightsmith._execution.run import EVALUATION, Callbacks, Following, run_plan
 from weightsmith._features.quantisation.formats import followed, target_of, unquantised
-from weightsmith._models.structure.configs import finite_number
 from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.planner import Prepared
+from weightsmith._plans import Product
 
 if TYPE_CHECKING:
+    from weightsmith._outputs.staging import Staging
     from weightsmith.abc.product import Arrays
 
 MOST_TRIALS = 8
@@ -41,6 +41,7 @@ CLOSE = 0.95
 """A divergence of at least this share of the target is close enough to it."""
 STEP = 0.005
 """Sizes that differ by less, relative to each other, are not told apart."""
+_DIVERGENCE = (TensorSpec("divergence", DTYPES["F64"], (1,)),)
 FALL = math.log(4)
 """How much the logarithm of the divergence falls with each bit of a weight: errors are halved, and their squares count."""
 
@@ -88,6 +89,7 @@ def followed_by_target(
     target: float,
     prepared: Prepared,
     arrays: Mapping[str, Arrays],
+    staging: Staging,
     out: str | os.PathLike[str],
     options: RunOptions,
     callbacks: Callbacks,
@@ -95,7 +97,8 @@ def followed_by_target(
 ) -> Following:
     """The plan of the smallest size that meets a target.
 
-    arrays  of the measurement
+    arrays   of the measurement
+    staging  of the measurement: divergences are kept there for a run that resumes this one
 
     Raises Unsupported if no size meets it, with the divergence of the largest one.
     """
@@ -103,23 +106,21 @@ def followed_by_target(
     assert evaluating is not None
     plain = unquantised(prepared)
     compared = replace(callbacks, evaluating=lambda plan, folder, _: evaluating(plan, folder, plain))
-    journal = sibling(out, ".trials.jsonl")
     text = text_source(str(options.evaluate), None, TOKENS, 0, "evaluate").sha256
     trying = replace(options, push=None, commit_message=None, report=None, card=False, fsync=False, keep_stages=False, ray=None)
 
     def evaluated(asked: int) -> Trial:
         own, files = followed(prepared, arrays, asked)
         key = hashlib.sha256(f"{work_identity(own.plan, own.inputs, options.device)} {text}".encode()).hexdigest()
-        kept = _kept(journal).get(key)
+        trial = Product(f"trial {key}", "trial", _DIVERGENCE, {})
+        kept = staging.product(trial)
         if kept is None:
             status(f"trying {size(_nbytes(own))}")
             folder = sibling(out, f".trial-{key[:8]}")
             made = run_plan(Following(own, files=files), folder, replace(trying, overwrite=True), compared, began)
-            kept = _divergence(made.reports[EVALUATION])
+            kept = staging.keep(trial, [np.array([_divergence(made.reports[EVALUATION])])])
             remove_checkpoint(folder)
-            with journal.open("a") as lines:
-                lines.write(json.dumps({"trial": key, "divergence": kept}) + "\n")
-        return Trial(asked, _nbytes(own), kept)
+        return Trial(asked, _nbytes(own), float(kept[0][0]))
 
     trials = search(target, _nbytes(followed(prepared, arrays, 1)[0]), evaluated, partial(_most, prepared, arrays))
     best = min((each for each in trials if each.divergence <= target), key=lambda each: each.nbytes, default=None)
@@ -130,7 +131,7 @@ def followed_by_target(
         raise Unsupported(what, where="target", fix=fix, state="Nothing was published; the measurement is kept.")
     own, files = followed(prepared, arrays, best.asked)
     more = {"target": {"kl": target, "trials": [asdict(each) for each in trials]}}
-    return Following(own, files=files, more=more, source=plain, done=partial(_remove, journal))
+    return Following(own, files=files, more=more, source=plain)
 
 
 def search(target: float, least: int, evaluated: Callable[[int], Trial], most: Callable[[], tuple[int, int]]) -> list[Trial]:
@@ -189,7 +190,7 @@ def _most(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[int, int]:
 
 
 def _nbytes(prepared: Prepared) -> int:
-    """Of the weight files, with a little for their headers."""
+    """Size of the weight files, headers included."""
     return prepared.plan.layout.total_bytes
 
 
@@ -199,20 +200,3 @@ def _divergence(report: object) -> float:
         what = "the result has no divergence: its tokens are not those of the model that it was made from"
         raise ParameterError(what, where="target", state=NOTHING_WRITTEN)
     return float(found)
-
-
-def _kept(journal: Path) -> dict[str, float]:
-    """Divergences of earlier runs, by trial."""
-    found = {}
-    with suppress(OSError, ValueError, TypeError, KeyError, UnicodeDecodeError):
-        for line in journal.read_text().splitlines()[:1000]:
-            entry = parse(line.encode())
-            value = finite_number(entry["divergence"])
-            if value is not None:
-                found[str(entry["trial"])] = value
-    return found
-
-
-def _remove(journal: Path) -> None:
-    with suppress(OSError):
-        journal.unlink(missing_ok=True)

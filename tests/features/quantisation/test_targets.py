@@ -14,6 +14,7 @@ from tests.cli_help import Cli, cli
 from weightsmith._base.errors import ParameterError, PlanError, Unsupported
 from weightsmith._execution import targets
 from weightsmith._execution.targets import Trial, search
+from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.manifest import read_manifest
 
 __all__ = ["cli"]
@@ -69,6 +70,8 @@ def test_a_target_out_of_reach_is_one_error_with_the_best(folder: Path) -> None:
 
 def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = made("whole", "kl=1e-4")
+    (folder / "out.trials.jsonl").write_text("of a search by tune\n")
+    before = {path.name for path in folder.iterdir()}
     evaluated, run_plan = list[str](), targets.run_plan
 
     def first_only(following: Any, out: Any, *more: Any, **others: Any) -> Any:
@@ -80,7 +83,7 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(targets, "run_plan", first_only)
     with pytest.raises(KeyboardInterrupt):
         made("out", "kl=1e-4")
-    assert (folder / "out.trials.jsonl").is_file()
+    assert {path.name for path in folder.iterdir()} - before == {staging_folder(folder / "out.measurement").name}
     again = list[str]()
     monkeypatch.setattr(
         targets,
@@ -91,6 +94,8 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
     assert evaluated[0] not in again
     assert (folder / "out/model.gguf").read_bytes() == (folder / "whole/model.gguf").read_bytes()
     assert resumed.plan.hash == whole.plan.hash
+    assert {path.name for path in folder.iterdir()} - before == {"out"}
+    assert (folder / "out.trials.jsonl").read_text() == "of a search by tune\n"
 
 
 def test_a_merge_is_compared_with_the_plain_merge(folder: Path) -> None:
