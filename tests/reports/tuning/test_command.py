@@ -13,7 +13,7 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.reports.tuning.test_tune import LINEAR, trials
-from weightsmith._base.errors import OutputExists, ParameterError, WeightsmithError
+from weightsmith._base.errors import OutputExists, ParameterError, StoreError, WeightsmithError
 from weightsmith._reports.tuning.command_measure import CommandFailed
 from weightsmith._reports.tuning.result import Tuning
 
@@ -135,6 +135,13 @@ def test_what_cannot_be_measured_is_one_error_and_leaves_nothing(work: Path, nam
         tune(**more)
     assert message in str(error.value)
     assert sorted(path.name for path in work.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_files_that_a_command_leaves_in_the_model_stay(wanted: None) -> None:
+    with pytest.raises(StoreError, match="it is not removed"):
+        tune(command=script("open(model + '/mine.txt', 'w').write('mine')"))
+    assert Path("tuned.candidate/mine.txt").read_text() == "mine"
 
 
 def test_a_program_that_is_absent_is_named(work: Path) -> None:

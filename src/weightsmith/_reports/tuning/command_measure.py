@@ -1,13 +1,13 @@
 """A number that a command of the user's prints about a merged model, such as a benchmark's score. Smaller is better.
 
-The candidate is written to a folder beside the recipe, the command runs, and the folder is removed.
+The candidate is written to a folder beside the recipe, the command runs, and the folder is removed. A command that leaves files
+in it ends the search: they are not ours to delete.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ from weightsmith._base.errors import NonFinite, WeightsmithError
 from weightsmith._base.options import RunOptions, TuneSettings, option_error
 from weightsmith._execution.execute import execute
 from weightsmith._execution.progress import Meter
+from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.tuning.candidates import Values
 from weightsmith._reports.tuning.journal import Trial
@@ -60,7 +61,7 @@ class CommandMeasure:
         self._running = replace(running, report=None, push=None, evaluate=None, overwrite=True, resume=False)
         self._works = False
 
-    def score(self, number: int, values: Values, prepared: Prepared, slopes: Sequence[int]) -> Trial:
+    def score(self, number: int, values: Values, prepared: Prepared, *, slopes: bool) -> Trial:
         """Write a candidate, and run the command. A command that fails before it ever worked ends the search."""
         try:
             found = self._measured("command", self._command, prepared)
@@ -100,7 +101,7 @@ class CommandMeasure:
         try:
             return run_command(name, command, self._folder)
         finally:
-            shutil.rmtree(self._folder)
+            remove_checkpoint(self._folder)
 
 
 def run_command(name: str, command: str, model: Path) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from weightsmith._planning.planner import Prepared
@@ -23,8 +23,8 @@ class Measure(Protocol):
     counts: list[int]
     identity: Mapping[str, Any]
 
-    def score(self, number: int, values: Values, prepared: Prepared, slopes: Sequence[int]) -> Trial:
-        """Score a candidate. slopes: places of the values whose slopes are wanted too.
+    def score(self, number: int, values: Values, prepared: Prepared, *, slopes: bool) -> Trial:
+        """Score a candidate. slopes: also find the slope of the loss for each number.
 
         Raises NonFinite, MethodError, PlanError, ParameterError for a candidate that cannot be scored.
         """

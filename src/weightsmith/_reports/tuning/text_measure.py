@@ -124,7 +124,7 @@ class TextMeasure:
             found.append(sum(own[k] or 0.0 for k in places) / float(self._tokens[i][list(places)].sum()))
         return found
 
-    def score(self, number: int, values: Values, prepared: Prepared, slopes: Sequence[int]) -> Trial:
+    def score(self, number: int, values: Values, prepared: Prepared, *, slopes: bool) -> Trial:
         """Score a candidate: on few rows, and on all if it is among the best. See `Measure`."""
         candidate = Candidate.of(prepared.plan, prepared.inputs)
         if not self._groups:
@@ -161,13 +161,14 @@ class TextMeasure:
         """The slopes of the objective. All rows are among the few."""
         losses = self.losses(trial)
         counted = [losses.index(max(losses))] if self.objective == "worst" else range(len(losses))
-        total = np.zeros(1)
+        of_groups = []
         for group in self._groups:
             shares = [
                 np.ones(len(self._tokens[i])) / self._tokens[i].sum() / len(counted) * (i in counted) for i in group.texts
             ]
             parts = self._evaluator.gradients(candidate, group.few, np.concatenate(shares), group.reference)
-            total = total + np.array(slopes.of(trial.values, parts))
+            of_groups.append(slopes.of(trial.values, parts))
+        total = np.sum(of_groups, 0)
         if not np.isfinite(total).all():
             raise NonFinite("the gradient is NaN or infinite", where=self._one.base.label)
         return tuple(total.tolist())

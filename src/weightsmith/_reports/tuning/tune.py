@@ -347,7 +347,7 @@ class _Search:
 
     def _try(self, number: int, values: Values) -> Trial:
         try:
-            return self.measure.score(number, values, self._prepare(values), self.searcher.numbers)
+            return self.measure.score(number, values, self._prepare(values), slopes=bool(self.searcher.numbers))
         except (PlanError, NonFinite, MethodError, ParameterError) as error:
             problem = error.problems[0] if isinstance(error, PlanError) else error
             return Trial(number, values, error=f"{problem.finding.what} ({problem.finding.where})"[:500])
