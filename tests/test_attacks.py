@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.outputs.bucket.test_runs import RECIPES, make_llamas
+from tests.script_help import load
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "attacks.py"
 
 
 @pytest.fixture(scope="module")
 def attacks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("attacks", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["attacks"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ header and size, but full of zeros.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import shlex
@@ -38,6 +37,7 @@ import pytest
 
 from tests.cli_help import environment
 from tests.fork_help import forked
+from tests.script_help import load
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.build import prepare_moe
@@ -506,21 +506,6 @@ def test_the_changelog_has_the_version() -> None:
 
 
 # ---- made from the code
-
-
-@cache
-def load(script: Path) -> ModuleType:
-    """A program outside the package, as a module; it finds those beside it."""
-    spec = importlib.util.spec_from_file_location(f"{script.stem}_script", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(script.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(script.parent))
-    return module
 
 
 def docs_script() -> ModuleType:

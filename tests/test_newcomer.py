@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.cli_help import environment
+from tests.script_help import load
 
 ROOT = Path(__file__).parents[1]
 
 
-@cache
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("newcomer", ROOT / "scripts" / "newcomer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for their module there
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "scripts" / "newcomer.py")
 
 
 def numbers_hidden(text: str) -> list[str]:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.script_help import load
+
 ROOT = Path(__file__).parents[1]
 
 
-@cache
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prose_script", ROOT / "scripts" / "prose.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "scripts" / "prose.py")
 
 
 def found(text: str) -> list[str]:

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import weightsmith
+from tests.script_help import load
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -25,12 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @pytest.fixture
 def dist() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dist", ROOT / "scripts" / "dist.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "scripts" / "dist.py")
 
 
 def wheel(folder: Path, **changed: str) -> Path:

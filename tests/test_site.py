@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import runpy
 import shutil
 import subprocess
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -17,19 +15,17 @@ from typing import Any
 import pytest
 
 import weightsmith
+from tests.browser_help import browser
+from tests.script_help import load
+
+__all__ = ["browser"]
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "docs" / "site"
 
 
-@cache
 def script(name: str = "search_index") -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SITE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(SITE / f"{name}.py")
 
 
 def pages() -> list[str]:
@@ -131,18 +127,6 @@ def test_the_site_and_the_makefile_know_this_version() -> None:
     assert 'runpy.run_path(str(ROOT / "src" / "weightsmith" / "_version.py"))["__version__"]' in text
     assert runpy.run_path(str(ROOT / "src/weightsmith/_version.py"))["__version__"] == weightsmith.__version__
     assert 'html_title = f"weightsmith {version}"' in text
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api")
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("needs chromium")
-    with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,9 +20,12 @@ from typing import Any
 import pytest
 
 from tests.app.studio.models import make
+from tests.browser_help import browser
 from tests.cli_help import environment, run_process
 from weightsmith._base.installation import install
 from weightsmith._planning.recipe import load
+
+__all__ = ["browser"]
 
 GRADIO = find_spec("gradio") is not None
 needs_gradio = pytest.mark.skipif(not GRADIO, reason="Gradio is not installed")
@@ -158,18 +160,6 @@ def test_nothing_is_uploaded(address: str, root: Path) -> None:
 # ---- in a browser
 
 
-@pytest.fixture(scope="module")
-def browser(address: str) -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api")
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium is installed")
-    with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
 class Visit:
     """A page that is open, and what it said and asked for."""
 
@@ -272,7 +262,7 @@ def test_choose_preview_merge_compare_export(browser: Any, address: str, root: P
         assert (root / "out" / name / "recipe.yml").read_text().rstrip("\n") == exported.rstrip("\n")
         report = page.frame_locator("#ws-report iframe")
         report.locator("h1", has_text=name).wait_for()
-        report.locator("section.heat svg a").first.click()
+        report.locator("figure.heat tbody td[class]").first.click()
         with page.expect_download() as saved:
             page.click("#ws-keep")
         assert Path(saved.value.path()).read_text() == (root / "out" / name / "report.html").read_text()
@@ -336,7 +326,7 @@ def test_hostile_recipes_and_names(browser: Any, address: str, root: Path) -> No
             visit.has("#ws-refused", "error")
         visit.write("merge_method: linear\n# " + "x" * 100_000)
         visit.has("#ws-notes", "more than 100,000 characters")
-        assert sorted(path.name for path in (root / "out").iterdir() if path.name.startswith("evil")) == []
+        assert sorted((root / "out").glob("evil*")) == []
         visit.fine()
 
 

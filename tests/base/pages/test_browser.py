@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,23 +12,14 @@ from typing import Any
 import pytest
 
 from tests.base.pages.test_pages import HOSTILE, LAYERS, PARTS, a_page
+from tests.browser_help import browser
 from weightsmith._base.errors import printable
 from weightsmith._base.pages import Column, HeatMap, Mark, Page, Table, write_page
 from weightsmith._base.pages.values import Fold, Unit, written
 
+__all__ = ["browser"]
+
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api")
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium is installed")
-    with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 @contextmanager
