@@ -86,7 +86,7 @@ def _of_head(bench: ProductContext, work: GradientWork) -> Arrays:
 def predict(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Predictions p [tokens, vocabulary], a label drawn from each, log Σ exp of the logits, and the slope of their cap.
 
-    final  what enters the head
+    final  input of the head
     draws  0 … 1, one for each token
     """
     import torch

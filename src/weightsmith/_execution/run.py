@@ -167,7 +167,7 @@ class Following:
     reports  besides those of the products
     measurement  identity of the work that made the arrays, for the manifest
     more     for the manifest
-    source   the plan of what an evaluation compares the output with
+    source   plan of the model that an evaluation compares the output with
     """
 
     prepared: Prepared

@@ -135,7 +135,7 @@ def followed_by_target(
 
 
 def search(target: float, least: int, evaluated: Callable[[int], Trial], most: Callable[[], tuple[int, int]]) -> list[Trial]:
-    """What was tried, in order.
+    """Find the smallest size that meets the target. Returns all trials in order.
 
     least      bytes of the smallest size
     evaluated  (bytes asked for) → what came out

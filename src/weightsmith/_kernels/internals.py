@@ -75,9 +75,11 @@ class Cache(caching.FunctionCache):  # type: ignore[misc]
         self._cache_file = _File(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
 
     def load_overload(self, signature: object, target: Any) -> Any:
-        """What was saved. numba would first import all that it can compile, and scipy with it: half a second at each start.
+        """Load saved machine code.
 
-        Machine code needs none of that but numba's runtime, which allocates its arrays. The compiler imports the rest itself.
+        numba would first import everything it can compile, scipy included, which takes half a second at each start.
+
+        Machine code needs only numba's runtime, which allocates its arrays. The compiler imports the rest when it runs.
         """
         runtime.rtsys.initialize(target)
         with self._guard_against_spurious_io_errors():

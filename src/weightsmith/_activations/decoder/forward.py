@@ -123,9 +123,9 @@ class Decoder:
     def pull_embedded(
         self, source: ProductContext, rows: Sequence[Sequence[int]], leaving: Tensor, vocabulary: int
     ) -> dict[str, Tensor]:
-        """Take gradients back from what enters the first layer to the weights that it depends on, by stored name.
+        """Return the gradients of the embedding, and of other weights before the first layer, by stored name.
 
-        leaving     gradients of what `embedded` gives: float32 [rows, tokens, hidden]
+        leaving     gradients of the output of `embedded`: float32 [rows, tokens, hidden]
         vocabulary  rows of the embedding
         """
         with torch.no_grad():
@@ -445,9 +445,9 @@ class Layer:
         return found
 
     def pull(self, hidden: Tensor, leaving: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Take gradients back through the layer, to what enters it, [rows, tokens, hidden], and to `weights`. Thread-safe.
+        """Return the gradients of the layer's input, [rows, tokens, hidden], and of its `weights`. Thread-safe.
 
-        leaving  those of what leaves it, [rows, tokens, hidden]
+        leaving  gradients of the layer's output, [rows, tokens, hidden]
         """
         with torch.enable_grad():
             entering = hidden.detach().requires_grad_()

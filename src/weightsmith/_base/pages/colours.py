@@ -23,7 +23,7 @@ _AROUND_DARK: tuple[Rgb, ...] = ((176, 212, 255), (62, 122, 190), (42, 45, 50), 
 
 
 def scaled(values: Sequence[Cell], scale: Scale, span: tuple[float, float] | None) -> list[float | None]:
-    """Numbers from 0 to 1 for colours. None for what has no colour: a mark, nan, infinity.
+    """Numbers from 0 to 1 for colours; None for values without a colour: marks, NaN, infinity.
 
     span  the numbers at 0 and at 1
 

@@ -14,7 +14,7 @@ from weightsmith._base.pages.svg import extremes, limits_text, marks_of, ticks
 from weightsmith._base.pages.values import Cell, HeatMap, Mark, safe
 
 _SYMBOLS = 24
-"""The most columns of a map whose marks have room for a word."""
+"""With more columns than this, a map has no room for words in its cells."""
 
 
 def grid(found: HeatMap, number: int, *, titled: bool = True) -> str:

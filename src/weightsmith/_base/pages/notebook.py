@@ -12,7 +12,7 @@ from weightsmith._base.pages.values import Facts, HeatMap, Page, Table, safe, wr
 ROWS = 20
 """The most rows of a table that are shown."""
 CELLS = 2000
-"""The most cells of a heat map that is drawn: about 150 kB."""
+"""Larger heat maps are not drawn: about 150 kB."""
 
 
 class Shown:

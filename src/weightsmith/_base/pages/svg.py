@@ -136,7 +136,7 @@ def _legend(found: HeatMap, marks: Iterable[Mark], x: float, y: float) -> str:
 
 
 def limits_text(found: HeatMap) -> str:
-    """What the scale's ends are."""
+    """Labels of the scale's ends."""
     low, high = (written(value, found.unit) for value in found.limits or ())
     return f"{low} to {high}{' (logarithmic)' if found.scale == 'log' else ''}"
 
@@ -325,7 +325,7 @@ def _folds(
 
 
 def _expert(name: str, layer: str) -> str:
-    """What tells a tensor from the others of its part: the numbers in its name.
+    """The numbers in a tensor's name, which tell it from the others of its part.
 
     >>> _expert("model.layers.3.mlp.experts.7.up_proj.weight", "model.layers.3.")
     'expert 7'

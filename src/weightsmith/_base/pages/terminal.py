@@ -1,4 +1,4 @@
-"""A page on the terminal: facts, what fits of the tables, heat maps as rows of blocks; last what is read first, the verdict."""
+"""A page on the terminal: facts, as much of the tables as fits, heat maps as rows of blocks, and the verdict last."""
 
 from __future__ import annotations
 

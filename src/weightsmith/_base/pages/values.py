@@ -15,7 +15,7 @@ from weightsmith._base.text import size
 
 
 class Mark(Enum):
-    """What stands in the place of a number: a word for tables, a symbol for cells of maps, its meaning, and a key in JSON."""
+    """Shown instead of a number: a word for tables, a symbol for map cells, an explanation, and a key for JSON."""
 
     SAME = "same", "=", "no element differs", "unchanged"
     NOTHING = "-", "-", "not applicable", "none"
@@ -47,12 +47,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """What is drawn of one tensor.
+    """The data drawn for one tensor.
 
     values     singular values, descending; () where they are not computed
     histogram  shares of its elements by magnitude, each of the powers of two from `lowest` on; () where it is not computed
     lowest     the exponent of the first
-    what       what has these magnitudes
+    what       kind of numbers in the histogram
     """
 
     values: tuple[float, ...] = ()
@@ -66,8 +66,8 @@ class Table:
     """A table that readers can sort, filter and download.
 
     name    short, for links and file names: `tensors`
-    places  of each row, the layer and the part of the heat maps whose cells lead to it; () without heat maps
-    pictures  of each row, what a cell's drawer draws of it; () without any
+    places  the layer and part of each row, by which cells of heat maps lead to it; () without heat maps
+    pictures  the data drawn for each row in a cell's drawer; () for none
     """
 
     title: str
@@ -83,7 +83,7 @@ Scale = Literal["linear", "log", "diverging"]
 """How numbers become colours. log: of shares of very different sizes; diverging: around zero, which is neutral."""
 
 Cell = float | Mark | None
-"""Of a heat map; None: there is nothing at this place."""
+"""The value of a heat map cell; None if the cell is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class HeatMap:
     rows     parts, from top to bottom
     columns  layers, as their numbers, from left to right
     values   [row][column]; a mark where there is something without a number
-    prefix   what all columns begin with, said once: `model.layers.`
-    axis     what a column is
+    prefix   common start of all column names, shown once: `model.layers.`
+    axis     name of a column's unit
     detail   name of the table that a cell leads to
     span     numbers that have the first and the last colour: the same in maps that are compared; None: the smallest and the
              largest
@@ -271,7 +271,7 @@ class Page:
     """A report.
 
     title    what it is about
-    summary  what matters, in sentences; the first is the verdict
+    summary  sentences; the first is the verdict
     blocks   in the order in which they are shown
     data     all of it as JSON values, for --json
     numbers  the three numbers that matter most: a name, and the number as it is written

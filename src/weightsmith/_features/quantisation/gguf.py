@@ -181,7 +181,7 @@ class _Slot:
 def _slots(
     draft: PlanDraft, settings: QuantizeSettings, family: Family, tried: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, _Slot], int]:
-    """The tensors whose types are chosen, by name; and the bits that there are for them.
+    """The tensors whose types are chosen, by name, and the bits available for them.
 
     draft  of the GGUF file, with the types of the format
     tried  the encodings that were tried for each weight

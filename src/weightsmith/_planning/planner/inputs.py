@@ -72,7 +72,7 @@ def open_models(
 
 
 def missing_models(refs: Iterable[ModelRef]) -> list[WeightsmithError]:
-    """What can be said of the models of a recipe that is broken: those that are neither a local path nor a Hub id."""
+    """Problems of the models of a broken recipe: names that are neither a local path nor a Hub id."""
     problems = []
     for ref in refs:
         try:

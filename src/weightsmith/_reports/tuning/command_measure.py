@@ -29,10 +29,10 @@ MODEL = "{model}"
 """Stands for the folder of the model in a command."""
 
 READ_BYTES = 64 << 10
-"""The end of what a command prints, which is read."""
+"""Bytes read from the end of a command's output."""
 
 _SHOWN = 5
-"""The last lines of a command that failed, in a message."""
+"""Lines of a failed command's output that a message shows."""
 
 
 class CommandFailed(WeightsmithError):
@@ -40,14 +40,14 @@ class CommandFailed(WeightsmithError):
 
 
 class CommandMeasure:
-    """What a command prints; see `Measure`."""
+    """Scores a model by the number that a command prints; see `Measure`."""
 
     objective = "command"
 
     def __init__(self, first: Prepared, folder: Path, settings: TuneSettings, running: RunOptions, shown: Meter) -> None:
         """
         first   the candidate at the start values
-        folder  for a model while it is measured; what another program has there is not replaced
+        folder  for a model while it is measured; another program's files there are not replaced
 
         Raises ParameterError for a command without a place for the model.
         """

@@ -237,7 +237,7 @@ class Evaluator:
         shares: Numbers,
         reference: Reference | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradients of what leaves the last layer, and of the weights of the head."""
+        """The gradients of the last layer's output, and of the weights of the head."""
         leaving = torch.zeros_like(states)
         with self._decoder.head(context, self.device, given) as head, _head_of(reference, context, self.device) as other:
             weights = self._decoder.head_parameters
@@ -267,7 +267,7 @@ class Evaluator:
     def _predicted(
         self, rows: Rows, row: int, given: Mapping[str, Tensor], reference: Reference | None, other: _Head | None
     ) -> Iterator[tuple[npt.NDArray[np.intp], Tensor | None, Tensor]]:
-        """Pieces of a row: places whose next tokens are predicted, the reference's predictions, and these tokens."""
+        """Yield pieces of a row: positions, the reference's predictions of the next tokens, and these tokens."""
         vocabulary = max(tensor.shape[0] for tensor in given.values())
         at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
         scored = np.flatnonzero(rows.scored.nbytes[row] >= 0)
@@ -383,7 +383,7 @@ class Evaluator:
     # ---- the forward pass
 
     def _forward(self, candidate: Candidate, rows: Rows, *, keep: bool, last: int | None = None) -> Tensor:
-        """What enters layer `last`, or leaves the last one: [rows, tokens, hidden]."""
+        """The input of layer `last`, or the output of the last layer: [rows, tokens, hidden]."""
         ids, layers = rows.scored.ids, self.base.layers if last is None else last
         chain, before = [""] * (layers + 1), ""
         for i in range(layers + 1):

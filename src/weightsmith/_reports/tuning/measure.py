@@ -1,4 +1,4 @@
-"""What a search makes small."""
+"""The interface of what a search minimises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Measure(Protocol):
 
     objective  its name
     counts     numbers that a trial has of each text
-    identity   what the scores depend on, besides the candidate: JSON values
+    identity   everything the scores depend on besides the candidate, as JSON values
     """
 
     objective: str
@@ -39,4 +39,4 @@ class Measure(Protocol):
         """A loss, for a line of progress."""
 
     def judge(self, best: Prepared) -> Judged:
-        """Compare the best candidate with the start, on what it was not chosen by."""
+        """Compare the best candidate with the start on held-out text, or with the report command."""

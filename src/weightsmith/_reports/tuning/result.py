@@ -18,7 +18,7 @@ from weightsmith._reports.tuning.journal import Trial
 
 @dataclass(frozen=True)
 class Judged:
-    """What a search was judged by: the fields of `Tuning` of these names."""
+    """How the result was judged: the fields of `Tuning` with the same names."""
 
     texts: tuple[str, ...]
     report_texts: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ REMEMBERED = 10
 """Steps from which L-BFGS learns the curvature."""
 
 DECREASE, SHORTER = 1e-4, 8
-"""A step is taken if the loss falls by so much of what the gradient promises; else it is halved, so often."""
+"""A step is taken if the loss falls by this share of the predicted decrease; otherwise it is halved, up to this many times."""
 
 SEPARABLE = 20
 """With more numbers than this, CMA-ES learns a scale for each and no correlations: 200 trials are too few for them."""
@@ -48,7 +48,7 @@ SEPARABLE = 20
 class Searcher(Protocol):
     """Chooses the next candidate.
 
-    numbers  places of the values whose slopes it wants with the loss; () for none
+    numbers  positions of the values whose slopes `tell` must include; () for none
     """
 
     @property

@@ -71,7 +71,7 @@ class Slopes:
             self._touched[k] = frozenset(name for name, own in still.signatures.items() if moved[name] != own)
 
     def _groups(self) -> list[list[int]]:
-        """The numbers, so that those of a group change different tensors."""
+        """Group the numbers so that no two of a group change the same tensor."""
         groups: list[tuple[list[int], set[str]]] = []
         for k in self._numbers:
             own = self._touched[k]

@@ -142,7 +142,7 @@ class Chain(TextRun):
         return self._measured("measured_layer", f"losses of layer {layer}", work, (states, gradients))
 
     def scores(self, layer: int, states: Product, leaving: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:
-        """The scores of the candidates for each weight of a layer. leaving: the gradients of what leaves it."""
+        """The scores of the candidates for each weight of a layer. leaving: the gradients of the layer's output."""
         work = ScoreWork(self.base, self.packages, layer, states.name, leaving.name, dict(candidates))
         out = self.array(f"scores of layer {layer}", "F32", shape_of(candidates, states.outs[0].shape))
         return self.product(f"scored {layer}", "scored_layer", (out,), work, self.steps(layer), (states, leaving))
@@ -153,7 +153,7 @@ class Chain(TextRun):
         """The scores of the candidates for the embedding and the head.
 
         entering, gradients  what enters the first layer, and the gradients of that
-        leaving              what leaves the last layer
+        leaving              output of the last layer
         """
         text, layers = self.text, self.layers
         more = (text, self._model.bos, entering.name, text.seed)

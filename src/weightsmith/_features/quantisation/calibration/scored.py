@@ -40,10 +40,10 @@ TOKENS = 4096
 """The most tokens that have scores."""
 
 ROWS_AT_ONCE = 256
-"""Output features of a weight that are quantised at once."""
+"""Rows of a weight that are quantised at once."""
 
 TOKENS_AT_ONCE = 64
-"""Whose predictions are held in memory."""
+"""Tokens whose predictions are held in memory at once."""
 
 SCORED = frozenset(f"{PREFIX}{name.lower()}" for name in TYPES.keys() - {*PLAIN, *NEEDS_IMPORTANCES})
 """Encodings of ggml's blocks that can do without importances."""
@@ -53,7 +53,7 @@ SCORED = frozenset(f"{PREFIX}{name.lower()}" for name in TYPES.keys() - {*PLAIN,
 class ScoreWork(LayerWork):
     """Settings of `scored_layer`.
 
-    gradients   the product of the gradients of what leaves the layer
+    gradients   the product with the gradients of the layer's output
     candidates  the encodings to try for each weight, by name
     """
 
@@ -68,10 +68,10 @@ class ScoreWork(LayerWork):
 
 @dataclass(frozen=True, slots=True)
 class VocabularyWork(ScoreWork):
-    """Settings of `scored_vocabulary`. Its layer is the number of layers, its gradients are those of what enters the first one.
+    """Settings of `scored_vocabulary`. `layer` is the number of layers; `gradients` are those of the first layer's input.
 
     text, bos  whose rows are embedded, as in `EmbeddingWork`
-    embedded   the product of what enters the first layer
+    embedded   the product with the first layer's input
     seed       of the labels
     """
 
@@ -104,12 +104,12 @@ def places(rows: int, tokens: int) -> npt.NDArray[np.int64]:
 
 
 def shape_of(candidates: Mapping[str, Sequence[str]], states: tuple[int, ...]) -> tuple[int, int, int]:
-    """The scores: [weights, candidates, tokens]. states: shape of what enters a layer."""
+    """The scores: [weights, candidates, tokens]. states: shape of a layer's input."""
     return len(candidates), max(map(len, candidates.values()), default=0), states[0] * len(places(*states[:2]))
 
 
 def _error(part: Floats, encoding: str, importances: npt.NDArray[np.float32] | None) -> Floats:
-    """What an encoding changes of rows of a weight."""
+    """The error that an encoding makes in some rows of a weight."""
     dtype = TYPES[encoding.removeprefix(PREFIX).upper()]
     blocks = np.empty(part.size // dtype.block * dtype.itemsize, np.uint8)
     quantise(dtype, part, blocks, importances)

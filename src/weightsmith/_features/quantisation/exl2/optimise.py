@@ -79,8 +79,9 @@ def solve_together(
     scores  of each block [candidates, tokens]: the loss of a choice is half the mean square of their sum over blocks
     starts  choices to begin from, besides the one for errors that are independent; those beyond the budget are left out
 
-    Each choice is improved by exchanges of one or two blocks until none helps, and the best of them is taken. Errors may cancel
-    by chance: what is left of the budget goes to larger candidates of less loss, unless they are worse by more than chance.
+    Each start is improved by changing one or two blocks at a time until nothing helps. The best result wins. Errors may cancel
+    by chance, so any budget left is spent on larger candidates with a lower loss of their own, unless they make the total
+    significantly worse.
     Memory: 24 bytes for each pair of candidates of any blocks.
 
     >>> twice = np.float32([[1, 1], [0, 0]])  # two blocks that push the same way, and a small one that pushes back
