@@ -50,11 +50,11 @@ def merge(deltas: Sequence[Any], ridge: float) -> Any:
 The method uses the rows of a delta in place of the layer's inputs. It computes the exact minimum of the paper's loss, with a
 `ridge`, in closed form. The published result is different: 300 steps of Adam from the sum of the deltas reach a point that
 depends on the scale of the deltas, well before the minimum. The length of the minimum depends on the deltas. At the default
-ridge, three deltas of low rank in different directions keep the length of their sum. Three unrelated dense square ones came out at 0.58 of
-it, and three equal ones at 0.31, which is their mean. So start with a `lambda` below 1 for LoRA fine-tunes, and with 1 for
-others. Embeddings, norms, biases and routers take the mean of the deltas; the authors' code for vision models merges only
-attention and MLP weights. The paper's numbers for language models are for Llama-2 and Qwen-14B, and are those of the 300
-steps. Requires torch.""",
+ridge, three deltas of low rank in different directions keep the length of their sum. Three unrelated dense square ones came
+out at 0.58 of it, and three equal ones at 0.31, which is their mean. So start with a `lambda` below 1 for LoRA fine-tunes, and
+with 1 for others. Embeddings, norms, biases and routers take the mean of the deltas; the authors' code for vision models
+merges only attention and MLP weights. The paper's numbers for language models are for Llama-2 and Qwen-14B, and are those of
+the 300 steps. Requires torch.""",
     use="""For fine-tunes of one base. The authors' results, among the best without data on 13 B models, are those of 300 Adam
 steps, not of this closed form. Tune `ridge` and `lambda`.""",
     source="Cheng et al. 2025, Whoever Started the Interference Should End It (WUDI-Merging), equation of the loss, "
