@@ -93,3 +93,12 @@ def test_a_file_that_is_no_journal_stays(tmp_path: Path, text: str) -> None:
 def test_one_process_at_a_time(path: Path) -> None:
     with opened(path), pytest.raises(Busy, match="another process is tuning"):
         opened(path)
+
+
+def test_a_search_without_trials_does_not_hold_up_another(tmp_path: Path) -> None:
+    """As the first candidate of a command that is misspelt leaves it."""
+    opened(tmp_path / "t.jsonl").close()
+    with opened(tmp_path / "t.jsonl", {**ABOUT, "seed": 4}) as journal:
+        journal.add(TRIALS[0])
+    with pytest.raises(CannotResume, match="seed differ"):
+        opened(tmp_path / "t.jsonl")

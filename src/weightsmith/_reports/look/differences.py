@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._features.adapters.factors import rounding_noise
-from weightsmith._kernels.codecs import BLOCK, decode
+from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.delta import distance
 from weightsmith._kernels.differences import DIFFERENCE_SUMS, Sketch, difference, project
@@ -26,12 +26,12 @@ from weightsmith._reports.look.models import Matched
 from weightsmith._reports.look.nonfinite import counted, decoded, differs
 from weightsmith._reports.look.surveys import (
     POWERS,
-    SAMPLE,
     Survey,
     Watching,
     added,
     keep_largest,
     magnitudes,
+    sampled,
     survey,
     survey_kind,
     survey_product,
@@ -242,11 +242,9 @@ class Differences(Survey):
             with np.errstate(invalid="ignore", over="ignore"):
                 wide = b.astype(np.float64)
                 more = np.stack([np.add.reduceat(wide * each, starts) for each in (wide, a)], axis=1)
-        sample, of_a = np.empty((2, min(tile.size, SAMPLE)), np.float32)
-        decode(tile.raw[1], int(matrix.codes[1]), 0, sample.size, sample)
-        decode(tile.raw[0], int(matrix.codes[0]), 0, of_a.size, of_a)
+        sample = sampled(matrix, tile, 1)
         with np.errstate(invalid="ignore", over="ignore"):
-            powers = magnitudes(sample - of_a)
+            powers = magnitudes(sample - sampled(matrix, tile, 0))
         moved = self._rows_moved(matrix, tile) if matrix.role == "vocabulary" and found[:, 3].any() else None
         noise = rounding_noise(sample[np.isfinite(sample)])
         return _Part(matrix.name, tile.start, np.hstack([found, more]), noise, sketch, moved, nonfinite, powers)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
 from weightsmith._base.pages import Shown
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._kernels.codecs import BLOCK, decode
+from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import STATISTICS, statistics
 from weightsmith._kernels.records import Encoded
@@ -36,12 +36,12 @@ from weightsmith._reports.look.models import Place, check_patterns, json_values,
 from weightsmith._reports.look.nonfinite import NonFinite
 from weightsmith._reports.look.surveys import (
     POWERS,
-    SAMPLE,
     Survey,
     Watching,
     added,
     keep_largest,
     magnitudes,
+    sampled,
     survey,
     survey_kind,
     survey_product,
@@ -92,10 +92,8 @@ class Statistics(Survey):
         rows = tile.scratch.rows(1, matrix.codes, matrix.out_code, row)
         data = Encoded(tile.raw[0], int(matrix.codes[0]))
         statistics(data, tile.size, row, matrix.grain, found, squares, rows, np.empty((2, LANES)))
-        sample = np.empty(min(tile.size, SAMPLE), np.float32)
-        decode(tile.raw[0], int(matrix.codes[0]), 0, sample.size, sample)
         squares = squares[: tile.size // row] if matrices else squares[:0]
-        return _Part(matrix.name, tile.start // row, found, squares, magnitudes(sample))
+        return _Part(matrix.name, tile.start // row, found, squares, magnitudes(sampled(matrix, tile, 0)))
 
     def take(self, number: int, result: _Part) -> None:
         i = self.row[result.name]

@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._execution.progress import Meter, Reading, show_progress, watched_meter
+from weightsmith._kernels.codecs import decode
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning.planner.prepared import download, model_input
 from weightsmith._plans import Made, PlanDraft, Product, Settings, Step, Table
+from weightsmith.abc.job import Matrix, Tile
 from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
 
 if TYPE_CHECKING:
@@ -92,6 +94,13 @@ LOWEST, POWERS = -40, 48
 
 SAMPLE = 1024
 """Elements of each tile whose magnitudes are counted."""
+
+
+def sampled(matrix: Matrix, tile: Tile, number: int) -> npt.NDArray[np.float32]:
+    """The first elements of a tile, at most `SAMPLE`. number: of the input."""
+    found = np.empty(min(tile.size, SAMPLE), np.float32)
+    decode(tile.raw[number], int(matrix.codes[number]), 0, found.size, found)
+    return found
 
 
 def magnitudes(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

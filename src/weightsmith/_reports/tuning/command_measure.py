@@ -6,6 +6,7 @@ in it ends the search: they are not ours to delete.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shlex
 import subprocess
@@ -52,7 +53,7 @@ class CommandMeasure:
         Raises ParameterError for a command without a place for the model.
         """
         self.counts = [1]
-        self.identity: Mapping[str, Any] = {"command": settings.command}
+        self.identity: Mapping[str, Any] = {"command": hashlib.sha256((settings.command or "").encode()).hexdigest()}
         self._command, self._report = settings.command or "", settings.report_command
         _words("command", self._command, folder)
         if self._report is not None:

@@ -145,16 +145,16 @@ class Journal:
         if not found and torn and not torn.startswith(b'{"kind": "weightsmith tune"'):
             what, fix = "the file exists, and is no journal of weightsmith tune", "choose another name, or remove it"
             raise OutputExists(what, where=str(self.path), fix=fix)
-        if not resume:
+        wanted = json.loads(json.dumps({"kind": KIND, **about}))
+        if not resume or (len(found) == 1 and found[0] != wanted):  # nothing is lost of a search without trials
             found, end = [], 0
         self._file.seek(end)
         self._file.truncate()
         if not found:
-            self._write({"kind": KIND, **about})
+            self._write(wanted)
             return []
-        wanted = {"kind": KIND, **about}
-        if found[0] != json.loads(json.dumps(wanted)):
-            different = [key for key in wanted if found[0].get(key) != json.loads(json.dumps(wanted[key]))]
+        if found[0] != wanted:
+            different = [key for key in wanted if found[0].get(key) != wanted[key]]
             what = f"this journal is of another search: {', '.join(different) or 'its keys'} differ"
             fix = "choose another name for the output, or begin again with --no-resume (resume=False)"
             raise CannotResume(what, where=str(self.path), fix=fix)
