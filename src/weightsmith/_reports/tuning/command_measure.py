@@ -117,11 +117,11 @@ def run_command(name: str, command: str, model: Path) -> float:
         try:
             status = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=out, stderr=complaint, check=False).returncode
         except OSError as error:
-            raise _failed(name, f"{words[0]} cannot be run: {error.strerror}", []) from error
+            raise _failed(name, f"{words[0]} cannot be run: {error.strerror}", [], "check the command") from error
         lines = _end(out)
         if status:
             what = f"the command ended with status {status}: {shlex.join(words)}"
-            raise _failed(name, what, _end(complaint) or lines)
+            raise _failed(name, what, _end(complaint) or lines, "run it yourself to see why")
         if not lines:
             raise _failed(name, f"the command printed nothing: {shlex.join(words)}", _end(complaint))
     try:
@@ -133,8 +133,9 @@ def run_command(name: str, command: str, model: Path) -> float:
     return found
 
 
-def _failed(name: str, what: str, lines: Sequence[str]) -> CommandFailed:
-    fix = "write the number into the last line; smaller is better"
+def _failed(
+    name: str, what: str, lines: Sequence[str], fix: str = "write the number into the last line; smaller is better"
+) -> CommandFailed:
     return CommandFailed(what, where=name, details=lines[-_SHOWN:], fix=fix)
 
 
