@@ -3,6 +3,7 @@
 #
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured
 #   make test      the tests
+#   make browser    Chromium for the tests of pages, from the distribution's packages; WEIGHTSMITH_TESTS_WITHOUT_BROWSER=1 leaves these tests out
 #   make test-fast     the tests that take less than a tenth of a second each: two minutes
 #   make test-sweeps   stacks of every model type of transformers, as it loads them, every case of every method
 #   make test-python   the kernels as plain Python, not compiled
@@ -39,7 +40,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-sweeps test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit clean help
+.PHONY: demo test browser test-fast test-sweeps test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -47,8 +48,11 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
 
-test: $(VENV)/.test
+test: $(VENV)/.test browser
 	$(BIN)/python -m pytest $(WORKERS) $(TEST_OPTIONS)
+
+browser:
+	@test -n "$$WEIGHTSMITH_TESTS_WITHOUT_BROWSER" || scripts/browser.sh
 
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 
-from weightsmith._app.studio.page import launch
 from weightsmith._app.studio.places import Places
+from weightsmith._app.studio.server import launch
 
 folder = tempfile.mkdtemp(prefix="weightsmith-")
-launch(Places.of([folder], f"{folder}/results"), host="0.0.0.0", port=7860)
+# A Space is shown in a frame of the Hub, where cookies are not sent: who may open it is set in the Space's settings.
+launch(Places.of([folder], f"{folder}/results"), host="0.0.0.0", port=7860, token="")

@@ -228,7 +228,7 @@ def test_a_pipe_has_no_width() -> None:
 WATCHED = """
 import os, sys
 
-heavy = {"numpy", "numba", "torch", "transformers", "tokenizers", "gradio", "typer"}
+heavy = {"numpy", "numba", "torch", "transformers", "tokenizers", "starlette", "uvicorn", "typer"}
 seen = set()
 
 def say(what):

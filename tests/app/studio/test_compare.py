@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.studio.models import make
+import weightsmith
+from tests.app.studio.models import make, recipe
 from weightsmith._app.studio import compare
+from weightsmith._app.studio.compare import Asked
 from weightsmith._app.studio.places import Places
 from weightsmith._base.errors import Unsupported
 
@@ -33,7 +35,7 @@ def test_numbers_are_those_of_transformers_on_the_folder(root: Path, places: Pla
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = root / "models" / "fr"
-    (found,) = compare.compare([str(folder)], places, prompt="The", text=TEXT, new_tokens=8)
+    (found,) = compare.compare([str(folder)], places, Asked("The", TEXT, 8))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([tokenizer(TEXT, add_special_tokens=False)["input_ids"][:384]])
@@ -46,7 +48,7 @@ def test_numbers_are_those_of_transformers_on_the_folder(root: Path, places: Pla
 
 def test_an_adapter_is_compared_as_it_is_merged(root: Path, places: Places) -> None:
     base, adapter = root / "models" / "base", root / "models" / "adapters" / "py"
-    plain, tuned = compare.compare([str(base), f"{base}+{adapter}"], places, prompt="The", text=TEXT, new_tokens=8)
+    plain, tuned = compare.compare([str(base), f"{base}+{adapter}"], places, Asked("The", TEXT, 8))
     assert (plain.problem, tuned.problem) == ("", "")
     assert plain.perplexity != tuned.perplexity
     assert plain.perplexity == pytest.approx(tuned.perplexity, rel=0.5)
@@ -61,13 +63,35 @@ def test_what_cannot_be_run_is_said_and_the_others_are_run(root: Path, places: P
     (own / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "evil.Config"}}))
     (own / "evil.py").write_text("raise SystemExit('run')")
     names = [str(own), str(root / "secret"), str(root / "models" / "adapters" / "py"), str(root / "models" / "de")]
-    found = list(compare.compare(names, places, prompt="The", new_tokens=8))
+    found = list(compare.compare(names, places, Asked("The", "", 8)))
     assert "brings code of its own" in found[0].problem
     assert "outside the folders" in found[1].problem
     assert found[2].problem
     assert (found[3].problem, found[3].perplexity) == ("", None)
     monkeypatch.setattr(compare, "BYTES_PER_WEIGHT", 1 << 40)
-    (large,) = compare.compare([str(root / "models" / "de")], places, prompt="The", new_tokens=8)
+    (large,) = compare.compare([str(root / "models" / "de")], places, Asked("The", "", 8))
     assert "this machine has" in large.problem
     with pytest.raises(Unsupported, match="too much"):
-        list(compare.compare(names, places, prompt="x" * 200_000))
+        list(compare.compare(names, places, Asked("x" * 200_000)))
+
+
+def test_a_merge_in_memory_is_the_merge_that_is_written(root: Path, places: Places) -> None:
+    """Numbers of `tried` against transformers on the folder that a merge writes."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text, out = recipe(root), root / "out" / "written"
+    found = compare.tried(text, places, Asked("The", TEXT, 8))
+    assert found.problem == ""
+    weightsmith.merge(text, out, progress=False)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = torch.tensor([tokenizer(TEXT, add_special_tokens=False)["input_ids"][:384]])
+    with torch.inference_mode():
+        assert found.perplexity == pytest.approx(math.exp(model(input_ids=ids, labels=ids).loss.item()), rel=1e-5)
+        start = tokenizer("The", return_tensors="pt")
+        written = model.generate(**start, max_new_tokens=8, do_sample=False)[0, start["input_ids"].shape[1] :]
+    assert found.continuation == tokenizer.decode(written, skip_special_tokens=True)
+    (base,) = compare.compare([str(root / "models" / "base")], places, Asked("", TEXT))
+    assert found.perplexity != base.perplexity
+    assert "outside the folders" in compare.tried(text.replace("models/fr", "secret"), places, Asked("The")).problem

@@ -10,12 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsmith._app.studio import draft
-from weightsmith._base.errors import UnknownMethod
 from weightsmith._methods import NAMES, get
 from weightsmith._planning.recipe import load
 
 COMBINE = draft.begin("combine", "./base", ["./fr", "./de"])
 WEIGHT = ("models", 0, "parameters", "weight")
+
+
+FR, DE = "./fr", "./de"
+
+
+def changed(text: str, values: dict[draft.Path, Any]) -> str:
+    """The recipe after a `set` of each control."""
+    for path, value in values.items():
+        model = path[1] if path and path[0] == "models" and len(path) > 1 else ""
+        names = draft.read(text).models
+        name = names[model] if isinstance(model, int) and model < len(names) else ""
+        text = draft.edited(text, {"kind": "set", "path": list(path), "model": name, "value": value})
+    return text
+
+
+def step(text: str, kind: str, name: str, **given: Any) -> str:
+    return draft.edited(text, {"kind": kind, "name": name, **given})
 
 
 def by_path(text: str) -> dict[draft.Path, draft.Control]:
@@ -46,40 +62,32 @@ def test_every_goal_begins_with_a_recipe_that_controls_show(goal: str, models: l
 
 @pytest.mark.parametrize("method", NAMES)
 def test_every_method_gets_a_recipe_that_controls_show(method: str) -> None:
-    text = draft.rebuilt(COMBINE, method, "./base", ["./fr", "./de"])
+    text = step(COMBINE, "method", method)
     assert load(text).problems == ()
+    assert text.startswith("# One model with the skills")
     found = draft.read(text)
-    assert (found.method, found.base, found.models, found.held) == (method, "./base", ("./fr", "./de"), "")
+    assert (found.method, found.base, found.models, found.held) == (method, "./base", (FR, DE), "")
     values = {control.name: control.value for control in found.controls}
     required = {p.name for p in get(method).parameters if p.required}
     assert all(values[name] is not None for name in required)
     assert not any(control.held for control in found.controls)
 
 
-def test_a_base_that_is_an_input_has_controls_too() -> None:
-    found = draft.read(draft.rebuilt(COMBINE, "linear", "./base", ["./fr"]))
-    assert found.models == ("./fr",)
-    assert [(control.model, control.name) for control in found.controls if control.model] == [
-        ("./base", "weight"),
-        ("./fr", "weight"),
-    ]
-
-
 def test_moving_a_slider_changes_one_value_and_keeps_comments() -> None:
-    text = draft.changed(COMBINE, {WEIGHT: 0.25})
+    text = changed(COMBINE, {WEIGHT: 0.25})
     assert text == COMBINE.replace("weight: 1.0", "weight: 0.25", 1)
-    assert draft.changed(text, {WEIGHT: 0.25}) == text
+    assert changed(text, {WEIGHT: 0.25}) == text
 
 
 def test_a_curve_and_a_value_that_was_not_there() -> None:
     path = ("models", 1, "parameters", "density")
-    text = draft.changed(COMBINE, {path: [0, 0.5, 1.0], ("parameters", "normalize"): False})
+    text = changed(COMBINE, {path: [0, 0.5, 1.0], ("parameters", "normalize"): False})
     lines = text.splitlines()
     assert lines[7].startswith("    parameters: {weight: 1.0, density: [0, 0.5, 1.0]}    # its share")
     assert lines[11] == "  normalize: false"
     assert by_path(text)[path].value == (0, 0.5, 1.0)
     bare = "merge_method: ties\nbase_model: a\nmodels:\n- model: b\n"
-    assert draft.changed(bare, {WEIGHT: 2}) == bare + "  parameters: {weight: 2}\n"
+    assert changed(bare, {WEIGHT: 2}) == bare + "  parameters: {weight: 2}\n"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +105,7 @@ def test_any_way_to_write_a_recipe_can_be_edited(text: str) -> None:
     wanted = yaml.safe_load(text)
     entry = wanted["models"][0]
     entry["parameters"] = {**(entry.get("parameters") or {}), "weight": 0.75}
-    assert yaml.safe_load(draft.changed(text, {WEIGHT: 0.75})) == wanted
+    assert yaml.safe_load(changed(text, {WEIGHT: 0.75})) == wanted
 
 
 values = st.one_of(st.floats(-9, 9), st.integers(-9, 9), st.lists(st.floats(0, 1), min_size=2, max_size=5))
@@ -109,7 +117,7 @@ paths = st.sampled_from(
 @pytest.mark.slow
 @given(st.dictionaries(paths, values, max_size=4))
 def test_what_is_written_is_shown(given: dict[draft.Path, Any]) -> None:
-    controls = by_path(draft.changed(COMBINE, given))
+    controls = by_path(changed(COMBINE, given))
     for path, value in given.items():
         shown = controls[path].value
         assert shown == pytest.approx(tuple(value) if isinstance(value, list) else value, rel=1e-5)
@@ -118,41 +126,121 @@ def test_what_is_written_is_shown(given: dict[draft.Path, Any]) -> None:
 
 @pytest.mark.parametrize("value", [None, {"a": 1}, [1], [1] * 99, ["x", "y"], float("nan"), [0.0, float("inf")], object()])
 def test_what_no_control_writes_is_left_out(value: Any) -> None:
-    assert draft.changed(COMBINE, {WEIGHT: value}) == COMBINE
+    assert changed(COMBINE, {WEIGHT: value}) == COMBINE
 
 
 @pytest.mark.parametrize(
     "path", [("merge_method",), ("base_model",), ("models", 0, "model"), ("models", 9, "parameters", "weight"), ()]
 )
 def test_only_parameters_are_written(path: draft.Path) -> None:
-    assert draft.changed(COMBINE, {path: "/etc/passwd"}) == COMBINE
+    assert changed(COMBINE, {path: "/etc/passwd"}) == COMBINE
 
 
 def test_another_method_keeps_what_both_have_and_all_other_keys() -> None:
-    text = draft.changed(COMBINE, {WEIGHT: 0.3}) + "tokenizer_source: union\n"
-    text = draft.rebuilt(text, "dare_linear", "./base", ["./fr", "./py"])
+    text = changed(COMBINE, {WEIGHT: 0.3}) + "tokenizer_source: union # both\n"
+    text = step(step(step(text, "method", "dare_linear"), "add", "./py"), "remove", DE)
     assert yaml.safe_load(text) == {
         "merge_method": "dare_linear",
         "base_model": "./base",
-        "models": [{"model": "./fr", "parameters": {"weight": 0.3}}, {"model": "./py", "parameters": {"weight": 0.3}}],
+        "models": [{"model": FR, "parameters": {"weight": 0.3}}, {"model": "./py", "parameters": {"weight": 1.0}}],
         "parameters": {"density": 0.5, "lambda": 1.0},
         "dtype": "bfloat16",
         "tokenizer_source": "union",
     }
-    text = draft.rebuilt(text, "slerp", "./base", ["./fr"])
+    assert "share of each model's changes" in text
+    assert text.endswith("tokenizer_source: union # both\n")
+    text = step(text, "method", "slerp")
     assert yaml.safe_load(text)["parameters"] == {"t": 0.5}
-    with pytest.raises(UnknownMethod):
-        draft.rebuilt(text, "../evil.py:f", "", [])
+    assert step(text, "method", "../evil.py:f") == text
+
+
+def test_models_come_and_go_on_an_empty_page_and_on_another_base() -> None:
+    text = step(step(step("", "add", FR), "base", "./base"), "add", DE)
+    assert (draft.read(text).base, draft.read(text).models) == ("./base", (FR, DE))
+    assert step(text, "add", FR) == text
+    assert step(text, "remove", "./none") == text
+
+    def on_base(model: str, base: str) -> str:
+        return f"{base}+{model}" if model == "./lora" else model
+
+    text = draft.edited(text, {"kind": "add", "name": "./lora"}, on_base)
+    assert draft.read(text).models == (FR, DE, "./base+./lora")
+    text = draft.edited(text, {"kind": "base", "name": "./new"}, on_base)
+    assert (draft.read(text).base, draft.read(text).models) == ("./new", (FR, DE, "./new+./lora"))
+    for name in (FR, DE, "./new+./lora"):
+        text = step(text, "remove", name)
+    assert draft.read(text).models == ()
+    assert draft.NO_MODEL in text
+
+
+def test_a_moved_model_keeps_its_values_and_an_old_edit_finds_it() -> None:
+    text = changed(COMBINE, {WEIGHT: 0.25})
+    text = draft.edited(text, {"kind": "move", "path": ["models"], "start": 0, "end": 1})
+    assert draft.read(text).models == (DE, FR)
+    text = draft.edited(text, {"kind": "set", "path": list(WEIGHT), "model": FR, "value": 0.75})  # of before it was moved
+    assert yaml.safe_load(text)["models"] == [
+        {"model": DE, "parameters": {"weight": 1.0}},
+        {"model": FR, "parameters": {"weight": 0.75}},
+    ]
+    assert draft.edited(text, {"kind": "set", "path": list(WEIGHT), "model": "./gone", "value": 0.1}) == text
+
+
+def test_numbers_by_part() -> None:
+    parts = [{"filter": "self_attn", "value": 0.3}, {"value": 0.5}]
+    text = changed(COMBINE, {WEIGHT: parts})
+    assert load(text).problems == ()
+    assert by_path(text)[WEIGHT].parts == (("self_attn", 0.3), ("", 0.5))
+    assert by_path(changed(text, {WEIGHT: 0.5}))[WEIGHT].value == 0.5
+
+
+def test_slices_are_blocks_that_move() -> None:
+    slices = "merge_method: passthrough\nslices:\n" + "".join(
+        f"  # part {i}\n  - sources:\n      - {{model: a, layer_range: [{i}, {i + 2}]}}\n" for i in range(3)
+    )
+    assert [block.words for block in draft.read(slices).blocks] == [f"a layers {i} to {i + 2}" for i in range(3)]
+    text = draft.edited(slices, {"kind": "move", "path": ["slices"], "start": 2, "end": 0})
+    assert [block.words for block in draft.read(text).blocks] == [f"a layers {i} to {i + 2}" for i in (2, 0, 1)]
+    assert text.index("# part 2") < text.index("# part 0") < text.index("# part 1")
+    assert len(draft.read(draft.edited(text, {"kind": "drop", "path": ["slices"], "place": 1})).blocks) == 2
+    for path in (["models"], ["parameters"], [], None, ["slices", 0]):
+        assert draft.edited(slices, {"kind": "move", "path": path, "start": 0, "end": 1}) == slices
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {},
+        {"kind": None},
+        {"kind": "set"},
+        {"kind": "set", "path": 3, "model": "", "value": 1},
+        {"kind": "set", "path": [{}], "model": "", "value": 1},
+        {"kind": "set", "path": ["merge_method"], "model": "", "value": "x.py:f"},
+        {"kind": "set", "path": [], "model": "./fr", "value": 1},
+        {"kind": "set", "path": list(WEIGHT), "model": "./fr", "value": [{"filter": 3, "value": 1}]},
+        {"kind": "set", "path": list(WEIGHT), "model": "./fr", "value": [{"filter": "a", "value": float("inf")}]},
+        {"kind": "text", "text": "x"},
+        {"kind": "goal", "name": "experts"},
+        {"kind": "add", "name": ""},
+        {"kind": "add", "name": 3},
+        {"kind": "add", "name": "a\nb"},
+        {"kind": "base", "name": "x" * 2000},
+        {"kind": "move", "path": ["models"], "start": True, "end": 1},
+        {"kind": "drop", "path": ["models"], "place": -1},
+        {"kind": "exec", "name": "x"},
+    ],
+)
+def test_edits_that_no_control_makes_change_nothing(edit: dict[str, Any]) -> None:
+    assert draft.edited(COMBINE, edit) == COMBINE
 
 
 def test_what_controls_cannot_show_is_said() -> None:
     slerp = "merge_method: slerp\nbase_model: a\nmodels: [{model: b}]\n"
-    filters = slerp + "parameters:\n  t:\n  - {filter: mlp, value: 1}\n  - {value: 0.5}\n"
+    filters = slerp + "parameters:\n  t:\n  - {filter: mlp, value: [0, 1]}\n  - {value: 0.5}\n"
     assert by_path(filters)["parameters", "t"].held == "set by filters in the recipe"
     for value in ("null", "x", "[0]", "[x, 1]", "{ema: 0.5}"):
         assert by_path(slerp + f"parameters: {{t: {value}}}\n")["parameters", "t"].held
     slices = "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, 2]}]}]\n"
-    assert "edited as text" in draft.read(slices).held
+    assert "as text" in draft.read(slices).held
     for broken in (
         "",
         "merge_method: [",
@@ -162,4 +250,4 @@ def test_what_controls_cannot_show_is_said() -> None:
         "x" * 200_000,
     ):
         assert draft.read(broken).held
-        assert draft.changed(broken, {WEIGHT: 1}) == draft.as_text(broken)
+        assert changed(broken, {WEIGHT: 1}) == draft.as_text(broken)

@@ -1,52 +1,34 @@
-"""The page, served by the command, in a browser: the whole path, and what a hostile visitor tries."""
+"""The page, served by the command, in a browser: what a user does on it, and what must not go wrong."""
 
 from __future__ import annotations
 
-import json
+import os
+import random
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import weightsmith
 from tests.app.studio.models import make
+from tests.app.studio.serving import Studio, asked, serving, start, stop
+from tests.app.studio.slow_link import slow_link
+from tests.app.studio.visit import Visit, values_shown, values_written
 from tests.browser_help import browser
-from tests.cli_help import environment, run_process
-from weightsmith._base.installation import install
+from weightsmith._app.studio.server import ASSETS
 from weightsmith._planning.recipe import load
 
 __all__ = ["browser"]
 
-GRADIO = find_spec("gradio") is not None
-needs_gradio = pytest.mark.skipif(not GRADIO, reason="Gradio is not installed")
-needs_torch = pytest.mark.skipif(find_spec("torch") is None or find_spec("transformers") is None, reason="needs transformers")
-WAIT_MS = 90_000  # the machine may be busy
+pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=window.evil=1>"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(GRADIO, reason="Gradio is installed")
-def test_without_gradio_the_command_says_what_to_install() -> None:
-    ran = run_process("studio")
-    assert ran.code == 1
-    assert f"the studio needs Gradio\n  -> Run {install('studio')}." in ran.err
-
-
-@pytest.mark.slow
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    ran = run_process("studio", tmp_path / "none")
-    assert ran.code == 1
-    assert "no such folder" in ran.err
+TORCH = find_spec("torch") is not None and find_spec("transformers") is not None
+FR, DE, BASE, PY = "./models/fr", "./models/de", "./models/base", "./models/adapters/py"
 
 
 @pytest.fixture(scope="module")
@@ -56,288 +38,445 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def address(root: Path) -> Iterator[str]:
-    """Of a studio that serves the folders."""
-    if not GRADIO:
-        pytest.skip("Gradio is not installed")
-    with serving(root) as url:
-        yield url
+@pytest.fixture
+def studio(root: Path, request: pytest.FixtureRequest) -> Iterator[Studio]:
+    """A studio of its own for each test, as each has one recipe."""
+    out = re.sub(r"\W+", "-", request.node.name)[-60:].strip("-")
+    with serving(root, out=f"out/{out}") as found:
+        yield found
 
 
-@contextmanager
-def serving(root: Path, *flags: str) -> Iterator[str]:
-    """The address of a studio of some folders, until the block ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "weightsmith", "studio", "models", "--out", "out", "--no-hub", "--port", str(port), *flags]
-    log = (root / "log").open("w")
-    env = environment(HF_HUB_OFFLINE="1", GRADIO_TEMP_DIR=str(root / "gradio"))
-    process = subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(300):
-            if process.poll() is not None:
-                break
-            try:
-                urllib.request.urlopen(url, timeout=5).read()
-                break
-            except OSError:
-                time.sleep(0.3)
-        assert process.poll() is None, (root / "log").read_text()
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        log.close()
+def out_of(root: Path, request: pytest.FixtureRequest) -> Path:
+    return root / "out" / re.sub(r"\W+", "-", request.node.name)[-60:].strip("-")
 
 
-def status_of(url: str, data: bytes | None = None, **headers: str) -> int:
-    try:
-        request = urllib.request.Request(url, data=data, headers=headers)
-        return int(urllib.request.urlopen(request, timeout=20).status)
-    except urllib.error.HTTPError as error:
-        return error.code
+def ready(visit: Visit, text: str = "") -> None:
+    """Two fine-tunes of a base on the desk."""
+    visit.write(text or RECIPE)
+    visit.saved()
+    visit.page.locator(".ws-control").first.wait_for(state="attached")
 
 
-@pytest.mark.slow
-@needs_gradio
-def test_the_server_gives_away_no_file_and_answers_no_other_name(address: str, root: Path) -> None:
-    assert status_of(address) == 200
-    assert status_of(address, Host="evil.example") == 400
-    assert status_of(address, Origin="http://evil.example") == 403
-    assert status_of(f"{address}/gradio_api/upload", b"", Origin="null") == 403
-    assert status_of(address, Origin=address) == 200
-    for path in ("/etc/passwd", f"{root}/models/base/config.json", f"{root}/secret/config.json", f"{root}/log"):
-        assert status_of(f"{address}/gradio_api/file={path}") in (403, 404)
-    for path in ("/docs", "/openapi.json", "/gradio_api/mcp/sse", "/monitoring"):
-        assert status_of(address + path) in (404, 403), path
-    answer = urllib.request.urlopen(address, timeout=20)
-    assert answer.headers["Content-Security-Policy"].startswith("default-src 'self' data: blob:;")
-    html = answer.read().decode()
-    assert "fonts.googleapis.com" not in html
-    assert json.loads(re.search(r"window.gradio_config = (\{.*?\});</script>", html)[1])["analytics_enabled"] is False  # type: ignore[index]
+RECIPE = f"""# by hand
+merge_method: ties
+base_model: {BASE}
+models:
+  - model: {FR}   # French
+    parameters: {{weight: 1.0, density: 0.5}}
+  - model: {DE}
+    parameters: {{weight: 1.0, density: 0.5}}
+dtype: bfloat16
+"""
 
 
-@pytest.mark.slow
-@needs_gradio
-def test_others_may_reach_it_and_their_sites_may_not(root: Path) -> None:
-    with serving(root, "--host", "0.0.0.0") as address:
-        join, event = f"{address}/gradio_api/queue/join", b'{"data": [], "fn_index": 0, "session_hash": "abcdefghij"}'
-        assert status_of(address, Host="192.168.1.5") == 200
-        assert status_of(address, Host="evil.example") == 400
-        for kind in ("application/json", "text/plain"):
-            assert status_of(join, event, Origin="https://evil.example", **{"Content-Type": kind}) == 403
-        assert status_of(join, event, Origin=address, **{"Content-Type": "application/json"}) == 200
-
-
-@pytest.mark.slow
-@needs_gradio
-def test_nothing_is_uploaded(address: str, root: Path) -> None:
-    """Every route of Gradio that takes something is closed, but for the events of the page."""
-    from weightsmith._app.studio.page import _POSTED
-
-    body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nmine\r\n--x--\r\n'
-    multipart = {"Content-Type": "multipart/form-data; boundary=x"}
-    code = (
-        "import json, gradio, gradio.routes as r; print(json.dumps([path for path, takes in "
-        "r.App.create_app(gradio.Blocks()).openapi()['paths'].items() if takes.keys() - {'get', 'head'}]))"
-    )
-    known = set(json.loads(run_process(code=code).out.splitlines()[-1]))
-    assert "/gradio_api/upload" in known, "this version of Gradio says otherwise where it takes files"
-    closed = {path for path in known if path.rstrip("/") not in _POSTED}
-    for path in {*closed, "/upload", "/gradio_api/upload/", "/gradio_api//upload"}:
-        assert status_of(address + re.sub(r"\{.*?\}", "x", path), body, **multipart) in (403, 404), path
-    assert status_of(f"{address}/gradio_api/upload_progress?upload_id=x") == 404
-    assert [path for path in (root / "gradio").rglob("*") if path.is_file()] == []
-
-
-# ---- in a browser
-
-
-class Visit:
-    """A page that is open, and what it said and asked for."""
-
-    def __init__(self, browser: Any, address: str, width: int = 1280, scheme: str = "light") -> None:
-        self.address = address
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_MS)
-        self.said: list[str] = []
-        self.elsewhere: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", self._request)
-        self.page.goto(address)
-        self.page.wait_for_selector("#ws-recipe .cm-content")
-
-    def _request(self, request: Any) -> None:
-        if not request.url.startswith((self.address, "data:", "blob:", "about:")):
-            self.elsewhere.append(request.url)
-
-    def __enter__(self) -> Visit:
-        return self
-
-    def __exit__(self, *given: object) -> None:
-        self.context.close()
-
-    def choose(self, name: str, text: str) -> None:
-        """One more value of a list."""
-        self.page.click(f"#{name} input")
-        self.page.keyboard.type(text)
-        self.page.locator("ul[role=listbox] li", has_text=text).first.click()
-        self.page.keyboard.press("Escape")
-
-    def write(self, text: str) -> None:
-        """The recipe, by hand."""
-        self.page.click("#ws-recipe .cm-content")
-        self.page.keyboard.press("ControlOrMeta+a")
-        self.page.keyboard.insert_text(text)
-
-    @property
-    def recipe(self) -> str:
-        return "\n".join(self.page.locator("#ws-recipe .cm-line").all_text_contents())
-
-    def has(self, selector: str, text: str) -> None:
-        """Wait until an element holds a text."""
-        self.page.locator(selector, has_text=text).first.wait_for()
-
-    def fine(self) -> None:
-        """Nothing was said, asked of others, or run that a name brought; and nothing is wider than the page."""
-        assert self.said == []
-        assert self.elsewhere == []
-        assert self.page.evaluate("window.evil") is None
-        assert not self.page.evaluate("document.documentElement.scrollWidth > innerWidth")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-def test_choose_preview_merge_compare_export(browser: Any, address: str, root: Path, width: int, scheme: str) -> None:
-    name = f"merged-{width}"
-    with Visit(browser, address, width, scheme) as visit:
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])
+def test_choose_mix_preview_merge_try_save(
+    browser: Any, studio: Studio, root: Path, width: int, scheme: str, request: pytest.FixtureRequest
+) -> None:
+    with Visit(browser, studio.address, width, scheme=scheme) as visit:
         page = visit.page
-        visit.choose("ws-goal", "skills of several")
-        visit.has("#ws-notes", "no model is chosen here yet")
-        visit.choose("ws-base", "models/base")
-        visit.has("#ws-recipe", "base_model: ./models/base")
-        visit.choose("ws-models", "models/fr")
-        visit.has("#ws-recipe", "- model: ./models/fr")
-        visit.choose("ws-models", "adapters/py")
-        visit.has("#ws-recipe", "- model: ./models/base+./models/adapters/py")
-        visit.has("#ws-notes", "The recipe is correct.")
+        visit.step("desk")
+        page.select_option("#goal", "combine")
+        visit.has("#notes", "no model is chosen here yet")
+        visit.choose(BASE, "use as base")
+        visit.choose(FR)
+        visit.saved()
+        visit.choose(PY)
+        visit.has("#notes", "The recipe is correct")
         assert "its share; the shares are divided" in visit.recipe
-
-        visit.has("#ws-preview", "away from its base")
-        page.locator("#ws-preview figure").nth(3).wait_for()
-        before = page.locator("#ws-preview").inner_text()
-        slider = page.locator(".ws-control input[type=range]").first
+        visit.step("desk")
+        slider = page.get_by_label(f"weight of {FR}", exact=True)
         slider.focus()
         for _ in range(20):
             page.keyboard.press("ArrowLeft")
-        visit.has("#ws-recipe", "{weight: 0.8}")
-        page.locator(".ws-by-layer").nth(1).click()
-        page.locator(".ws-curve circle").last.focus()
+        page.get_by_label(f"density of {FR}: one value, by layer or by part").select_option("layer")
+        page.locator(".ws-hit").last.focus()
         for _ in range(3):
             page.keyboard.press("PageUp")
-        visit.has("#ws-recipe", "{weight: 0.8, density: [0.5, 0.5, 0.5, 0.5, 0.8]}")
-        page.wait_for_function("before => document.querySelector('#ws-preview').innerText !== before", arg=before)
+        visit.saved()
+        assert "{weight: 0.8, density: [0.5, 0.5, 0.5, 0.5, 0.8]}" in visit.recipe
+        visit.step("result")
+        visit.previewed()
+        visit.has("#shown", "away from its base")
+        found = weightsmith.preview(_absolute(visit.recipe, root), progress=False)
+        assert f"{found.total.models[0].survives:.1%} survives" in page.inner_text("#shown")  # type: ignore[union-attr]
+        cell = page.locator("#shown figure.heat td[class]").first
+        cell.click()
+        assert "layer" in page.locator("#shown figure.heat .said").first.inner_text()
+        visit.step("desk")
         with page.expect_download() as saved:
-            page.click("#ws-save")
+            page.click("#save")
         exported = Path(saved.value.path()).read_text()
-        assert saved.value.suggested_filename == "recipe.yml"
-        assert load(exported).problems == ()
-        assert exported.rstrip("\n") == visit.recipe.rstrip("\n")
+        assert (saved.value.suggested_filename, load(exported).problems, exported) == ("recipe.yml", (), visit.recipe)
 
-        page.get_by_role("tab", name="Merge").click()
-        page.fill("#ws-name textarea, #ws-name input", name)
-        page.click("#ws-merge")
-        visit.has("#ws-status", f"/out/{name}")
-        made = json.loads((root / "out" / name / "weightsmith.json").read_text())
-        assert made
-        assert (root / "out" / name / "recipe.yml").read_text().rstrip("\n") == exported.rstrip("\n")
-        report = page.frame_locator("#ws-report iframe")
-        report.locator("h1", has_text=name).wait_for()
-        report.locator("figure.heat tbody td[class]").first.click()
-        with page.expect_download() as saved:
-            page.click("#ws-keep")
-        assert Path(saved.value.path()).read_text() == (root / "out" / name / "report.html").read_text()
-
-        page.get_by_role("tab", name="Compare").click()
-        if find_spec("transformers") is not None:
-            page.fill("#ws-prompt textarea", "The")
-            page.fill("#ws-text textarea", "The three most important things about this program are")
-            page.click("#ws-compare")
-            page.locator("#ws-samples tbody tr").nth(3).wait_for()
-            rows = page.locator("#ws-samples tbody tr").all_inner_texts()
-            assert [row.split()[0] for row in rows] == [
-                "./models/base",
-                "./models/fr",
-                "./models/base+./models/adapters/py",
-                f"./out/{name}",
-            ]
-            assert all(re.search(r"\d+\.\d\d", row) for row in rows), rows
-
-        page.get_by_role("tab", name="Look").click()
-        page.click("#ws-look")
-        page.frame_locator("#ws-looked iframe").locator("h1", has_text="Task vectors of 2 models").wait_for()
+        page.fill("#name", "mine")
+        page.click("#merge")
+        visit.has("#progress", "Done")
+        made = out_of(root, request) / "mine"
+        assert (made / "recipe.yml").read_text() == exported
+        visit.step("result")
+        page.frame_locator("#frame iframe").locator("h1", has_text="mine").wait_for()
+        page.click("#tab-try")
+        if TORCH:
+            page.fill("#prompt", "The")
+            page.fill("#judged", "The three most important things about this program are")
+            page.click("#try-now")
+            page.locator("#tried tbody tr").nth(3).wait_for()
+            rows = page.locator("#tried tbody tr th").all_inner_texts()
+            assert rows == ["the merge", BASE, FR, f"{BASE}+{PY}"]
+            assert all(re.fullmatch(r"\d+\.\d\d", text) for text in page.locator("#tried .ws-n").all_inner_texts())
+        page.click("#tab-runs")
+        kinds = page.locator("#rows li").evaluate_all("rows => rows.map(row => row.dataset.kind)")
+        assert kinds == (["try", "merge", "preview"] if TORCH else ["merge", "preview"])
+        page.click("#tab-sweep")
+        page.fill("#values", "0.1, 0.9")
+        page.click("#sweep-now")
+        page.locator(".ws-sweep li").nth(1).wait_for()
         visit.fine()
 
 
-@pytest.mark.slow
-def test_a_recipe_that_is_written_draws_the_controls_and_marks_its_lines(browser: Any, address: str) -> None:
-    with Visit(browser, address) as visit:
-        lines = ["merge_method: slerp", "base_model: ./models/base", "models:", "- model: ./models/fr", "parameters:"]
-        visit.write("\n".join([*lines, "  tt: 0.5"]))
-        visit.has("#ws-notes li", "line 6, column 3")
-        marked = "getComputedStyle(document.querySelectorAll('#ws-recipe .cm-line')[5]).backgroundColor"
-        visit.page.wait_for_function(f"{marked} !== 'rgba(0, 0, 0, 0)'")
-        visit.write("\n".join([*lines, "  t: [0, 0.5, 1]"]))
-        visit.has("#ws-notes", "The recipe is correct.")
-        visit.page.locator(".ws-curve circle").nth(2).wait_for()
-        assert visit.page.locator("#ws-base input").input_value() == "./models/base"
-        assert visit.page.locator("#ws-method input").input_value().startswith("slerp")
-        visit.page.fill("#ws-method input", "nearswap")
-        visit.page.locator("ul[role=listbox] li", has_text="nearswap").click()
-        visit.has("#ws-recipe", "merge_method: nearswap")
+def _absolute(text: str, root: Path) -> str:
+    return text.replace("./models", f"{root}/models")
+
+
+def test_a_hand_written_recipe_keeps_its_words_and_draws_the_desk(browser: Any, studio: Studio) -> None:
+    with Visit(browser, studio.address) as visit:
+        ready(visit)
+        visit.page.get_by_label(f"density of {DE}, exactly").fill("0.25")
+        visit.page.keyboard.press("Tab")
+        visit.saved()
+        assert visit.recipe == RECIPE.replace("density: 0.5", "density: 0.25").replace("density: 0.25", "density: 0.5", 1)
+        visit.page.get_by_label(f"{DE}: move up").click()
+        visit.saved()
+        assert [entry["model"] for entry in yaml.safe_load(visit.recipe)["models"]] == [DE, FR]
+        assert "# French" in visit.recipe
+        visit.page.click("#undo")
+        visit.has("#gutter", "9")
+        visit.write(RECIPE.replace("weight: 1.0", "wieght: 1.0", 1))
+        visit.has("#notes", "line 6, column 18")
+        visit.page.locator("#gutter span.error", has_text="6").wait_for()
+        visit.page.click("#notes button[data-line]")
+        assert visit.page.evaluate(
+            "getSelection().toString() || document.querySelector('#text').value.slice(text.selectionStart, text.selectionEnd)"
+        ).startswith("    parameters")
         visit.fine()
 
 
-@pytest.mark.slow
-def test_hostile_recipes_and_names(browser: Any, address: str, root: Path) -> None:
-    with Visit(browser, address) as visit:
+def test_hostile_recipes_and_names(browser: Any, studio: Studio, root: Path) -> None:
+    with Visit(browser, studio.address) as visit:
         page = visit.page
         visit.write(
             f"merge_method: linear\nmodels:\n- model: ../secret\n- model: '{HOSTILE}'\n- model: '${{alert(1)}}{{{{x}}}}'\n"
         )
-        visit.has("#ws-notes li", "line 3, column 10 ../secret is outside the folders")
-        visit.has("#ws-notes li", HOSTILE)
+        visit.has("#notes li", "line 3, column 10 ../secret is outside the folders")
+        visit.has("#notes li", HOSTILE)
+        visit.has("#strips", HOSTILE)
         visit.write("/etc/passwd")
-        visit.has("#ws-notes", "1 problem.")
+        visit.has("#notes", "1 problem.")
         assert "root:" not in page.content()
-        page.get_by_role("tab", name="Merge").click()
+        visit.write(RECIPE)
+        visit.saved()
         for name in ("../evil", "/tmp/evil", HOSTILE):
-            page.fill("#ws-name textarea, #ws-name input", name)
-            page.click("#ws-merge")
-            visit.has("#ws-refused", "error")
-        visit.write("merge_method: linear\n# " + "x" * 100_000)
-        visit.has("#ws-notes", "more than 100,000 characters")
-        assert sorted((root / "out").glob("evil*")) == []
+            page.fill("#name", name)
+            page.click("#merge")
+            visit.has("#refused", "cannot be the name of a result")
+        visit.write("merge_method: linear\n# " + "x" * 100_001)
+        visit.has("#notes", "more than 100,000 characters")
+        assert not list(root.glob("**/evil*"))
         visit.fine()
 
 
-@pytest.mark.slow
-def test_the_page_asks_nobody_else(tmp_path: Path) -> None:
-    """Analytics are off before Gradio is imported, whatever the environment says."""
-    if not GRADIO:
-        pytest.skip("Gradio is not installed")
-    code = (
-        "import weightsmith._app.studio.page as p; p._gradio()\n"
-        "import gradio.analytics; print(gradio.analytics.analytics_enabled())"
+# ---- one state, at any latency
+
+
+def _edits(page: Any, seed: int, count: int = 50) -> None:
+    """Sliders, curve points and numbers, moved faster than the link can say."""
+    choice = random.Random(seed)
+    page.get_by_label(f"density of {FR}: one value, by layer or by part").select_option("layer")
+    page.get_by_label(f"weight of {DE}: one value, by layer or by part").select_option("part")
+    page.locator(".ws-hit").first.wait_for(state="attached")
+    page.get_by_label(f"weight of {DE}, mlp", exact=True).wait_for(state="attached")
+    for _ in range(count):
+        kind = choice.random()
+        if kind < 0.35:
+            page.get_by_label(f"weight of {FR}", exact=True).press(
+                choice.choice(["ArrowLeft", "ArrowRight", "PageUp", "PageDown"])
+            )
+        elif kind < 0.6:
+            page.locator(".ws-hit").nth(choice.randrange(5)).press(
+                choice.choice(["ArrowUp", "ArrowDown", "PageUp", "PageDown"])
+            )
+        elif kind < 0.75:
+            page.get_by_label(f"weight of {DE}, mlp", exact=True).press(choice.choice(["ArrowLeft", "ArrowRight"]))
+        elif kind < 0.85:
+            page.get_by_label(f"density of {DE}, exactly").fill(f"{choice.random():.2f}")
+            page.keyboard.press("Enter")
+        elif kind < 0.92:
+            page.evaluate(
+                TYPE,
+                f"# note {choice.random():.4f}\n",
+            )
+        else:
+            page.wait_for_timeout(choice.randrange(120))
+
+
+FIRST_EVENT = """fetch('/events').then(async answer => {
+  const reader = answer.body.getReader();
+  let text = "";
+  while (!text.includes("\\n\\n")) text += new TextDecoder().decode((await reader.read()).value);
+  reader.cancel();
+  return JSON.parse(text.slice(5)).document.text;
+})"""
+TYPE = """text => {
+  const area = document.querySelector("#text");
+  area.value += text;
+  area.dispatchEvent(new Event("input"));
+}"""
+
+
+def _agree(visit: Visit) -> None:
+    """The controls, the text on the page and the server's recipe say the same."""
+    visit.saved()
+    shown = values_shown(visit.page)
+    written = values_written(visit.recipe)
+    assert {key: shown[key] for key in written} == written
+    server = visit.page.evaluate(FIRST_EVENT)
+    assert server == visit.recipe
+
+
+SEEDS = int(os.environ.get("WEIGHTSMITH_STUDIO_SEEDS", "2"))
+
+
+@pytest.mark.parametrize("seconds", [0.2, 2.0])
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_fifty_edits_over_a_slow_link(
+    browser: Any, studio: Studio, root: Path, seed: int, seconds: float, request: pytest.FixtureRequest
+) -> None:
+    with slow_link(studio.port, seconds) as port, Visit(browser, f"http://127.0.0.1:{port}/") as visit:
+        ready(visit)
+        _edits(visit.page, seed)
+        before = values_shown(visit.page)
+        _agree(visit)
+        assert values_shown(visit.page) == before, "what was shown while edits were under way is what came of them"
+        if seed == 0:
+            visit.page.click("#merge")
+            visit.has("#progress", "Done")
+            made = out_of(root, request) / "merged"
+            assert (made / "recipe.yml").read_text() == visit.recipe
+            again = weightsmith.merge(_absolute(visit.recipe, root), out_of(root, request) / "again", progress=False)
+            assert (made / "model.safetensors").read_bytes() == (Path(str(again.out)) / "model.safetensors").read_bytes()
+        visit.fine()
+
+
+def test_a_reload_keeps_edits_that_were_under_way(browser: Any, studio: Studio) -> None:
+    with slow_link(studio.port, 2.0) as port, Visit(browser, f"http://127.0.0.1:{port}/") as visit:
+        ready(visit)
+        slider = visit.page.get_by_label(f"weight of {FR}", exact=True)
+        for _ in range(10):
+            slider.press("ArrowLeft")
+        shown = values_shown(visit.page)[FR, "weight"]
+        visit.page.reload()
+        visit.page.locator(".ws-control").first.wait_for(state="attached")
+        _agree(visit)
+        assert values_shown(visit.page)[FR, "weight"] == shown == pytest.approx(0.9)
+
+
+def test_two_tabs_show_one_recipe_and_one_merge(browser: Any, studio: Studio) -> None:
+    with Visit(browser, studio.address) as visit:
+        ready(visit)
+        other = visit.tab()
+        other.get_by_label(f"weight of {DE}, exactly").fill("0.4")
+        other.keyboard.press("Enter")
+        visit.until("document.querySelector('#text').value.includes('weight: 0.4')")
+        # Both at once, each on its own control: neither is lost.
+        for _ in range(5):
+            visit.page.get_by_label(f"weight of {FR}", exact=True).press("ArrowLeft")
+            other.get_by_label(f"density of {DE}", exact=True).press("ArrowRight")
+        visit.saved()
+        visit.saved(other)
+        visit.until("document.querySelector('#text').value.includes('density: 0.525')")
+        assert values_written(visit.recipe)[FR, "weight"] == 0.95
+        assert other.input_value("#text") == visit.recipe
+        _agree(visit)
+        visit.page.click("#merge")
+        other.locator("#progress", has_text="Done").wait_for()
+        other.locator("#frame iframe").or_(other.locator("#rows li[data-kind=merge]")).first.wait_for(state="attached")
+        visit.fine()
+
+
+def test_a_dead_server_is_said_and_what_is_edited_meanwhile_arrives(browser: Any, root: Path) -> None:
+    studio = start(root, out="out/dead")
+    port = studio.port
+    with Visit(browser, studio.address) as visit:
+        ready(visit)
+        visit.previewed()
+        for place in range(3):  # with nothing running, with an edit under way, during a merge
+            if place == 2:
+                visit.page.fill("#name", "long")
+                visit.page.click("#merge")
+            if place == 1:
+                visit.page.get_by_label(f"weight of {FR}", exact=True).press("ArrowLeft")
+            studio.kill()
+            began = time.monotonic()
+            visit.page.locator("#dead").wait_for()
+            assert time.monotonic() - began < 20  # 2.25 s on a machine that is not busy
+            visit.page.get_by_label(f"density of {DE}", exact=True).press("ArrowLeft")
+            shown = values_shown(visit.page)
+            visit.page.click("#merge") if visit.page.locator("#merge").is_enabled() and place < 1 else None
+            studio = start(root, out="out/dead", port=port)
+            visit.page.locator("#dead").wait_for(state="hidden")
+            visit.saved()
+            assert values_shown(visit.page) == shown
+            _agree(visit)
+        if visit.page.locator("#merge", has_text="Resume").is_visible():
+            visit.page.click("#merge")
+            visit.has("#progress", "Done")
+    stop(studio)
+
+
+def test_the_recipe_of_this_browser_is_offered_to_an_empty_studio(browser: Any, root: Path) -> None:
+    studio = start(root, out="out/first")
+    port = studio.port
+    with Visit(browser, studio.address) as visit:
+        ready(visit)
+        stop(studio)
+        studio = start(root, out="out/second", port=port)
+        visit.page.reload()
+        visit.page.click("#restore")
+        visit.until("document.querySelector('#text').value.includes('# by hand')")
+        assert visit.recipe == RECIPE
+    stop(studio)
+
+
+# ---- what it takes to use it
+
+
+def test_two_hundred_models_are_searched(browser: Any, tmp_path: Path) -> None:
+    root = tmp_path.resolve()
+    make(root)
+    for i in range(200):
+        folder = root / "models" / f"tune-{i:03}"
+        folder.mkdir()
+        for file in (root / "models" / "fr").iterdir():
+            (folder / file.name).hardlink_to(file)
+    with serving(root) as studio, Visit(browser, studio.address) as visit:
+        visit.has("#found", "204 of 204 models, the first 60 are shown")
+        visit.page.fill("#search", "tune-17")
+        visit.has("#found", "10 of 204 models")
+        visit.choose("./models/tune-177")
+        visit.saved()
+        assert "./models/tune-177" in visit.recipe
+        visit.fine()
+
+
+def test_from_start_to_a_merged_model_by_keyboard_alone(
+    browser: Any, studio: Studio, root: Path, request: pytest.FixtureRequest
+) -> None:
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+
+        def tab_to(label: str, most: int = 120) -> None:
+            for _ in range(most):
+                page.keyboard.press("Tab")
+                if page.evaluate(
+                    "label => (document.activeElement.getAttribute('aria-label') ?? document.activeElement.id) === label", label
+                ):
+                    return
+            raise AssertionError(f"{label} is not reached")
+
+        tab_to(f"{BASE}: use as base")
+        page.keyboard.press("Enter")
+        visit.saved()
+        tab_to(f"{DE}: add to the merge")
+        page.keyboard.press("Space")
+        visit.saved()
+        tab_to(f"{FR}: add to the merge")
+        page.keyboard.press("Space")
+        visit.saved()
+        tab_to("method")
+        page.keyboard.press("Enter")
+        page.locator("#methods[open]").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("#methods").wait_for(state="hidden")
+        tab_to(f"weight of {DE}")
+        page.keyboard.press("ArrowLeft")
+        tab_to("Recipe, as YAML")
+        page.keyboard.press("Tab")  # the editor lets go of it
+        assert page.evaluate("document.activeElement.id") != "text"
+        tab_to("merge")
+        visit.previewed()
+        page.keyboard.press("Enter")
+        visit.has("#progress", "Done")
+        assert (out_of(root, request) / "merged" / "model.safetensors").is_file()
+
+
+def _axe(page: Any) -> list[str]:
+    from axe_playwright_python.base import AXE_FILE_PATH
+
+    page.evaluate(Path(AXE_FILE_PATH).read_text())
+    found = page.evaluate(
+        "axe.run(document, {iframes: false, runOnly: ['wcag2a', 'wcag2aa', 'wcag21aa', 'wcag22aa', 'best-practice']})"
     )
-    ran = run_process(code=code, env={"GRADIO_ANALYTICS_ENABLED": "True"}, cwd=tmp_path)
-    assert (ran.code, ran.out) == (0, "False\n"), ran.err
+    return [
+        f"{each['id']}: {node['target']} {node['failureSummary'][:300]}"
+        for each in found["violations"]
+        for node in each["nodes"][:3]
+    ]
+
+
+SMALL = """[...document.querySelectorAll("button, select, input, summary, .ws-hit")].filter(each => each.checkVisibility())
+  .map(each => [each.id || each.getAttribute("aria-label") || each.textContent, each.getBoundingClientRect()])
+  .filter(([, box]) => box.width && (box.height < 23.5 || box.width < 23.5))
+  .map(([name, box]) => `${name} ${box.width} by ${box.height}`)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_nothing_keeps_anyone_out(browser: Any, studio: Studio, width: int, scheme: str) -> None:
+    """axe-core in every state; nothing wider than the page; three panes without page scroll on a desktop."""
+    with Visit(browser, studio.address, width, scheme=scheme) as visit:
+        page = visit.page
+        assert _axe(page) == []
+        ready(visit)
+        page.get_by_label(f"density of {FR}: one value, by layer or by part").select_option("layer")
+        page.get_by_label(f"weight of {DE}: one value, by layer or by part").select_option("part")
+        visit.previewed()
+        for name in ("models", "desk", "result"):
+            visit.step(name)
+            assert _axe(page) == [], name
+            visit.fine()
+        page.click("#method")
+        assert _axe(page) == []
+        page.click("#methods-close")
+        page.click("#merge")
+        visit.has("#progress", "Done")
+        visit.step("result")
+        for name in ("try", "sweep", "runs", "report"):
+            page.click(f"#tab-{name}")
+            assert _axe(page) == [], name
+            visit.fine()
+        visit.step("desk")
+        visit.write("merge_method: tise\n")
+        visit.has("#notes", "problem")
+        assert _axe(page) == []
+        if width == 1440:
+            assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+        small = page.evaluate(SMALL)
+        assert small == []
+
+
+def test_the_page_is_small(studio: Studio) -> None:
+    total = 0
+    names = ["", "about", *(f"assets/{name}" for name in ASSETS)]
+    for name in names:
+        code, text = asked(studio.address + name)
+        assert code == 200, name
+        total += len(text.encode())
+    assert total < 1 << 20
+
+
+def test_screens_are_documented() -> None:
+    """The pictures of docs/studio.md are there."""
+    page = Path(__file__).parents[3] / "docs" / "studio.md"
+    for name in re.findall(r"images/[\w-]+\.png", page.read_text()):
+        assert (page.parent / name).is_file(), name

@@ -3,32 +3,80 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.app.studio.models import make, recipe
 from tests.output_help import tree
-from weightsmith._app.studio import compare, draft, show
-from weightsmith._app.studio.session import Session
-from weightsmith._methods import all_methods
+from weightsmith import open_checkpoint, preview
+from weightsmith._app.studio import compare, show
+from weightsmith._app.studio.kept import Run
+from weightsmith._app.studio.places import Places
+from weightsmith._app.studio.session import MAX_SWEEP, Session, listed_methods
+from weightsmith._base.errors import Busy, CannotResume, ParameterError, PlanError, Unsupported
+from weightsmith._methods import NAMES, all_methods
 from weightsmith._reports.look.nonfinite import NonFinite
 from weightsmith._reports.look.preview import GroupPreview, Kept, Preview
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\"'${alert(1)}{{constructor}}"
+SECONDS = 60.0
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("session").resolve()
+    root = tmp_path_factory.mktemp("session").resolve()
+    make(root)
+    return root
 
 
-@pytest.fixture(scope="module")
-def session(root: Path) -> Session:
-    return Session(make(root))
+@pytest.fixture
+def session(root: Path, tmp_path: Path) -> Iterator[Session]:
+    found = Session(Places.of([root], tmp_path / "out", hub=False))
+    yield found
+    found.close()
+
+
+def until(what: Callable[[], Any]) -> Any:
+    """What a function finds, as soon as it finds something."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        if found := what():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")
+
+
+def write(session: Session, text: str) -> int:
+    """Make a text the recipe; its version."""
+    found = session.edit("test", session._taken.get("test", 0) + 1, [{"kind": "text", "base": session.text, "text": text}])
+    return int(found["version"])
+
+
+def followed(session: Session, name: str, version: int) -> Mapping[str, Any]:
+    """A value of the board, of this version of the recipe."""
+
+    def ready() -> Any:
+        value = session.board.get(name) or {}
+        return value if value.get("version") == version and value.get("busy") in (None, 0) else None
+
+    found: Mapping[str, Any] = until(ready)
+    return found
+
+
+def finished(session: Session) -> Mapping[str, Any]:
+    session.wait(SECONDS)
+    found: Mapping[str, Any] = session.board.get("task")
+    assert not found["running"]
+    return found
 
 
 class Tags(HTMLParser):
@@ -50,108 +98,250 @@ def harmless(text: str) -> bool:
     return "img" not in tags.found and "script" not in tags.found and not any(name.startswith("on") for name in tags.attributes)
 
 
-@pytest.mark.slow
-def test_from_a_goal_to_another_method(root: Path, session: Session) -> None:
-    base, fr, de, py = (f"{root}/models/{name}" for name in ("base", "fr", "de", "adapters/py"))
-    text = session.begin("combine", None, [])
-    text = session.rebuild(text, "combine", "ties", base, [])
-    text = session.rebuild(text, "combine", "ties", base, [fr, py])
-    assert text == draft.begin("combine", base, [fr, f"{base}+{py}"])  # with the goal's comments
-    assert "The recipe is correct" in session.check(text)
-    text = session.edit(text, {"values": [[["models", 0, "parameters", "weight"], 0.25]]})
-    text = session.rebuild(text, "combine", "ties", base, [fr, f"{base}+{py}", de])
-    assert draft.read(text).models == (fr, f"{base}+{py}", de)
-    assert "weight: 0.25" in text
-    assert session.rebuild("merge_method: [", "combine", "ties", base, [fr]) == "merge_method: ["
+# ---- the recipe
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        {},
-        {"values": None},
-        {"values": 3},
-        {"values": [3]},
-        {"values": [[]]},
-        {"values": [[["models"], 1, 2]]},
-        {"values": [[[{}], 1]]},
-        {"values": [["models", 1]]},
-        {"values": [[["merge_method"], "x.py:f"]]},
-        {"values": [[["models", 0, "parameters", "weight"], {"a": 1}]]},
-    ],
-)
-def test_events_that_no_slider_sends_change_nothing(root: Path, session: Session, event: dict[str, Any]) -> None:
-    assert session.edit(recipe(root), event) == recipe(root)
+def test_edits_are_applied_in_order_and_once(root: Path, session: Session) -> None:
+    write(session, recipe(root))
+    fr = f"{root}/models/fr"
+    change = {"kind": "set", "path": ["models", 0, "parameters", "weight"], "model": fr}
+    first = session.edit("a", 1, [change | {"value": 0.2}, change | {"value": 0.3}])
+    assert "weight: 0.3" in first["text"]
+    later = session.edit("b", 1, [change | {"value": 0.4}])
+    assert later["version"] == first["version"] + 1
+    assert session.edit("a", 1, [change | {"value": 0.3}]) == later  # sent again, after a lost answer
+    assert "weight: 0.4" in session.text
+    assert session.edit("a", 2, [{"kind": "undo"}])["text"] == first["text"]
+    assert session.edit("a", 3, [{"kind": "redo"}])["text"] == later["text"]
+    with pytest.raises(ParameterError, match="more than 100,000 characters"):
+        session.edit("a", 4, [{"kind": "text", "base": session.text, "text": "x" * 300_000}])
+    assert session.text == later["text"]
 
 
-@pytest.mark.slow
-def test_a_preview_and_its_heat_maps(root: Path, session: Session) -> None:
-    text = session.preview(recipe(root))
-    assert text.count("<svg") == 4
-    assert "survives" in text
-    assert "when the recipe is correct" in session.preview(recipe(root).replace("ties", "tise"))
-    assert "when the recipe is correct" in session.preview(f"merge_method: linear\nmodels: [{{model: {root}/secret}}]\n")
+def test_a_restart_returns_to_the_recipe_and_the_runs(root: Path, session: Session) -> None:
+    version = write(session, recipe(root))
+    followed(session, "preview", version)
+    until(lambda: session.kept.runs)
+    session.close()
+    again = Session(session.places)
+    try:
+        assert again.board.get("document")["text"] == recipe(root)
+        assert again.board.get("document")["version"] == version
+        assert [run["kind"] for run in again.board.get("runs")][:1] == ["preview"]
+        followed(again, "preview", version)
+    finally:
+        again.close()
 
 
-@pytest.mark.slow
-def test_looking_at_one_two_and_more_models(root: Path, session: Session) -> None:
-    base, fr, de = (f"{root}/models/{name}" for name in ("base", "fr", "de"))
-    assert "Largest element" in session.look(None, [base])
-    assert "A change of low rank" in session.look(base, [fr])
-    assert "Task vectors of 2 models" in session.look(base, [fr, de])
-    assert "outside the folders" in session.look(base, [f"{root}/secret"])
-    assert "Choose a base" in session.look(None, [])
-    facts = session.facts([base, f"{root}/models/adapters/py", f"{root}/secret", base, None])
-    assert facts.count("<li") == 3
-    assert "4 layers" in facts
-    assert "outside the folders" in facts
+def test_an_adapter_is_added_on_its_base(root: Path, session: Session) -> None:
+    base, py = f"{root}/models/base", f"{root}/models/adapters/py"
+    session.edit("a", 1, [{"kind": "goal", "name": "add"}, {"kind": "base", "name": base}, {"kind": "add", "name": py}])
+    draft = session.board.get("document")["draft"]
+    assert (draft["base"], draft["models"]) == (base, (f"{base}+{py}",))
 
 
-@pytest.mark.slow
-def test_a_merge_with_its_report_is_a_model_that_can_be_chosen(root: Path, session: Session) -> None:
-    assert session.start(recipe(root), "../evil", False, False).startswith('<div class="ws-problem">')
-    assert session.start(recipe(root), "merged", False, False) == ""
-    *_, (status, report) = session.watch()
-    assert "Done" in status
-    assert report.startswith("<!doctype html>")
-    assert 'sandbox="allow-scripts allow-downloads"' in show.frame(report)
-    (made,) = session.made()
-    assert made in [ref for _, ref in session.models()]
-    assert not session.resumes("merged")
-    assert not session.resumes("../../x")
-    assert session.start(recipe(root), "merged", False, False) == ""
-    *_, (status, report) = session.watch()
-    assert "output-exists" in status
-    assert report == ""
+# ---- what follows from it
+
+
+def test_problems_have_their_lines_and_a_correct_recipe_its_costs(root: Path, session: Session) -> None:
+    notes = followed(session, "notes", write(session, recipe(root).replace("density: 0.5", "densty: 0.5", 1)))
+    assert notes["marks"] == [[5, "error"]]
+    assert "did you mean" in notes["html"]
+    notes = followed(session, "notes", write(session, recipe(root)))
+    assert notes["good"]
+    assert [name for name, _ in notes["costs"]] == ["size", "memory"]
+
+
+def test_a_preview_has_the_numbers_of_the_command(root: Path, session: Session) -> None:
+    shown = followed(session, "preview", write(session, recipe(root)))
+    found = preview(recipe(root), progress=False)
+    for kept, name in zip(found.total.models, found.names, strict=True):
+        assert kept is not None
+        assert f"<b>{kept.survives:.1%}</b> survives" in shown["html"]
+        assert shown["survives"][name] == [
+            round(layer.models[found.names.index(name)].survives, 4) for layer in found.layers if layer.name[-1].isdigit()
+        ]  # type: ignore[union-attr]
+    assert len(shown["charts"]) == 4
+    for wrong in (recipe(root).replace("ties", "tise"), f"merge_method: linear\nmodels: [{{model: {root}/none}}]\n"):
+        assert "when the recipe is correct" in followed(session, "preview", write(session, wrong))["html"]
+
+
+def test_the_distance_is_torchs(root: Path, session: Session) -> None:
+    """A preview of all elements, and the merge that is written, against norms that torch computes."""
+    import torch
+
+    text = recipe(root)
+    session.start(write(session, text), "measured")
+    assert session.work.wait(SECONDS).state == "done"
+    made, base = (open_checkpoint(path) for path in (session.places.out / "measured", root / "models" / "base"))
+    with made, base:
+        pairs = [(np.asarray(made[name], np.float64), np.asarray(base[name], np.float64)) for name in base]
+    moved = sum(float(torch.tensor(a - b).square().sum()) for a, b in pairs) ** 0.5
+    norm = sum(float(torch.tensor(b).square().sum()) for _, b in pairs) ** 0.5
+    run = until(lambda: [run for run in session.kept.runs if run.kind == "merge"])[0]
+    assert run.numbers["distance from the base"] == f"{100 * moved / norm:.2f}%"
+    share = preview(text, full=True, progress=False).total.share
+    merged_only = {step.out.name for step in session.work.status.merged.plan.steps if step.op != "copy"}  # type: ignore[union-attr]
+    assert merged_only
+    assert share == pytest.approx(moved / norm, rel=2e-2)
+
+
+def test_models_are_listed_with_what_they_are(root: Path, session: Session) -> None:
+    cards = until(
+        lambda: (
+            (cards := session.board.get("models") or [])
+            and all("kind" in card or "problem" in card for card in cards)
+            and cards
+        )
+    )
+    by_name = {card["ref"]: card for card in cards}
+    base = by_name[f"{root}/models/base"]
+    assert (base["layers"], base["dtype"], base["adapter"]) == (4, "BF16", False)
+    assert by_name[f"{root}/models/adapters/py"]["adapter"]
+
+
+def test_every_method_is_in_a_family() -> None:
+    found = listed_methods()
+    assert {each["name"] for each in found} == set(NAMES)
+    assert {each["family"] for each in found} == set(show.FAMILIES)
+    known = {each["name"]: each["family"] for each in found}
+    assert (known["linear"], known["slerp"], known["ties"], known["tsv_m"], known["regmean"]) == (
+        "average",
+        "sphere",
+        "sparse",
+        "spectral",
+        "data",
+    )
+
+
+# ---- merging
+
+
+def test_a_merge_is_a_run_with_a_report_and_a_model_that_can_be_chosen(root: Path, session: Session) -> None:
+    version = write(session, recipe(root))
+    with pytest.raises(ParameterError, match="cannot be the name"):
+        session.start(version, "../evil")
+    with pytest.raises(CannotResume, match="changed meanwhile"):
+        session.start(version - 1, "merged")
+    session.start(version, "merged")
+    assert session.work.wait(SECONDS).state == "done"
+    run = until(lambda: [run for run in session.kept.runs if run.kind == "merge"])[0]
+    assert session.kept.report(run.id).startswith("<!doctype html>")  # type: ignore[union-attr]
+    assert run.recipe == recipe(root)
+    until(lambda: run.model in [card["ref"] for card in session.board.get("models")])
+    assert session.about_name("merged") == {"valid": True, "exists": True, "unfinished": False}
+    assert not session.about_name("../../x")["valid"]
+    assert [name for name, _ in followed(session, "notes", write(session, recipe(root) + "# again\n"))["costs"]] == [
+        "size",
+        "memory",
+        "time",
+    ]
+    session.start(session.kept.version, "merged")
+    session.work.wait(SECONDS)
+    assert "output-exists" in until(lambda: (shown := session.board.get("work"))["state"] == "failed" and shown)["html"]
 
 
 def test_a_result_that_was_not_made_here_is_never_replaced(root: Path, session: Session) -> None:
     base = session.places.out / "base"
     shutil.copytree(root / "models" / "base", base)
     before = tree(base)
-    assert session.start(recipe(root), "base", True, True) == ""
-    *_, (status, _) = session.watch()
-    assert "weightsmith did not make it" in status
+    session.start(write(session, recipe(root)), "base", overwrite=True, again=True)
+    status = session.work.wait(SECONDS)
+    assert "weightsmith did not make it" in status.problem
     assert tree(base) == before
 
 
 def test_a_studio_that_others_reach_replaces_and_discards_nothing(root: Path, session: Session) -> None:
-    reached = Session(replace(session.places, alone=False))
-    for overwrite, again in ((True, False), (False, True)):
-        assert "replaces no result, and discards no unfinished work" in reached.start(recipe(root), "other", overwrite, again)
-    assert reached.work.status.state == "idle"
+    session.places = replace(session.places, alone=False)
+    version = write(session, recipe(root))
+    for options in ({"overwrite": True}, {"again": True}):
+        with pytest.raises(ParameterError, match="replaces no result, and discards no unfinished work"):
+            session.start(version, "other", **options)
+    assert session.work.status.state == "idle"
 
 
-@pytest.mark.slow
-def test_what_may_not_be_read_is_not_merged_and_not_compared(root: Path, session: Session) -> None:
-    text = recipe(root).replace("models/fr", "secret")
-    assert "outside the folders" in session.start(text, "no", False, False)
-    assert not (root / "out" / "no").exists()
-    if compare.available():
-        *_, table = session.compare([f"{root}/secret"], "a", "", 8)
-        assert "outside the folders" in table
-        *_, table = session.compare(["org/name"] * 99, "a", "", 8)
-        assert "too much to compare" in table
+# ---- tasks
+
+
+def test_what_may_not_be_read_is_not_merged_tried_swept_or_looked_at(root: Path, tmp_path: Path) -> None:
+    session = Session(Places.of([root / "models"], tmp_path, hub=False))
+    try:
+        version = write(session, recipe(root).replace("models/fr", "secret"))
+        path, secret = ["models", 1, "parameters", "weight"], f"{root}/secret"
+        for act in (
+            lambda: session.start(version, "no"),
+            lambda: session.begin_try(version, [], "The", "", 8),
+            lambda: session.begin_sweep(version, path, f"{root}/models/de", [0.1], "", ""),
+            lambda: session.begin_look([secret]),
+            lambda: session.hub_model(secret),
+        ):
+            with pytest.raises(PlanError, match="outside the folders"):
+                act()
+    finally:
+        session.close()
+
+
+@pytest.mark.skipif(not compare.available(), reason="needs torch and transformers")
+def test_a_try_and_its_limits(root: Path, session: Session) -> None:
+    version = write(session, recipe(root))
+    base = f"{root}/models/base"
+    with pytest.raises(ParameterError, match="nothing to try it on"):
+        session.begin_try(version, [], " ", "", 8)
+    with pytest.raises(Unsupported, match="too much to compare"):
+        session.begin_try(version, [base] * 99, "The", "", 8)
+    session.begin_try(version, [base], "The", "The three most important things", 4)
+    with pytest.raises(Busy):
+        session.begin_look([base])
+    shown = finished(session)
+    assert shown["html"].count("<tr>") == 3
+    run = session.kept.runs[-1]
+    assert (run.kind, list(run.numbers)) == ("try", ["perplexity of the merge", f"perplexity of {base}"])
+    merge = compare.tried(recipe(root), session.places, compare.Asked("", "The three most important things"))
+    assert run.numbers["perplexity of the merge"] == f"{merge.perplexity:.4g}"
+
+
+def test_a_sweep_previews_each_value(root: Path, session: Session) -> None:
+    version = write(session, recipe(root))
+    path, model = ["models", 0, "parameters", "density"], f"{root}/models/fr"
+    session.begin_sweep(version, path, model, [0.1, 0.9], "", "")
+    shown = finished(session)
+    for value in (0.1, 0.9):
+        found = preview(recipe(root).replace("density: 0.5", f"density: {value}", 1), progress=False)
+        assert f"<b>{found.total.models[0].survives:.1%}</b>" in shown["html"]  # type: ignore[union-attr]
+    assert session.text == recipe(root)
+    for wrong, values in ((["models", 0, "model"], [0.1]), (path, []), (path, [0.1] * (MAX_SWEEP + 1))):
+        with pytest.raises(ParameterError):
+            session.begin_sweep(version, wrong, model, values, "", "")
+
+
+def test_looking_at_one_two_and_more_models(root: Path, session: Session) -> None:
+    base, fr, de = (f"{root}/models/{name}" for name in ("base", "fr", "de"))
+    for models, said in (
+        ([base], "Largest element"),
+        ([base, fr], "A change of low rank"),
+        ([base, fr, de], "Task vectors of 2 models"),
+    ):
+        session.begin_look(models)
+        shown = finished(session)
+        page = session.kept.report(shown["report"])
+        assert page is not None
+        assert said in page
+    with pytest.raises(ParameterError, match="no model is chosen"):
+        session.begin_look([])
+
+
+def test_two_runs_side_by_side(root: Path, session: Session) -> None:
+    for text in (recipe(root), recipe(root).replace("density: 0.5", "density: 0.9", 1)):
+        version = write(session, text)
+        followed(session, "preview", version)
+        session.begin_look([f"{root}/models/base"])  # a row between two previews
+        finished(session)
+    previews = [run.id for run in session.kept.runs if run.kind == "preview"]
+    html = session.compare_runs(*previews)
+    assert "<del>-    parameters: {weight: 1.0, density: 0.5}</del>" in html
+    assert "<ins>+    parameters: {weight: 1.0, density: 0.9}</ins>" in html
+    with pytest.raises(ParameterError, match="gone"):
+        session.compare_runs(99, 100)
 
 
 def test_hostile_names_stay_text(root: Path, session: Session) -> None:
@@ -160,16 +350,17 @@ def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     group = GroupPreview(HOSTILE, 1, 10, 1, 1.0, 1.0, (kept,), (NonFinite(),) * 3)
     plan: Any = type("P", (), {"recipe": HOSTILE})()
     found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan)
+    run = Run(1, "try", 1.0, HOSTILE, HOSTILE, numbers={HOSTILE: HOSTILE})
+    sample = compare.Sample(HOSTILE, HOSTILE, 2.0)
     shown = [
-        session.check(text),
-        session.facts([HOSTILE]),
-        session.look(HOSTILE, [HOSTILE]),
-        session.preview(text),
-        session.start(text, HOSTILE, False, False),
-        session.start(recipe(root), HOSTILE, False, False),
-        show.preview(found),
-        show.samples([compare.Sample(HOSTILE, HOSTILE, 2.0), compare.Sample(HOSTILE, problem=HOSTILE)], HOSTILE, HOSTILE),
-        show.frame(f"<p>{HOSTILE}</p>"),
+        followed(session, "notes", write(session, text))["html"],
+        show.preview(found)[0],
+        show.samples([sample, compare.Sample(HOSTILE, problem=HOSTILE)], HOSTILE),
+        show.sweep(
+            HOSTILE, [show.Swept(0.5, found, sample), show.Swept(0.6, found, compare.Sample(HOSTILE, problem=HOSTILE))], HOSTILE
+        ),
+        show.two_runs(run, replace(run, recipe=f"{HOSTILE}\n{HOSTILE}")),
+        show.problem(HOSTILE),
         *(show.about(method) for method in all_methods()),
     ]
     assert all(map(harmless, shown))

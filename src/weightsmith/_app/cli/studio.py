@@ -24,7 +24,7 @@ def studio(
         typer.Option(
             "--host",
             metavar="HOST",
-            help="Address to serve; any other lets other machines reach the page.",
+            help="Address to serve; any other lets other machines reach the page, with the token that is printed.",
         ),
     ] = "127.0.0.1",
     port: Annotated[
@@ -35,15 +35,15 @@ def studio(
 ) -> None:
     """Open a local web page for merging without YAML.
 
-    Choose models, a goal and a method, set parameters with sliders, preview the merge, run it, and compare the result. Serves
-    until Ctrl-C. Requires Gradio, of the extra `studio`.
+    Choose models and a method, mix with sliders and curves, preview and try the merge, and run it. Serves until Ctrl-C.
+    Requires the extra `studio`.
 
     Examples:
         weightsmith studio
         weightsmith studio ./models --browser
     """
-    with failures(interrupted=lambda: "Stopped."), status_line("loading Gradio", quiet=False):
-        from weightsmith._app.studio.page import launch
+    with failures(interrupted=lambda: "Stopped."), status_line("starting the studio", quiet=False):
         from weightsmith._app.studio.places import Places
+        from weightsmith._app.studio.server import launch
 
         launch(Places.of(folders or ["."], out, hub=hub), host=host, port=port, browser=browser)

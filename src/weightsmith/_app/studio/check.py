@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from weightsmith._app.api import plan
+from weightsmith._app.cli.summary import summarise
 from weightsmith._app.studio.draft import MAX_CHARACTERS, NO_BASE, NO_MODEL, as_text
 from weightsmith._app.studio.places import Places
 from weightsmith._base.errors import Finding, MethodError, NotFound, PlanError, SyntaxProblem, WeightsmithError, excerpt
 from weightsmith._base.files import expand_user
+from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._features.any_recipe import prepare_any
 from weightsmith._methods.user_files import names_file
 from weightsmith._models.tokenizers.files import TEMPLATES
 from weightsmith._planning.recipe import ModelRef, Recipe, load
@@ -47,21 +49,33 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A recipe that was checked. plan: None if something is wrong with it."""
+    """A recipe that was checked.
+
+    plan   None if something is wrong with it
+    file_bytes, memory_bytes   of the result on disk, and of the merge at its peak
+    """
 
     notes: tuple[Note, ...]
     plan: Plan | None = None
+    file_bytes: int = 0
+    memory_bytes: int = 0
 
 
 def check(text: str, places: Places) -> Checked:
     """Plan a recipe if it reads only what it may. Cost: reading headers; what takes longer, the merge checks."""
     try:
-        found = plan(allowed(text, places), check_loading=False)
+        with prepare_any(allowed(text, places), RecipeOptions(check_loading=False), QuantizeSettings(), check=True) as prepared:
+            found, summary = prepared.plan, summarise(prepared, RunOptions())
     except PlanError as error:
         return Checked(tuple(_note("error", each.code, each.finding, as_text(text)) for each in error.problems))
     except WeightsmithError as error:
         return Checked((_note("error", error.code, error.finding, as_text(text)),))
-    return Checked(tuple(_note("warning", "", finding, as_text(text)) for finding in found.warnings), found)
+    return Checked(
+        tuple(_note("warning", "", finding, as_text(text)) for finding in found.warnings),
+        found,
+        summary.file_bytes,
+        summary.memory.peak_bytes,
+    )
 
 
 def allowed(text: str, places: Places) -> str:

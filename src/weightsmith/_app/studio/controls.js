@@ -1,131 +1,154 @@
-// Sliders and curves for the parameters of a recipe. Gradio gives: element, props, trigger, watch.
-const root = element.querySelector(".ws-controls");
-const POINTS = 5;
-let controls = [], touched = new Map(), timer = 0;
-
-const make = (tag, attributes = {}, ...inside) => {
-  const svg = ["svg", "polyline", "circle", "line", "text"].includes(tag);
-  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+// Sliders, curves over layers, and numbers by part, for the parameters of a recipe.
+"use strict";
+const SVG = ["svg", "polyline", "circle", "line", "text", "rect", "path", "g"];
+export const make = (tag, attributes = {}, ...inside) => {
+  const made = SVG.includes(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== false) made.setAttribute(name, value);
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...inside);  // as text, never as HTML
+  made.append(...inside.filter(each => each !== null && each !== undefined));  // texts, never HTML
   return made;
 };
-const short = (number) => String(Number(Number(number).toPrecision(4)));
-
-// Everything that was touched since the recipe was last read goes along, so that none is lost if events are dropped.
-const send = () => {
-  clearTimeout(timer);
-  timer = setTimeout(() => trigger("input", { values: [...touched.values()] }), 120);
+export const short = number => String(Number(Number(number).toPrecision(4)));
+const POINTS = 5;
+const PRESETS = {
+  flat: () => 0.5, rising: s => s, falling: s => 1 - s, middle: s => 1 - Math.abs(2 * s - 1), ends: s => Math.abs(2 * s - 1),
 };
-const set = (control, value) => {
-  control.value = value;
-  touched.set(JSON.stringify(control.path), [control.path, value]);
-  send();
+const PARTS = ["self_attn", "mlp", ""];
+const part = name => name || "all others";
+
+export const kind = value => Array.isArray(value) ? (typeof value[0] === "object" ? "part" : "layer") : "one";
+
+// What a control shows: its newest value, as it would be written.
+const current = (control, pending) => pending !== undefined ? pending
+  : control.parts.length ? control.parts.map(([filter, value]) => filter ? { filter, value } : { value }) : control.value;
+
+// A change of this text makes a control anew; other changes only move it.
+export const shape = (control, pending) => {
+  const value = current(control, pending), of = kind(value);
+  return JSON.stringify([control.path, control.model, control.kind, control.held, control.choices, of,
+    of === "one" ? value === null : of === "layer" ? value.length : value.map(each => each.filter ?? "")]);
 };
 
-const slider = (control, label) => {
+const slider = (control, label, read, write) => {
   const step = control.kind === "int" ? 1 : (control.high - control.low) / 200;
-  const value = control.value ?? "";
   const range = make("input", { type: "range", min: control.low, max: control.high, step, "aria-label": label });
-  const number = make("input", { type: "number", step: "any", placeholder: "none", "aria-label": label + ", exactly" });
-  range.value = value === "" ? control.low : value;
-  number.value = value === "" ? "" : short(value);
-  range.addEventListener("input", () => { number.value = short(range.value); set(control, Number(short(range.value))); });
+  const number = make("input", { type: "number", step: "any", placeholder: "none", "aria-label": `${label}, exactly` });
+  range.addEventListener("input", () => { number.value = short(range.value); write(Number(short(range.value))); });
   number.addEventListener("change", () => {
-    if (number.value === "" || !Number.isFinite(Number(number.value))) return;
-    range.value = number.value;
-    set(control, Number(number.value));
+    const value = Number(number.value);
+    if (number.value === "" || !Number.isFinite(value)) return;
+    if (value > Number(range.max)) range.max = value;
+    range.value = value;
+    write(control.kind === "int" ? Math.round(value) : value);
   });
-  return control.kind === "int" ? [number] : [range, number];
+  const update = () => {
+    const value = read();
+    if (document.activeElement !== number) number.value = value === null || value === undefined ? "" : short(value);
+    if (value > Number(range.max)) range.max = value;
+    range.value = value ?? control.low;
+  };
+  update();
+  return { nodes: control.kind === "int" ? [number] : [range, number], update };
 };
 
-const WIDTH = 300, HEIGHT = 84, EDGE = 12;
-const curve = (control, label) => {
-  const n = control.value.length;
-  const x = (i) => EDGE + (i * (WIDTH - 2 * EDGE)) / (n - 1);
+const WIDTH = 360, HEIGHT = 92, EDGE = 14;
+const curve = (control, label, read, write, strip) => {
   const span = control.high - control.low || 1;
-  const y = (v) => EDGE + (1 - (v - control.low) / span) * (HEIGHT - 2 * EDGE);
+  const n = read().length;
+  const x = i => EDGE + (i * (WIDTH - 2 * EDGE)) / (n - 1);
+  const y = v => EDGE + (1 - (v - control.low) / span) * (HEIGHT - 2 * EDGE);
+  const cells = (strip ?? []).map((share, i, all) => make("rect", { x: EDGE + (i * (WIDTH - 2 * EDGE)) / all.length, y: EDGE - 6,
+    width: (WIDTH - 2 * EDGE) / all.length, height: HEIGHT - 2 * EDGE + 12, class: "ws-strip", "fill-opacity": share === null ? 0 : 0.06 + 0.5 * share }));
   const line = make("polyline", { class: "ws-line" });
-  const dots = control.value.map((_, i) => make("circle", { r: 7, tabindex: 0, role: "slider", cx: x(i),
+  const hits = read().map((_, i) => make("circle", { r: 14, cx: x(i), class: "ws-hit", tabindex: 0, role: "slider",
     "aria-label": `${label}, point ${i + 1} of ${n}`, "aria-valuemin": control.low, "aria-valuemax": control.high }));
-  const said = make("text", { class: "ws-said", x: WIDTH / 2, y: HEIGHT + 12, "text-anchor": "middle" });
-  const draw = () => {
-    line.setAttribute("points", control.value.map((v, i) => `${x(i)},${y(v)}`).join(" "));
-    dots.forEach((dot, i) => { dot.setAttribute("cy", y(control.value[i])); dot.setAttribute("aria-valuenow", control.value[i]); });
-    said.textContent = control.value.map(short).join("   ");
+  const dots = hits.map((_, i) => make("circle", { r: 6, cx: x(i), class: "ws-dot" }));
+  const said = make("text", { class: "ws-said", x: WIDTH / 2, y: HEIGHT + 13, "text-anchor": "middle" });
+  const update = () => {
+    const values = read();
+    line.setAttribute("points", values.map((v, i) => `${x(i)},${y(v)}`).join(" "));
+    hits.forEach((hit, i) => { hit.setAttribute("cy", y(values[i])); dots[i].setAttribute("cy", y(values[i])); hit.setAttribute("aria-valuenow", values[i]); });
+    said.textContent = values.map(short).join("  ");
   };
   const move = (i, v) => {
-    const bounded = Math.min(control.high, Math.max(control.low, v));
-    set(control, control.value.map((old, k) => (k === i ? Number(bounded.toFixed(3)) : old)));
-    draw();
+    const bounded = Number(Math.min(control.high, Math.max(control.low, v)).toFixed(3));
+    write(read().map((old, k) => (k === i ? bounded : old)));
+    update();
   };
-  const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 16}`, class: "ws-curve", role: "group", "aria-label": label + ", by layer" },
-    make("line", { class: "ws-axis", x1: EDGE, x2: WIDTH - EDGE, y1: HEIGHT - EDGE, y2: HEIGHT - EDGE }),
-    make("text", { class: "ws-end", x: EDGE, y: HEIGHT + 12 }, "first layer"),
-    make("text", { class: "ws-end", x: WIDTH - EDGE, y: HEIGHT + 12, "text-anchor": "end" }, "last"), said, line, ...dots);
-  const at = (event) => {
+  const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 18}`, class: "ws-curve", role: "group", "aria-label": `${label}, by layer` },
+    ...cells, make("line", { class: "ws-axis", x1: EDGE, x2: WIDTH - EDGE, y1: HEIGHT - EDGE, y2: HEIGHT - EDGE }),
+    make("text", { class: "ws-end", x: EDGE, y: HEIGHT + 13 }, "first"),
+    make("text", { class: "ws-end", x: WIDTH - EDGE, y: HEIGHT + 13, "text-anchor": "end" }, "last"), said, line, ...dots, ...hits);
+  const at = event => {
     const box = svg.getBoundingClientRect();
-    const from = ((event.clientY - box.top) / box.height) * (HEIGHT + 16);
+    const from = ((event.clientY - box.top) / box.height) * (HEIGHT + 18);
     return control.low + (1 - (from - EDGE) / (HEIGHT - 2 * EDGE)) * span;
   };
-  dots.forEach((dot, i) => {
-    dot.addEventListener("pointerdown", (event) => { dot.setPointerCapture(event.pointerId); event.preventDefault(); dot.focus(); });
-    dot.addEventListener("pointermove", (event) => { if (dot.hasPointerCapture(event.pointerId)) move(i, at(event)); });
-    dot.addEventListener("keydown", (event) => {
+  hits.forEach((hit, i) => {
+    hit.addEventListener("pointerdown", event => { hit.setPointerCapture(event.pointerId); event.preventDefault(); hit.focus(); });
+    hit.addEventListener("pointermove", event => { if (hit.hasPointerCapture(event.pointerId)) move(i, at(event)); });
+    hit.addEventListener("keydown", event => {
       const step = { ArrowUp: 1, ArrowRight: 1, ArrowDown: -1, ArrowLeft: -1, PageUp: 5, PageDown: -5 }[event.key];
-      if (step) { event.preventDefault(); move(i, control.value[i] + (step * span) / 50); }
+      if (step) { event.preventDefault(); move(i, read()[i] + (step * span) / 50); }
+      if (event.key === "Home" || event.key === "End") { event.preventDefault(); move(i, event.key === "Home" ? control.low : control.high); }
     });
   });
-  draw();
-  return svg;
+  const resized = count => Array.from({ length: count }, (_, i) => {
+    const values = read(), place = (i * (values.length - 1)) / (count - 1), low = Math.floor(place), high = Math.min(values.length - 1, low + 1);
+    return Number((values[low] + (values[high] - values[low]) * (place - low)).toFixed(3));
+  });
+  const preset = make("select", { "aria-label": `${label}: shape`, onchange: () => {
+    const top = Math.max(...read()), shaped = read().map((_, i) => Number((control.low + (top - control.low) * PRESETS[preset.value](i / (n - 1))).toFixed(3)));
+    write(preset.value === "flat" ? read().map(() => top) : shaped);
+    preset.value = "";
+    update();
+  } }, make("option", { value: "" }, "shape"), ...Object.keys(PRESETS).map(name => make("option", { value: name }, name)));
+  const tools = make("div", { class: "ws-tools" }, preset,
+    make("button", { type: "button", disabled: n >= 16, "aria-label": `${label}: one point more`, onclick: () => write(resized(n + 1)) }, "+"),
+    make("button", { type: "button", disabled: n <= 2, "aria-label": `${label}: one point less`, onclick: () => write(resized(n - 1)) }, "−"));
+  update();
+  return { nodes: [svg, tools], update };
 };
 
-const row = (control) => {
-  const label = control.model ? `${control.name} of ${control.model}` : control.name;
-  const line = make("div", { class: "ws-control" + (Array.isArray(control.value) ? " ws-wide" : ""), "data-path": JSON.stringify(control.path) });
-  const again = () => { const fresh = row(control); line.replaceWith(fresh); };
-  line.append(make("label", { title: control.doc }, control.name));
-  if (control.held) {
-    line.append(make("em", {}, control.held));
-  } else if (control.kind === "bool") {
-    const box = make("input", { type: "checkbox", "aria-label": label, onchange: () => set(control, box.checked) });
-    box.checked = control.value === true;
-    line.append(box);
-  } else if (control.kind === "str") {
-    const options = [...new Set([...control.choices, ...(control.value === null ? [] : [String(control.value)])])];
-    const list = make("select", { "aria-label": label, onchange: () => set(control, list.value) },
-      ...options.map((name) => make("option", { value: name }, name)));
-    list.value = String(control.value);
-    line.append(list);
-  } else {
-    const many = Array.isArray(control.value);
-    line.append(...(many ? [curve(control, label)] : slider(control, label)));
-    if (control.kind === "float" && (many || control.value !== null)) {
-      line.append(make("button", { type: "button", class: "ws-by-layer", "aria-pressed": String(many), title: "one value for all layers, or a curve over them",
-        onclick: () => {
-          set(control, many ? control.value[Math.floor(control.value.length / 2)] : Array(POINTS).fill(control.value));
-          again();
-        } }, many ? "one value" : "by layer"));
+// One control. pending(): its value in an edit that the server does not have; set(value); strip: shares by layer, drawn behind a curve.
+export const control = (given, pending, set, strip) => {
+  const found = { given, shape: shape(given, pending()) };
+  const value = () => current(found.given, pending());
+  const label = given.model ? `${given.name} of ${given.model}` : given.name;
+  const of = kind(value());
+  const box = make("div", { class: `ws-control ws-${of}`, "data-name": given.name, "data-model": given.model });
+  box.append(make("span", { class: "ws-name", title: given.doc }, given.name));
+  const updates = [];
+  const add = ({ nodes, update }, owner = box) => { owner.append(...nodes); updates.push(update); };
+  if (given.held) box.append(make("em", {}, given.held));
+  else if (given.kind === "bool") {
+    const tick = make("input", { type: "checkbox", "aria-label": label, onchange: () => set(tick.checked) });
+    add({ nodes: [tick], update: () => { tick.checked = value() === true; } });
+  } else if (given.kind === "str") {
+    const now = value(), options = [...new Set([...given.choices, ...(now === null ? [] : [String(now)])])];
+    const list = make("select", { "aria-label": label, onchange: () => set(list.value) }, ...options.map(name => make("option", { value: name }, name)));
+    add({ nodes: [list], update: () => { list.value = String(value()); } });
+  } else if (of === "layer") add(curve(given, label, value, set, strip));
+  else if (of === "part") {
+    for (const [i, each] of value().entries()) {
+      const row = make("div", { class: "ws-part" }, make("span", {}, part(each.filter)));
+      add(slider(given, `${label}, ${part(each.filter)}`, () => value()[i]?.value, number => set(value().map((old, k) => k === i ? { ...old, value: number } : old))), row);
+      box.append(row);
     }
+  } else add(slider(given, label, value, set));
+  if (given.kind === "float" && !given.held && (of !== "one" || value() !== null)) {
+    const scalar = () => { const now = value(); return of === "one" ? now : of === "layer" ? now[now.length >> 1] : now.at(-1).value; };
+    const mode = make("select", { class: "ws-mode", "aria-label": `${label}: one value, by layer or by part`, onchange: () => {
+      const now = scalar();
+      set(mode.value === "one" ? now : mode.value === "layer" ? Array(POINTS).fill(now) : PARTS.map(filter => filter ? { filter, value: now } : { value: now }));
+    } }, make("option", { value: "one" }, "one value"), make("option", { value: "layer" }, "by layer"), make("option", { value: "part" }, "by part"));
+    mode.value = of;
+    box.append(mode);
   }
-  return line;
+  found.node = box;
+  found.update = fresh => { found.given = fresh; for (const update of updates) update(); };
+  found.update(given);
+  return found;
 };
-
-const draw = () => {
-  const shown = props.value || {};
-  controls = shown.controls || [];
-  touched = new Map();
-  root.replaceChildren();
-  if (shown.held) root.append(make("p", { class: "ws-hint" }, shown.held));
-  for (const model of [...new Set(controls.filter((c) => c.main).map((c) => c.model))]) {
-    const own = controls.filter((c) => c.main && c.model === model);
-    root.append(make("section", {}, make("h4", {}, model || "All models"), ...own.map(row)));
-  }
-  const more = controls.filter((c) => !c.main);
-  if (more.length) root.append(make("details", {}, make("summary", {}, "More settings"), ...more.map(row)));
-};
-watch("value", draw);
-draw();

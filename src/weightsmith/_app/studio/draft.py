@@ -1,17 +1,16 @@
-"""A recipe as controls: what they show, and what they write. Pure functions over the text of a recipe."""
+"""A recipe as a desk: the controls that show its values, and the edits that the page asks for. Pure functions over its text."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import yaml
-
 from weightsmith import _methods as methods
-from weightsmith._app.goals import GOALS, Goal, quoted
+from weightsmith._app.goals import GOALS, Goal
+from weightsmith._app.studio import edits
+from weightsmith._app.studio.edits import Path
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._methods.describe import doc
@@ -21,6 +20,8 @@ GOALS_SHOWN: Mapping[str, Goal] = {name: goal for name, goal in GOALS.items() if
 """Recipes of mixtures have no controls."""
 MAX_CURVE_POINTS = 16
 """The most points of a gradient to show as a curve."""
+MAX_PARTS = 8
+"""The most filters to show as sliders."""
 MAX_CHARACTERS = 100_000
 """The longest recipe on the page: reading it takes a second at most."""
 
@@ -30,7 +31,6 @@ NO_MODEL, NO_BASE = "MODEL", "BASE"
 _WIDE = 2.0
 """Where a slider of a number without an upper bound ends, unless its value is larger."""
 
-Path = tuple[str | int, ...]
 Value = Scalar | tuple[Scalar, ...] | None
 
 
@@ -41,6 +41,7 @@ class Control:
     path     where its value is in the recipe
     model    the model it is of; "" for all
     value    a scalar, numbers from the first layer to the last, or None: there is none
+    parts    in place of `value`: filters of tensor names with a number each, the first that fits counts; "" fits all
     low, high  of the slider of a number
     held     why the control cannot show the value; "" if it can
     main     shown at once
@@ -57,6 +58,7 @@ class Control:
     choices: tuple[str, ...] = ()
     held: str = ""
     main: bool = True
+    parts: tuple[tuple[str, float], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -64,10 +66,20 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """One entry of a list of the recipe that can be moved: a slice, or a model. path: of the list; place: in it."""
+
+    path: Path
+    place: int
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """What controls show of a recipe.
 
     models   besides the base, in the recipe's order
+    blocks   slices
     held     why controls cannot show the recipe; "" if they can
     """
 
@@ -76,6 +88,11 @@ class Draft:
     models: tuple[str, ...] = ()
     controls: tuple[Control, ...] = ()
     held: str = ""
+    blocks: tuple[Block, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
 
 
 def read(text: str) -> Draft:
@@ -95,7 +112,8 @@ def read(text: str) -> Draft:
     base = str(recipe.base_model or "")
     base = "" if base in (NO_BASE, NO_MODEL) else base
     if not recipe.models or recipe.stages or any(entry.matched or not str(entry.model) for entry in recipe.models):
-        return Draft(method.name, base, held="Controls are for recipes with a list of models; this one is edited as text.")
+        held = "Sliders are for recipes with a list of models. Edit this one as text."
+        return Draft(method.name, base, held=held, blocks=tuple(_blocks(text)))
     entries = [(i, entry) for i, entry in enumerate(recipe.models) if str(entry.model) != NO_MODEL]
     others = tuple(str(entry.model) for _, entry in entries if str(entry.model) != base)
     own = [(i, entry) for i, entry in entries if method.base == "input" or str(entry.model) != base]
@@ -124,13 +142,40 @@ def _of_model(method: Method, recipe: Recipe, i: int, entry: Input) -> Iterator[
 
 def _control(p: Parameter, path: Path, model: str, own: Parameters, shared: Parameters) -> Control:
     setting = own.get(p.name) or shared.get(p.name)
-    value, held = (p.default, "") if setting is None else _shown(p, setting)
-    every = value if isinstance(value, tuple) else (value,)
+    parts = _parts(p, setting)
+    value, held = (p.default, "") if setting is None or parts else _shown(p, setting)
+    every = value if isinstance(value, tuple) else (value, *(number for _, number in parts))
     numbers = [float(each) for each in every if isinstance(each, int | float)]
     low = p.minimum if p.minimum is not None else min([0.0, *numbers])
     high = p.maximum if p.maximum is not None else max([_WIDE, *numbers])
     main = bool(p.scope == "model" or p.required or setting is not None or p.name == "lambda")
-    return Control(path, model, p.name, p.kind, doc(p), value, low, high, p.choices, held, main)
+    return Control(path, model, p.name, p.kind, doc(p), value, low, high, p.choices, held, main, parts)
+
+
+def _parts(p: Parameter, setting: Setting | None) -> tuple[tuple[str, float], ...]:
+    """The numbers of a setting by filter; () if it is none, or has others too."""
+    if setting is None or setting.reported or p.kind != "float" or len(setting.entries) > MAX_PARTS:
+        return ()
+    if len(setting.entries) == 1 and setting.entries[0].filter in (None, "*"):
+        return ()
+    found = [
+        (entry.filter or "", numeric(entry.value)) for entry in setting.entries if isinstance(entry.value, str | int | float)
+    ]
+    numbers = tuple((name, float(number)) for name, number in found if number is not None)
+    return numbers if len(numbers) == len(setting.entries) else ()
+
+
+def _blocks(text: str) -> Iterator[Block]:
+    """The slices of a recipe."""
+    slices = edits.at(edits.parsed(as_text(text)), ("slices",))
+    for i, each in enumerate(slices if isinstance(slices, list) else []):
+        sources = edits.at(each, ("sources",))
+        words = []
+        for source in sources if isinstance(sources, list) else []:
+            layers = edits.at(source, ("layer_range",))
+            span = f" layers {layers[0]} to {layers[1]}" if isinstance(layers, list) and len(layers) == 2 else ""
+            words.append(f"{edits.at(source, ('model',))}{span}")
+        yield Block(("slices",), i, ", ".join(words) or "no source")
 
 
 def _shown(p: Parameter, setting: Setting) -> tuple[Value, str]:
@@ -152,7 +197,7 @@ def _shown(p: Parameter, setting: Setting) -> tuple[Value, str]:
     return value, ""
 
 
-# ---- what controls write
+# ---- edits
 
 
 def begin(goal: str, base: str, models: Sequence[str]) -> str:
@@ -164,45 +209,159 @@ def begin(goal: str, base: str, models: Sequence[str]) -> str:
     return chosen.recipe([*every, *missing], base or (NO_BASE if chosen.base == "needed" else ""))
 
 
-def rebuilt(text: str, method: str, base: str, models: Sequence[str]) -> str:
-    """The recipe with another method, base or models. What models and method still have stays as it is.
+def edited(text: str, edit: Mapping[str, Any], on_base: Callable[[str, str], str] = lambda model, base: model) -> str:
+    """The recipe after one edit; all that the edit does not concern stays as it was written.
 
-    A model that is new gets the values of the first. Raises UnknownMethod.
+    edit     `kind` and its arguments: set (path, model, value), method (name), base (name), add (name), remove (name),
+             move (path, start, end), drop (path, place), goal (name), text (base, text). Comes from a browser: an edit that no
+             control makes, or of something that the recipe no longer has, changes nothing
+    on_base  how the recipe names a model on a base: an adapter is applied to it
+
+    >>> recipe = "merge_method: slerp # of two\\nmodels: [{model: a}]\\nparameters: {t: 0.5} # middle"
+    >>> print(edited(recipe, {"kind": "set", "path": ["parameters", "t"], "model": "", "value": 0.25}))
+    merge_method: slerp # of two
+    models: [{model: a}]
+    parameters: {t: 0.25} # middle
+    <BLANKLINE>
     """
-    kind = methods.get(method)
-    old: Mapping[str, Any] = yaml.safe_load(as_text(text)) if _recipe(text) is not None else {}
-    entries = old.get("models") or []
-    before = {_name(entry): entry.get("parameters") or {} for entry in entries if isinstance(entry, dict)}
-    shared = {name: value for name, value in (old.get("parameters") or {}).items() if name in _names(kind)}
-    every = [base, *models] if kind.base == "input" and base else list(models)
-    lines = [f"merge_method: {method}"]
-    if base:
-        lines.append(f"base_model: {quoted(base)}")
-    lines.append("models:" if every else "models: []")
-    first = next((before[name] for name in before if name != base), {})
-    for model in dict.fromkeys(every):
-        values = {k: v for k, v in before.get(model, first).items() if k in _names(kind, "model")}
-        for p in kind.parameters:
-            if p.scope == "model" and p.required and p.name not in shared:
-                values.setdefault(p.name, _first_value(p))
-        lines.append(f"  - model: {quoted(model)}")
-        if values and not (model == base and kind.base != "input"):
-            lines.append(f"    parameters: {_flow(values)}")
+    kind, name = edit.get("kind"), edit.get("name")
+    if kind == "text":
+        base, mine = edit.get("base"), edit.get("text")
+        return edits.merged(base, text, mine) if isinstance(base, str) and isinstance(mine, str) else text
+    if kind == "goal" and name in GOALS_SHOWN:
+        now = read(text)
+        return begin(str(name), now.base, now.models)
+    if kind == "set":
+        return _set(as_text(text), edit)
+    if kind in ("move", "drop"):
+        return _rearranged(as_text(text), edit)
+    if not isinstance(name, str) or not 0 < len(name) <= 1000 or not name.isprintable():
+        return text
+    if not text.strip():
+        text = begin("combine", "", [])
+    if _recipe(text) is None or kind not in _STRUCTURE:
+        return text
+    return _STRUCTURE[str(kind)](as_text(text), name, on_base)
+
+
+def _set(text: str, edit: Mapping[str, Any]) -> str:
+    path, model, value = edit.get("path"), edit.get("model"), edit.get("value")
+    if not isinstance(path, list) or not all(isinstance(step, str | int) for step in path) or not _is_value(value):
+        return text
+    controls = read(text).controls
+    found = next((one for one in controls if one.path == tuple(path) and one.model == model), None)
+    # The models may have been moved since, in another tab.
+    found = found or next((one for one in controls if one.model == model and path and one.name == path[-1]), None)
+    return text if found is None else edits.put(text, found.path, value)
+
+
+def writes(text: str, change: Mapping[str, Any]) -> bool:
+    """Whether a `set` is of a control that the recipe has."""
+    return any(list(one.path) == change.get("path") and one.model == change.get("model") for one in read(text).controls)
+
+
+def _rearranged(text: str, edit: Mapping[str, Any]) -> str:
+    path, numbers = edit.get("path"), [edit.get("start", edit.get("place")), edit.get("end", 0)]
+    if path not in (["slices"], ["models"]) or not all(type(number) is int for number in numbers):
+        return text
+    if edit["kind"] == "move":
+        return edits.moved(text, tuple(path), numbers[0], numbers[1])
+    return edits.removed(text, (*path, numbers[0])) if numbers[0] >= 0 else text
+
+
+def _with_method(text: str, name: str, on_base: Callable[[str, str], str]) -> str:
+    """Another method; parameters that both have keep their values, others go, required ones are added."""
+    try:
+        kind = methods.get(name)
+    except WeightsmithError:
+        return text
+    text = edits.put(text, ("merge_method",), name)
+    recipe = edits.parsed(text)
+    entries = recipe.get("models") or []
+    base = recipe.get("base_model")
+    for i, entry in enumerate(entries):
+        own = edits.at(entry, ("parameters",))
+        known = _names(kind, "model") if kind.base == "input" or _name(entry) != base else set()
+        for key in own if isinstance(own, Mapping) else ():
+            if key not in known:
+                text = edits.removed(text, ("models", i, "parameters", key))
+    shared = recipe.get("parameters")
+    for key in shared if isinstance(shared, Mapping) else ():
+        if key not in _names(kind):
+            text = edits.removed(text, ("parameters", key))
+    return _completed(text, kind)
+
+
+def _completed(text: str, kind: Method) -> str:
+    """The recipe with first values for the parameters that the method requires."""
+    recipe = edits.parsed(text)
+    entries, shared = recipe.get("models") or [], recipe.get("parameters") or {}
     for p in kind.parameters:
-        if p.scope == "tensor" and p.required:
-            shared.setdefault(p.name, _first_value(p))
-    if shared:
-        lines += ["parameters:", *(f"  {name}: {_flow(value)}" for name, value in shared.items())]
-    for key, value in old.items():
-        if key not in ("merge_method", "base_model", "models", "parameters", "slices", "modules"):
-            lines.append(yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True).rstrip())
-    if not old:
-        lines.append("dtype: bfloat16")
-    return "\n".join(lines) + "\n"
+        if not p.required or p.name in shared:
+            continue
+        if p.scope == "tensor":
+            text = edits.put(text, ("parameters", p.name), _first_value(p))
+            continue
+        for i, entry in enumerate(entries):
+            of_base = _name(entry) == recipe.get("base_model") and kind.base != "input"
+            if isinstance(entry, Mapping) and p.name not in (entry.get("parameters") or {}) and not of_base:
+                text = edits.put(text, ("models", i, "parameters", p.name), _first_value(p))
+    return text
 
 
-def _name(entry: Mapping[str, Any]) -> str:
-    model = entry.get("model")
+def _with_base(text: str, name: str, on_base: Callable[[str, str], str]) -> str:
+    recipe = edits.parsed(text)
+    old = recipe.get("base_model")
+    text = edits.put(text, ("base_model",), name)
+    for i, entry in enumerate(recipe.get("models") or []):
+        model = _name(entry)
+        bare = model.removeprefix(f"{old}+") if isinstance(old, str) else model
+        new = name if model == old and methods.get(recipe["merge_method"]).base == "input" else on_base(bare, name)
+        if model != NO_MODEL and new != model:
+            text = edits.put(text, ("models", i, "model"), new)
+    return text
+
+
+def _with_model(text: str, name: str, on_base: Callable[[str, str], str]) -> str:
+    """One more model, with the values of the last; in place of a model that was not chosen yet."""
+    recipe = edits.parsed(text)
+    entries, base = recipe.get("models") or [], recipe.get("base_model")
+    named = on_base(name, base if isinstance(base, str) and base != NO_BASE else "")
+    if any(_name(entry) == named for entry in entries):
+        return text
+    free = next((i for i, entry in enumerate(entries) if _name(entry) == NO_MODEL), None)
+    if free is not None:
+        return edits.put(text, ("models", free, "model"), named)
+    item: dict[str, Any] = {"model": named}
+    last: Any = next((entry for entry in reversed(entries) if _name(entry) != base), {})
+    if isinstance(last, Mapping) and last.get("parameters"):
+        item["parameters"] = last["parameters"]
+    text = edits.inserted(text, ("models",), item)
+    return _completed(text, methods.get(recipe["merge_method"])) if _known(recipe) else text
+
+
+def _without_model(text: str, name: str, on_base: Callable[[str, str], str]) -> str:
+    entries = edits.parsed(text).get("models") or []
+    place = next((i for i, entry in enumerate(entries) if _name(entry) == name), None)
+    if place is None:
+        return text
+    return edits.put(text, ("models", 0), {"model": NO_MODEL}) if len(entries) == 1 else edits.removed(text, ("models", place))
+
+
+_STRUCTURE: Mapping[str, Callable[[str, str, Callable[[str, str], str]], str]] = {
+    "method": _with_method,
+    "base": _with_base,
+    "add": _with_model,
+    "remove": _without_model,
+}
+
+
+def _known(recipe: Mapping[str, Any]) -> bool:
+    return recipe.get("merge_method") in methods.NAMES
+
+
+def _name(entry: object) -> str:
+    model = entry.get("model") if isinstance(entry, Mapping) else entry
     return model if isinstance(model, str) else ""
 
 
@@ -211,121 +370,23 @@ def _names(method: Method, scope: str = "") -> set[str]:
 
 
 def _first_value(p: Parameter) -> Any:
-    """The first value of a required parameter: the middle of its bounds, else 1 for a weight and 0.5 for a share."""
+    """The first value of a required parameter: 1 for a weight and 0.5 for a share."""
     if p.kind == "str":
         return p.choices[0] if p.choices else ""
     return 1.0 if p.name == "weight" else 0.5
 
 
-def changed(text: str, values: Mapping[Path, Any]) -> str:
-    """The recipe with some values set, all else as it was written: comments, order, spaces.
-
-    values  by path: of controls of this recipe, others are left out. A value that the recipe has already changes nothing
-
-    >>> recipe = "merge_method: slerp # of two\\nmodels: [{model: a}]\\nparameters: {t: 0.5} # middle"
-    >>> print(changed(recipe, {("parameters", "t"): 0.25}))
-    merge_method: slerp # of two
-    models: [{model: a}]
-    parameters: {t: 0.25} # middle
-    """
-    text = as_text(text)
-    known = {control.path for control in read(text).controls}
-    for path, value in values.items():
-        if path not in known or not _is_value(value):
-            continue
-        before = yaml.safe_load(text)
-        if _at(before, path) != value:
-            wanted = _put(before, path, value)
-            text = _spliced(text, path, value, wanted) or yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
-    return text
-
-
 def _is_value(value: object) -> bool:
-    """What a control can write: a scalar, or numbers."""
+    """What a control can write: a scalar, numbers, or numbers by filter."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        return len(value) <= MAX_PARTS and all(map(_is_part, value))
     if isinstance(value, list):
         return 1 < len(value) <= MAX_CURVE_POINTS and all(isinstance(n, int | float) and math.isfinite(n) for n in value)
     return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _at(tree: Any, path: Path) -> Any:
-    for step in path:
-        try:
-            tree = tree[step]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return tree
-
-
-def _put(tree: Any, path: Path, value: Any) -> Any:
-    """A copy of a tree with one value set."""
-    if not path:
-        return value
-    step, *rest = path
-    if isinstance(step, int):
-        return [_put(each, tuple(rest), value) if i == step else each for i, each in enumerate(tree)]
-    inner = dict(tree or {})
-    return inner | {step: _put(inner.get(step), tuple(rest), value)}
-
-
-def _spliced(text: str, path: Path, value: Any, wanted: Any) -> str | None:
-    """The text with the characters of one value replaced or added; None if the result would not have that value."""
-    try:
-        new = _splice(text, path, _flow(value))
-        return new if new is not None and yaml.safe_load(new) == wanted else None
-    except yaml.YAMLError:
-        return None
-
-
-def _splice(text: str, path: Path, written: str) -> str | None:
-    node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    for i, step in enumerate(path):
-        inner = _child(node, step)
-        if inner is None:
-            return _added(text, node, path[i:], written)
-        node = inner
-    return text[: node.start_mark.index] + written + text[_end(text, node) :]
-
-
-def _child(node: Any, step: str | int) -> Any:
-    if isinstance(step, int):
-        return node.value[step] if isinstance(node, yaml.SequenceNode) and step < len(node.value) else None
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return next((value for key, value in pairs if key.value == step), None)
-
-
-def _end(text: str, node: Any) -> int:
-    """Where a value ends. A block collection's mark is at what follows it, behind line ends and comments."""
-    while not isinstance(node, yaml.ScalarNode) and not node.flow_style and node.value:
-        node = node.value[-1][1] if isinstance(node, yaml.MappingNode) else node.value[-1]
-    index: int = node.end_mark.index
-    return index
-
-
-def _added(text: str, node: Any, path: Path, written: str) -> str | None:
-    """The text with a key added to a mapping."""
-    if not isinstance(node, yaml.MappingNode) or not node.value:
-        return None
-    key, *rest = path
-    for step in reversed(rest):
-        written = f"{{{step}: {written}}}"
-    if node.flow_style:
-        at = node.end_mark.index - 1
-        return f"{text[:at].rstrip()}, {key}: {written}{text[at:]}"
-    end = text.find("\n", _end(text, node))
-    indent = " " * node.value[0][0].start_mark.column
-    return f"{text[:end]}\n{indent}{key}: {written}{text[end:]}"
-
-
-def _flow(value: Any) -> str:
-    """A value on one line.
-
-    >>> _flow([0.1 + 0.2, 1.0, True]), _flow({"weight": 0.5})
-    ('[0.3, 1.0, true]', '{weight: 0.5}')
-    """
-    if isinstance(value, float):
-        return repr(float(f"{value:.6g}"))
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_flow, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_flow(k)}: {_flow(v)}' for k, v in value.items())}}}"
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
+def _is_part(part: Mapping[str, Any]) -> bool:
+    name, number = part.get("filter", ""), part.get("value")
+    if not set(part) <= {"filter", "value"} or not isinstance(name, str) or len(name) > 200:
+        return False
+    return isinstance(number, int | float) and math.isfinite(number)

@@ -1,166 +1,487 @@
-"""What the page calls: one method for each thing that can be done on it. Without Gradio."""
+"""What can be done on the page, one method for each thing. What the page shows of it is on the board."""
 
 from __future__ import annotations
 
+import secrets
+import shlex
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from weightsmith import _methods as methods
 from weightsmith._app.studio import compare, draft, show
-from weightsmith._app.studio.check import allowed, check, first_finding, model_allowed
+from weightsmith._app.studio.board import Board
+from weightsmith._app.studio.check import Checked, allowed, check, first_finding, model_allowed
+from weightsmith._app.studio.kept import Kept, Run
 from weightsmith._app.studio.places import Places, reference
-from weightsmith._app.studio.work import Work, unfinished
-from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, PlanError, WeightsmithError, report
+from weightsmith._app.studio.work import Cancelled, Status, Work, unfinished
+from weightsmith._base.errors import (
+    NOTHING_WRITTEN,
+    Busy,
+    CannotResume,
+    ParameterError,
+    WeightsmithError,
+    first_line,
+    report,
+)
+from weightsmith._base.pages import to_html
+from weightsmith._base.text import duration, size
+from weightsmith._execution.page import PAGE_NAME
 from weightsmith._reports.look.diff import diff
-from weightsmith._reports.look.inspect import Inspection, inspect
+from weightsmith._reports.look.inspect import inspect
 from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page
-from weightsmith._reports.look.preview import preview
+from weightsmith._reports.look.preview import Preview, preview
 
-_TICK_SECONDS = 0.25
+if TYPE_CHECKING:
+    from weightsmith._engine.local import Progress
+
+_TICK_SECONDS = 0.2
+_HISTORY = 200
+"""Texts that `undo` can go back to."""
+MAX_SWEEP = 9
+"""Values of a sweep."""
 
 
 class Session:
-    """The studio of a process. One for all who have its page open: it has one merge.
+    """The studio of a process: one recipe, one merge, one task, for all who have its page open.
 
     Every argument comes from a browser. Recipes are checked by `allowed`, single models by `model_allowed`, names of results by
-    `Places.target`. Errors come back as HTML.
+    `Places.target`. `close` ends its threads.
     """
 
     def __init__(self, places: Places) -> None:
         self.places = places
+        self.board = Board()
         self.work = Work()
+        self.kept = Kept(places.out)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._back: deque[str] = deque(maxlen=_HISTORY)
+        self._ahead: list[str] = []
+        self._taken: dict[str, int] = {}
+        self._checked: tuple[int, Checked] | None = None
+        self._facts: dict[str, Any] = {}
+        self._closed = False
+        self._task: threading.Thread | None = None
+        self._stop_task = threading.Event()
+        self._status = Status()
+        about = {"id": secrets.token_hex(8), "out": reference(places.out), "hub": places.hub, "alone": places.alone}
+        self.board.put("studio", about | {"can_run": compare.available(), "max_new_tokens": compare.MAX_NEW_TOKENS})
+        self.board.put("task", {"running": False})
+        self._show_runs()
+        self._publish()
+        self._show_work(self._status)
+        for work in (self._follow, self._watch, self._list_models):
+            threading.Thread(target=work, name=f"weightsmith-studio-{work.__name__}", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads that follow the recipe. A merge that runs is stopped, and can be resumed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._stop_task.set()
+        self.work.cancel()
+        self.work.wait(10)
+        self.kept.close()
 
     # ---- the recipe
 
-    def models(self) -> list[tuple[str, str]]:
-        """Labels and references of the models in the folders."""
-        return [(f"{found.ref} (adapter)" if found.adapter else found.ref, found.ref) for found in self.places.models()]
+    @property
+    def text(self) -> str:
+        """The recipe."""
+        return self.kept.text
 
-    def begin(self, goal: str, base: str | None, chosen: Sequence[str]) -> str:
-        """The recipe of a goal."""
-        if goal not in draft.GOALS_SHOWN:
-            raise ParameterError(f"there is no goal {goal!r}")
-        kept = draft.GOALS_SHOWN[goal].adapter
-        return draft.begin(goal, base or "", chosen if kept else self.places.on_base(chosen, base or ""))
+    def edit(self, tab: str, number: int, changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Apply edits in order; see `draft.edited`. Returns the document as it is now.
 
-    def rebuild(self, text: str, goal: str | None, method: str | None, base: str | None, chosen: Sequence[str]) -> str:
-        """The recipe with another base, other models or another method.
-
-        The goal's recipe as long as nobody has changed it. A recipe that cannot be read yet stays as it is.
+        tab, number  who sends them, and the how-manieth they are: what is sent again is applied once
         """
-        now = draft.read(text)
-        if (now.held and text.strip()) or not (goal or method):
+        with self._changed:
+            if number > self._taken.get(tab, 0):
+                text = self.text
+                for change in changes:
+                    text = self._edited(text, change)
+                if len(text) > draft.MAX_CHARACTERS * 2:
+                    raise ParameterError(f"the recipe has more than {draft.MAX_CHARACTERS:,} characters", fix="shorten it")
+                if text != self.text:
+                    self._set(text)
+                self._taken[tab] = number
+            found: dict[str, Any] = self.board.get("document")
+            return found
+
+    def _edited(self, text: str, change: Mapping[str, Any]) -> str:
+        kind = change.get("kind")
+        if kind in ("undo", "redo"):
+            there, back = (self._back, self._ahead) if kind == "undo" else (self._ahead, self._back)
+            if there:
+                back.append(text)
+                text = there.pop()
             return text
-        untouched = not text.strip() or (goal and draft.as_text(text) == draft.begin(goal, now.base, now.models))
-        if goal and untouched and (not method or now.method in ("", method)):
-            return self.begin(goal, base, chosen)
-        on_base = self.places.on_base(chosen, base or "")
-        return draft.rebuilt(text, method or now.method, base or "", on_base)
+        new = draft.edited(text, change, self._on_base)
+        if new != text:
+            self._back.append(text)
+            self._ahead.clear()
+        return new
 
-    def edit(self, text: str, event: Mapping[str, Any]) -> str:
-        """The recipe with what sliders and curves were moved to. event: {"values": [[path, value], …]}."""
-        pairs = event.get("values")
-        values: dict[draft.Path, Any] = {}
-        for pair in pairs if isinstance(pairs, list) else []:
-            if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list):
-                if all(isinstance(step, str | int) for step in pair[0]):
-                    values[tuple(pair[0])] = pair[1]
-        return draft.changed(text, values)
+    def _on_base(self, model: str, base: str) -> str:
+        return self.places.on_base([model], base)[0]
 
-    def check(self, text: str) -> str:
-        """What is wrong with the recipe."""
-        return show.notes(check(text, self.places)) if text.strip() else show.hint("Choose a goal, a base and models.")
+    def _set(self, text: str) -> None:
+        self.kept.save(text, self.kept.version + 1)
+        self._publish()
+        self._changed.notify_all()
 
-    # ---- looking
+    def _publish(self) -> None:
+        """Put the document on the board."""
+        text = self.kept.text
+        found = draft.read(text) if text.strip() else draft.Draft()
+        about = {"version": self.kept.version, "text": text, "draft": found.to_json()}
+        self.board.put("document", about | {"undo": len(self._back), "redo": len(self._ahead)})
 
-    def about(self, method: str) -> str:
-        """The documentation of a method."""
-        return show.about(methods.get(method))
+    # ---- what follows from the recipe
 
-    def facts(self, names: Sequence[str | None]) -> str:
-        """What the chosen models are."""
-        found: list[Inspection | str] = []
-        for name in dict.fromkeys(names):
+    def _follow(self) -> None:
+        """Check and preview the newest recipe, again and again."""
+        done = -1
+        while True:
+            with self._changed:
+                while self.kept.version == done and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                version, text = self.kept.version, self.text
             try:
-                if name:
-                    found.append(inspect(model_allowed(name, self.places), progress=False))
-            except WeightsmithError as error:
-                found.append(f"{name}: {first_finding(error).what}")
-        return show.facts(found)
+                self._check(version, text)
+                self._preview(version, text)
+            except Exception as error:  # the page must go on, whatever a model holds
+                self.board.put("preview", {"version": version, "html": show.problem(f"{type(error).__name__}: {error}")})
+            done = version
 
-    def preview(self, text: str) -> str:
-        """What the merge will do."""
-        try:
-            return show.preview(preview(allowed(text, self.places), progress=False))
-        except PlanError:
-            return show.hint("The preview appears when the recipe is correct.")
-        except WeightsmithError as error:
-            return show.problem(report(error))
+    def _check(self, version: int, text: str) -> None:
+        found = check(text, self.places) if text.strip() else Checked(())
+        with self._lock:
+            self._checked = (version, found)
+        marks = [[note.line, note.level] for note in found.notes if note.line]
+        html = show.notes(found) if text.strip() else ""
+        facts: dict[str, Any] = {"version": version, "html": html, "marks": marks, "good": found.plan is not None}
+        facts["errors"] = sum(note.level == "error" for note in found.notes)
+        if found.plan is not None:
+            facts["costs"] = [
+                ["size", size(found.file_bytes)],
+                ["memory", size(found.memory_bytes)],
+                *self._time(found.file_bytes),
+            ]
+        self.board.put("notes", facts)
 
-    def look(self, base: str | None, chosen: Sequence[str]) -> str:
-        """One model: what it is. Two: what they differ in. More: how the task vectors of all but the first fit."""
+    def _time(self, nbytes: int) -> list[list[str]]:
+        """The time that a merge will take, as the last one with the same method says."""
+        name = draft.read(self.text).method
+        for run in reversed(self.kept.runs):
+            if run.kind == "merge" and run.seconds and run.numbers.get("method") == name and (old := run.numbers.get("bytes")):
+                return [["time", f"about {duration(run.seconds * nbytes / max(1, int(old)))}"]]
+        return []
+
+    def _preview(self, version: int, text: str) -> None:
+        before = self.board.get("preview") or {}
+        if not self._is_good(version):
+            hint = "The preview appears when the recipe is correct." if text.strip() else ""
+            self.board.put(
+                "preview", {"version": version, "html": show.hint(hint) if hint else "", "charts": [], "survives": {}}
+            )
+            return
+        self.board.put("preview", {**before, "busy": version})
+        began = time.monotonic()
+
+        def progress(_now: Progress) -> None:
+            if self.kept.version != version or self._closed:
+                raise Cancelled
+
         try:
-            names = [base, *self.places.on_base(chosen, base)] if base else list(chosen)
-            every = [model_allowed(name, self.places) for name in names]
-            if len(every) > 2:
-                found = comparison_page(diff(*every[1:], base=every[0], progress=False))
-            elif len(every) == 2:
-                found = difference_page(diff(every[0], every[1], progress=False))
-            elif every:
-                found = inspection_page(inspect(every[0], stats=True, progress=False))
-            else:
-                return show.hint("Choose a base or models.")
+            found = preview(allowed(text, self.places), progress=progress)
+            html, charts = show.preview(found)
+            shown = {"version": version, "html": html, "charts": charts, "survives": _survives(found)}
+        except KeyboardInterrupt:
+            return
         except WeightsmithError as error:
-            return show.problem(report(error))
-        return show.page(found)
+            self.board.put("preview", {"version": version, "html": show.problem(report(error)), "charts": [], "survives": {}})
+            return
+        self.board.put("preview", shown)
+        numbers = show.preview_numbers(found)
+        self._add("preview", draft.read(text).method, text, time.monotonic() - began, numbers)
+
+    def _is_good(self, version: int) -> bool:
+        with self._lock:
+            return self._checked is not None and self._checked[0] == version and self._checked[1].plan is not None
+
+    # ---- models
+
+    def _list_models(self) -> None:
+        """List the models, then what each is."""
+        try:
+            listed = self.places.models()
+        except OSError:
+            return
+        self._show_models(listed)
+        for i, found in enumerate(listed):
+            if self._closed:
+                return
+            if found.ref not in self._facts:
+                self._facts[found.ref] = self._fact(found.ref)
+                if i % 8 == 7:
+                    self._show_models(listed)
+        self._show_models(listed)
+
+    def _show_models(self, listed: Sequence[Any]) -> None:
+        cards = [{"ref": found.ref, "adapter": found.adapter, **self._facts.get(found.ref, {})} for found in listed]
+        self.board.put("models", cards)
+
+    def _fact(self, name: str) -> dict[str, Any]:
+        try:
+            return show.card(inspect(model_allowed(name, self.places), progress=False))
+        except WeightsmithError as error:
+            return {"problem": first_finding(error).what}
+
+    def hub_model(self, name: str) -> dict[str, Any]:
+        """What a model of the Hub is. Raises PlanError for a name that may not be read, and for a model that is not there."""
+        return show.card(inspect(model_allowed(name, self.places), progress=False))
 
     # ---- merging
 
-    def start(self, text: str, name: str, overwrite: bool, again: bool) -> str:
-        """Begin the merge; what is wrong, or nothing. again: discard unfinished work of this name."""
-        try:
+    def start(self, version: int, name: str, *, overwrite: bool = False, again: bool = False) -> None:
+        """Begin the merge. version: of the recipe that the page shows; again: discard unfinished work of this name.
+
+        Raises CannotResume for a recipe that has been changed since, Busy, PlanError, ParameterError.
+        """
+        with self._lock:
+            text = self._text_of(version)
             recipe = allowed(text, self.places)
             if (overwrite or again) and not self.places.alone:
                 what = "a studio that others can reach replaces no result, and discards no unfinished work"
                 raise ParameterError(what, where=name, fix="choose another name", state=NOTHING_WRITTEN)
             self.work.start(recipe, self.places.target(name.strip()), overwrite=overwrite is True, resume=again is not True)
-        except WeightsmithError as error:
-            return show.problem(report(error))
-        return ""
 
-    def watch(self) -> Iterator[tuple[str, str]]:
-        """How far the merge is, until nothing runs; at its end its report too, as HTML."""
-        while (status := self.work.status).state == "running":
-            yield show.status(status), ""
-            time.sleep(_TICK_SECONDS)
-        made = status.out / "report.html" if status.out is not None and status.state == "done" else None
-        yield show.status(status), made.read_text(encoding="utf-8") if made is not None and made.is_file() else ""
+    def _text_of(self, version: int) -> str:
+        if version != self.kept.version:
+            what = "the recipe was changed meanwhile, in another tab"
+            raise CannotResume(what, fix="look at it, and press again", state=NOTHING_WRITTEN)
+        return self.text
 
-    def made(self) -> list[str]:
-        """The result of the last merge, as a recipe names it."""
-        status = self.work.status
-        return [reference(status.out)] if status.out is not None and status.state == "done" else []
-
-    def resumes(self, name: str) -> bool:
-        """Whether a merge of this name was interrupted."""
+    def about_name(self, name: str) -> dict[str, bool]:
+        """Whether a result of this name is there, and whether a merge of this name was interrupted."""
         try:
-            return unfinished(self.places.target(name.strip()))
+            target = self.places.target(name.strip())
         except WeightsmithError:
-            return False
+            return {"valid": False, "exists": False, "unfinished": False}
+        return {"valid": True, "exists": target.exists(), "unfinished": unfinished(target)}
 
-    # ---- comparing
+    def _watch(self) -> None:
+        """Show how far the merge is, and keep what came of it."""
+        while not self._closed:
+            time.sleep(_TICK_SECONDS)
+            status = self.work.status
+            if status is not self._status:
+                ended = status.state != "running" and self._status.state != status.state
+                self._status = status
+                if ended:
+                    self._ended(status)
+                self._show_work(status)
 
-    def compare(self, names: Sequence[str], prompt: str, text: str, new_tokens: float) -> Iterator[str]:
-        """The table, model by model."""
-        if not names or not prompt.strip():
-            yield show.hint("Choose models, and write a prompt.")
+    def _show_work(self, status: Status) -> None:
+        share = status.reading.share if status.reading is not None else 0.0
+        name = status.out.name if status.out is not None else ""
+        self.board.put("work", {"state": status.state, "name": name, "share": round(share, 3), "html": show.status(status)})
+
+    def _ended(self, status: Status) -> None:
+        merged = status.merged
+        if status.state != "done" or merged is None or status.out is None:
             return
-        found: list[compare.Sample] = []
-        yield show.samples(found, prompt, names[0])
+        numbers = {"method": merged.plan.made.name, "bytes": str(sum(step.out.nbytes for step in merged.plan.steps))}
+        if merged.distance:
+            numbers["distance from the base"] = merged.distance[0].percent()
+        page = status.out / PAGE_NAME
+        html = page.read_text(encoding="utf-8") if page.is_file() else ""
+        self._add(
+            "merge", status.out.name, merged.plan.recipe or self.text, merged.seconds, numbers, html, reference(status.out)
+        )
+        threading.Thread(target=self._list_models, daemon=True).start()
+
+    # ---- runs
+
+    def _add(
+        self, kind: str, title: str, recipe: str, seconds: float, numbers: Mapping[str, str], page: str = "", model: str = ""
+    ) -> int:
+        with self._lock:
+            number = self.kept.next_id()
+            run = Run(number, kind, time.time(), title, recipe, round(seconds, 3), dict(numbers), bool(page), model)
+            self.kept.add(run, page)
+            self._show_runs()
+            return number
+
+    def _show_runs(self) -> None:
+        runs = self.kept.runs
+        self.board.put("runs", [asdict(run) | {"command": _command(run)} for run in runs[-100:]])
+
+    def compare_runs(self, first: int, second: int) -> str:
+        """Two runs side by side, as HTML."""
+        known = {run.id: run for run in self.kept.runs}
+        if first not in known or second not in known:
+            raise ParameterError("this run is gone", fix="choose another")
+        return show.two_runs(known[first], known[second])
+
+    # ---- tasks: what takes time and writes nothing
+
+    def cancel_task(self) -> None:
+        """Stop the task after the model that it is at."""
+        self._stop_task.set()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until no task runs, or for so long."""
+        if self._task is not None:
+            self._task.join(seconds)
+
+    def begin_try(self, version: int, models: Sequence[str], prompt: str, text: str, new_tokens: int) -> None:
+        """Ask the result of the recipe, merged in memory, and models beside it. Raises Unsupported, PlanError, Busy."""
+        recipe = allowed(self._text_of(version), self.places)
+        asked = compare.Asked(prompt, text, new_tokens)
+        asked.check(len(models) + 1)
+        if not prompt.strip() and not text.strip():
+            raise ParameterError("there is nothing to try it on", fix="write a prompt, or a text")
+
+        def work() -> None:
+            began, found = time.monotonic(), list[compare.Sample]()
+            steps: list[tuple[str, Callable[[], compare.Sample]]] = [
+                (compare.MERGE, lambda: compare.tried(recipe, self.places, asked)),
+                *((name, lambda name=name: next(compare.compare([name], self.places, asked))) for name in models),
+            ]
+            for name, step in steps:
+                self._show_task("try", f"running {name}", show.samples(found, prompt))
+                if self._stop_task.is_set():
+                    break
+                found.append(step())
+            html = show.samples(found, prompt)
+            numbers = show.sample_numbers(found)
+            if found:
+                self._add("try", draft.read(recipe).method, recipe, time.monotonic() - began, numbers)
+            self._show_task("try", "", html, running=False)
+
+        self._begin("try", work)
+
+    def begin_sweep(
+        self, version: int, path: Sequence[Any], model: str, values: Sequence[float], prompt: str, text: str
+    ) -> None:
+        """Preview, and if asked try, the recipe with several values of one parameter. Raises as `begin_try`, ParameterError."""
+        recipe = self._text_of(version)
+        allowed(recipe, self.places)
+        if not 0 < len(values) <= MAX_SWEEP:
+            raise ParameterError(f"a sweep has from 1 to {MAX_SWEEP} values, not {len(values)}", fix="write fewer values")
+        texts = []
+        for value in values:
+            change = {"kind": "set", "path": list(path), "model": model, "value": value}
+            texts.append(draft.edited(recipe, change))
+            if draft.read(texts[-1]).held or not draft.writes(recipe, change):
+                raise ParameterError("this parameter cannot be swept", where=str(path), fix="choose another parameter")
+        asked = compare.Asked(prompt, text, 32)
+        runs = bool(prompt.strip() or text.strip())
+        if runs:
+            asked.check(1)
+        name = f"{path[-1]} of {model}" if model else str(path[-1])
+
+        def work() -> None:
+            began, rows = time.monotonic(), list[show.Swept]()
+            for value, each in zip(values, texts, strict=True):
+                self._show_task("sweep", f"{name} = {value:g}", show.sweep(name, rows, prompt))
+                if self._stop_task.is_set():
+                    break
+                found = preview(allowed(each, self.places), progress=self._until_stopped)
+                sample = compare.tried(each, self.places, asked) if runs else None
+                rows.append(show.Swept(value, found, sample))
+            if rows:
+                numbers = {"values": ", ".join(f"{row.value:g}" for row in rows)}
+                self._add("sweep", name, recipe, time.monotonic() - began, numbers)
+            self._show_task("sweep", "", show.sweep(name, rows, prompt), running=False)
+
+        self._begin("sweep", work)
+
+    def begin_look(self, models: Sequence[str]) -> None:
+        """Look at models. One: what it is. Two: what they differ in. More: how the deltas of all but the first fit together."""
+        every = [model_allowed(name, self.places) for name in models]
+        if not every:
+            raise ParameterError("no model is chosen", fix="choose models on the left")
+
+        def work() -> None:
+            began = time.monotonic()
+            self._show_task("look", f"reading {', '.join(every)}", "")
+            if len(every) > 2:
+                found = comparison_page(diff(*every[1:], base=every[0], progress=self._until_stopped))
+            elif len(every) == 2:
+                found = difference_page(diff(every[0], every[1], progress=self._until_stopped))
+            else:
+                found = inspection_page(inspect(every[0], stats=True, progress=False))
+            run = self._add("look", ", ".join(every), self.text, time.monotonic() - began, dict(found.numbers), to_html(found))
+            self._show_task("look", "", show.verdict(found), running=False, report=run)
+
+        self._begin("look", work)
+
+    def _until_stopped(self, _now: Progress) -> None:
+        if self._stop_task.is_set() or self._closed:
+            raise Cancelled
+
+    def _begin(self, kind: str, work: Callable[[], None]) -> None:
+        with self._lock:
+            if self._task is not None and self._task.is_alive():
+                raise Busy("something else is being tried", fix="wait until it is done, or stop it")
+            self._stop_task.clear()
+            self._show_task(kind, "starting", "")
+            self._task = threading.Thread(target=self._run, args=(kind, work), name="weightsmith-studio-task", daemon=True)
+            self._task.start()
+
+    def _run(self, kind: str, work: Callable[[], None]) -> None:
         try:
-            for sample in compare.compare(names, self.places, prompt=prompt, text=text, new_tokens=int(new_tokens)):
-                found.append(sample)
-                yield show.samples(found, prompt, names[len(found)] if len(found) < len(names) else "")
+            work()
+        except KeyboardInterrupt:
+            self._show_task(kind, "", show.hint("Stopped."), running=False)
         except WeightsmithError as error:
-            yield show.problem(report(error))
+            self._show_task(kind, "", show.problem(report(error)), running=False)
+        except Exception as error:
+            self._show_task(kind, "", show.problem(f"{type(error).__name__}: {first_line(error)}"), running=False)
+
+    def _show_task(self, kind: str, doing: str, html: str, *, running: bool = True, report: int = 0) -> None:
+        self.board.put("task", {"kind": kind, "running": running, "doing": doing, "html": html, "report": report})
+
+
+def _survives(found: Preview) -> dict[str, list[float | None]]:
+    """By model, what survives in each layer; of the recipe's names."""
+    layers = [layer for layer in found.layers if layer.name.rpartition(".")[2].isdigit()]
+
+    def share(layer: Any, i: int) -> float | None:
+        kept = layer.models[i]
+        return None if kept is None or kept.survives != kept.survives else round(min(1.0, max(0.0, kept.survives)), 4)
+
+    return {name: [share(layer, i) for layer in layers] for i, name in enumerate(found.names)}
+
+
+def _command(run: Run) -> str:
+    """The command line that does the same with the recipe, saved as recipe.yml."""
+    if run.kind == "merge":
+        return f"weightsmith merge recipe.yml {shlex.quote(run.model)}"
+    if run.kind == "look":
+        return f"weightsmith diff {run.title.replace(', ', ' ')}"
+    return "weightsmith preview recipe.yml"
+
+
+def listed_methods() -> list[dict[str, str]]:
+    """The merge methods, for the picker."""
+    return [
+        {
+            "name": method.name,
+            "title": show.plain(method.title),
+            "family": family,
+            "use": method.use,
+            "html": show.about(method),
+        }
+        for method in methods.all_methods()
+        for family in [show.family(method)]
+    ]

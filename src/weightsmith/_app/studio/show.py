@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from weightsmith._app.studio.check import Checked, Note
 from weightsmith._app.studio.compare import Sample
+from weightsmith._app.studio.kept import Run
 from weightsmith._app.studio.work import Status
-from weightsmith._base.pages import Curves, HeatMap, Page, to_html
-from weightsmith._base.pages.svg import curves, heat_map
+from weightsmith._base.pages import Page, charts_html
 from weightsmith._base.pages.values import finite_or_mark, safe, written
 from weightsmith._base.text import count, duration, size
 from weightsmith._execution.progress import how_far
@@ -21,8 +25,6 @@ from weightsmith._reports.look.inspect import Inspection
 from weightsmith._reports.look.pages import preview_page
 from weightsmith._reports.look.preview import GroupPreview, Preview
 
-MARKED_LINES = 40
-"""The most lines that can be marked in the editor, which draws only those in the window."""
 _SHOWN = 20
 """Problems that are listed."""
 
@@ -34,17 +36,22 @@ def notes(checked: Checked) -> str:
     if checked.plan is not None:
         outs = [out for step in checked.plan.steps for out in step.outs]
         tensors, nbytes = count(len(outs), "tensor"), size(sum(out.nbytes for out in outs))
-        head = f'<p class="ws-good">The recipe is correct. It makes {tensors}, {nbytes}.</p>'
+        head = f'<p class="ws-good">The recipe is correct: {tensors}, {nbytes}.</p>'
     elif errors:
         head = f'<p class="ws-bad">{count(len(errors), "problem")}.</p>'
     items = "".join(map(_note, checked.notes[:_SHOWN]))
     more = f"<p>… and {len(checked.notes) - _SHOWN:,} more.</p>" if len(checked.notes) > _SHOWN else ""
-    return f"{_marks(checked.notes)}{head}<ul class='ws-notes'>{items}</ul>{more}"
+    return f"{head}<ul class='ws-notes'>{items}</ul>{more}"
 
 
 def _note(note: Note) -> str:
     found = note.finding
-    parts = [f'<li class="ws-{note.level}"><b>{safe(note.where)}</b> {safe(found.what)}']
+    place = (
+        f'<button type="button" data-line={note.line}>{safe(note.where)}</button>'
+        if note.line
+        else f"<b>{safe(note.where)}</b>"
+    )
+    parts = [f'<li class="ws-{note.level}">{place} {safe(found.what)}']
     if note.excerpt:
         parts.append(f"<pre>{safe_lines(note.excerpt)}</pre>")
     parts += [f'<div class="ws-detail">{safe(line)}</div>' for line in found.details[:6]]
@@ -56,16 +63,6 @@ def _note(note: Note) -> str:
 def safe_lines(lines: Iterable[str]) -> str:
     """Lines as they are."""
     return "\n".join(map(safe, lines))
-
-
-def _marks(found: Sequence[Note]) -> str:
-    """A style that marks lines in the editor."""
-    rules = [
-        f"#ws-recipe .cm-line:nth-child({note.line}){{background:var(--ws-{note.level}-soft)}}"
-        for note in reversed(found)  # errors come first, and win
-        if 0 < note.line <= MARKED_LINES
-    ]
-    return f"<style>{''.join(rules)}</style>"
 
 
 def problem(text: str) -> str:
@@ -102,20 +99,18 @@ def about(method: Method) -> str:
     )
 
 
-def facts(found: Sequence[Inspection | str]) -> str:
-    """What models are, a line each; or why one cannot be read."""
-    lines = []
-    for each in found:
-        if isinstance(each, str):
-            lines.append(f'<li class="ws-error">{safe(each)}</li>')
-            continue
-        layers = sum(stack.layers for stack in each.stacks)
-        words = [each.architecture or ("adapter" if each.adapter else "no config.json"), f"{_short(each.elements)} parameters"]
-        words += [f"{layers} layers"] if layers else []
-        words += ["/".join(amount.name for amount in each.dtypes[:3])]
-        words += [word for word in (each.quantised, each.licence) if word]
-        lines.append(f"<li><b>{safe(each.name)}</b> {safe(' · '.join(words))}</li>")
-    return f"<ul class='ws-facts'>{''.join(lines)}</ul>" if lines else ""
+def card(found: Inspection) -> dict[str, Any]:
+    """What a model is, for its card."""
+    layers = sum(stack.layers for stack in found.stacks)
+    return {
+        "kind": found.architecture or ("adapter" if found.adapter else "no config.json"),
+        "parameters": _short(found.elements),
+        "layers": layers,
+        "dtype": "/".join(amount.name for amount in found.dtypes[:3]),
+        "bytes": size(sum(nbytes for _, nbytes in found.files)),
+        "licence": found.licence,
+        "quantised": found.quantised,
+    }
 
 
 def _short(n: int) -> str:
@@ -127,23 +122,23 @@ def _short(n: int) -> str:
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" if n >= 1e6 else f"{n:,}"
 
 
-def preview(found: Preview) -> str:
-    """What a merge will do: what survives of each model, warnings, heat maps and curves by layer."""
-    page = preview_page(found)
+def preview(found: Preview) -> tuple[str, list[dict[str, Any]]]:
+    """What a merge will do: what survives of each model, warnings, heat maps and curves by layer; and the charts as JSON."""
+    html, charts = charts_html(preview_page(found))
     warnings = "".join(f'<li class="ws-warning">{safe(finding.what)}</li>' for finding in found.warnings)
-    drawn = [block for block in page.blocks if isinstance(block, HeatMap | Curves)]
-    maps = "".join(
-        f"<figure{'' if isinstance(block, HeatMap) else ' class=ws-lines'}><figcaption>{safe(block.title)}</figcaption>"
-        f"<div class='ws-scroll'>{heat_map(block) if isinstance(block, HeatMap) else curves(block)}</div></figure>"
-        for block in drawn
-    )
     share = written(finite_or_mark(found.total.share), "share")
-    moved = f"<p>The merge is <b>{share}</b> away from its base, {safe(found.base)}.</p>"
-    return (
-        f"<div class='ws-preview'>{moved}{_bars(found.names, found.total)}<ul class='ws-notes'>{warnings}</ul>"
-        f"<div class='ws-maps'>{maps}</div>"
-        f"<p class='ws-soft'>From a sample of {found.looked_at / max(1, found.elements):.1%} of the weights.</p></div>"
-    )
+    moved = f"<p class='ws-verdict'>The merge is <b>{share}</b> away from its base, {safe(found.base)}.</p>"
+    sample = f"<p class='ws-soft'>From a sample of {found.looked_at / max(1, found.elements):.1%} of the weights.</p>"
+    return f"{moved}{_bars(found.names, found.total)}<ul class='ws-notes'>{warnings}</ul>{html}{sample}", charts
+
+
+def preview_numbers(found: Preview) -> dict[str, str]:
+    """The numbers of a preview, by name."""
+    numbers = {"distance from the base": written(finite_or_mark(found.total.share), "share")}
+    for name, kept in zip(found.names, found.total.models, strict=True):
+        if kept is not None and not math.isnan(kept.survives):
+            numbers[f"survives of {name}"] = written(kept.survives, "share")
+    return numbers
 
 
 def _bars(names: Sequence[str], total: GroupPreview) -> str:
@@ -190,30 +185,146 @@ def status(found: Status) -> str:
     return f"{done}<ul class='ws-notes'>{warnings}</ul>"
 
 
-def samples(found: Sequence[Sample], prompt: str, waiting: str = "") -> str:
+def samples(found: Sequence[Sample], prompt: str) -> str:
     """What models wrote, and how well they predict."""
+    if not found:
+        return ""
     known = [sample.perplexity for sample in found if sample.perplexity is not None]
     best = min(known, default=None)
     rows = []
     for sample in found:
         if sample.problem:
-            rows.append(f"<tr><th>{safe(sample.model)}</th><td colspan=2 class='ws-error'>{safe(sample.problem)}</td></tr>")
+            cells = f"<td colspan=2 class='ws-error'>{safe(sample.problem)}</td>"
+            rows.append(f"<tr><th scope=row>{safe(sample.model)}</th>{cells}</tr>")
             continue
         number = "" if sample.perplexity is None else f"{sample.perplexity:.2f}"
         number = f"<b>{number}</b>" if best is not None and sample.perplexity == best and len(known) > 1 else number
-        text = escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample.continuation))
-        said = f"<div><span class='ws-soft'>{safe(prompt[-80:])}</span>{text}</div>"
-        rows.append(f"<tr><th>{safe(sample.model)}</th><td class='ws-n'>{number}</td><td class='ws-text'>{said}</td></tr>")
-    more = f"<p class='ws-soft'>running {safe(waiting)} …</p>" if waiting else ""
+        said = f"<div tabindex=0><span class='ws-soft'>{safe(prompt[-80:])}</span>{_text(sample.continuation)}</div>"
+        cells = f"<td class='ws-n'>{number}</td><td class='ws-text'>{said}</td>"
+        rows.append(f"<tr><th scope=row>{safe(sample.model)}</th>{cells}</tr>")
     head = "<thead><tr><th>model</th><th>perplexity</th><th>continuation</th></tr></thead>"
-    return f"<div class='ws-scroll'><table class='ws-samples'>{head}<tbody>{''.join(rows)}</tbody></table></div>{more}"
+    return f"<div class='ws-scroll'><table class='ws-samples'>{head}<tbody>{''.join(rows)}</tbody></table></div>"
 
 
-def page(found: Page) -> str:
-    """A page in a frame of its own."""
-    return frame(to_html(found))
+def _text(said: str) -> str:
+    """What a model wrote, with its line ends."""
+    return escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in said))
 
 
-def frame(html: str) -> str:
-    """A whole HTML document in a frame that can neither reach the page around it nor the network."""
-    return f'<iframe class="ws-frame" title="report" sandbox="allow-scripts allow-downloads" srcdoc="{escape(html)}"></iframe>'
+def sample_numbers(found: Sequence[Sample]) -> dict[str, str]:
+    """The perplexities of models, by name."""
+    return {f"perplexity of {each.model}": f"{each.perplexity:.4g}" for each in found if each.perplexity is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """One value of a sweep: its preview, and what the merge did with a prompt and a text."""
+
+    value: float
+    found: Preview
+    sample: Sample | None
+
+
+def sweep(name: str, rows: Sequence[Swept], prompt: str) -> str:
+    """A card for each value of a parameter: distance, what survives, perplexity and an answer, on common scales."""
+    if not rows:
+        return ""
+    known = [row.sample.perplexity for row in rows if row.sample is not None and row.sample.perplexity is not None]
+    shares = [row.found.total.share for row in rows if math.isfinite(row.found.total.share)]
+    cards = []
+    for row in rows:
+        share, most = row.found.total.share, max(shares, default=0.0) or 1.0
+        lines = [_small("distance", share / most if math.isfinite(share) else 0.0, written(finite_or_mark(share), "share"))]
+        for model, kept in zip(row.found.names, row.found.total.models, strict=True):
+            if kept is not None and not math.isnan(kept.survives):
+                lines.append(_small(f"survives of {model}", kept.survives, f"{kept.survives:.1%}"))
+        said = ""
+        if row.sample is not None and row.sample.perplexity is not None:
+            best = " ws-good" if row.sample.perplexity == min(known) and len(known) > 1 else ""
+            said += f"<p class='ws-n{best}'>perplexity <b>{row.sample.perplexity:.2f}</b></p>"
+        if row.sample is not None and row.sample.problem:
+            said += f"<p class='ws-error'>{safe(row.sample.problem)}</p>"
+        elif row.sample is not None and row.sample.continuation:
+            words = f"<span class='ws-soft'>{safe(prompt[-40:])}</span>{_text(row.sample.continuation)}"
+            said += f"<blockquote tabindex=0>{words}</blockquote>"
+        head = f"<h4>{safe(name)} = <span>{row.value:g}</span></h4>"
+        cards.append(f"<li data-value='{row.value:g}'>{head}<dl>{''.join(lines)}</dl>{said}</li>")
+    return f"<ul class='ws-sweep'>{''.join(cards)}</ul>"
+
+
+def _small(name: str, share: float, words: str) -> str:
+    width = 100 * min(1.0, max(0.0, share))
+    bar = f"<div class='ws-bar'><i style='width:{width:.1f}%'></i></div>"
+    return f"<div><dt>{safe(name)}</dt><dd>{bar}<b>{safe(words)}</b></dd></div>"
+
+
+def verdict(found: Page) -> str:
+    """What a report says first."""
+    lines = "".join(f"<li>{safe(sentence)}</li>" for sentence in found.summary[1:])
+    numbers = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(number)}</dd></div>" for name, number in found.numbers)
+    first = safe(found.summary[0] if found.summary else found.title)
+    return f"<p class='ws-verdict'>{first}</p><dl>{numbers}</dl><ul>{lines}</ul>"
+
+
+def two_runs(first: Run, second: Run) -> str:
+    """Two runs: their numbers side by side, and what was changed in the recipe."""
+    names = [*dict.fromkeys([*first.numbers, *second.numbers])]
+    pairs = ((name, [safe(run.numbers.get(name, "")) for run in (first, second)]) for name in names)
+    rows = "".join(f"<tr><th scope=row>{safe(name)}</th><td>{a}</td><td>{b}</td></tr>" for name, (a, b) in pairs)
+    heads = "".join(f"<th>{run.id} · {safe(run.kind)} · {safe(run.title)} · {_clock(run)}</th>" for run in (first, second))
+    table = f"<table class='ws-two'><thead><tr><td></td>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<div class='ws-scroll'>{table}</div>{recipe_diff(first.recipe, second.recipe)}"
+
+
+def _clock(run: Run) -> str:
+    return time.strftime("%H:%M", time.localtime(run.when))
+
+
+def recipe_diff(old: str, new: str) -> str:
+    """What was changed in a recipe, line by line."""
+    lines = [*difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=1)][2:]
+    if not lines:
+        return "<p class='ws-soft'>Both have the same recipe.</p>"
+    kinds = {"+": "ins", "-": "del"}
+    tags = ((kinds.get(line[:1], "span"), safe(line)) for line in lines)
+    return f"<pre class='ws-diff'>{''.join(f'<{tag}>{line}</{tag}>' for tag, line in tags)}</pre>"
+
+
+# ---- methods
+
+FAMILIES = {
+    "average": "Averages: one point between the models",
+    "sphere": "Along the sphere: keeps the length of the weights",
+    "delta": "Task vectors: adds what fine-tunes learnt to their base",
+    "sparse": "Sparse task vectors: drops or elects changes before adding them",
+    "spectral": "Singular vectors: merges directions of whole matrices",
+    "data": "With a text: weighs layers by what goes through them",
+    "copy": "Copies: layers as they are",
+}
+"""Families of merge methods, in the picker's order."""
+
+
+def family(method: Method) -> str:
+    """The family of a method, of `FAMILIES`; from what its record says."""
+    if method.min_models == 1 and method.max_models == 1 and method.base == "input":
+        return "copy"
+    if method.otherwise:
+        return "data" if _needs_text(method) else "spectral"
+    if re.search("spher|direction", method.title):
+        return "sphere"
+    if method.base == "required":
+        return "sparse" if re.search("sign|drop|largest|most|sparsity|mask", method.title) else "delta"
+    return "average"
+
+
+def _needs_text(method: Method) -> bool:
+    defaults = {p.name: p.default for p in method.parameters if p.default is not None}
+    try:
+        return bool(method.requires(defaults))
+    except KeyError:
+        return False
+
+
+def plain(text: str) -> str:
+    """A short text of a method, in one line."""
+    return " ".join(text.replace("`", "").split())

@@ -9,6 +9,8 @@ notebook.py  the verdict, charts, facts and short tables of a page in a notebook
 terminal.py  facts, tables and heat maps of a page on the terminal, then the verdict
 """
 
+from weightsmith._base.pages.html import chart_style as chart_style
+from weightsmith._base.pages.html import charts_html as charts_html
 from weightsmith._base.pages.html import check_page as check_page
 from weightsmith._base.pages.html import to_html as to_html
 from weightsmith._base.pages.html import write_html as write_html

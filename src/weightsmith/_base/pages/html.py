@@ -106,6 +106,17 @@ def to_html(page: Page) -> str:
     )
 
 
+def charts_html(page: Page) -> tuple[str, list[dict[str, Any]]]:
+    """The heat maps and curves of a page, for a page with `chart_style` and `charts.js`; and their JSON, in order."""
+    charts = [block for block in page.blocks if isinstance(block, HeatMap | Curves)]
+    return "".join(_charts(page.blocks, charts)), [_plain_values(chart.to_json()) for chart in charts]
+
+
+def chart_style() -> str:
+    """The CSS of charts."""
+    return _asset("charts.css") + style()
+
+
 @cache
 def _asset(name: str) -> str:
     return (files("weightsmith._base.pages") / name).read_text(encoding="utf-8")

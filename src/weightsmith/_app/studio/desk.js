@@ -1,0 +1,237 @@
+// The desk: models, their strips, the method picker, the recipe's text.
+"use strict";
+import { control, make, shape } from "/assets/controls.js";
+
+const $ = id => document.getElementById(id);
+const MAX_CARDS = 60;
+const PICTURES = {  // of a family of methods, 48 × 32
+  average: "M6 26L42 6M24 16m-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0", sphere: "M6 28A22 22 0 0 1 42 28M24 7m-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0",
+  delta: "M6 28L20 18L18 23M20 18L15 18M20 18L42 6L38 11M42 6L36 6", sparse: "M4 26h4v-8h4v8h6v-16h4v16h8v-4h4v4h6M4 30h40",
+  spectral: "M24 16m-20 0a20 9 0 1 0 40 0a20 9 0 1 0 -40 0M24 16L44 16M24 16L24 7", data: "M4 6h18M4 12h14M4 18h18M4 24h10M28 26l6 -10l4 6l6 -14",
+  copy: "M6 6h14v20h-14zM28 6h14v20h-14zM20 16h8",
+};
+
+export class Desk {
+  constructor(link, actions) {
+    Object.assign(this, { link, actions, controls: new Map(), about: null, base: "" });
+    $("search").addEventListener("input", () => this.cards());
+    $("goal").addEventListener("change", () => { link.edit({ kind: "goal", name: $("goal").value }); $("goal").value = ""; });
+    $("undo").addEventListener("click", () => link.edit({ kind: "undo" }));
+    $("redo").addEventListener("click", () => link.edit({ kind: "redo" }));
+    $("method").addEventListener("click", () => this.pick());
+    $("methods-close").addEventListener("click", () => $("methods").close());
+    $("methods-search").addEventListener("input", () => this.pick());
+    $("look").addEventListener("click", () => actions.look(this.chosen));
+    $("hub").addEventListener("submit", event => { event.preventDefault(); this.check($("hub-name").value.trim()); });
+    this.recipe();
+  }
+
+  get draft() { return this.link.state.document?.draft ?? { models: [], controls: [], blocks: [] }; }
+  get chosen() { return [...new Set([this.draft.base, ...this.draft.models].filter(Boolean))]; }
+
+  // ---- models
+
+  cards() {
+    const { models = [] } = this.link.state, words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = models.filter(each => words.every(word => each.ref.toLowerCase().includes(word)));
+    $("found").textContent = models.length ? `${found.length} of ${models.length} models${found.length > MAX_CARDS ? `, the first ${MAX_CARDS} are shown` : ""}` : "No models were found in these folders.";
+    const { base, models: used } = this.draft, focused = document.activeElement?.closest?.("#cards li")?.dataset.ref, button = document.activeElement?.dataset?.act;
+    $("cards").replaceChildren(...found.slice(0, MAX_CARDS).map(each => this.card(each, base, used)));
+    if (focused && button) $("cards").querySelector(`li[data-ref="${CSS.escape(focused)}"] [data-act="${button}"]`)?.focus();
+  }
+
+  card(each, base, used) {
+    const own = each.adapter ? `${base}+${each.ref}` : each.ref;
+    const is = used.find(name => name === own || name === each.ref || name.endsWith(`+${each.ref}`));
+    const facts = each.problem ? [each.problem] : [each.kind, each.parameters && `${each.parameters} parameters`, each.layers && `${each.layers} layers`, each.dtype, each.bytes, each.quantised, each.licence].filter(Boolean);
+    const survived = is && this.link.state.preview?.total?.[is];
+    const button = (act, words, on, label) => make("button", { type: "button", "data-act": act, "aria-pressed": String(on), "aria-label": label }, words);
+    const asBase = each.adapter ? null : button("base", base === each.ref ? "Base ✓" : "Base", base === each.ref, `${each.ref}: use as base`);
+    asBase?.addEventListener("click", () => this.link.edit({ kind: "base", name: each.ref }));
+    const add = button("add", is ? "Added ✓" : "Add", Boolean(is), `${each.ref}: ${is ? "remove from" : "add to"} the merge`);
+    add.addEventListener("click", () => this.link.edit(is ? { kind: "remove", name: is } : { kind: "add", name: each.ref }));
+    const differ = base && base !== each.ref && !each.adapter ? button("diff", "Compare", false, `${each.ref}: compare with the base`) : null;
+    differ?.addEventListener("click", () => this.actions.look([base, each.ref]));
+    return make("li", { "data-ref": each.ref, class: is || base === each.ref ? "on" : "" },
+      make("b", {}, each.ref, each.adapter ? make("i", {}, " adapter") : ""), make("p", { class: each.problem ? "ws-error" : "ws-soft" }, facts.join(" · ") || "reading …"),
+      survived ? make("p", { class: "ws-soft" }, survived) : null, make("div", { class: "row" }, asBase, add, differ));
+  }
+
+  async check(name) {
+    if (!name) return;
+    $("hub-found").replaceChildren(make("p", {}, "Asking the Hub …"));
+    try {
+      const found = await this.link.post("hub", { name });
+      const facts = [found.kind, `${found.parameters} parameters`, `${found.layers} layers`, found.dtype, found.licence].filter(Boolean);
+      $("hub-found").replaceChildren(make("p", {}, facts.join(" · ")), make("div", { class: "row" },
+        make("button", { type: "button", onclick: () => this.link.edit({ kind: "base", name }) }, "Base"),
+        make("button", { type: "button", onclick: () => this.link.edit({ kind: "add", name }) }, "Add")));
+    } catch (error) { $("hub-found").innerHTML = error.html ?? "<p class='ws-error'>The server does not answer.</p>"; }
+  }
+
+  // ---- strips
+
+  set(given, value) { this.link.edit({ kind: "set", path: given.path, model: given.model, value }); this.strips(); }
+
+  strips() {
+    const { draft } = this, survives = this.link.state.preview?.survives ?? {};
+    $("held").textContent = draft.held && this.link.text.trim() ? draft.held : "";
+    const method = this.about?.methods.find(each => each.name === draft.method);
+    $("method").textContent = draft.method ? `${draft.method}${method ? `: ${method.title}` : ""}` : "Choose a method";
+    $("base").replaceChildren(...(draft.base ? ["Base: ", make("b", {}, draft.base)] : []));
+    const names = [...new Set([...draft.controls.filter(each => each.model).map(each => each.model), ...draft.models])];
+    const fresh = JSON.stringify([names, draft.base, draft.method, draft.blocks, draft.controls.map(each => [shape(each, this.link.value(each)), each.main])]);
+    if (fresh === this.drawn && this.heat === survives) {
+      for (const each of draft.controls) this.controls.get(JSON.stringify([each.path, each.model]))?.update(each);
+      return;
+    }
+    if (document.querySelector("#strips .ws-hit:active, #strips input[type=range]:active") && fresh === this.drawn) return;
+    this.drawn = fresh;
+    this.heat = survives;
+    const focus = this.focused();
+    this.controls = new Map();
+    const row = given => {
+      const made = control(given, () => this.link.value(given), value => this.set(given, value), survives[given.model]);
+      this.controls.set(JSON.stringify([given.path, given.model]), made);
+      return made.node;
+    };
+    $("strips").replaceChildren(...names.map((name, i) => this.strip(name, i, names, draft, row)), ...draft.blocks.map((block, i) => this.block(block, draft.blocks.length)));
+    const shared = draft.controls.filter(each => !each.model), more = shared.filter(each => !each.main);
+    const opened = $("shared").querySelector("details")?.open;
+    $("shared").replaceChildren(...shared.filter(each => each.main).map(row));
+    if (more.length) $("shared").append(make("details", { open: opened }, make("summary", {}, `${more.length} more settings`), ...more.map(row)));
+    this.refocus(focus);
+  }
+
+  focused() {
+    const at = document.activeElement;
+    if (!at?.closest?.("#strips, #shared")) return null;
+    return [at.tagName, at.getAttribute("aria-label")];
+  }
+
+  refocus(focus) {
+    if (!focus) return;
+    for (const each of document.querySelectorAll(`#strips ${focus[0]}, #shared ${focus[0]}`)) if (each.getAttribute("aria-label") === focus[1]) { each.focus(); return; }
+  }
+
+  strip(name, i, names, draft, row) {
+    const own = draft.controls.filter(each => each.model === name), isBase = name === draft.base;
+    const moved = end => this.link.edit({ kind: "move", path: ["models"], start: this.place(name), end: this.place(names[end]) });
+    const up = make("button", { type: "button", disabled: i === 0, "aria-label": `${name}: move up`, onclick: () => moved(i - 1) }, "↑");
+    const down = make("button", { type: "button", disabled: i === names.length - 1, "aria-label": `${name}: move down`, onclick: () => moved(i + 1) }, "↓");
+    const gone = make("button", { type: "button", "aria-label": `${name}: remove`, onclick: () => this.link.edit({ kind: "remove", name }) }, "✕");
+    const head = make("div", { class: "row ws-head", draggable: "true" }, make("h3", {}, name, isBase ? make("i", {}, " base") : ""), up, down, gone);
+    const strip = make("section", { class: "ws-strip-box", "aria-label": name, "data-model": name }, head, ...own.filter(each => each.main).map(row));
+    head.addEventListener("dragstart", event => { event.dataTransfer.setData("text/x-ws", name); event.dataTransfer.effectAllowed = "move"; });
+    strip.addEventListener("dragover", event => { if (event.dataTransfer.types.includes("text/x-ws")) event.preventDefault(); });
+    strip.addEventListener("drop", event => {
+      event.preventDefault();
+      const from = event.dataTransfer.getData("text/x-ws");
+      if (from && from !== name) this.link.edit({ kind: "move", path: ["models"], start: this.place(from), end: this.place(name) });
+    });
+    return strip;
+  }
+
+  // Where a model is in the recipe's list.
+  place(name) {
+    const path = this.draft.controls.find(each => each.model === name)?.path;
+    return path ? path[1] : this.draft.models.indexOf(name);
+  }
+
+  block(block, count) {
+    const { path, place } = block, moved = end => this.link.edit({ kind: "move", path, start: place, end });
+    return make("div", { class: "row ws-block" }, make("span", {}, `${place + 1}. ${block.words}`),
+      make("button", { type: "button", disabled: place === 0, "aria-label": `slice ${place + 1}: move up`, onclick: () => moved(place - 1) }, "↑"),
+      make("button", { type: "button", disabled: place === count - 1, "aria-label": `slice ${place + 1}: move down`, onclick: () => moved(place + 1) }, "↓"),
+      make("button", { type: "button", "aria-label": `slice ${place + 1}: remove`, onclick: () => this.link.edit({ kind: "drop", path, place }) }, "✕"));
+  }
+
+  // ---- methods
+
+  known(about) {
+    this.about = about;
+    $("goal").replaceChildren(make("option", { value: "" }, "a goal …"), ...about.goals.map(goal => make("option", { value: goal.name }, goal.words)));
+    this.strips();
+  }
+
+  pick() {
+    if (!this.about) return;
+    const words = $("methods-search").value.toLowerCase(), { families, methods } = this.about;
+    const sections = Object.entries(families).map(([family, title]) => {
+      const own = methods.filter(each => each.family === family && `${each.name} ${each.title} ${each.use}`.toLowerCase().includes(words));
+      if (!own.length) return null;
+      const picture = make("svg", { viewBox: "0 0 48 32", class: "ws-picture", "aria-hidden": "true" }, make("path", { d: PICTURES[family] }));
+      return make("section", {}, make("h3", {}, picture, title), ...own.map(each => {
+        const more = make("div", {});
+        const details = make("details", { ontoggle: () => { if (details.open) more.innerHTML = each.html; } }, make("summary", {}, "when, and how"), more);
+        return make("div", { class: "ws-method" }, make("button", { type: "button", "aria-pressed": String(each.name === this.draft.method), onclick: () => {
+          this.link.edit({ kind: "method", name: each.name });
+          $("methods").close();
+        } }, each.name), make("span", {}, each.title), details);
+      }));
+    });
+    $("methods-list").replaceChildren(...sections.filter(Boolean));
+    if (!$("methods").open) $("methods").showModal();
+  }
+
+  // ---- the recipe's text
+
+  recipe() {
+    const text = $("text"), { link } = this;
+    this.base = "";  // what the typed text was made from
+    text.addEventListener("input", () => {
+      link.edit({ kind: "text", base: this.base, text: text.value });
+      if (!link.queue.some(each => each.kind === "text")) this.base = text.value;  // it is under way: the next one is made from it
+      this.lines();
+    });
+    text.addEventListener("scroll", () => { $("gutter").scrollTop = text.scrollTop; });
+    $("notes").addEventListener("click", event => {
+      const line = Number(event.target.closest("button[data-line]")?.dataset.line);
+      if (!line) return;
+      const start = text.value.split("\n").slice(0, line - 1).join("\n").length + (line > 1 ? 1 : 0);
+      text.focus();
+      text.setSelectionRange(start, start + (text.value.split("\n")[line - 1] ?? "").length);
+      text.scrollTop = (line - 4) * 19;
+    });
+  }
+
+  // The server's text, unless something is being typed that it does not have.
+  write() {
+    const text = $("text"), { link } = this;
+    if (link.pending.some(each => each.kind === "text")) return;
+    const now = link.state.document?.text ?? "";
+    this.base = now;
+    if (text.value !== now) {
+      const { selectionStart, selectionEnd, scrollTop } = text, before = text.value;
+      text.value = now;
+      // The cursor stays at its characters if only something behind it, or before it, was changed.
+      const tail = before.length - selectionStart;
+      const at = now.startsWith(before.slice(0, selectionStart)) ? selectionStart : now.endsWith(before.slice(selectionStart)) ? now.length - tail : Math.min(selectionStart, now.length);
+      if (document.activeElement === text) text.setSelectionRange(at, at + Math.max(0, selectionEnd - selectionStart));
+      text.scrollTop = scrollTop;
+    }
+    this.lines();
+    try { if (now) localStorage.setItem("ws-recipe", now); } catch { /* a browser without storage */ }
+  }
+
+  lines() {
+    const marks = new Map();
+    const { notes } = this.link.state;
+    for (const [line, level] of notes?.marks ?? []) if (level === "error" || !marks.has(line)) marks.set(line, level);
+    const rows = $("text").value.split("\n").slice(0, 5000).map((_, i) => make("span", { class: marks.get(i + 1) ?? "" }, `${i + 1}\n`));
+    $("gutter").replaceChildren(...rows);
+    $("gutter").scrollTop = $("text").scrollTop;
+  }
+
+  notes() {
+    const { notes, document: now } = this.link.state;
+    const old = notes && now && notes.version !== now.version;
+    $("notes").classList.toggle("old", Boolean(old));
+    if (notes && $("notes").dataset.version !== String(notes.version)) {
+      $("notes").innerHTML = notes.html || "<p class='ws-hint'>Start from a goal, or choose a base and models on the left.</p>";
+      $("notes").dataset.version = notes.version;
+    }
+    this.lines();
+    $("costs").replaceChildren(...(notes?.costs ?? []).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  }
+}

@@ -1,0 +1,149 @@
+"""What the studio keeps on disk beside the results: the recipe, its version, and the runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import Busy, StoreError
+
+FOLDER = ".studio"
+"""In the folder of the results."""
+MAX_RUNS = 500
+"""Runs that are kept; the oldest go first."""
+_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A preview, try, sweep, comparison or merge.
+
+    id       from 1 on
+    kind     preview, try, sweep, look or merge
+    when     seconds since 1970
+    title    what the list shows
+    numbers  by name, as texts
+    recipe   its text
+    report   whether `Kept.report` has a page
+    """
+
+    id: int
+    kind: str
+    when: float
+    title: str
+    recipe: str
+    seconds: float = 0.0
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    report: bool = False
+    model: str = ""
+
+
+class Kept:
+    """The folder. It is made with the first edit, and one studio uses it at a time.
+
+    Raises StoreError for a folder that cannot be used, Busy if another studio has it open.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.folder = out / FOLDER
+        self.runs: list[Run] = []
+        self.text, self.version = "", 0
+        self._lock: int | None = None
+        if self.folder.is_dir():
+            self._open()
+            self._load()
+
+    def save(self, text: str, version: int) -> None:
+        """Keep the recipe."""
+        self._open()
+        self.text, self.version = text, version
+        self._write("recipe.json", json.dumps({"version": version, "text": text}))
+
+    def add(self, run: Run, report: str = "") -> None:
+        """Keep a run. report: its page, as HTML. A preview takes the place of a preview that was added last."""
+        self._open()
+        if report:
+            self._write(f"{run.id}.html", report)
+        if run.kind == "preview" and self.runs and self.runs[-1].kind == "preview":
+            self._drop(self.runs.pop())
+        self.runs.append(run)
+        while len(self.runs) > MAX_RUNS:
+            self._drop(self.runs.pop(0))
+        self._write("runs.json", json.dumps([asdict(each) for each in self.runs]))
+
+    def next_id(self) -> int:
+        """Of a run."""
+        return 1 + max((run.id for run in self.runs), default=0)
+
+    def report(self, number: int) -> str | None:
+        """The page of a run; None if it has none."""
+        if not any(run.id == number and run.report for run in self.runs):
+            return None
+        try:
+            return (self.folder / f"{number}.html").read_text(encoding="utf-8")
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Let another studio have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _drop(self, run: Run) -> None:
+        (self.folder / f"{run.id}.html").unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        if self._lock is not None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.folder.is_symlink():
+                raise StoreError("the studio's folder is a link", where=str(self.folder), fix="name another folder with --out")
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"cannot write here: {error.strerror}", where=str(self.folder), fix="name another --out"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            fix = "use its page, or start this one with another --out"
+            raise Busy("another studio writes its results here", where=str(self.folder.parent), fix=fix) from None
+        self._lock = lock
+
+    def _load(self) -> None:
+        found = self._read("recipe.json")
+        if isinstance(found, dict) and isinstance(found.get("text"), str) and isinstance(found.get("version"), int):
+            self.text, self.version = found["text"], found["version"]
+        listed = self._read("runs.json")
+        for each in listed if isinstance(listed, list) else []:
+            try:
+                self.runs.append(Run(**each))
+            except TypeError:  # of another version
+                continue
+
+    def _read(self, name: str) -> Any:
+        try:
+            path = self.folder / name
+            return json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_BYTES else None
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def _write(self, name: str, text: str) -> None:
+        """In one step: a reader finds the old text or the new one."""
+        path = self.folder / name
+        part = path.with_name(f"{name}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            raise StoreError(
+                f"cannot be written: {error.strerror}", where=str(path), fix="free space, or name another --out"
+            ) from error

@@ -1,0 +1,112 @@
+// The link to the server. What the page shows is the server's state with the edits that are not there yet laid over it: edits go in
+// order, one request at a time, and the last one for a value wins, however slow the link is.
+"use strict";
+const DEAD_MS = 2000, RETRY_MS = 500;
+const stored = (name, none) => { try { return JSON.parse(sessionStorage.getItem(name)) ?? none; } catch { return none; } };
+const keep = (name, value) => { try { sessionStorage.setItem(name, JSON.stringify(value)); } catch { /* a browser without storage */ } };
+
+export class Link {
+  // shown(changed): called with the names of values that changed; said(state): "saved", "saving" or "dead"; refused(html).
+  constructor({ shown, said, refused }) {
+    Object.assign(this, { shown, said, refused, state: {}, waiting: [] });
+    this.tab = stored("ws-tab", crypto.randomUUID?.() ?? String(Math.random()));
+    this.number = stored("ws-number", 0);
+    this.sent = stored("ws-sent", []);  // of a request without an answer: it is sent again with its number
+    this.queue = stored("ws-queue", []);
+    keep("ws-tab", this.tab);
+    this.sending = false;
+    this.heard = performance.now();
+    this.listen();
+    setInterval(() => this.check(), 250);
+    this.send();
+  }
+
+  get pending() { return [...this.sent, ...this.queue]; }
+
+  listen() {
+    this.events = new EventSource("/events");
+    this.events.onmessage = event => {
+      this.heard = performance.now();
+      const changed = JSON.parse(event.data);
+      if (changed.studio && this.state.studio && changed.studio.id !== this.state.studio.id) delete this.state.document;
+      this.take(changed);
+      this.check();
+    };
+    this.events.onerror = () => { if (this.events.readyState === EventSource.CLOSED) { this.events.close(); setTimeout(() => this.listen(), RETRY_MS); } };
+  }
+
+  check() {
+    const dead = performance.now() - this.heard > DEAD_MS;
+    this.said(dead ? "dead" : this.pending.length ? "saving" : "saved");
+  }
+
+  take(changed) {
+    const now = this.state.document;
+    if (changed.document && now && changed.document.version < now.version) delete changed.document;
+    Object.assign(this.state, changed);
+    if (Object.keys(changed).length) this.shown(Object.keys(changed));
+  }
+
+  edit(change) {
+    const last = this.queue.at(-1);
+    if (change.kind === "set") {
+      // An older value for the same control goes, unless an edit of another kind came in between.
+      const from = this.queue.findLastIndex(each => each.kind !== "set") + 1;
+      this.queue = this.queue.filter((each, i) => i < from || JSON.stringify(each.path) !== JSON.stringify(change.path) || each.model !== change.model);
+      this.queue.push(change);
+    } else if (change.kind === "text" && last?.kind === "text") last.text = change.text;
+    else this.queue.push(change);
+    keep("ws-queue", this.queue);
+    this.check();
+    this.send();
+  }
+
+  async send() {
+    if (this.sending) return;
+    this.sending = true;
+    while (this.pending.length) {
+      if (!this.sent.length) {
+        this.sent = this.queue;
+        this.queue = [];
+        this.number += 1;
+        keep("ws-sent", this.sent); keep("ws-queue", this.queue); keep("ws-number", this.number);
+      }
+      let answer;
+      try {
+        answer = await this.post("edit", { tab: this.tab, number: this.number, changes: this.sent });
+      } catch (error) {
+        if (!error.html) { await new Promise(done => setTimeout(done, RETRY_MS)); continue; }
+        this.refused(error.html);
+      }
+      this.sent = [];
+      keep("ws-sent", []);
+      if (answer) this.take({ document: answer.document }); else this.shown(["document"]);
+    }
+    this.sending = false;
+    this.check();
+    for (const done of this.waiting.splice(0)) done();
+  }
+
+  // Resolves when the server has every edit; with the version of the recipe.
+  async settled() {
+    if (this.pending.length) await new Promise(done => this.waiting.push(done));
+    return this.state.document.version;
+  }
+
+  // Throws an error with `html` for what the server refuses, without it if it does not answer.
+  async post(action, given) {
+    const answer = await fetch(`/do/${action}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(given) });
+    const found = await answer.json().catch(() => ({ problem: `The server said ${answer.status}.` }));
+    if (!answer.ok) throw Object.assign(new Error(action), { html: found.problem });
+    return found;
+  }
+
+  // The value of a control: the newest edit of it, else the recipe's.
+  value(control) {
+    const key = JSON.stringify(control.path);
+    return this.pending.findLast(each => each.kind === "set" && each.model === control.model && JSON.stringify(each.path) === key)?.value;
+  }
+
+  // The recipe's text: what is being typed, else the server's.
+  get text() { return this.pending.findLast(each => each.kind === "text")?.text ?? this.state.document?.text ?? ""; }
+}

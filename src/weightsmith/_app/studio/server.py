@@ -1,0 +1,385 @@
+"""The studio as a web server: what it answers, and to whom. The only module that imports Starlette."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+import socket
+import webbrowser
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cache
+from http.cookies import CookieError, SimpleCookie
+from importlib.resources import files
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+from weightsmith._app.studio import draft, show
+from weightsmith._app.studio.places import Places, is_this_machine
+from weightsmith._app.studio.session import Session, listed_methods
+from weightsmith._base.errors import ParameterError, StoreError, Unsupported, WeightsmithError, report
+from weightsmith._base.installation import install
+from weightsmith._base.pages import chart_style
+from weightsmith._base.text import end_status
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+# ---- Who is answered.
+#
+# A browser loads what this server sends and sends it JSON; other sites may send nothing. Reports bring scripts of their own.
+# They are shown in a frame that can reach neither the page nor the network.
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self' 'unsafe-inline'",  # widths of bars
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "frame-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
+)
+_REPORT_POLICY = "; ".join(
+    (
+        "sandbox allow-scripts allow-downloads",
+        "default-src 'none'",
+        "script-src 'unsafe-inline'",
+        "style-src 'unsafe-inline'",
+        "img-src data:",
+    )
+)
+_HEADERS = {"referrer-policy": "no-referrer", "x-content-type-options": "nosniff", "cache-control": "no-store"}
+MAX_BYTES = 1 << 20
+"""Of a request."""
+_COOKIE = "weightsmith"
+
+
+def own_names(host: str) -> frozenset[str]:
+    """The names under which a server is reached: of the address that it serves, and of its Space if it runs in one."""
+    space = os.environ.get("SPACE_HOST", "")  # several names, with commas between them, if it has a domain of its own
+    return frozenset({"localhost", host.lower(), *space.lower().split(",")} - {""})
+
+
+class Guard:
+    """ASGI middleware: refuses what a page of another site sends, and who does not have the token.
+
+    A site can give its own name to this machine's address, and is then of the same origin. So the host of a request must be
+    an IP address or one of `names`.
+
+    token  "": none is asked for
+    """
+
+    def __init__(self, app: App, names: Collection[str], token: str = "") -> None:
+        self.app = app
+        self.names = names
+        self.token = token
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        elif not self._is_own(host):
+            await _refuse(send, 400, "The studio is not known under this host name.")
+        elif origin and origin.partition("://")[2] != host:
+            await _refuse(send, 403, "This page is not for other sites.")
+        elif headers.get("sec-fetch-site", "") == "cross-site" and scope["method"] != "GET":
+            await _refuse(send, 403, "This page is not for other sites.")
+        elif scope["method"] == "POST" and not headers.get("content-type", "").startswith("application/json"):
+            await _refuse(send, 415, "The studio takes JSON. Nothing is uploaded to it.")
+        elif self.token and self._is_token(given):
+            await _refuse(
+                send, 303, "", location="/", **{"set-cookie": f"{_COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"}
+            )
+        elif self.token and not self._is_token(_cookie(headers.get("cookie", ""))):
+            await _refuse(send, 401, "Open the address that the studio printed: it ends with a token.")
+        else:
+            await self.app(scope, receive, _with_headers(send))
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self.names or bool(ip_address(name))
+        except ValueError:
+            return False
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.token.encode())
+
+
+def _cookie(header: str) -> str:
+    try:
+        found = SimpleCookie(header).get(_COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found is not None else ""
+
+
+def _with_headers(send: Send) -> Send:
+    async def answer(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            given = {name for name, _ in message.get("headers", ())}
+            own = {"content-security-policy": POLICY, **_HEADERS}
+            more = [(name.encode(), value.encode()) for name, value in own.items() if name.encode() not in given]
+            message = {**message, "headers": [*message.get("headers", ()), *more]}
+        await send(message)
+
+    return answer
+
+
+async def _refuse(send: Send, status: int, why: str, **headers: str) -> None:
+    own = {"content-type": "text/plain; charset=utf-8", **_HEADERS, **headers}
+    encoded = [(name.encode(), value.encode()) for name, value in own.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.body", "body": why.encode()})
+
+
+# ---- What is answered.
+
+_TICK_SECONDS = 0.1
+_BEAT_SECONDS = 0.5
+"""The page calls the server dead when it has heard nothing for two seconds."""
+ASSETS = {
+    "studio.css": "text/css",
+    "studio.js": "text/javascript",
+    "link.js": "text/javascript",
+    "controls.js": "text/javascript",
+    "desk.js": "text/javascript",
+    "result.js": "text/javascript",
+    "charts.css": "text/css",
+    "charts.js": "text/javascript",
+}
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of the page."""
+    if name == "charts.css":
+        return chart_style()
+    folder = "weightsmith._base.pages" if name == "charts.js" else "weightsmith._app.studio"
+    return (files(folder) / name).read_text(encoding="utf-8")
+
+
+def application(session: Session, *, names: Collection[str] = ("localhost",), token: str = "") -> App:
+    """The ASGI application of a session. Raises Unsupported without Starlette."""
+    try:
+        from starlette.applications import Starlette
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from starlette.routing import Route
+    except ModuleNotFoundError:
+        raise Unsupported("the studio needs Starlette and uvicorn", fix=f"run {install('studio')}") from None
+
+    closing = asyncio.Event()
+
+    async def page(request: Request) -> Response:
+        return Response(asset("studio.html"), media_type="text/html")
+
+    async def file(request: Request) -> Response:
+        name = request.path_params["name"]
+        return Response(asset(name), media_type=ASSETS[name]) if name in ASSETS else Response("no such file", 404)
+
+    async def about(request: Request) -> Response:
+        goals = [{"name": name, "words": goal.words} for name, goal in draft.GOALS_SHOWN.items()]
+        return JSONResponse({"methods": listed_methods(), "families": show.FAMILIES, "goals": goals})
+
+    async def report_of(request: Request) -> Response:
+        found = await asyncio.to_thread(session.kept.report, request.path_params["number"])
+        headers = {"content-security-policy": _REPORT_POLICY}
+        return (
+            Response("This run has no report.", 404)
+            if found is None
+            else Response(found, media_type="text/html", headers=headers)
+        )
+
+    async def events(request: Request) -> Response:
+        async def changes() -> AsyncIterator[str]:
+            revision, quiet = 0, _BEAT_SECONDS
+            while not closing.is_set():
+                revision, changed = session.board.since(revision)
+                if changed or quiet >= _BEAT_SECONDS:
+                    yield f"data: {json.dumps(changed)}\n\n"
+                    quiet = 0.0
+                await asyncio.sleep(_TICK_SECONDS)
+                quiet += _TICK_SECONDS
+
+        return StreamingResponse(changes(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    async def do(request: Request) -> Response:
+        action = _ACTIONS.get(request.path_params["action"])
+        if action is None:
+            return Response("no such action", 404)
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BYTES:
+                return Response("too much", 413)
+        try:
+            given = json.loads(body)
+            if not isinstance(given, dict):
+                raise ParameterError("the request is not a JSON object")
+            found = await asyncio.to_thread(action, session, given)
+        except WeightsmithError as error:
+            return JSONResponse({"problem": show.problem(report(error)), "kind": type(error).__name__}, 409)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            return JSONResponse({"problem": show.problem(f"the page sent something wrong: {error!r}")}, 400)
+        return JSONResponse(found)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        closing.set()
+        await asyncio.to_thread(session.close)
+
+    routes = [
+        Route("/", page),
+        Route("/assets/{name}", file),
+        Route("/about", about),
+        Route("/events", events),
+        Route("/runs/{number:int}", report_of),
+        Route("/do/{action}", do, methods=["POST"]),
+    ]
+    application = Starlette(routes=routes, lifespan=lifespan)
+    application.state.closing = closing
+    return Guard(application, names, token)
+
+
+def _texts(given: object, most: int) -> list[str]:
+    if not isinstance(given, list) or len(given) > most or not all(isinstance(each, str) for each in given):
+        raise ParameterError(f"not a list of up to {most} names")
+    return given
+
+
+def _edit(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    changes, number = given["changes"], given["number"]
+    if not isinstance(changes, list) or len(changes) > 1000 or not all(isinstance(each, dict) for each in changes):
+        raise ParameterError("not a list of edits")
+    return {"number": number, "document": session.edit(str(given["tab"])[:40], int(number), changes)}
+
+
+def _merge(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    options = {"overwrite": given.get("overwrite") is True, "again": given.get("again") is True}
+    session.start(int(given["version"]), str(given["name"]), **options)
+    return {}
+
+
+def _cancel(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    session.work.cancel()
+    return {}
+
+
+def _name(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    return session.about_name(str(given["name"]))
+
+
+def _try(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    models = _texts(given["models"], 12)
+    session.begin_try(int(given["version"]), models, str(given["prompt"]), str(given["text"]), int(given["new_tokens"]))
+    return {}
+
+
+def _sweep(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    values = [float(value) for value in given["values"]]
+    asked = str(given["prompt"]), str(given["text"])
+    session.begin_sweep(int(given["version"]), given["path"], str(given["model"]), values, *asked)
+    return {}
+
+
+def _look(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    session.begin_look(_texts(given["models"], 26))
+    return {}
+
+
+def _stop(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    session.cancel_task()
+    return {}
+
+
+def _two(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"html": session.compare_runs(int(given["first"]), int(given["second"]))}
+
+
+def _hub(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    return session.hub_model(str(given["name"])[:1000])
+
+
+_ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] = {
+    "edit": _edit,
+    "merge": _merge,
+    "cancel": _cancel,
+    "name": _name,
+    "try": _try,
+    "sweep": _sweep,
+    "look": _look,
+    "stop": _stop,
+    "two": _two,
+    "hub": _hub,
+}
+
+
+def launch(
+    places: Places, *, host: str = "127.0.0.1", port: int | None = None, browser: bool = False, token: str | None = None
+) -> None:
+    """Serve the page until Ctrl-C.
+
+    host, port  127.0.0.1 is reached from this machine alone; port None: the first free one from 7860 on
+    browser     open it
+    token       who reaches the page must know it. None: none for this machine alone, else a new one, which is printed; "": none
+
+    If others can reach the page, nothing that exists is replaced or discarded. Nothing is asked of the network but models of
+    the Hub. Raises Unsupported without Starlette and uvicorn, StoreError for a port that is taken, Busy for results that
+    another studio writes.
+    """
+    alone = is_this_machine(host)
+    try:
+        import uvicorn
+    except ModuleNotFoundError:
+        raise Unsupported("the studio needs Starlette and uvicorn", fix=f"run {install('studio')}") from None
+    if token is None:
+        token = "" if alone else secrets.token_urlsafe(16)
+    session = Session(replace(places, alone=alone))
+    app = application(session, names=own_names(host), token=token)
+    listening = _listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?{urlencode({'token': token})}" if token else "")
+    end_status()
+    print(f"The studio is at {address}\nPress Ctrl-C to stop it.", flush=True)
+    if browser:
+        webbrowser.open(address)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False)
+    server = uvicorn.Server(config)
+    server.run(sockets=[listening])
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """A socket of the first free port. Raises StoreError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    problem: OSError | None = None
+    for number in range(7860, 7960) if port is None else [port]:
+        found = socket.socket(family)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, number))
+            found.listen(128)  # the address is printed before the first request is taken
+            return found
+        except (OSError, OverflowError) as error:
+            found.close()
+            problem = error if isinstance(error, OSError) else OSError(0, str(error))
+    where = host if port is None else f"{host}:{port}"
+    why = (problem.strerror or str(problem)) if problem else ""
+    raise StoreError(f"cannot serve here: {why}", where=where, fix="choose another --port")

@@ -1,0 +1,121 @@
+"""Edits in place: the text holds what was wanted, and all that an edit does not concern stays as it was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsmith._app.studio import edits
+
+RECIPE = """# head
+merge_method: ties # how
+base_model: a    # base
+models:
+  # the first
+  - model: b
+    parameters: {weight: 1.0, density: 0.5}    # its share
+  # the second
+  - model: c
+    parameters:
+      weight: 0.5   # half
+      density: 0.9
+  - model: d
+parameters:
+  density: 0.5   # keep
+  lambda: 1.0
+dtype: bfloat16
+"""
+
+
+def test_a_value_is_replaced_or_added() -> None:
+    assert edits.put(RECIPE, ("parameters", "lambda"), 0.25) == RECIPE.replace("lambda: 1.0", "lambda: 0.25")
+    assert edits.put(RECIPE, ("parameters", "t"), [0, 1]) == RECIPE.replace("lambda: 1.0\n", "lambda: 1.0\n  t: [0, 1]\n")
+    wanted = RECIPE.replace("  - model: d\n", "  - model: d\n    parameters: {weight: 2}\n")
+    assert edits.put(RECIPE, ("models", 2, "parameters", "weight"), 2) == wanted
+    assert edits.put(RECIPE, ("dtype",), "bfloat16") == RECIPE
+
+
+def test_a_key_goes_with_its_line() -> None:
+    assert edits.removed(RECIPE, ("parameters", "density")) == RECIPE.replace("  density: 0.5   # keep\n", "")
+    assert edits.removed(RECIPE, ("models", 0, "parameters", "weight")) == RECIPE.replace("weight: 1.0, ", "")
+    assert edits.removed(RECIPE, ("nothing",)) == RECIPE
+    bare = edits.removed(edits.removed(RECIPE, ("parameters", "density")), ("parameters", "lambda"))
+    assert bare == RECIPE.replace("parameters:\n  density: 0.5   # keep\n  lambda: 1.0\n", "")
+
+
+def test_an_item_goes_and_moves_with_the_comments_above_it() -> None:
+    gone = edits.removed(RECIPE, ("models", 1))
+    assert "second" not in gone
+    assert "# the first\n  - model: b" in gone
+    moved = edits.moved(RECIPE, ("models",), 1, 0)
+    assert moved.index("# the second\n  - model: c") < moved.index("# the first\n  - model: b") < moved.index("- model: d")
+    assert edits.moved(moved, ("models",), 0, 1) == RECIPE
+    for start, end in ((0, 0), (-1, 1), (0, 3), (5, 0)):
+        assert edits.moved(RECIPE, ("models",), start, end) == RECIPE
+
+
+def test_an_item_is_added() -> None:
+    text = edits.inserted(RECIPE, ("models",), {"model": "e", "parameters": {"weight": 1.0}})
+    assert text == RECIPE.replace("  - model: d\n", "  - model: d\n  - model: e\n    parameters: {weight: 1.0}\n")
+    assert edits.inserted("models: [{model: a}]\n", ("models",), {"model": "b"}) == "models: [{model: a}, {model: b}]\n"
+
+
+@pytest.mark.parametrize(
+    ("base", "current", "mine", "wanted"),
+    [
+        ("a\nb\nc\n", "A\nb\nc\n", "a\nb\nC\n", "A\nb\nC\n"),
+        ("a\nb\nc\n", "a\nB\nc\n", "a\nX\nc\n", "a\nX\nc\n"),  # the same line: the last edit wins
+        ("a\nb\n", "a\nb\nc\n", "0\na\nb\n", "0\na\nb\nc\n"),
+        ("a\nb\n", "a\n", "a\nb\n", "a\n"),
+        ("", "x\n", "y\n", "y\n"),
+        ("a\nb\nc\nd\n", "b\nc\nd\n", "a\nb\nc\n", "b\nc\n"),
+    ],
+)
+def test_two_edits_of_one_text(base: str, current: str, mine: str, wanted: str) -> None:
+    assert edits.merged(base, current, mine) == wanted
+
+
+lines = st.lists(st.sampled_from("abcdef"), max_size=8).map(lambda found: "".join(f"{line}\n" for line in found))
+
+
+@given(lines, lines)
+def test_one_edit_alone_is_that_edit(base: str, mine: str) -> None:
+    assert edits.merged(base, base, mine) == mine
+    assert edits.merged(base, mine, base) == mine
+    assert edits.merged(base, mine, mine) == mine
+
+
+styles = st.sampled_from([True, False, None])
+trees = st.fixed_dictionaries(
+    {
+        "models": st.lists(
+            st.fixed_dictionaries(
+                {"model": st.sampled_from(["a", "b/c", "'"]), "parameters": st.fixed_dictionaries({"w": st.floats(0, 1)})}
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+        "parameters": st.dictionaries(st.sampled_from(["t", "k"]), st.integers(0, 9), min_size=1),
+    }
+)
+
+
+@given(trees, styles, st.data())
+def test_any_way_to_write_a_recipe_is_edited_to_what_was_wanted(
+    tree: dict[str, Any], style: bool | None, data: st.DataObject
+) -> None:
+    text = yaml.safe_dump(tree, default_flow_style=style, sort_keys=False)
+    start, end = (data.draw(st.integers(0, len(tree["models"]) - 1)) for _ in "ab")
+    items = [*tree["models"]]
+    items.insert(end, items.pop(start))
+    assert yaml.safe_load(edits.moved(text, ("models",), start, end)) == tree | {"models": items}
+    assert yaml.safe_load(edits.removed(text, ("models", start))).get("models", []) == [
+        each for i, each in enumerate(tree["models"]) if i != start
+    ]
+    new = yaml.safe_load(edits.put(text, ("models", start, "parameters", "w"), [0, 1]))
+    assert new["models"][start]["parameters"]["w"] == [0, 1]
+    assert yaml.safe_load(edits.inserted(text, ("models",), {"model": "new"}))["models"] == [*tree["models"], {"model": "new"}]

@@ -1,0 +1,68 @@
+"""What a studio keeps beside its results: across restarts, one studio at a time, nothing half written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightsmith._app.studio import kept
+from weightsmith._app.studio.kept import FOLDER, Kept, Run
+from weightsmith._base.errors import Busy, StoreError
+
+
+def run(number: int, kind: str = "try") -> Run:
+    return Run(number, kind, 1.0, "title", "recipe\n", numbers={"distance": "1 %"}, report=True)
+
+
+def test_recipe_and_runs_are_there_after_a_restart(tmp_path: Path) -> None:
+    first = Kept(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    first.save("merge_method: ties\n", 7)
+    first.add(run(first.next_id()), "<p>one</p>")
+    first.close()
+    again = Kept(tmp_path / "out")
+    assert (again.text, again.version, again.runs) == ("merge_method: ties\n", 7, [run(1)])
+    assert (again.report(1), again.report(2), again.next_id()) == ("<p>one</p>", None, 2)
+
+
+def test_a_preview_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    found = Kept(tmp_path)
+    for kind in ("preview", "preview", "try", "preview"):
+        found.add(run(found.next_id(), kind), "page")
+    assert [each.kind for each in found.runs] == ["preview", "try", "preview"]
+    assert len(list((tmp_path / FOLDER).glob("*.html"))) == 3
+
+
+def test_the_oldest_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MAX_RUNS", 3)
+    found = Kept(tmp_path)
+    for _ in range(5):
+        found.add(run(found.next_id()), "page")
+    assert [each.id for each in found.runs] == [3, 4, 5]
+    assert sorted(path.stem for path in (tmp_path / FOLDER).glob("*.html")) == ["3", "4", "5"]
+
+
+def test_one_studio_at_a_time(tmp_path: Path) -> None:
+    first = Kept(tmp_path)
+    first.save("a\n", 1)
+    with pytest.raises(Busy, match="another studio writes its results here"):
+        Kept(tmp_path)
+    first.close()
+    assert Kept(tmp_path).text == "a\n"
+
+
+def test_what_is_broken_is_left_out_and_a_link_is_not_followed(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / FOLDER).mkdir(parents=True)
+    (tmp_path / "a" / FOLDER / "recipe.json").write_text("{")
+    (tmp_path / "a" / FOLDER / "runs.json").write_text('[{"id": 1}, 3]')
+    found = Kept(tmp_path / "a")
+    assert (found.text, found.version, found.runs) == ("", 0, [])
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / FOLDER).symlink_to(tmp_path / "b" / FOLDER)
+    with pytest.raises(StoreError, match="is a link"):
+        Kept(tmp_path / "c")
+    (tmp_path / "d").write_text("a file")
+    with pytest.raises(StoreError):
+        Kept(tmp_path / "d").save("x\n", 1)
