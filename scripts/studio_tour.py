@@ -80,11 +80,10 @@ def walk(page: Any, take: Callable[[str], None]) -> None:
         page.keyboard.press("PageUp")
     previewed()
     take("mix")
-    page.fill("#prompt", PROMPT) if page.locator("#prompt").is_visible() else None
-    page.click("#try-first")
+    step("result")
+    page.click("#tab-try")
     page.fill("#prompt", PROMPT)
     page.fill("#judged", TEXT)
-    until("document.querySelector('#task-done') !== null || !document.querySelector('#try-now').disabled")
     page.click("#try-now")
     page.locator("#tried tbody tr").nth(3).wait_for()
     take("try")

@@ -2,67 +2,71 @@
 
 from __future__ import annotations
 
-import asyncio
+import queue
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
 def slow_link(port: int, seconds: float) -> Iterator[int]:
     """The port of a link to another port of this machine. seconds: a round trip."""
-    loop = asyncio.new_event_loop()
+    listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+    ends: list[socket.socket] = [listening]
+    threads: list[threading.Thread] = []
 
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+    def run(work: object, *given: object) -> None:
+        thread = threading.Thread(target=work, args=given, daemon=True)  # type: ignore[arg-type]
+        threads.append(thread)
+        thread.start()
 
-        async def deliver() -> None:
-            while True:
-                due, data = await waiting.get()
-                await asyncio.sleep(max(0.0, due - loop.time()))
+    def take(source: socket.socket, waiting: queue.Queue[tuple[float, bytes]]) -> None:
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(1 << 16)
+            except OSError:
+                data = b""
+            waiting.put((time.monotonic() + seconds / 2, data))
+
+    def give(target: socket.socket, waiting: queue.Queue[tuple[float, bytes]]) -> None:
+        while True:
+            due, data = waiting.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            with suppress(OSError):
                 if not data:
-                    writer.close()
-                    return
-                writer.write(data)
+                    target.shutdown(socket.SHUT_WR)
+                target.sendall(data)
+            if not data:
+                return
 
-        delivering = loop.create_task(deliver())
-        try:
-            while data := await reader.read(1 << 16):
-                waiting.put_nowait((loop.time() + seconds / 2, data))
-        except OSError:
-            pass
-        waiting.put_nowait((loop.time() + seconds / 2, b""))
-        await delivering
+    def accept() -> None:
+        while True:
+            try:
+                here, _ = listening.accept()
+            except OSError:
+                return
+            try:
+                there = socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                here.close()
+                continue
+            ends.extend((here, there))
+            for source, target in ((here, there), (there, here)):
+                waiting: queue.Queue[tuple[float, bytes]] = queue.Queue()
+                run(take, source, waiting)
+                run(give, target, waiting)
 
-    async def joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            there, back = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(carry(reader, back), carry(there, writer), return_exceptions=True)
-
-    async def serve() -> None:
-        server = await asyncio.start_server(joined, "127.0.0.1", 0)
-        found.append(server.sockets[0].getsockname()[1])
-        ready.set()
-        await server.serve_forever()
-
-    found: list[int] = []
-    ready = threading.Event()
-
-    def work() -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_until_complete(serve())
-        except (asyncio.CancelledError, RuntimeError):
-            pass
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    ready.wait(10)
+    run(accept)
     try:
-        yield found[0]
+        yield int(listening.getsockname()[1])
     finally:
-        loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
-        thread.join(5)
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in [*threads]:
+            thread.join(10)
+        for end in ends:
+            end.close()

@@ -186,6 +186,35 @@ def test_hostile_recipes_and_names(browser: Any, studio: Studio, root: Path) -> 
         visit.fine()
 
 
+@pytest.mark.skipif(not TORCH or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
+def test_a_search_from_the_page_and_its_recipe_loaded(browser: Any, studio: Studio) -> None:
+    choice = random.Random(2)
+    text = "".join(
+        " ".join(choice.choices("what it reads and writes and how fast that is".split(), k=12)) + ".\n" for _ in range(600)
+    )
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        ready(visit)
+        page.click("#tab-try")
+        page.fill("#judged", text)
+        page.click("#tab-tune")
+        ticks = page.locator("#ranges input[type=checkbox]")
+        assert [tick.is_checked() for tick in ticks.all()][:3] == [True, False, True]  # the weights
+        page.fill("#budget", "3")
+        page.click("#tune-now")
+        page.locator("#tuned tbody tr").first.wait_for()
+        page.click("#tab-runs")
+        page.locator("#rows li[data-kind=tune] button", has_text="Load").click()
+        visit.until(
+            "!document.querySelector('#text').value.includes('parameters: {weight: 1.0, density: 0.5}\\n  - model: ./models/de')"
+        )
+        visit.saved()
+        written = values_written(visit.recipe)
+        assert (written[FR, "weight"], written[DE, "weight"]) != (1.0, 1.0)
+        assert "# by hand" in visit.recipe
+        visit.fine()
+
+
 # ---- one state, at any latency
 
 
@@ -451,7 +480,7 @@ def test_nothing_keeps_anyone_out(browser: Any, studio: Studio, width: int, sche
         page.click("#merge")
         visit.has("#progress", "Done")
         visit.step("result")
-        for name in ("try", "sweep", "runs", "report"):
+        for name in ("try", "sweep", "tune", "runs", "report"):
             page.click(f"#tab-{name}")
             assert _axe(page) == [], name
             visit.fine()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 
 from tests.app.studio.models import make, recipe
 from tests.output_help import tree
-from weightsmith import open_checkpoint, preview
+from weightsmith import open_checkpoint, preview, tune
 from weightsmith._app.studio import compare, show
 from weightsmith._app.studio.kept import Run
 from weightsmith._app.studio.places import Places
@@ -312,6 +314,40 @@ def test_a_sweep_previews_each_value(root: Path, session: Session) -> None:
     for wrong, values in ((["models", 0, "model"], [0.1]), (path, []), (path, [0.1] * (MAX_SWEEP + 1))):
         with pytest.raises(ParameterError):
             session.begin_sweep(version, wrong, model, values, "", "")
+
+
+@pytest.mark.skipif(not compare.available() or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
+def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> None:
+    choice = random.Random(1)
+    words = "the most important things about this program are what it reads and writes and how fast".split()
+    text = "".join(" ".join(choice.choices(words, k=12)) + ".\n" for _ in range(600))
+    version = write(session, recipe(root))
+    path, model = ["models", 0, "parameters", "weight"], f"{root}/models/fr"
+    for ranges, budget in (
+        ([], 4),
+        ([(path, model, 1.0, 0.0)], 4),
+        ([(["merge_method"], model, 0.0, 1.0)], 4),
+        ([(path, model, 0.0, 1.0)], 1),
+    ):
+        with pytest.raises(ParameterError):
+            session.begin_tune(version, ranges, text, budget)
+    session.begin_tune(version, [(path, model, 0.0, 1.5)], text, 4)
+    shown = finished(session)
+    assert shown["report"], shown
+    run = session.kept.runs[-1]
+    assert "4 trials" in shown["html"]
+    folder = session.places.out / "by-command"
+    folder.mkdir()
+    (folder / "text.txt").write_text(text)
+    asked = recipe(root).replace("weight: 1.0", "weight: {tune: [0.0, 1.5]}", 1)
+    found = tune(asked, folder / "tuned.yml", text=folder / "text.txt", budget=4, progress=False)
+    assert run.recipe == found.recipe
+    assert session.text == recipe(root)
+    assert not list(session.kept.folder.glob("tune-*"))
+    session.begin_tune(session.kept.version, [(path, model, 0.0, 1.5)], text, 500)
+    until(lambda: "trial" in session.board.get("task")["doing"])
+    session.cancel_task()
+    assert "Stopped" in finished(session)["html"]
 
 
 def test_looking_at_one_two_and_more_models(root: Path, session: Session) -> None:

@@ -54,13 +54,19 @@ const slider = (control, label, read, write) => {
 };
 
 const WIDTH = 360, HEIGHT = 92, EDGE = 14;
-const curve = (control, label, read, write, strip) => {
+const curve = (control, label, read, write, strip) => {  // strip(): shares by layer
   const span = control.high - control.low || 1;
   const n = read().length;
   const x = i => EDGE + (i * (WIDTH - 2 * EDGE)) / (n - 1);
   const y = v => EDGE + (1 - (v - control.low) / span) * (HEIGHT - 2 * EDGE);
-  const cells = (strip ?? []).map((share, i, all) => make("rect", { x: EDGE + (i * (WIDTH - 2 * EDGE)) / all.length, y: EDGE - 6,
-    width: (WIDTH - 2 * EDGE) / all.length, height: HEIGHT - 2 * EDGE + 12, class: "ws-strip", "fill-opacity": share === null ? 0 : 0.06 + 0.5 * share }));
+  const heat = make("g");
+  let drawn = null;
+  const warm = shares => {
+    if (shares === drawn) return;
+    drawn = shares;
+    heat.replaceChildren(...(shares ?? []).map((share, i, all) => make("rect", { x: EDGE + (i * (WIDTH - 2 * EDGE)) / all.length, y: EDGE - 6,
+      width: (WIDTH - 2 * EDGE) / all.length, height: HEIGHT - 2 * EDGE + 12, class: "ws-strip", "fill-opacity": share === null ? 0 : 0.06 + 0.5 * share })));
+  };
   const line = make("polyline", { class: "ws-line" });
   const hits = read().map((_, i) => make("circle", { r: 14, cx: x(i), class: "ws-hit", tabindex: 0, role: "slider",
     "aria-label": `${label}, point ${i + 1} of ${n}`, "aria-valuemin": control.low, "aria-valuemax": control.high }));
@@ -71,6 +77,7 @@ const curve = (control, label, read, write, strip) => {
     line.setAttribute("points", values.map((v, i) => `${x(i)},${y(v)}`).join(" "));
     hits.forEach((hit, i) => { hit.setAttribute("cy", y(values[i])); dots[i].setAttribute("cy", y(values[i])); hit.setAttribute("aria-valuenow", values[i]); });
     said.textContent = values.map(short).join("  ");
+    warm(strip());
   };
   const move = (i, v) => {
     const bounded = Number(Math.min(control.high, Math.max(control.low, v)).toFixed(3));
@@ -78,7 +85,7 @@ const curve = (control, label, read, write, strip) => {
     update();
   };
   const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 18}`, class: "ws-curve", role: "group", "aria-label": `${label}, by layer` },
-    ...cells, make("line", { class: "ws-axis", x1: EDGE, x2: WIDTH - EDGE, y1: HEIGHT - EDGE, y2: HEIGHT - EDGE }),
+    heat, make("line", { class: "ws-axis", x1: EDGE, x2: WIDTH - EDGE, y1: HEIGHT - EDGE, y2: HEIGHT - EDGE }),
     make("text", { class: "ws-end", x: EDGE, y: HEIGHT + 13 }, "first"),
     make("text", { class: "ws-end", x: WIDTH - EDGE, y: HEIGHT + 13, "text-anchor": "end" }, "last"), said, line, ...dots, ...hits);
   const at = event => {
@@ -112,7 +119,7 @@ const curve = (control, label, read, write, strip) => {
   return { nodes: [svg, tools], update };
 };
 
-// One control. pending(): its value in an edit that the server does not have; set(value); strip: shares by layer, drawn behind a curve.
+// One control. pending(): its value in an edit that the server does not have; set(value); strip(): shares by layer, drawn behind a curve.
 export const control = (given, pending, set, strip) => {
   const found = { given, shape: shape(given, pending()) };
   const value = () => current(found.given, pending());

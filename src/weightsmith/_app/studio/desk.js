@@ -44,6 +44,7 @@ export class Desk {
     const own = each.adapter ? `${base}+${each.ref}` : each.ref;
     const is = used.find(name => name === own || name === each.ref || name.endsWith(`+${each.ref}`));
     const facts = each.problem ? [each.problem] : [each.kind, each.parameters && `${each.parameters} parameters`, each.layers && `${each.layers} layers`, each.dtype, each.bytes, each.quantised, each.licence].filter(Boolean);
+    const verdict = this.link.state.verdicts?.[base]?.[each.ref];
     const survived = is && this.link.state.preview?.total?.[is];
     const button = (act, words, on, label) => make("button", { type: "button", "data-act": act, "aria-pressed": String(on), "aria-label": label }, words);
     const asBase = each.adapter ? null : button("base", base === each.ref ? "Base ✓" : "Base", base === each.ref, `${each.ref}: use as base`);
@@ -54,7 +55,7 @@ export class Desk {
     differ?.addEventListener("click", () => this.actions.look([base, each.ref]));
     return make("li", { "data-ref": each.ref, class: is || base === each.ref ? "on" : "" },
       make("b", {}, each.ref, each.adapter ? make("i", {}, " adapter") : ""), make("p", { class: each.problem ? "ws-error" : "ws-soft" }, facts.join(" · ") || "reading …"),
-      survived ? make("p", { class: "ws-soft" }, survived) : null, make("div", { class: "row" }, asBase, add, differ));
+      survived ? make("p", { class: "ws-soft" }, survived) : null, verdict ? make("p", {}, verdict) : null, make("div", { class: "row" }, asBase, add, differ));
   }
 
   async check(name) {
@@ -74,24 +75,22 @@ export class Desk {
   set(given, value) { this.link.edit({ kind: "set", path: given.path, model: given.model, value }); this.strips(); }
 
   strips() {
-    const { draft } = this, survives = this.link.state.preview?.survives ?? {};
+    const { draft } = this;
     $("held").textContent = draft.held && this.link.text.trim() ? draft.held : "";
     const method = this.about?.methods.find(each => each.name === draft.method);
     $("method").textContent = draft.method ? `${draft.method}${method ? `: ${method.title}` : ""}` : "Choose a method";
     $("base").replaceChildren(...(draft.base ? ["Base: ", make("b", {}, draft.base)] : []));
     const names = [...new Set([...draft.controls.filter(each => each.model).map(each => each.model), ...draft.models])];
     const fresh = JSON.stringify([names, draft.base, draft.method, draft.blocks, draft.controls.map(each => [shape(each, this.link.value(each)), each.main])]);
-    if (fresh === this.drawn && this.heat === survives) {
+    if (fresh === this.drawn) {
       for (const each of draft.controls) this.controls.get(JSON.stringify([each.path, each.model]))?.update(each);
       return;
     }
-    if (document.querySelector("#strips .ws-hit:active, #strips input[type=range]:active") && fresh === this.drawn) return;
     this.drawn = fresh;
-    this.heat = survives;
     const focus = this.focused();
     this.controls = new Map();
     const row = given => {
-      const made = control(given, () => this.link.value(given), value => this.set(given, value), survives[given.model]);
+      const made = control(given, () => this.link.value(given), value => this.set(given, value), () => this.link.state.preview?.survives?.[given.model]);
       this.controls.set(JSON.stringify([given.path, given.model]), made);
       return made.node;
     };
@@ -106,12 +105,16 @@ export class Desk {
   focused() {
     const at = document.activeElement;
     if (!at?.closest?.("#strips, #shared")) return null;
-    return [at.tagName, at.getAttribute("aria-label")];
+    return [at.tagName, at.getAttribute("aria-label"), at.type === "number" ? at.value : null];
   }
 
   refocus(focus) {
     if (!focus) return;
-    for (const each of document.querySelectorAll(`#strips ${focus[0]}, #shared ${focus[0]}`)) if (each.getAttribute("aria-label") === focus[1]) { each.focus(); return; }
+    for (const each of document.querySelectorAll(`#strips ${focus[0]}, #shared ${focus[0]}`)) if (each.getAttribute("aria-label") === focus[1]) {
+      each.focus();
+      if (focus[2] !== null) each.value = focus[2];  // what is being typed
+      return;
+    }
   }
 
   strip(name, i, names, draft, row) {

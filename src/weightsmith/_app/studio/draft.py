@@ -255,9 +255,9 @@ def _set(text: str, edit: Mapping[str, Any]) -> str:
     return text if found is None else edits.put(text, found.path, value)
 
 
-def writes(text: str, change: Mapping[str, Any]) -> bool:
-    """Whether a `set` is of a control that the recipe has."""
-    return any(list(one.path) == change.get("path") and one.model == change.get("model") for one in read(text).controls)
+def control_at(text: str, path: object, model: object) -> Control | None:
+    """The control of a recipe that is at a path; None if there is none."""
+    return next((one for one in read(text).controls if list(one.path) == path and one.model == model), None)
 
 
 def _rearranged(text: str, edit: Mapping[str, Any]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,13 @@ class Kept:
             return (self.folder / f"{number}.html").read_text(encoding="utf-8")
         except OSError:
             return None
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder in the studio's, until the block ends."""
+        self._open()
+        with tempfile.TemporaryDirectory(prefix="tune-", dir=self.folder) as name:
+            yield Path(name)
 
     def close(self) -> None:
         """Let another studio have the folder."""

@@ -3,7 +3,7 @@
 import { make, short } from "/assets/controls.js";
 
 const $ = id => document.getElementById(id);
-const TABS = ["preview", "try", "sweep", "runs", "report"];
+const TABS = ["preview", "try", "sweep", "tune", "runs", "report"];
 const saved = (name, text) => {
   const link = make("a", { href: URL.createObjectURL(new Blob([text], { type: "text/plain" })), download: name });
   link.click();
@@ -21,6 +21,7 @@ export class Result {
     });
     $("try-now").addEventListener("click", () => actions.try());
     $("sweep-now").addEventListener("click", () => actions.sweep());
+    $("tune-now").addEventListener("click", () => actions.tune());
     for (const stop of document.querySelectorAll("button.stop")) stop.addEventListener("click", () => actions.do("stop"));
     $("save").addEventListener("click", async () => { await link.settled(); saved("recipe.yml", link.text); });
     $("save-python").addEventListener("click", async () => { await link.settled(); saved("merge.py", this.python(link.text)); });
@@ -55,6 +56,15 @@ export class Result {
   parameters(controls) {
     const own = controls.filter(each => ["float", "int"].includes(each.kind) && !each.held), now = $("swept").value;
     $("swept").replaceChildren(...own.map((each, i) => make("option", { value: JSON.stringify([each.path, each.model]) }, each.model ? `${each.name} of ${each.model}` : each.name)));
+    const ticked = new Map([...$("ranges").querySelectorAll("div")].map(row => [row.dataset.key, [...row.querySelectorAll("input")].map(input => input.type === "checkbox" ? input.checked : input.value)]));
+    const rows = own.map(each => {
+      const name = each.model ? `${each.name} of ${each.model}` : each.name, key = JSON.stringify([each.path, each.model]);
+      const [on, low, high] = ticked.get(key) ?? [each.name === "weight", each.low, each.high];
+      const tick = make("input", { type: "checkbox" }), number = (value, end) => make("input", { type: "number", step: "any", value, "aria-label": `${name}: ${end} value` });
+      tick.checked = on;
+      return make("div", { class: "row", "data-key": key }, make("label", { class: "check" }, tick, name), number(low, "least"), number(high, "largest"));
+    });
+    if (!$("ranges").contains(document.activeElement) || rows.length !== ticked.size) $("ranges").replaceChildren($("ranges").querySelector("legend"), ...rows);
     if ([...$("swept").options].some(option => option.value === now)) $("swept").value = now;
   }
 
@@ -62,8 +72,8 @@ export class Result {
     const { task } = this.link.state;
     if (!task) return;
     for (const stop of document.querySelectorAll("button.stop")) stop.hidden = !task.running;
-    for (const id of ["try-now", "sweep-now", "look", "try-first"]) $(id).disabled = task.running || (id.startsWith("try") && !this.link.state.studio.can_run);
-    const where = { try: ["try", "tried"], sweep: ["sweep", "swept-cards"], look: ["report", "looked"] }[task.kind];
+    for (const id of ["try-now", "sweep-now", "tune-now", "look", "try-first"]) $(id).disabled = task.running || (id.startsWith("try") && !this.link.state.studio.can_run);
+    const where = { try: ["try", "tried"], sweep: ["sweep", "swept-cards"], tune: ["tune", "tuned"], look: ["report", "looked"] }[task.kind];
     if (!where) return;
     $(where[0]).querySelector(".doing").textContent = task.running ? `${task.doing} …` : "";
     if ($(where[1]).innerHTML !== task.html) $(where[1]).innerHTML = task.html;

@@ -300,6 +300,12 @@ def _sweep(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _tune(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    ranges = [(list(path), str(model), float(low), float(high)) for path, model, low, high in given["ranges"]]
+    session.begin_tune(int(given["version"]), ranges, str(given["text"]), int(given["budget"]))
+    return {}
+
+
 def _look(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     session.begin_look(_texts(given["models"], 26))
     return {}
@@ -325,6 +331,7 @@ _ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] =
     "name": _name,
     "try": _try,
     "sweep": _sweep,
+    "tune": _tune,
     "look": _look,
     "stop": _stop,
     "two": _two,

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from weightsmith._app.studio.check import Checked, Note
 from weightsmith._app.studio.compare import Sample
 from weightsmith._app.studio.kept import Run
+from weightsmith._app.studio.places import reference
 from weightsmith._app.studio.work import Status
 from weightsmith._base.pages import Page, charts_html
 from weightsmith._base.pages.values import finite_or_mark, safe, written
@@ -159,7 +161,7 @@ def _bars(names: Sequence[str], total: GroupPreview) -> str:
 def status(found: Status) -> str:
     """How far a merge is."""
     if found.state == "idle":
-        return hint("Nothing is running.")
+        return ""
     name = safe(found.out.name if found.out else "")
     if found.state == "running":
         reading = found.reading
@@ -181,7 +183,7 @@ def status(found: Status) -> str:
     words += [f"{merged.resumed:,} by an earlier run"] if merged.resumed else []
     words += [f"{merged.distance[0].percent()} away from its base"] if merged.distance else []
     warnings = "".join(f'<li class="ws-warning">{safe(finding.what)}</li>' for finding in merged.warnings[:_SHOWN])
-    done = f"<p class='ws-good'>Done: <b>{safe(str(merged.out))}</b> · {safe(' · '.join(words))}</p>"
+    done = f"<p class='ws-good'>Done: <b>{safe(reference(Path(str(merged.out))))}</b> · {safe(' · '.join(words))}</p>"
     return f"{done}<ul class='ws-notes'>{warnings}</ul>"
 
 
@@ -256,6 +258,21 @@ def _small(name: str, share: float, words: str) -> str:
     width = 100 * min(1.0, max(0.0, share))
     bar = f"<div class='ws-bar'><i style='width:{width:.1f}%'></i></div>"
     return f"<div><dt>{safe(name)}</dt><dd>{bar}<b>{safe(words)}</b></dd></div>"
+
+
+def trials(names: Sequence[str], rows: Sequence[tuple[int, Sequence[Any], float | None]]) -> str:
+    """The candidates of a search, the best first; those that were not scored on all rows are left out."""
+    scored = sorted((loss, number, own) for number, own, loss in rows if loss is not None)
+    if not scored:
+        return ""
+    heads = "".join(f"<th>{safe(name)}</th>" for name in names)
+    lines = []
+    for loss, number, found in scored[:_SHOWN]:
+        cells = "".join(f"<td>{value:.4g}</td>" for value in found)
+        lines.append(f"<tr><td>{number}</td><td class='ws-n'>{loss:.4f}</td>{cells}</tr>")
+    head = f"<thead><tr><th>trial</th><th>loss</th>{heads}</tr></thead>"
+    about = f"<p class='ws-soft'>{count(len(rows), 'trial')}, {len(scored):,} of them scored on all rows.</p>"
+    return f"{about}<div class='ws-scroll'><table class='ws-two'>{head}<tbody>{''.join(lines)}</tbody></table></div>"
 
 
 def verdict(found: Page) -> str:

@@ -38,6 +38,14 @@ const actions = {
     const asks = $("sweep-asks").checked;
     await actions.do("sweep", { version, path, model, values, prompt: asks ? $("prompt").value : "", text: asks ? $("judged").value : "" });
   },
+  async tune() {
+    const version = await link.settled();
+    const ranges = [...$("ranges").querySelectorAll("div")].filter(row => row.querySelector("input").checked).map(row => {
+      const [, low, high] = row.querySelectorAll("input");
+      return [...JSON.parse(row.dataset.key), Number(low.value), Number(high.value)];
+    });
+    await actions.do("tune", { version, ranges, text: $("judged").value, budget: Number($("budget").value) });
+  },
   async merge() {
     const version = await link.settled();
     if (await actions.do("merge", { version, name: $("name").value, overwrite: $("overwrite").checked, again: $("again").checked })) {
@@ -76,7 +84,7 @@ const draw = changed => {
       return [name, known.length ? `${(100 * known.reduce((a, b) => a + b, 0) / known.length).toFixed(0)} % survives, on average over layers` : ""];
     }));
   }
-  if (["document", "models", "preview"].some(name => changed.has(name))) desk.cards();
+  if (["document", "models", "preview", "verdicts"].some(name => changed.has(name))) desk.cards();
   if (["document", "preview"].some(name => changed.has(name))) { desk.strips(); result.preview(); }
   if (["document", "notes"].some(name => changed.has(name))) desk.notes();
   if (changed.has("task")) result.task();
