@@ -205,9 +205,7 @@ def test_a_search_from_the_page_and_its_recipe_loaded(browser: Any, studio: Stud
         page.locator("#tuned tbody tr").first.wait_for()
         page.click("#tab-runs")
         page.locator("#rows li[data-kind=tune] button", has_text="Load").click()
-        visit.until(
-            "!document.querySelector('#text').value.includes('parameters: {weight: 1.0, density: 0.5}\\n  - model: ./models/de')"
-        )
+        visit.until("!document.querySelector('#text').value.includes('weight: 1.0')")
         visit.saved()
         written = values_written(visit.recipe)
         assert (written[FR, "weight"], written[DE, "weight"]) != (1.0, 1.0)

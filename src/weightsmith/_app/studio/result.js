@@ -60,7 +60,7 @@ export class Result {
     const rows = own.map(each => {
       const name = each.model ? `${each.name} of ${each.model}` : each.name, key = JSON.stringify([each.path, each.model]);
       const [on, low, high] = ticked.get(key) ?? [each.name === "weight", each.low, each.high];
-      const tick = make("input", { type: "checkbox" }), number = (value, end) => make("input", { type: "number", step: "any", value, "aria-label": `${name}: ${end} value` });
+      const tick = make("input", { type: "checkbox", "aria-label": `tune ${name}` }), number = (value, end) => make("input", { type: "number", step: "any", value, "aria-label": `tune ${name}: ${end} value` });
       tick.checked = on;
       return make("div", { class: "row", "data-key": key }, make("label", { class: "check" }, tick, name), number(low, "least"), number(high, "largest"));
     });
