@@ -18,11 +18,13 @@ def run(number: int, kind: str = "try") -> Run:
 def test_recipe_and_runs_are_there_after_a_restart(tmp_path: Path) -> None:
     first = Kept(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    first.save("merge_method: ties\n", 7)
+    first.save("# one\n", "a", 4)
+    first.save("merge_method: ties\n", "b", 1)
     first.add(run(first.next_id()), "<p>one</p>")
     first.close()
     again = Kept(tmp_path / "out")
-    assert (again.text, again.version, again.runs) == ("merge_method: ties\n", 7, [run(1)])
+    assert (again.text, again.version, again.runs) == ("merge_method: ties\n", 2, [run(1)])
+    assert again.taken == {"a": 4, "b": 1}
     assert (again.report(1), again.report(2), again.next_id()) == ("<p>one</p>", None, 2)
 
 
@@ -45,7 +47,7 @@ def test_the_oldest_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_studio_at_a_time(tmp_path: Path) -> None:
     first = Kept(tmp_path)
-    first.save("a\n", 1)
+    first.save("a\n")
     with pytest.raises(Busy, match="another studio writes its results here"):
         Kept(tmp_path)
     first.close()
@@ -65,4 +67,4 @@ def test_what_is_broken_is_left_out_and_a_link_is_not_followed(tmp_path: Path) -
         Kept(tmp_path / "c")
     (tmp_path / "d").write_text("a file")
     with pytest.raises(StoreError):
-        Kept(tmp_path / "d").save("x\n", 1)
+        Kept(tmp_path / "d").save("x\n")

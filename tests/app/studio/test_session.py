@@ -59,7 +59,7 @@ def until(what: Callable[[], Any]) -> Any:
 
 def write(session: Session, text: str) -> int:
     """Make a text the recipe; its version."""
-    found = session.edit("test", session._taken.get("test", 0) + 1, [{"kind": "text", "base": session.text, "text": text}])
+    found = session.edit("test", session.kept.taken.get("test", 0) + 1, [{"kind": "text", "base": session.text, "text": text}])
     return int(found["version"])
 
 
@@ -129,6 +129,10 @@ def test_a_restart_returns_to_the_recipe_and_the_runs(root: Path, session: Sessi
     try:
         assert again.board.get("document")["text"] == recipe(root)
         assert again.board.get("document")["version"] == version
+        sent_again = [{"kind": "text", "base": "", "text": "# sent twice\n"}]
+        assert again.edit("test", again.kept.taken["test"], sent_again)["text"] == recipe(root), (
+            "its answer was lost, not the edit"
+        )
         assert [run["kind"] for run in again.board.get("runs")][:1] == ["preview"]
         followed(again, "preview", version)
     finally:

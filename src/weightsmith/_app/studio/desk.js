@@ -184,7 +184,6 @@ export class Desk {
     this.base = "";  // what the typed text was made from
     text.addEventListener("input", () => {
       link.edit({ kind: "text", base: this.base, text: text.value });
-      if (!link.queue.some(each => each.kind === "text")) this.base = text.value;  // it is under way: the next one is made from it
       this.lines();
     });
     text.addEventListener("scroll", () => { $("gutter").scrollTop = text.scrollTop; });

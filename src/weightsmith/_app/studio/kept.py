@@ -19,6 +19,7 @@ FOLDER = ".studio"
 MAX_RUNS = 500
 """Runs that are kept; the oldest go first."""
 _MAX_BYTES = 64 << 20
+_TABS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,20 @@ class Kept:
         self.folder = out / FOLDER
         self.runs: list[Run] = []
         self.text, self.version = "", 0
+        self.taken: dict[str, int] = {}
         self._lock: int | None = None
         if self.folder.is_dir():
             self._open()
             self._load()
 
-    def save(self, text: str, version: int) -> None:
-        """Keep the recipe."""
+    def save(self, text: str, tab: str = "", number: int = 0) -> None:
+        """Keep the recipe, and which request of a tab it is the answer to: after a crash the tab sends it again."""
         self._open()
-        self.text, self.version = text, version
-        self._write("recipe.json", json.dumps({"version": version, "text": text}))
+        taken = self.taken | ({tab: number} if tab else {})
+        taken = dict(sorted(taken.items(), key=lambda pair: pair[0] == tab)[-_TABS:])
+        version = self.version + (text != self.text)
+        self._write("recipe.json", json.dumps({"version": version, "text": text, "taken": taken}))
+        self.text, self.version, self.taken = text, version, taken
 
     def add(self, run: Run, report: str = "") -> None:
         """Keep a run. report: its page, as HTML. A preview takes the place of a preview that was added last."""
@@ -131,6 +136,9 @@ class Kept:
         found = self._read("recipe.json")
         if isinstance(found, dict) and isinstance(found.get("text"), str) and isinstance(found.get("version"), int):
             self.text, self.version = found["text"], found["version"]
+            taken = found.get("taken")
+            if isinstance(taken, dict) and all(isinstance(number, int) for number in taken.values()):
+                self.taken = taken
         listed = self._read("runs.json")
         for each in listed if isinstance(listed, list) else []:
             try:

@@ -1,7 +1,7 @@
 // The link to the server. What the page shows is the server's state with the edits that are not there yet laid over it: edits go in
 // order, one request at a time, and the last one for a value wins, however slow the link is.
 "use strict";
-const DEAD_MS = 2000, RETRY_MS = 500;
+const DEAD_MS = 1500, RETRY_MS = 500;
 const stored = (name, none) => { try { return JSON.parse(sessionStorage.getItem(name)) ?? none; } catch { return none; } };
 const keep = (name, value) => { try { sessionStorage.setItem(name, JSON.stringify(value)); } catch { /* a browser without storage */ } };
 
@@ -55,7 +55,11 @@ export class Link {
       this.queue = this.queue.filter((each, i) => i < from || JSON.stringify(each.path) !== JSON.stringify(change.path) || each.model !== change.model);
       this.queue.push(change);
     } else if (change.kind === "text" && last?.kind === "text") last.text = change.text;
-    else this.queue.push(change);
+    else {
+      const typed = change.kind === "text" && this.pending.findLast(each => each.kind === "text");
+      if (typed) change.base = typed.text;  // what it was typed into
+      this.queue.push(change);
+    }
     keep("ws-queue", this.queue);
     this.check();
     this.send();

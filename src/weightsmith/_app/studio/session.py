@@ -69,7 +69,6 @@ class Session:
         self._changed = threading.Condition(self._lock)
         self._back: deque[str] = deque(maxlen=_HISTORY)
         self._ahead: list[str] = []
-        self._taken: dict[str, int] = {}
         self._checked: tuple[int, Checked] | None = None
         self._facts: dict[str, Any] = {}
         self._closed = False
@@ -108,15 +107,17 @@ class Session:
         tab, number  who sends them, and the how-manieth they are: what is sent again is applied once
         """
         with self._changed:
-            if number > self._taken.get(tab, 0):
+            if number > self.kept.taken.get(tab, 0):
                 text = self.text
                 for change in changes:
                     text = self._edited(text, change)
                 if len(text) > draft.MAX_CHARACTERS * 2:
                     raise ParameterError(f"the recipe has more than {draft.MAX_CHARACTERS:,} characters", fix="shorten it")
-                if text != self.text:
-                    self._set(text)
-                self._taken[tab] = number
+                changed = text != self.text
+                self.kept.save(text, tab, number)
+                if changed:
+                    self._publish()
+                    self._changed.notify_all()
             found: dict[str, Any] = self.board.get("document")
             return found
 
@@ -136,11 +137,6 @@ class Session:
 
     def _on_base(self, model: str, base: str) -> str:
         return self.places.on_base([model], base)[0]
-
-    def _set(self, text: str) -> None:
-        self.kept.save(text, self.kept.version + 1)
-        self._publish()
-        self._changed.notify_all()
 
     def _publish(self) -> None:
         """Put the document on the board."""
@@ -208,7 +204,7 @@ class Session:
                 raise Cancelled
 
         try:
-            found = preview(allowed(text, self.places), progress=progress)
+            found = preview(allowed(text, self.places), stream=True, progress=progress)
             html, charts = show.preview(found)
             shown = {"version": version, "html": html, "charts": charts, "survives": _survives(found)}
         except KeyboardInterrupt:
@@ -314,6 +310,7 @@ class Session:
         self._add(
             "merge", status.out.name, merged.plan.recipe or self.text, merged.seconds, numbers, html, reference(status.out)
         )
+        self._facts.pop(reference(status.out), None)  # it may have been replaced
         threading.Thread(target=self._list_models, daemon=True).start()
 
     # ---- runs
@@ -403,7 +400,7 @@ class Session:
                 self.show_task("sweep", f"{name} = {value:g}", show.sweep(name, rows, prompt))
                 if self._stop_task.is_set():
                     break
-                found = preview(allowed(each, self.places), progress=self.stop_if_asked)
+                found = preview(allowed(each, self.places), stream=True, progress=self.stop_if_asked)
                 sample = compare.tried(each, self.places, asked) if runs else None
                 rows.append(show.Swept(value, found, sample))
             if rows:
@@ -560,7 +557,10 @@ def _command(run: Run) -> str:
     if run.kind == "merge":
         return f"weightsmith merge recipe.yml {shlex.quote(run.model)}"
     if run.kind == "look":
-        return f"weightsmith diff {run.title.replace(', ', ' ')}"
+        base, *others = run.title.split(", ")
+        if len(others) > 1:
+            return f"weightsmith diff --base {shlex.join([base, *others])}"
+        return f"weightsmith {'diff' if others else 'inspect --stats'} {shlex.join([base, *others])}"
     return "weightsmith preview recipe.yml"
 
 
