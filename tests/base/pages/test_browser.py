@@ -14,7 +14,7 @@ import pytest
 from tests.base.pages.test_pages import HOSTILE, LAYERS, PARTS, a_page
 from tests.browser_help import browser
 from weightsmith._base.errors import printable
-from weightsmith._base.pages import Column, HeatMap, Mark, Page, Table, write_page
+from weightsmith._base.pages import Column, Curves, HeatMap, Mark, Page, Table, write_page
 from weightsmith._base.pages.values import Fold, Unit, written
 
 __all__ = ["browser"]
@@ -192,3 +192,22 @@ def test_without_its_script_a_page_has_its_maps_and_tables(browser: Any, report:
         assert page.locator("figure.heat td[class^=s]").count() == len(LAYERS) * len(PARTS)
         page.locator("#tensors-4 summary").click()
         assert page.locator("#tensors-4 tbody tr").count() == 50
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_lines_say_their_values_at_the_pointer_a_tap_and_by_keys(browser: Any, tmp_path: Path, width: int) -> None:
+    lines = Curves("Moved", (("A", (0.5, None, 0.25)), ("<b>B", (0.1, 0.2, 0.3))), "layer", "share", "share", first=4)
+    report = write_page(tmp_path / "r.html", Page("lines", ("One.",), (lines,)))
+    with opened(browser, report, viewport={"width": width, "height": 800}, has_touch=width < 500) as page:
+        svg, said = page.locator("section.curves svg"), page.locator("section.curves .said")
+        box = svg.bounding_box()
+        at = (box["x"] + box["width"] * 0.98, box["y"] + box["height"] * 0.3)
+        page.touchscreen.tap(*at) if width < 500 else page.mouse.move(*at)
+        assert said.inner_text() == "layer 6: A 25.0 %, <b>B 30.0 %"
+        svg.focus()
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        assert said.inner_text() == "layer 5: A -, <b>B 20.0 %"
+        assert (svg.get_attribute("role"), svg.get_attribute("aria-valuetext")) == ("slider", said.inner_text())
+        assert (svg.get_attribute("aria-valuemin"), svg.get_attribute("aria-valuemax")) == ("4", "6")
+        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")

@@ -48,6 +48,8 @@ export class Result {
     if (!preview.html || this.drawn === preview.html) return;
     this.drawn = preview.html;
     $("shown").innerHTML = preview.html;
+    for (const section of $("shown").querySelectorAll("section.curves[data-chart]"))
+      weightsmithCharts.attachCurves(section, preview.charts[Number(section.dataset.chart)]);
     for (const figure of $("shown").querySelectorAll("figure[data-chart]"))
       weightsmithCharts.attach(figure, preview.charts[Number(figure.dataset.chart)], () => {});
   }

@@ -135,5 +135,40 @@ const weightsmithCharts = (() => {
     const first = body.querySelector("td[class]") ?? body.querySelector("td");
     if (first) activate(first, false);
   }
-  return { attach, written, said };
+
+  // The values of all lines at one x, of the section around `curves()`: at the pointer, at a tap, and by arrow keys.
+  function attachCurves(section, chart) {
+    const svg = section.querySelector("svg[data-plot]"), line = section.querySelector(".said");
+    const count = Math.max(0, ...chart.series.map(one => one.values.length));
+    if (!svg || !count) return;
+    const [left, right, top, bottom] = svg.dataset.plot.split(" ").map(Number);
+    const rule = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    rule.setAttribute("class", "rule");
+    svg.append(rule);
+    const text = i => `${chart.x} ${i + chart.first}: ${chart.series.map(one => `${one.name} ${written(one.values[i] ?? null, chart.unit)}`).join(", ")}`;
+    const show = i => {
+      const x = left + (right - left) * (count > 1 ? i / (count - 1) : 0.5);
+      rule.setAttribute("d", `M${x} ${top}V${bottom}`);
+      svg.setAttribute("aria-valuenow", i + chart.first);
+      svg.setAttribute("aria-valuetext", text(i));
+      line.textContent = text(i);
+    };
+    const at = event => {
+      const box = svg.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
+      return Math.min(count - 1, Math.max(0, Math.round(((x - left) / (right - left)) * (count - 1))));
+    };
+    let now = 0;
+    for (const [name, value] of Object.entries({ role: "slider", tabindex: 0, "aria-valuemin": chart.first, "aria-valuemax": chart.first + count - 1, "aria-valuenow": chart.first, "aria-valuetext": text(0) })) svg.setAttribute(name, value);
+    for (const title of svg.querySelectorAll("circle title")) title.remove();  // the browser's own, which comes late
+    svg.addEventListener("pointermove", event => show(now = at(event)));
+    svg.addEventListener("pointerdown", event => show(now = at(event)));
+    svg.addEventListener("focus", () => show(now));
+    svg.addEventListener("keydown", event => {
+      const move = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, Home: -count, End: count }[event.key];
+      if (!move) return;
+      event.preventDefault();
+      show(now = Math.min(count - 1, Math.max(0, now + move)));
+    });
+  }
+  return { attach, attachCurves, written, said };
 })();

@@ -159,8 +159,10 @@ def _charts(blocks: Sequence[Block], charts: Sequence[HeatMap | Curves]) -> Iter
     for number, chart in enumerate(charts):
         identifier = _identifier(chart, blocks.index(chart))
         if isinstance(chart, Curves):
-            yield f'<section class="curves" id="{identifier}"><h2>{safe(chart.title)}</h2>{_about(chart.about)}'
-            yield f'<div class="scroll">{curves(chart)}</div></section>'
+            yield f'<section class="curves" id="{identifier}" data-chart={number}>'
+            yield f"<h2>{safe(chart.title)}</h2>{_about(chart.about)}"
+            said = '<p class="said" aria-hidden="true"></p>'  # a slider says its own value
+            yield f'<div class="scroll">{curves(chart)}</div>{said}</section>'
         elif not chart.group:
             yield f'<section class="maps" id="{identifier}"><h2>{safe(chart.title)}</h2>{_about(chart.about)}{legend([chart])}'
             yield f"{grid(chart, number, titled=False)}</section>"

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { attach, written, said } = weightsmithCharts;
+  const { attach, attachCurves, written, said } = weightsmithCharts;
   const page = JSON.parse(document.getElementById("content").textContent);
   const make = (tag, properties = {}, ...children) => { const found = Object.assign(document.createElement(tag), properties); found.append(...children); return found; };
 
@@ -161,6 +161,7 @@
     drawer.focus();
   }
   for (const figure of document.querySelectorAll("figure.heat")) attach(figure, page.charts[figure.dataset.chart], open);
+  for (const section of document.querySelectorAll("section.curves[data-chart]")) attachCurves(section, page.charts[section.dataset.chart]);
   addEventListener("beforeprint", () => {
     for (const own of document.querySelectorAll("section > details")) if (own.querySelectorAll("tr").length <= 61) own.open = true;
   });

@@ -153,12 +153,13 @@ def curves(found: Curves) -> str:
     length = max((len(values) for _, values in found.series), default=0)
     height = _HEIGHT + 16 * len(found.series)
     about = ", ".join(name for name, _ in found.series)
-    parts = [_opening(_WIDTH, height, f"{found.title}: {found.y} by {found.x} of {about}")]
+    left, right, top, bottom = 70.0, _WIDTH - 12.0, 12.0, _HEIGHT - 44.0
+    plot = f"{left:.0f} {right:.0f} {top:.0f} {bottom:.0f}"
+    parts = [_opening(_WIDTH, height, f"{found.title}: {found.y} by {found.x} of {about}", plot)]
     if not points or not length:
         return "".join([*parts, '<text x="60" y="40">no numbers</text></svg>'])
     low, high = min(points), max(points)
     low, high = (low, high) if found.log else (min(0.0, low), max(0.0, high))
-    left, right, top, bottom = 70.0, _WIDTH - 12.0, 12.0, _HEIGHT - 44.0
 
     def y_of(value: float) -> float:
         low_, high_, at = (math.log(low), math.log(high), math.log(value)) if found.log else (low, high, value)
@@ -237,9 +238,11 @@ def _step(least: float) -> float:
     return next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= least)
 
 
-def _opening(width: float, height: float, label: str) -> str:
+def _opening(width: float, height: float, label: str, plot: str = "") -> str:
+    """plot: where a script finds the lines: x of the first and last values, top and bottom."""
+    where = f'data-plot="{plot}" ' if plot else ""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{safe(label)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{safe(label)}" {where}'
         f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
         'font-family="system-ui, sans-serif" font-size="11" fill="currentColor">'
     )
