@@ -93,6 +93,8 @@ METHODS = (
     merged("nan", recipe("nan", THREE)),
     merged("geometric_median", recipe("geometric_median", THREE, None)),
     merged("ties", recipe("ties", THREE, each=D3, **{"lambda": 0.9})),
+    # More than half of the deltas are zero, so the limit is, and the tie rule decides which zeros count.
+    merged("ties_limit_zero", recipe("ties", RL, each={"weight": [0.7, 0.5], "density": [0.9, 0.8]})),
     merged("ties_row_l1", recipe("ties", each=D2, scope="row", rescale="l1")),
     merged("ties_model_inv_density", recipe("ties", each=D2, scope="model", rescale="inv_density", normalize=False)),
     merged("dare_linear", recipe("dare_linear", each=D2), seed=3),
