@@ -244,7 +244,7 @@ def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: py
             (package / name).write_text((package / name).read_text() + "\n# another\n")
             before, second = second, digest()
             assert second != before, name
-        for name in ("_app/cli/merge.py", "_execution/cards.py", "_execution/progress.py", "_app/studio/page.py"):
+        for name in ("_app/cli/merge.py", "_execution/cards.py", "_execution/progress.py", "_app/studio/session.py"):
             (package / name).write_text("")
         assert digest() == second, "what only draws makes no bytes"
         monkeypatch.setattr(identity, "__version__", "0.0.0")

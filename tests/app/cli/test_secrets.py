@@ -120,7 +120,7 @@ def marked(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "cache"))
     monkeypatch.setattr(hub, "_silent", {})
     monkeypatch.setattr(retries, "PATIENCE", retries.Patience(first_seconds=0.0, most_seconds=0.0, failures=0))
-    monkeypatch.setattr("weightsmith._app.studio.page.launch", _launch)
+    monkeypatch.setattr("weightsmith._app.studio.server.launch", _launch)
     monkeypatch.setattr("typer.main.get_command", lambda app: GROUP)  # making it anew takes longer than most runs here
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # before other libraries try again
     yield work
@@ -241,7 +241,7 @@ def test_other_libraries_show_no_secret(marked: Path, cli: Cli) -> None:
         logger.removeHandler(handler)
         traceback.print_exception(ValueError(ADDRESSES[1]))
 
-    cli.monkeypatch.setattr("weightsmith._app.studio.page.launch", launch)
+    cli.monkeypatch.setattr("weightsmith._app.studio.server.launch", launch)
     ran = cli("studio")
     assert "cannot GET https://***@127.0.0.1" in ran.err
     assert "ValueError: s3://***@bucket/model" in ran.err

@@ -24,7 +24,7 @@ def studio(
         typer.Option(
             "--host",
             metavar="HOST",
-            help="Address to serve; any other lets other machines reach the page, with the token that is printed.",
+            help="Address to serve; another lets others reach the page, with a token.",
         ),
     ] = "127.0.0.1",
     port: Annotated[
@@ -42,7 +42,7 @@ def studio(
         weightsmith studio
         weightsmith studio ./models --browser
     """
-    with failures(interrupted=lambda: "Stopped."), status_line("starting the studio", quiet=False):
+    with failures(interrupted=lambda: "Stopped."), status_line("loading the studio", quiet=False):
         from weightsmith._app.studio.places import Places
         from weightsmith._app.studio.server import launch
 

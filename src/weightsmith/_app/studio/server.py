@@ -175,8 +175,8 @@ def asset(name: str) -> str:
     return (files(folder) / name).read_text(encoding="utf-8")
 
 
-def application(session: Session, *, names: Collection[str] = ("localhost",), token: str = "") -> App:
-    """The ASGI application of a session. Raises Unsupported without Starlette."""
+def application(session: Session, ended: Callable[[], bool], *, names: Collection[str], token: str = "") -> App:
+    """The ASGI application of a session. ended: whether the server is to stop. Raises Unsupported without Starlette."""
     try:
         from starlette.applications import Starlette
         from starlette.requests import Request
@@ -184,8 +184,6 @@ def application(session: Session, *, names: Collection[str] = ("localhost",), to
         from starlette.routing import Route
     except ModuleNotFoundError:
         raise Unsupported("the studio needs Starlette and uvicorn", fix=f"run {install('studio')}") from None
-
-    closing = asyncio.Event()
 
     async def page(request: Request) -> Response:
         return Response(asset("studio.html"), media_type="text/html")
@@ -210,7 +208,7 @@ def application(session: Session, *, names: Collection[str] = ("localhost",), to
     async def events(request: Request) -> Response:
         async def changes() -> AsyncIterator[str]:
             revision, quiet = 0, _BEAT_SECONDS
-            while not closing.is_set():
+            while not ended():
                 revision, changed = session.board.since(revision)
                 if changed or quiet >= _BEAT_SECONDS:
                     yield f"data: {json.dumps(changed)}\n\n"
@@ -243,7 +241,6 @@ def application(session: Session, *, names: Collection[str] = ("localhost",), to
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        closing.set()
         await asyncio.to_thread(session.close)
 
     routes = [
@@ -254,9 +251,7 @@ def application(session: Session, *, names: Collection[str] = ("localhost",), to
         Route("/runs/{number:int}", report_of),
         Route("/do/{action}", do, methods=["POST"]),
     ]
-    application = Starlette(routes=routes, lifespan=lifespan)
-    application.state.closing = closing
-    return Guard(application, names, token)
+    return Guard(Starlette(routes=routes, lifespan=lifespan), names, token)
 
 
 def _texts(given: object, most: int) -> list[str]:
@@ -360,7 +355,7 @@ def launch(
     if token is None:
         token = "" if alone else secrets.token_urlsafe(16)
     session = Session(replace(places, alone=alone))
-    app = application(session, names=own_names(host), token=token)
+    app = application(session, lambda: server.should_exit, names=own_names(host), token=token)
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?{urlencode({'token': token})}" if token else "")

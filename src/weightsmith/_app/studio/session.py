@@ -419,7 +419,7 @@ class Session:
         allowed(recipe, self.places)
         if not ranges or not text.strip() or not 1 < budget <= MAX_BUDGET or len(text) > compare.MAX_CHARACTERS:
             what = f"a search takes one parameter or more, a text, and from 2 to {MAX_BUDGET:,} candidates"
-            raise ParameterError(what, fix="tick parameters, and write the text in Try")
+            raise ParameterError(what, fix="choose parameters, and write the text in Try")
         asked, names = recipe, list[str]()
         for path, model, low, high in ranges:
             found = draft.control_at(recipe, path, model)
