@@ -470,8 +470,13 @@ def test_nothing_keeps_anyone_out(browser: Any, studio: Studio, width: int, sche
         visit.previewed()
         for name in ("models", "desk", "result"):
             visit.step(name)
+            shown = page.locator("#models, #desk, #result").evaluate_all(
+                "panes => panes.filter(pane => pane.checkVisibility()).map(pane => pane.id)"
+            )
+            assert shown == ([name] if width < 500 else ["models", "desk", "result"])
             assert _axe(page) == [], name
             visit.fine()
+        visit.step("desk")
         page.click("#method")
         assert _axe(page) == []
         page.click("#methods-close")

@@ -103,6 +103,10 @@ class Visit:
         assert not self.elsewhere, self.elsewhere
         assert self.page.evaluate("window.evil") is None
         assert not self.page.evaluate("document.documentElement.scrollWidth > innerWidth"), "something is wider than the page"
+        wide = self.page.evaluate(
+            "[...document.querySelectorAll('.pane, #board')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.id)"
+        )
+        assert not wide, f"something is wider than {wide}"
 
 
 def values_shown(page: Any) -> dict[tuple[str, str], Any]:
