@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -119,3 +120,22 @@ def test_any_way_to_write_a_recipe_is_edited_to_what_was_wanted(
     new = yaml.safe_load(edits.put(text, ("models", start, "parameters", "w"), [0, 1]))
     assert new["models"][start]["parameters"]["w"] == [0, 1]
     assert yaml.safe_load(edits.inserted(text, ("models",), {"model": "new"}))["models"] == [*tree["models"], {"model": "new"}]
+
+
+def test_long_texts_are_merged_in_bounded_time() -> None:
+    same = "a\n" * 40_000
+    began = time.monotonic()
+    assert edits.merged(same, f"b\n{same}", f"{same}c\n") == f"{same}c\n"  # too long to compare: the last edit wins
+    numbered = "".join(f"{i}\n" for i in range(40_000))
+    merged = edits.merged(numbered, numbered.replace("20000\n", "x\n"), numbered.replace("20010\n", "y\n"))
+    assert merged == numbered.replace("20000\n", "x\n").replace("20010\n", "y\n")
+    assert time.monotonic() - began < 20  # quadratic: hours
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: 1\n---\nb: 2\n", "a: &a [1]\nb: *a\n", "- a\n", "a: [", "x", "a: " + "[" * 3000 + "]" * 3000, "%TAG ! x\n"],
+)
+def test_what_is_not_one_plain_document_is_not_edited(text: str) -> None:
+    assert not edits.can_edit(text)
+    assert edits.can_edit("a: 1 # one\nb: [x]\n")

@@ -139,6 +139,21 @@ def test_a_restart_returns_to_the_recipe_and_the_runs(root: Path, session: Sessi
         again.close()
 
 
+def test_a_disk_that_is_full_loses_no_edit(root: Path, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(session, recipe(root))
+    with monkeypatch.context() as full:
+
+        def write_text(*given: object, **options: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        full.setattr(Path, "write_text", write_text)
+        write(session, recipe(root) + "# two\n")
+        assert "No space left" in session.board.get("unsaved")
+        assert session.board.get("document")["text"].endswith("# two\n")
+    write(session, recipe(root) + "# three\n")
+    assert session.board.get("unsaved") == ""
+
+
 def test_an_adapter_is_added_on_its_base(root: Path, session: Session) -> None:
     base, py = f"{root}/models/base", f"{root}/models/adapters/py"
     session.edit("a", 1, [{"kind": "goal", "name": "add"}, {"kind": "base", "name": base}, {"kind": "add", "name": py}])

@@ -111,6 +111,9 @@ def read(text: str) -> Draft:
         return Draft(held=f"There is no method {recipe.merge_method!r}.")
     base = str(recipe.base_model or "")
     base = "" if base in (NO_BASE, NO_MODEL) else base
+    if not edits.can_edit(text):
+        held = "Sliders are for recipes of one document, without aliases. Edit this one as text."
+        return Draft(method.name, base, held=held)
     if not recipe.models or recipe.stages or any(entry.matched or not str(entry.model) for entry in recipe.models):
         held = "Sliders are for recipes with a list of models. Edit this one as text."
         return Draft(method.name, base, held=held, blocks=tuple(_blocks(text)))
@@ -231,6 +234,8 @@ def edited(text: str, edit: Mapping[str, Any], on_base: Callable[[str, str], str
     if kind == "goal" and name in GOALS_SHOWN:
         now = read(text)
         return begin(str(name), now.base, now.models)
+    if not edits.can_edit(text) if text.strip() else kind in ("set", "move", "drop"):
+        return text
     if kind == "set":
         return _set(as_text(text), edit)
     if kind in ("move", "drop"):

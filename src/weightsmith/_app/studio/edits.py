@@ -17,13 +17,25 @@ from weightsmith._app.goals import quoted
 
 Path = tuple[str | int, ...]
 
+_MOST_PAIRS = 1_000_000
+"""Of lines that are compared to merge two edits: a tenth of a second."""
+
 
 def parsed(text: str) -> Any:
-    """The recipe as values; None if it is not YAML."""
+    """The recipe as values; None if it is not one YAML document."""
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
+
+
+def can_edit(text: str) -> bool:
+    """Whether values of the text can be edited: it is one mapping, and without aliases, which can stand for very much."""
+    try:
+        aliased = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader))
+        return not aliased and isinstance(parsed(text), Mapping)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return False
 
 
 def at(tree: Any, path: Path) -> Any:
@@ -97,6 +109,12 @@ def merged(base: str, current: str, mine: str) -> str:
     if mine == base:
         return current
     old, theirs, own = (text.splitlines(keepends=True) for text in (base, current, mine))
+    start = _common(old, theirs, own)
+    end = _common(old[start:][::-1], theirs[start:][::-1], own[start:][::-1])
+    head, tail = old[:start], old[len(old) - end :]
+    old, theirs, own = (lines[start : len(lines) - end] for lines in (old, theirs, own))
+    if len(old) * max(len(theirs), len(own)) > _MOST_PAIRS:
+        return mine
     ours = [op for op in SequenceMatcher(None, old, own, autojunk=False).get_opcodes() if op[0] != "equal"]
     other = [op for op in SequenceMatcher(None, old, theirs, autojunk=False).get_opcodes() if op[0] != "equal"]
     kept = [(i, j, theirs[a:b]) for _, i, j, a, b in other if not any(_touch(i, j, k, n) for _, k, n, _, _ in ours)]
@@ -105,7 +123,12 @@ def merged(base: str, current: str, mine: str) -> str:
     for i, j, lines in hunks:
         found += [*old[done:i], *lines]
         done = j
-    return "".join([*found, *old[done:]])
+    return "".join([*head, *found, *old[done:], *tail])
+
+
+def _common(*texts: Sequence[str]) -> int:
+    """How many lines all begin with."""
+    return next((i for i, lines in enumerate(zip(*texts, strict=False)) if len(set(lines)) > 1), min(map(len, texts)))
 
 
 def _touch(i: int, j: int, k: int, n: int) -> bool:

@@ -68,8 +68,8 @@ class Kept:
         taken = self.taken | ({tab: number} if tab else {})
         taken = dict(sorted(taken.items(), key=lambda pair: pair[0] == tab)[-_TABS:])
         version = self.version + (text != self.text)
+        self.text, self.version, self.taken = text, version, taken  # even if the disk is full
         self._write("recipe.json", json.dumps({"version": version, "text": text, "taken": taken}))
-        self.text, self.version, self.taken = text, version, taken
 
     def add(self, run: Run, report: str = "") -> None:
         """Keep a run. report: its page, as HTML. A preview takes the place of a preview that was added last."""

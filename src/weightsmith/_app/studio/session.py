@@ -25,6 +25,7 @@ from weightsmith._base.errors import (
     Busy,
     CannotResume,
     ParameterError,
+    StoreError,
     WeightsmithError,
     first_line,
     report,
@@ -114,12 +115,21 @@ class Session:
                 if len(text) > draft.MAX_CHARACTERS * 2:
                     raise ParameterError(f"the recipe has more than {draft.MAX_CHARACTERS:,} characters", fix="shorten it")
                 changed = text != self.text
-                self.kept.save(text, tab, number)
+                self._save(text, tab, number)
                 if changed:
                     self._publish()
                     self._changed.notify_all()
             found: dict[str, Any] = self.board.get("document")
             return found
+
+    def _save(self, text: str, tab: str, number: int) -> None:
+        """Keep the recipe on disk; if that fails, here alone, and say so."""
+        try:
+            self.kept.save(text, tab, number)
+        except StoreError as error:
+            self.board.put("unsaved", show.problem(report(error)))
+        else:
+            self.board.put("unsaved", "")
 
     def _edited(self, text: str, change: Mapping[str, Any]) -> str:
         kind = change.get("kind")

@@ -68,6 +68,7 @@ const draw = changed => {
     $("tokens").max = studio.max_new_tokens;
     if (!studio.can_run) $("tried").innerHTML = "<p class='ws-hint'>Trying needs torch and transformers: <code>pip install 'weightsmith[moe]'</code></p>";
   }
+  if (changed.has("unsaved")) refused(link.state.unsaved);
   if (changed.has("document")) {
     const now = link.state.document;
     $("undo").disabled = !now.undo;
