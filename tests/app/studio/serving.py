@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +38,22 @@ class Studio:
         self.process.wait()
 
 
-def start(root: Path, *flags: str, folders: tuple[str, ...] = ("models",), out: str = "out", port: int = 0) -> Studio:
-    """Start the command in a folder, and wait until it has printed its address."""
+def start(
+    root: Path,
+    *flags: str,
+    folders: tuple[str, ...] = ("models",),
+    out: str = "out",
+    port: int = 0,
+    hub: Mapping[str, str] | None = None,
+) -> Studio:
+    """Start the command in a folder, and wait until it has printed its address. hub: the environment of a Hub; None: none."""
     log = root / f"log-{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "weightsmith", "studio", *folders, "--out", out, "--no-hub", "--port", str(port), *flags]
+    command = [sys.executable, "-m", "weightsmith", "studio", *folders, "--out", out, "--port", str(port), *flags]
+    command += ["--no-hub"] if hub is None else []
     with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=root, env=environment(HF_HUB_OFFLINE="1"), stdout=file, stderr=file)
+        process = subprocess.Popen(
+            command, cwd=root, env=environment(**({"HF_HUB_OFFLINE": "1"} if hub is None else hub)), stdout=file, stderr=file
+        )
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         said = log.read_text()

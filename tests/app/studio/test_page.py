@@ -20,6 +20,7 @@ from tests.app.studio.serving import Studio, asked, serving, start, stop
 from tests.app.studio.slow_link import slow_link
 from tests.app.studio.visit import Visit, values_shown, values_written
 from tests.browser_help import browser
+from tests.fake_hub import COMMIT, serve
 from weightsmith._app.studio.server import ASSETS
 from weightsmith._planning.recipe import load
 
@@ -211,6 +212,35 @@ def test_a_search_from_the_page_and_its_recipe_loaded(browser: Any, studio: Stud
         assert (written[FR, "weight"], written[DE, "weight"]) != (1.0, 1.0)
         assert "# by hand" in visit.recipe
         visit.fine()
+
+
+def test_a_model_of_the_hub_is_checked_previewed_and_merged(browser: Any, root: Path, tmp_path: Path) -> None:
+    """No byte of it is asked for before its name is typed; a preview reads ranges, a merge downloads."""
+    files = {name: {file.name: file.read_bytes() for file in (root / "models" / name).iterdir()} for name in ("fr", "de")}
+    with serve({(f"org/{name}", COMMIT): own for name, own in files.items()}) as hub:
+        with serving(root, out="out/hub", hub=hub.environment(tmp_path)) as studio, Visit(browser, studio.address) as visit:
+            page = visit.page
+            visit.choose(BASE, "use as base")
+            visit.saved()
+            assert hub.seen == []
+            page.fill("#hub-name", "org/none")
+            page.click("#hub button[type=submit]")
+            visit.has("#hub-found", "error")
+            page.fill("#hub-name", "org/fr")
+            page.keyboard.press("Enter")
+            visit.has("#hub-found", "LlamaForCausalLM · 1.1 M parameters · 4 layers · BF16")
+            page.locator("#hub-found button", has_text="Add").click()
+            visit.choose(DE)
+            visit.has("#notes", "The recipe is correct")
+            visit.previewed()
+            visit.has("#shown", "away from its base")
+            assert "model.safetensors" not in hub.whole()
+            found = weightsmith.preview(_absolute(visit.recipe.replace("org/fr", FR), root), progress=False)
+            assert f"{found.total.models[0].survives:.1%} survives" in page.inner_text("#shown")  # type: ignore[union-attr]
+            page.click("#merge")
+            visit.has("#progress", "Done")
+            assert "model.safetensors" in hub.whole()
+            visit.fine()
 
 
 # ---- one state, at any latency
