@@ -487,8 +487,7 @@ SMALL = """[...document.querySelectorAll("button, select, input, summary, .ws-hi
   .map(([name, box]) => `${name} ${box.width} by ${box.height}`)"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 1024, 390])
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (1440, "dark"), (1024, "light"), (390, "dark")])
 def test_nothing_keeps_anyone_out(browser: Any, studio: Studio, width: int, scheme: str) -> None:
     """axe-core in every state; nothing wider than the page; three panes without page scroll on a desktop."""
     with Visit(browser, studio.address, width, scheme=scheme) as visit:
