@@ -361,6 +361,49 @@ def test_two_tabs_show_one_recipe_and_one_merge(browser: Any, studio: Studio) ->
         visit.fine()
 
 
+def test_a_tab_that_is_duplicated_edits_for_itself(browser: Any, studio: Studio) -> None:
+    with Visit(browser, studio.address) as visit:
+        ready(visit)
+        for _ in range(3):
+            visit.page.get_by_label(f"weight of {FR}", exact=True).press("ArrowLeft")
+            visit.saved()
+        other = visit.tab()
+        storage = visit.page.evaluate("JSON.stringify(sessionStorage)")
+        other.evaluate(
+            "kept => { for (const [name, value] of Object.entries(JSON.parse(kept))) sessionStorage.setItem(name, value); }",
+            storage,
+        )
+        other.reload()
+        for tab, weight in ((other, 0.99), (visit.page, 0.98), (other, 0.97)):
+            tab.get_by_label(f"weight of {DE}", exact=True).press("ArrowLeft")
+            for each in (visit.page, other):
+                visit.until(f"document.querySelector('[aria-label=\"weight of {DE}, exactly\"]').value === '{weight}'", each)
+                visit.saved(each)
+        assert values_written(visit.recipe)[DE, "weight"] == 0.97
+        _agree(visit)
+
+
+def test_seven_tabs_edit_and_those_behind_follow_when_they_are_seen(browser: Any, studio: Studio) -> None:
+    """A browser opens six connections to a server."""
+    with Visit(browser, studio.address) as visit:
+        ready(visit)
+        for _ in range(7):
+            hidden = visit.tab()
+            hidden.evaluate(HIDE, True)
+        visit.page.get_by_label(f"weight of {FR}", exact=True).press("ArrowLeft")
+        visit.saved()
+        assert "0.99" not in hidden.input_value("#text")
+        hidden.evaluate(HIDE, False)
+        visit.until("document.querySelector('#text').value.includes('weight: 0.99')", hidden)
+        assert hidden.locator("#dead").is_hidden()
+
+
+HIDE = """hidden => {
+  Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
 def test_a_dead_server_is_said_and_what_is_edited_meanwhile_arrives(browser: Any, root: Path) -> None:
     studio = start(root, out="out/dead")
     port = studio.port

@@ -9,14 +9,18 @@ export class Link {
   // shown(changed): called with the names of values that changed; said(state): "saved", "saving" or "dead"; refused(html).
   constructor({ shown, said, refused }) {
     Object.assign(this, { shown, said, refused, state: {}, waiting: [] });
-    this.tab = stored("ws-tab", crypto.randomUUID?.() ?? String(Math.random()));
-    this.number = stored("ws-number", 0);
-    this.sent = stored("ws-sent", []);  // of a request without an answer: it is sent again with its number
+    this.tab = crypto.randomUUID?.() ?? String(Math.random());  // of this load: a tab that is duplicated is another one
+    this.number = 0;
+    ({ changes: this.sent, as: this.as } = stored("ws-sent", { changes: [] }));  // without an answer: sent again as the same
     this.queue = stored("ws-queue", []);
-    keep("ws-tab", this.tab);
     this.sending = false;
     this.heard = performance.now();
     this.listen();
+    // A browser has six connections to a server for all its tabs: one that nobody sees gives its own back.
+    document.addEventListener("visibilitychange", () => {
+      this.events.close();
+      if (!document.hidden) { this.heard = performance.now(); this.listen(); }
+    });
     setInterval(() => this.check(), 250);
     this.send();
   }
@@ -32,11 +36,11 @@ export class Link {
       this.take(changed);
       this.check();
     };
-    this.events.onerror = () => { if (this.events.readyState === EventSource.CLOSED) { this.events.close(); setTimeout(() => this.listen(), RETRY_MS); } };
+    this.events.onerror = () => { if (this.events.readyState === EventSource.CLOSED && !document.hidden) setTimeout(() => this.listen(), RETRY_MS); };
   }
 
   check() {
-    const dead = performance.now() - this.heard > DEAD_MS;
+    const dead = !document.hidden && performance.now() - this.heard > DEAD_MS;
     this.said(dead ? "dead" : this.pending.length ? "saving" : "saved");
   }
 
@@ -72,18 +76,19 @@ export class Link {
       if (!this.sent.length) {
         this.sent = this.queue;
         this.queue = [];
-        this.number += 1;
-        keep("ws-sent", this.sent); keep("ws-queue", this.queue); keep("ws-number", this.number);
+        this.as = { tab: this.tab, number: ++this.number };
+        keep("ws-sent", { changes: this.sent, as: this.as });
+        keep("ws-queue", this.queue);
       }
       let answer;
       try {
-        answer = await this.post("edit", { tab: this.tab, number: this.number, changes: this.sent });
+        answer = await this.post("edit", { ...this.as, changes: this.sent });
       } catch (error) {
         if (!error.html) { await new Promise(done => setTimeout(done, RETRY_MS)); continue; }
         this.refused(error.html);
       }
       this.sent = [];
-      keep("ws-sent", []);
+      keep("ws-sent", { changes: [] });
       if (answer) this.take({ document: answer.document }); else this.shown(["document"]);
     }
     this.sending = false;
