@@ -1,7 +1,7 @@
 """Walk the two-minute path of docs/studio.md in Chromium, on the models of `make demo`, and take its pictures.
 
 python scripts/studio_tour.py          the pictures of docs/images
-python scripts/studio_tour.py --all    every step at 1440, 1024 and 390 pixels, light and dark, in build/studio
+python scripts/studio_tour.py --all    every step at 1440, 1024 and 390 pixels, light and dark, in docs/images/studio
 """
 
 from __future__ import annotations
@@ -103,19 +103,19 @@ def main() -> None:
     if not MODELS.is_dir():
         raise SystemExit("the models are not there -> run make demo first")
     every = "--all" in sys.argv[1:]
-    target = ROOT / "build" / "studio" if every else ROOT / "docs" / "images"
+    target = ROOT / "docs" / "images" / ("studio" if every else "")
     target.mkdir(parents=True, exist_ok=True)
     program = shutil.which("chromium") or shutil.which("google-chrome")
-    sizes = [(1440, 900), (1024, 768), (390, 844)] if every else [(1440, 900), (390, 844)]
+    sizes = [(1440, 900), (1024, 768), (390, 844)] if every else [(1440, 900)]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for width, height in sizes:
-            for scheme in ("light", "dark") if every else ("light",) if width > 1000 else ("dark",):
+            for scheme in ("light", "dark") if every else ("light",):
                 with tempfile.TemporaryDirectory() as name, studio_of(Path(name)) as address:
                     page = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme).new_page()
                     page.set_default_timeout(WAIT_MS)
                     page.goto(address)
-                    suffix = f"-{width}-{scheme}" if every else "" if width > 1000 else "-phone"
+                    suffix = f"-{width}-{scheme}" if every else ""
                     walk(page, lambda step, page=page, suffix=suffix: picture(page, target / f"studio-{step}{suffix}.png"))
         browser.close()
 

@@ -582,5 +582,5 @@ def test_the_page_is_small(studio: Studio) -> None:
 def test_screens_are_documented() -> None:
     """The pictures of docs/studio.md are there."""
     page = Path(__file__).parents[3] / "docs" / "studio.md"
-    for name in re.findall(r"images/[\w-]+\.png", page.read_text()):
+    for name in re.findall(r"images/[\w/-]+\.png", page.read_text()):
         assert (page.parent / name).is_file(), name
