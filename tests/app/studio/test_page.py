@@ -398,6 +398,11 @@ def test_seven_tabs_edit_and_those_behind_follow_when_they_are_seen(browser: Any
         assert hidden.locator("#dead").is_hidden()
 
 
+HEAR = """() => {
+  window.heard = [];
+  new MutationObserver(() => heard.push(document.querySelector("#said").textContent))
+    .observe(document.querySelector("#said"), { childList: true });
+}"""
 HIDE = """hidden => {
   Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
   document.dispatchEvent(new Event("visibilitychange"));
@@ -505,8 +510,13 @@ def test_from_start_to_a_merged_model_by_keyboard_alone(
         assert page.evaluate("document.activeElement.id") != "text"
         tab_to("merge")
         visit.previewed()
+        page.evaluate(HEAR)
         page.keyboard.press("Enter")
         visit.has("#progress", "Done")
+        visit.has("#said", "merged is merged.")
+        heard = page.evaluate("window.heard")
+        assert heard[0] == "Merging merged: 0 percent."
+        assert len(heard) <= 6, "not every step is read aloud"
         assert (out_of(root, request) / "merged" / "model.safetensors").is_file()
 
 

@@ -60,6 +60,20 @@ const step = name => {
 };
 const show = tab => { result.open(tab); step("result"); };
 
+// For screen readers: what changed, once, and not every step of a slider or of a merge.
+const told = {};
+const tell = (what, words) => {
+  if (told[what] !== undefined && told[what] !== words) $("said").textContent = words;
+  told[what] = words;
+};
+const announce = () => {
+  const { notes, work, task, preview, document: now } = link.state;
+  if (notes && notes.version === now?.version) tell("notes", notes.good ? "The recipe is correct." : now.text.trim() ? `The recipe has ${notes.errors} problem${notes.errors === 1 ? "" : "s"}.` : "");
+  if (work) tell("work", work.state === "running" ? `Merging ${work.name}: ${25 * Math.floor(4 * work.share)} percent.` : { done: `${work.name} is merged.`, failed: `Merging ${work.name} failed.`, cancelled: `Merging ${work.name} was cancelled.` }[work.state] ?? "");
+  if (task) tell("task", task.running ? `${task.kind} runs.` : task.kind ? `${task.kind} is done.` : "");
+  if (preview && !link.pending.length && preview.version === now?.version) tell("preview", $("shown").querySelector(".ws-verdict")?.textContent ?? "");
+};
+
 const draw = changed => {
   if (changed.has("studio")) {
     const { studio } = link.state;
@@ -91,6 +105,7 @@ const draw = changed => {
   if (changed.has("task")) result.task();
   if (changed.has("runs")) result.runs();
   if (changed.has("work")) work();
+  announce();
 };
 
 const work = () => {
