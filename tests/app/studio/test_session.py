@@ -21,7 +21,8 @@ from weightsmith import open_checkpoint, preview, tune
 from weightsmith._app.studio import compare, show
 from weightsmith._app.studio.kept import Run
 from weightsmith._app.studio.places import Places
-from weightsmith._app.studio.session import MAX_SWEEP, Session, listed_methods
+from weightsmith._app.studio.session import Session, listed_methods
+from weightsmith._app.studio.tasks import MAX_SWEEP
 from weightsmith._base.errors import Busy, CannotResume, ParameterError, PlanError, Unsupported
 from weightsmith._methods import NAMES, all_methods
 from weightsmith._reports.look.nonfinite import NonFinite
@@ -75,7 +76,7 @@ def followed(session: Session, name: str, version: int) -> Mapping[str, Any]:
 
 
 def finished(session: Session) -> Mapping[str, Any]:
-    session.wait(SECONDS)
+    session.tasks.wait(SECONDS)
     found: Mapping[str, Any] = session.board.get("task")
     assert not found["running"]
     return found
@@ -291,9 +292,9 @@ def test_what_may_not_be_read_is_not_merged_tried_swept_or_looked_at(root: Path,
         path, secret = ["models", 1, "parameters", "weight"], f"{root}/secret"
         for act in (
             lambda: session.start(version, "no"),
-            lambda: session.begin_try(version, [], "The", "", 8),
-            lambda: session.begin_sweep(version, path, f"{root}/models/de", [0.1], "", ""),
-            lambda: session.begin_look([secret]),
+            lambda: session.tasks.ask(session.text, [], "The", "", 8),
+            lambda: session.tasks.sweep(session.text, path, f"{root}/models/de", [0.1], "", ""),
+            lambda: session.tasks.look(session.text, [secret]),
             lambda: session.hub_model(secret),
         ):
             with pytest.raises(PlanError, match="outside the folders"):
@@ -304,15 +305,15 @@ def test_what_may_not_be_read_is_not_merged_tried_swept_or_looked_at(root: Path,
 
 @pytest.mark.skipif(not compare.available(), reason="needs torch and transformers")
 def test_a_try_and_its_limits(root: Path, session: Session) -> None:
-    version = write(session, recipe(root))
+    write(session, recipe(root))
     base = f"{root}/models/base"
     with pytest.raises(ParameterError, match="nothing to try it on"):
-        session.begin_try(version, [], " ", "", 8)
+        session.tasks.ask(session.text, [], " ", "", 8)
     with pytest.raises(Unsupported, match="too much to compare"):
-        session.begin_try(version, [base] * 99, "The", "", 8)
-    session.begin_try(version, [base], "The", "The three most important things", 4)
+        session.tasks.ask(session.text, [base] * 99, "The", "", 8)
+    session.tasks.ask(session.text, [base], "The", "The three most important things", 4)
     with pytest.raises(Busy):
-        session.begin_look([base])
+        session.tasks.look(session.text, [base])
     shown = finished(session)
     assert shown["html"].count("<tr>") == 3
     run = session.kept.runs[-1]
@@ -322,9 +323,9 @@ def test_a_try_and_its_limits(root: Path, session: Session) -> None:
 
 
 def test_a_sweep_previews_each_value(root: Path, session: Session) -> None:
-    version = write(session, recipe(root))
+    write(session, recipe(root))
     path, model = ["models", 0, "parameters", "density"], f"{root}/models/fr"
-    session.begin_sweep(version, path, model, [0.1, 0.9], "", "")
+    session.tasks.sweep(session.text, path, model, [0.1, 0.9], "", "")
     shown = finished(session)
     for value in (0.1, 0.9):
         found = preview(recipe(root).replace("density: 0.5", f"density: {value}", 1), progress=False)
@@ -332,7 +333,7 @@ def test_a_sweep_previews_each_value(root: Path, session: Session) -> None:
     assert session.text == recipe(root)
     for wrong, values in ((["models", 0, "model"], [0.1]), (path, []), (path, [0.1] * (MAX_SWEEP + 1))):
         with pytest.raises(ParameterError):
-            session.begin_sweep(version, wrong, model, values, "", "")
+            session.tasks.sweep(session.text, wrong, model, values, "", "")
 
 
 @pytest.mark.skipif(not compare.available() or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
@@ -340,7 +341,7 @@ def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> 
     choice = random.Random(1)
     words = "the most important things about this program are what it reads and writes and how fast".split()
     text = "".join(" ".join(choice.choices(words, k=12)) + ".\n" for _ in range(600))
-    version = write(session, recipe(root))
+    write(session, recipe(root))
     path, model = ["models", 0, "parameters", "weight"], f"{root}/models/fr"
     for ranges, budget in (
         ([], 4),
@@ -349,8 +350,8 @@ def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> 
         ([(path, model, 0.0, 1.0)], 1),
     ):
         with pytest.raises(ParameterError):
-            session.begin_tune(version, ranges, text, budget)
-    session.begin_tune(version, [(path, model, 0.0, 1.5)], text, 4)
+            session.tasks.tune(session.text, ranges, text, budget)
+    session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], text, 4)
     shown = finished(session)
     assert shown["report"], shown
     run = session.kept.runs[-1]
@@ -363,9 +364,9 @@ def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> 
     assert run.recipe == found.recipe
     assert session.text == recipe(root)
     assert not list(session.kept.folder.glob("tune-*"))
-    session.begin_tune(session.kept.version, [(path, model, 0.0, 1.5)], text, 500)
+    session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], text, 500)
     until(lambda: "trial" in session.board.get("task")["doing"])
-    session.cancel_task()
+    session.tasks.stop()
     assert "Stopped" in finished(session)["html"]
 
 
@@ -376,20 +377,20 @@ def test_looking_at_one_two_and_more_models(root: Path, session: Session) -> Non
         ([base, fr], "A change of low rank"),
         ([base, fr, de], "Task vectors of 2 models"),
     ):
-        session.begin_look(models)
+        session.tasks.look(session.text, models)
         shown = finished(session)
         page = session.kept.report(shown["report"])
         assert page is not None
         assert said in page
     with pytest.raises(ParameterError, match="no model is chosen"):
-        session.begin_look([])
+        session.tasks.look(session.text, [])
 
 
 def test_two_runs_side_by_side(root: Path, session: Session) -> None:
     for text in (recipe(root), recipe(root).replace("density: 0.5", "density: 0.9", 1)):
         version = write(session, text)
         followed(session, "preview", version)
-        session.begin_look([f"{root}/models/base"])  # a row between two previews
+        session.tasks.look(session.text, [f"{root}/models/base"])  # a row between two previews
         finished(session)
     previews = [run.id for run in session.kept.runs if run.kind == "preview"]
     html = session.compare_runs(*previews)

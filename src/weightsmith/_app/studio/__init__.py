@@ -11,6 +11,7 @@ The text of the recipe is the document. Every control edits it in place and is d
     kept.py      recipe and runs on disk
     board.py     values that the page shows, with revisions
     show.py      values as HTML
+    tasks.py     tries, sweeps, searches, comparisons: one at a time
     session.py   what can be done on the page, one method for each; threads that follow the recipe and the merge
     server.py    HTTP: who is answered, and what. The only module that imports Starlette
 

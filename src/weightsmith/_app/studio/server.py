@@ -283,31 +283,31 @@ def _name(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _try(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    models = _texts(given["models"], 12)
-    session.begin_try(int(given["version"]), models, str(given["prompt"]), str(given["text"]), int(given["new_tokens"]))
+    models, recipe = _texts(given["models"], 12), session.recipe(int(given["version"]))
+    session.tasks.ask(recipe, models, str(given["prompt"]), str(given["text"]), int(given["new_tokens"]))
     return {}
 
 
 def _sweep(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     values = [float(value) for value in given["values"]]
     asked = str(given["prompt"]), str(given["text"])
-    session.begin_sweep(int(given["version"]), given["path"], str(given["model"]), values, *asked)
+    session.tasks.sweep(session.recipe(int(given["version"])), given["path"], str(given["model"]), values, *asked)
     return {}
 
 
 def _tune(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     ranges = [(list(path), str(model), float(low), float(high)) for path, model, low, high in given["ranges"]]
-    session.begin_tune(int(given["version"]), ranges, str(given["text"]), int(given["budget"]))
+    session.tasks.tune(session.recipe(int(given["version"])), ranges, str(given["text"]), int(given["budget"]))
     return {}
 
 
 def _look(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    session.begin_look(_texts(given["models"], 26))
+    session.tasks.look(session.text, _texts(given["models"], 26))
     return {}
 
 
 def _stop(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    session.cancel_task()
+    session.tasks.stop()
     return {}
 
 

@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith import _methods as methods
-from weightsmith._app.studio import compare, draft, edits, show
+from weightsmith._app.studio import compare, draft, show
 from weightsmith._app.studio.board import Board
 from weightsmith._app.studio.check import Checked, allowed, check, first_finding, model_allowed
 from weightsmith._app.studio.kept import Kept, Run
 from weightsmith._app.studio.places import Places, reference
+from weightsmith._app.studio.tasks import Tasks
 from weightsmith._app.studio.work import Cancelled, Status, Work, unfinished
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
-    Busy,
     CannotResume,
     ParameterError,
     StoreError,
     WeightsmithError,
-    first_line,
     report,
 )
-from weightsmith._base.pages import to_html
-from weightsmith._base.text import count, duration, size
+from weightsmith._base.text import duration, size
 from weightsmith._execution.page import PAGE_NAME
-from weightsmith._execution.progress import Meter, Reading
-from weightsmith._reports.look.diff import diff
 from weightsmith._reports.look.inspect import inspect
-from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page
 from weightsmith._reports.look.preview import Preview, preview
-from weightsmith._reports.tuning.report import tuning_page
-from weightsmith._reports.tuning.result import total
-from weightsmith._reports.tuning.tune import tune
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
@@ -48,10 +38,6 @@ if TYPE_CHECKING:
 _TICK_SECONDS = 0.2
 _HISTORY = 200
 """Texts that `undo` can go back to."""
-MAX_SWEEP = 9
-"""Values of a sweep."""
-MAX_BUDGET = 1000
-"""Candidates of a search."""
 
 
 class Session:
@@ -73,12 +59,10 @@ class Session:
         self._checked: tuple[int, Checked] | None = None
         self._facts: dict[str, Any] = {}
         self._closed = False
-        self._task: threading.Thread | None = None
-        self._stop_task = threading.Event()
+        self.tasks = Tasks(places, self.board, self.kept, self.add_run)
         self._status = Status()
         about = {"id": secrets.token_hex(8), "out": reference(places.out), "hub": places.hub, "alone": places.alone}
         self.board.put("studio", about | {"can_run": compare.available(), "max_new_tokens": compare.MAX_NEW_TOKENS})
-        self.board.put("task", {"running": False})
         self._show_runs()
         self._publish()
         self._show_work(self._status)
@@ -90,7 +74,7 @@ class Session:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._stop_task.set()
+        self.tasks.stop()
         self.work.cancel()
         self.work.wait(10)
         self.kept.close()
@@ -224,7 +208,7 @@ class Session:
             return
         self.board.put("preview", shown)
         numbers = show.preview_numbers(found)
-        self._add("preview", draft.read(text).method, text, time.monotonic() - began, numbers)
+        self.add_run("preview", draft.read(text).method, text, time.monotonic() - began, numbers)
 
     def _is_good(self, version: int) -> bool:
         with self._lock:
@@ -270,14 +254,15 @@ class Session:
         Raises CannotResume for a recipe that has been changed since, Busy, PlanError, ParameterError.
         """
         with self._lock:
-            text = self._text_of(version)
+            text = self.recipe(version)
             recipe = allowed(text, self.places)
             if (overwrite or again) and not self.places.alone:
                 what = "a studio that others can reach replaces no result, and discards no unfinished work"
                 raise ParameterError(what, where=name, fix="choose another name", state=NOTHING_WRITTEN)
             self.work.start(recipe, self.places.target(name.strip()), overwrite=overwrite is True, resume=again is not True)
 
-    def _text_of(self, version: int) -> str:
+    def recipe(self, version: int) -> str:
+        """The recipe that the page shows. Raises CannotResume if it has been changed since."""
         if version != self.kept.version:
             what = "the recipe was changed meanwhile, in another tab"
             raise CannotResume(what, fix="look at it, and press again", state=NOTHING_WRITTEN)
@@ -317,7 +302,7 @@ class Session:
             numbers["distance from the base"] = merged.distance[0].percent()
         page = status.out / PAGE_NAME
         html = page.read_text(encoding="utf-8") if page.is_file() else ""
-        self._add(
+        self.add_run(
             "merge", status.out.name, merged.plan.recipe or self.text, merged.seconds, numbers, html, reference(status.out)
         )
         self._facts.pop(reference(status.out), None)  # it may have been replaced
@@ -325,9 +310,10 @@ class Session:
 
     # ---- runs
 
-    def _add(
+    def add_run(
         self, kind: str, title: str, recipe: str, seconds: float, numbers: Mapping[str, str], page: str = "", model: str = ""
     ) -> int:
+        """Keep a run; its number. page: its report, as HTML; model: what it made."""
         with self._lock:
             number = self.kept.next_id()
             run = Run(number, kind, time.time(), title, recipe, round(seconds, 3), dict(numbers), bool(page), model)
@@ -345,210 +331,6 @@ class Session:
         if first not in known or second not in known:
             raise ParameterError("this run is gone", fix="choose another")
         return show.two_runs(known[first], known[second])
-
-    # ---- tasks: what takes time and writes nothing
-
-    def cancel_task(self) -> None:
-        """Stop the task after the model that it is at."""
-        self._stop_task.set()
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait until no task runs, or for so long."""
-        if self._task is not None:
-            self._task.join(seconds)
-
-    def begin_try(self, version: int, models: Sequence[str], prompt: str, text: str, new_tokens: int) -> None:
-        """Ask the result of the recipe, merged in memory, and models beside it. Raises Unsupported, PlanError, Busy."""
-        recipe = allowed(self._text_of(version), self.places)
-        asked = compare.Asked(prompt, text, new_tokens)
-        asked.check(len(models) + 1)
-        if not prompt.strip() and not text.strip():
-            raise ParameterError("there is nothing to try it on", fix="write a prompt, or a text")
-
-        def work() -> None:
-            began, found = time.monotonic(), list[compare.Sample]()
-            steps: list[tuple[str, Callable[[], compare.Sample]]] = [
-                (compare.MERGE, lambda: compare.tried(recipe, self.places, asked)),
-                *((name, lambda name=name: next(compare.compare([name], self.places, asked))) for name in models),
-            ]
-            for name, step in steps:
-                self.show_task("try", f"running {name}", show.samples(found, prompt))
-                if self._stop_task.is_set():
-                    break
-                found.append(step())
-            html = show.samples(found, prompt)
-            numbers = show.sample_numbers(found)
-            if found:
-                self._add("try", draft.read(recipe).method, recipe, time.monotonic() - began, numbers)
-            self.show_task("try", "", html, running=False)
-
-        self._begin("try", work)
-
-    def begin_sweep(
-        self, version: int, path: Sequence[Any], model: str, values: Sequence[float], prompt: str, text: str
-    ) -> None:
-        """Preview, and if asked try, the recipe with several values of one parameter. Raises as `begin_try`, ParameterError."""
-        recipe = self._text_of(version)
-        allowed(recipe, self.places)
-        if not 0 < len(values) <= MAX_SWEEP:
-            raise ParameterError(f"a sweep has from 1 to {MAX_SWEEP} values, not {len(values)}", fix="write fewer values")
-        texts = []
-        for value in values:
-            change = {"kind": "set", "path": list(path), "model": model, "value": value}
-            texts.append(draft.edited(recipe, change))
-            if draft.read(texts[-1]).held or draft.control_at(recipe, list(path), model) is None:
-                raise ParameterError("this parameter cannot be swept", where=str(path), fix="choose another parameter")
-        asked = compare.Asked(prompt, text, 32)
-        runs = bool(prompt.strip() or text.strip())
-        if runs:
-            asked.check(1)
-        name = f"{path[-1]} of {model}" if model else str(path[-1])
-
-        def work() -> None:
-            began, rows = time.monotonic(), list[show.Swept]()
-            for value, each in zip(values, texts, strict=True):
-                self.show_task("sweep", f"{name} = {value:g}", show.sweep(name, rows, prompt))
-                if self._stop_task.is_set():
-                    break
-                found = preview(allowed(each, self.places), stream=True, progress=self.stop_if_asked)
-                sample = compare.tried(each, self.places, asked) if runs else None
-                rows.append(show.Swept(value, found, sample))
-            if rows:
-                numbers = {"values": ", ".join(f"{row.value:g}" for row in rows)}
-                self._add("sweep", name, recipe, time.monotonic() - began, numbers)
-            self.show_task("sweep", "", show.sweep(name, rows, prompt), running=False)
-
-        self._begin("sweep", work)
-
-    def begin_tune(self, version: int, ranges: Sequence[tuple[list[Any], str, float, float]], text: str, budget: int) -> None:
-        """Search the values of some parameters with which the merge predicts a text best; see `weightsmith.tune`.
-
-        ranges  path, model, least and largest value of each. Raises as `begin_try`, ParameterError
-        """
-        recipe = self._text_of(version)
-        allowed(recipe, self.places)
-        if not ranges or not text.strip() or not 1 < budget <= MAX_BUDGET or len(text) > compare.MAX_CHARACTERS:
-            what = f"a search takes one parameter or more, a text, and from 2 to {MAX_BUDGET:,} candidates"
-            raise ParameterError(what, fix="choose parameters, and write the text in Try")
-        asked, names = recipe, list[str]()
-        for path, model, low, high in ranges:
-            found = draft.control_at(recipe, path, model)
-            if found is None or found.kind not in ("float", "int") or not low < high:
-                raise ParameterError(
-                    "this parameter cannot be tuned", where=f"{path}, {low:g} to {high:g}", fix="write a range"
-                )
-            asked = edits.put(asked, found.path, {"tune": [low, high]})
-            names.append(f"{found.name} of {model}" if model else found.name)
-
-        def work() -> None:
-            began = time.monotonic()
-            with self.kept.scratch() as folder:
-                (folder / "text.txt").write_text(text, encoding="utf-8")
-                out = folder / "tuned.yml"
-                shown = _Trials(self, out.with_suffix(".trials.jsonl"), names)
-                found = tune(asked, out, text=folder / "text.txt", budget=budget, progress=shown)
-                page = tuning_page(found)
-            perplexities = {name: f"{total(scores).perplexity:.4g}" for name, scores in found.judged.items()}
-            numbers = {f"perplexity of the {name}": value for name, value in perplexities.items()}
-            number = self._add("tune", ", ".join(names), found.recipe, time.monotonic() - began, numbers, to_html(page))
-            html = show.verdict(page) + show.trials(names, [*shown.rows()])
-            self.show_task("tune", "", html, running=False, report=number)
-
-        self._begin("tune", work)
-
-    def begin_look(self, models: Sequence[str]) -> None:
-        """Look at models. One: what it is. Two: what they differ in. More: how the deltas of all but the first fit together."""
-        every = [model_allowed(name, self.places) for name in models]
-        if not every:
-            raise ParameterError("no model is chosen", fix="choose models on the left")
-
-        def work() -> None:
-            began = time.monotonic()
-            self.show_task("look", f"reading {', '.join(every)}", "")
-            if len(every) > 2:
-                found = comparison_page(diff(*every[1:], base=every[0], progress=self.stop_if_asked))
-            elif len(every) == 2:
-                found = difference_page(diff(every[0], every[1], progress=self.stop_if_asked))
-            else:
-                found = inspection_page(inspect(every[0], stats=True, progress=False))
-            run = self._add("look", ", ".join(every), self.text, time.monotonic() - began, dict(found.numbers), to_html(found))
-            self.show_task("look", "", show.verdict(found), running=False, report=run)
-            if len(every) == 2 and found.summary:
-                verdicts = self.board.get("verdicts") or {}
-                self.board.put("verdicts", {**verdicts, every[0]: {**verdicts.get(every[0], {}), every[1]: found.summary[0]}})
-
-        self._begin("look", work)
-
-    def stop_if_asked(self, _now: Progress | None = None) -> None:
-        """Raise Cancelled if the task is to stop."""
-        if self._stop_task.is_set() or self._closed:
-            raise Cancelled
-
-    def _begin(self, kind: str, work: Callable[[], None]) -> None:
-        with self._lock:
-            if self._task is not None and self._task.is_alive():
-                raise Busy("something else is being tried", fix="wait until it is done, or stop it")
-            self._stop_task.clear()
-            self.show_task(kind, "starting", "")
-            self._task = threading.Thread(target=self._run, args=(kind, work), name="weightsmith-studio-task", daemon=True)
-            self._task.start()
-
-    def _run(self, kind: str, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except KeyboardInterrupt:
-            self.show_task(kind, "", show.hint("Stopped."), running=False)
-        except WeightsmithError as error:
-            self.show_task(kind, "", show.problem(report(error)), running=False)
-        except Exception as error:
-            self.show_task(kind, "", show.problem(f"{type(error).__name__}: {first_line(error)}"), running=False)
-
-    def show_task(self, kind: str, doing: str, html: str, *, running: bool = True, report: int = 0) -> None:
-        """Show how far the task is."""
-        self.board.put("task", {"kind": kind, "running": running, "doing": doing, "html": html, "report": report})
-
-
-class _Trials(Meter):
-    """Shows the trials of a search as they come, and stops it when asked to."""
-
-    def __init__(self, session: Session, journal: Path, names: Sequence[str]) -> None:
-        self._session = session
-        self._journal = journal
-        self._names = names
-        self._found: list[tuple[int, list[Any], float | None]] = []
-        self._read = 0
-
-    def rows(self) -> Sequence[tuple[int, list[Any], float | None]]:
-        """Number, values and loss of each trial; None: it was not scored on all rows."""
-        return self._found
-
-    def show(self, reading: Reading) -> None:
-        """Show the trials so far."""
-        self.say(reading.label)
-
-    def say(self, text: str) -> None:
-        """Show the trials so far. Called about ten times a second."""
-        self._session.stop_if_asked()
-        self._take()
-        self._session.show_task("tune", f"{text}, {count(len(self._found), 'trial')}", show.trials(self._names, self._found))
-
-    def _take(self) -> None:
-        """Read the lines of the journal that are new, but for one that is not finished."""
-        try:
-            with self._journal.open("rb") as file:
-                file.seek(self._read)
-                lines = file.read().splitlines(keepends=True)
-        except OSError:
-            return
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            self._read += len(line)
-            values = json.loads(line)
-            if "trial" in values:
-                nats = [each for own in values.get("nats", []) for each in own]
-                loss = sum(nats) / len(nats) if nats and None not in nats else None
-                self._found.append((values["trial"], values["values"], loss))
 
 
 def _survives(found: Preview) -> dict[str, list[float | None]]:
