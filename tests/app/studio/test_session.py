@@ -421,3 +421,16 @@ def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     ]
     assert all(map(harmless, shown))
     assert not harmless(f"<p>{HOSTILE}</p>")
+
+
+def test_merges_that_nobody_sees_running_are_runs(root: Path, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that end between two looks of the thread that watches."""
+    monkeypatch.setattr("weightsmith._app.studio.session._TICK_SECONDS", 3.0)
+    version = write(session, recipe(root))
+    time.sleep(0.5)
+    session.start(version, "first")
+    session.work.wait(SECONDS)
+    until(lambda: [run.title for run in session.kept.runs if run.kind == "merge"] == ["first"])
+    session.start(version, "second")
+    session.work.wait(SECONDS)
+    until(lambda: [run.title for run in session.kept.runs if run.kind == "merge"] == ["first", "second"])

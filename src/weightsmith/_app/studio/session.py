@@ -282,9 +282,8 @@ class Session:
             time.sleep(_TICK_SECONDS)
             status = self.work.status
             if status is not self._status:
-                ended = status.state != "running" and self._status.state != status.state
                 self._status = status
-                if ended:
+                if status.state == "done":  # a fast merge may never be seen while it runs
                     self._ended(status)
                 self._show_work(status)
 
@@ -295,7 +294,7 @@ class Session:
 
     def _ended(self, status: Status) -> None:
         merged = status.merged
-        if status.state != "done" or merged is None or status.out is None:
+        if merged is None or status.out is None:
             return
         numbers = {"method": merged.plan.made.name, "bytes": str(sum(step.out.nbytes for step in merged.plan.steps))}
         if merged.distance:

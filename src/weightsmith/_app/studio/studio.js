@@ -48,6 +48,7 @@ const actions = {
   },
   async merge() {
     const version = await link.settled();
+    before = lastMerge()?.id ?? 0;
     if (await actions.do("merge", { version, name: $("name").value, overwrite: $("overwrite").checked, again: $("again").checked })) {
       $("overwrite").checked = $("again").checked = false;
     }
@@ -103,7 +104,7 @@ const draw = changed => {
   if (["document", "preview"].some(name => changed.has(name))) { desk.strips(); result.preview(); }
   if (["document", "notes"].some(name => changed.has(name))) desk.notes();
   if (changed.has("task")) result.task();
-  if (changed.has("runs")) result.runs();
+  if (changed.has("runs")) { result.runs(); merged(); }
   if (changed.has("work")) work();
   announce();
 };
@@ -114,13 +115,17 @@ const work = () => {
   $("merge").disabled = running;
   $("cancel").hidden = !running;
   if (!running) named();
-  if (work.state === "done" && work.name && wasRunning) {
-    const run = [...(link.state.runs ?? [])].reverse().find(each => each.kind === "merge");
-    if (run?.report) { result.frame(run.id); $("looked").replaceChildren(); result.open("report"); }
-  }
-  wasRunning = running;
 };
-let wasRunning = false;
+
+// The report of the merge that was started here opens when it is there.
+let before = null;
+const lastMerge = () => (link.state.runs ?? []).findLast(each => each.kind === "merge");
+const merged = () => {
+  const run = lastMerge();
+  if (before === null || !run || run.id <= before) return;
+  before = null;
+  if (run.report) { result.frame(run.id); $("looked").replaceChildren(); result.open("report"); }
+};
 
 const named = () => {
   clearTimeout(nameTimer);
