@@ -353,6 +353,9 @@ def test_two_tabs_show_one_recipe_and_one_merge(browser: Any, studio: Studio) ->
         visit.saved(other)
         visit.until("document.querySelector('#text').value.includes('density: 0.525')")
         assert values_written(visit.recipe)[FR, "weight"] == 0.95
+        visit.until(
+            "['weight: 0.95', 'density: 0.525'].every(each => document.querySelector('#text').value.includes(each))", other
+        )
         assert other.input_value("#text") == visit.recipe
         _agree(visit)
         visit.page.click("#merge")
