@@ -63,6 +63,9 @@ def test_a_model_that_was_not_chosen_yet(root: Path, places: Places) -> None:
         ("merge_method: passthrough\nslices:\n- sources: [{model: {secret}, layer_range: [0, 1]}]\n", 3),
         ("merge_method: linear\nmodels: [{model: {base}, parameters: {weight: 1}}]\ntokenizer_source: {secret}\n", 3),
         ("merge_method: linear\nmodels: [{model: {base}, parameters: {weight: 1}}]\nchat_template: {secret}/config.json\n", 3),
+        ("merge_method: regmean\nbase_model: {base}\nmodels: [{model: {base}}]\ntext: {secret}/text.txt\n", 4),
+        ("merge_method: regmean\nbase_model: {base}\nmodels: [{model: {base}}]\ntext: {file: ../secret/text.txt}\n", 4),
+        ("merge_method: fisher\nbase_model: {base}\nmodels: [{model: {base}, text: {secret}/text.txt}]\n", 3),
         ("merge_method: linear\nmodels: [{model: {base}, parameters: {weight: 1}}]\nchat_template: ../secret/config.json\n", 3),
         ("merge_method: {secret}/evil.py:run\nmodels: [{model: {base}}]\n", 1),
         ("name: a\nmerge_method: linear\nmodels: [{model: {secret}, parameters: {weight: 1}}]\n---\n"

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Literal
 
+from weightsmith._activations.rows import BUILT_IN
 from weightsmith._app.cli.summary import summarise
 from weightsmith._app.studio.draft import MAX_CHARACTERS, NO_BASE, NO_MODEL, as_text
 from weightsmith._app.studio.places import Places
-from weightsmith._base.errors import Finding, MethodError, NotFound, PlanError, SyntaxProblem, WeightsmithError, excerpt
+from weightsmith._base.errors import (
+    CheckpointError,
+    Finding,
+    MethodError,
+    NotFound,
+    PlanError,
+    SyntaxProblem,
+    WeightsmithError,
+    excerpt,
+)
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._methods.user_files import names_file
 from weightsmith._models.tokenizers.files import TEMPLATES
-from weightsmith._planning.recipe import ModelRef, Recipe, load
+from weightsmith._planning.recipe import Input, ModelRef, Recipe, load
 from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import Plan
 
@@ -118,13 +128,33 @@ def _other_files(recipe: Recipe, places: Places) -> Iterator[WeightsmithError]:
         yield MethodError(what, where=recipe.at("merge_method"), fix="run it on the command line, with --allow-code")
     asked = recipe.chat_template
     if asked and asked not in _NAMED and "{" not in asked and "\n" not in asked:
-        try:
-            inside = places.holds(expand_user(asked))
-        except (OSError, ValueError, RuntimeError):
-            inside = False
-        if not inside:
+        if not _inside(asked, places):
             what = "the chat template is a file outside the folders that the studio was started with"
             yield SyntaxProblem(what, where=recipe.at("chat_template"), fix="write the template itself, or auto")
+    for text in (recipe.measured, *(entry.measured for entry in _entries(recipe))):
+        if text is not None and text.path != BUILT_IN and not _inside(text.path, places):
+            what = f"{text.path} is outside the folders that the studio was started with"
+            yield CheckpointError(what, where=text.where, fix=f"start it with this folder too, or write {BUILT_IN}")
+
+
+def _inside(path: str, places: Places) -> bool:
+    try:
+        return places.holds(expand_user(path))
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _entries(recipe: Recipe) -> Iterator[Input]:
+    """All entries of models: of the recipe, of its slices, and of the slices and models of its modules."""
+    waiting: list[object] = [recipe.models, recipe.slices, recipe.modules]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Input):
+            yield value
+        elif isinstance(value, tuple):
+            waiting += value
+        elif is_dataclass(value) and not isinstance(value, type):
+            waiting += [getattr(value, one.name) for one in fields(value)]
 
 
 def _note(level: Literal["error", "warning"], code: str, finding: Finding, text: str) -> Note:

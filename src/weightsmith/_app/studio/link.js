@@ -14,6 +14,7 @@ export class Link {
     ({ changes: this.sent, as: this.as } = stored("ws-sent", { changes: [] }));  // without an answer: sent again as the same
     this.queue = stored("ws-queue", []);
     this.sending = false;
+    this.refusals = 0;
     this.heard = performance.now();
     this.listen();
     // A browser has six connections to a server for all its tabs: one that nobody sees gives its own back.
@@ -85,28 +86,32 @@ export class Link {
         answer = await this.post("edit", { ...this.as, changes: this.sent });
       } catch (error) {
         if (!error.html) { await new Promise(done => setTimeout(done, RETRY_MS)); continue; }
+        this.refusals += 1;
         this.refused(error.html);
       }
       this.sent = [];
       keep("ws-sent", { changes: [] });
-      if (answer) this.take({ document: answer.document }); else this.shown(["document"]);
+      if (answer) this.take({ document: answer.document });
+      this.shown(["document"]);  // even if the events brought a newer one before the answer
     }
     this.sending = false;
     this.check();
     for (const done of this.waiting.splice(0)) done();
   }
 
-  // Resolves when the server has every edit; with the version of the recipe.
+  // Resolves when the server has every edit; with the version of the recipe, or -1, which no recipe has, if it refused one.
   async settled() {
+    const before = this.refusals;
     if (this.pending.length) await new Promise(done => this.waiting.push(done));
-    return this.state.document.version;
+    return this.refusals === before ? this.state.document.version : -1;
   }
 
   // Throws an error with `html` for what the server refuses, without it if it does not answer.
   async post(action, given) {
     const answer = await fetch(`/do/${action}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(given) });
     const found = await answer.json().catch(() => ({ problem: `The server said ${answer.status}.` }));
-    if (!answer.ok) throw Object.assign(new Error(action), { html: found.problem });
+    // Only the studio refuses; a proxy in between, or a studio that was started again with another token, may answer later.
+    if (!answer.ok) throw Object.assign(new Error(action), { html: [400, 409, 413].includes(answer.status) ? found.problem : "" });
     return found;
   }
 

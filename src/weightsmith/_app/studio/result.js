@@ -28,7 +28,7 @@ export class Result {
     $("copy-command").addEventListener("click", () => navigator.clipboard?.writeText(`weightsmith merge recipe.yml ${link.state.studio.out}/${$("name").value}`));
   }
 
-  python(recipe) { return `import weightsmith\n\nrecipe = """\\\n${recipe.replace(/\\/g, "\\\\").replace(/"""/g, '\\"""')}"""\nweightsmith.merge(recipe, ${JSON.stringify(`${this.link.state.studio.out}/${$("name").value}`)})\n`; }
+  python(recipe) { return `import weightsmith\n\nrecipe = ${JSON.stringify(recipe)}\nweightsmith.merge(recipe, ${JSON.stringify(`${this.link.state.studio.out}/${$("name").value}`)})\n`; }
 
   open(name) {
     for (const each of TABS) {

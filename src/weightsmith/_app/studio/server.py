@@ -45,6 +45,7 @@ POLICY = "; ".join(
         "connect-src 'self'",
         "img-src 'self' data:",
         "frame-src 'self'",
+        "frame-ancestors {ancestors}",
         "base-uri 'none'",
         "form-action 'none'",
     )
@@ -56,6 +57,7 @@ _REPORT_POLICY = "; ".join(
         "script-src 'unsafe-inline'",
         "style-src 'unsafe-inline'",
         "img-src data:",
+        "frame-ancestors 'self'",
     )
 )
 _HEADERS = {"referrer-policy": "no-referrer", "x-content-type-options": "nosniff", "cache-control": "no-store"}
@@ -134,7 +136,8 @@ def _with_headers(send: Send) -> Send:
     async def answer(message: Message) -> None:
         if message["type"] == "http.response.start":
             given = {name for name, _ in message.get("headers", ())}
-            own = {"content-security-policy": POLICY, **_HEADERS}
+            ancestors = "https://huggingface.co" if os.environ.get("SPACE_HOST") else "'none'"
+            own = {"content-security-policy": POLICY.replace("{ancestors}", ancestors), **_HEADERS}
             more = [(name.encode(), value.encode()) for name, value in own.items() if name.encode() not in given]
             message = {**message, "headers": [*message.get("headers", ()), *more]}
         await send(message)
@@ -234,7 +237,7 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
             found = await asyncio.to_thread(action, session, given)
         except WeightsmithError as error:
             return JSONResponse({"problem": show.problem(report(error)), "kind": type(error).__name__}, 409)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             return JSONResponse({"problem": show.problem(f"the page sent something wrong: {error!r}")}, 400)
         return JSONResponse(found)
 

@@ -283,9 +283,13 @@ class Session:
             status = self.work.status
             if status is not self._status:
                 self._status = status
-                if status.state == "done":  # a fast merge may never be seen while it runs
-                    self._ended(status)
                 self._show_work(status)
+                if status.state == "done":  # a fast merge may never be seen while it runs
+                    try:
+                        self._ended(status)
+                    except (OSError, WeightsmithError) as error:  # the next merge must be watched too
+                        words = report(error) if isinstance(error, WeightsmithError) else str(error)
+                        self.board.put("unsaved", show.problem(words))
 
     def _show_work(self, status: Status) -> None:
         share = status.reading.share if status.reading is not None else 0.0
