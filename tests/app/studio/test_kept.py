@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,34 @@ def test_one_studio_at_a_time(tmp_path: Path) -> None:
     assert Kept(tmp_path).text == "a\n"
 
 
+def test_a_studio_that_wrote_here_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    first, second = Kept(tmp_path / "out"), Kept(tmp_path / "out")
+    first.save("# first\n")
+    first.close()
+    with pytest.raises(Busy, match="another studio has written"):
+        second.save("# second\n")
+    assert second.text == ""
+    assert Kept(tmp_path / "out").text == "# first\n"
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    found = Kept(tmp_path / "out")
+    found.save("# one\n")
+    shutil.rmtree(tmp_path / "out")
+    found.save("# two\n")
+    found.add(run(1), "page")
+    found.close()
+    again = Kept(tmp_path / "out")
+    assert (again.text, again.report(1)) == ("# two\n", "page")
+
+
 def test_what_is_broken_is_left_out_and_a_link_is_not_followed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name / FOLDER).mkdir(parents=True)
     (tmp_path / "a" / FOLDER / "recipe.json").write_text("{")
-    (tmp_path / "a" / FOLDER / "runs.json").write_text('[{"id": 1}, 3]')
+    (tmp_path / "a" / FOLDER / "runs.json").write_text(
+        '[{"id": 1}, 3, {"id": "1", "kind": "try", "when": 1.0, "title": "", "recipe": ""}]'
+    )
     found = Kept(tmp_path / "a")
     assert (found.text, found.version, found.runs) == ("", 0, [])
     (tmp_path / "c").mkdir()

@@ -90,11 +90,13 @@ def test_a_space_has_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_has_no_token_is_refused() -> None:
     assert status(LAN, token="secret") == 401
     assert status(LAN, token="secret", query="token=wrong") == 401
-    assert status(LAN, token="secret", cookie="weightsmith=wrong") == 401
-    assert status(LAN, token="secret", cookie="weightsmith=é;;") == 401
+    assert status(LAN, token="secret", cookie="weightsmith-7860=wrong") == 401
+    assert status(LAN, token="secret", cookie="weightsmith-7860=é;;") == 401
     assert status(LAN, token="secret", query="token=secret", method="GET") == 303
-    assert status(LAN, token="secret", cookie="other=1; weightsmith=secret") == 200
-    assert status(LAN, "http://evil.example", token="secret", cookie="weightsmith=secret") == 403
+    assert status(LAN, token="secret", cookie="other=1; weightsmith-7860=secret") == 200
+    assert status(LAN, token="secret", cookie='a={"b": 1}; [x]=1; c d=e; é; weightsmith-7860=secret') == 200
+    assert status(LAN, token="secret", cookie="weightsmith-7861=secret") == 401, "that of another studio"
+    assert status(LAN, "http://evil.example", token="secret", cookie="weightsmith-7860=secret") == 403
 
 
 # ---- the command
@@ -155,6 +157,8 @@ def test_the_server_gives_away_no_file(studio: Studio, root: Path) -> None:
         ("edit", {}, 400),
         ("edit", {"tab": "a", "number": "x", "changes": []}, 400),
         ("edit", {"tab": "a", "number": 1, "changes": [3]}, 409),
+        ("edit", b'{"tab": "a", "number": Infinity, "changes": []}', 400),
+        ("edit", b'{"tab": "a", "number": 1, "changes": [{"kind": "text", "base": "", "text": "\\ud800"}]}', 400),
         ("edit", {"tab": "a", "number": 1, "changes": [{}] * 2000}, 409),
         ("edit", b'{"tab": ' + b"[" * 100_000, 400),
         ("merge", {"version": 0}, 400),
@@ -190,7 +194,7 @@ def test_others_need_the_token_that_it_prints(root: Path) -> None:
         assert len(token) > 20
         assert asked(address)[0] == 401
         assert asked(f"{address}do/name", {"name": "x"})[0] == 401
-        cookie = f"weightsmith={token}"
+        cookie = f"weightsmith-{studio.port}={token}"
         assert asked(address, Cookie=cookie)[0] == 200
         assert asked(address, Cookie=cookie, Host="evil.example")[0] == 400
         code, text = asked(

@@ -155,6 +155,27 @@ def test_a_disk_that_is_full_loses_no_edit(root: Path, session: Session, monkeyp
     assert session.board.get("unsaved") == ""
 
 
+def test_a_folder_that_is_another_studios_refuses_the_edit(root: Path, session: Session) -> None:
+    other = Session(session.places)
+    try:
+        write(other, "# theirs\n")
+        with pytest.raises(Busy):
+            write(session, "# mine\n")
+        assert session.text == session.board.get("document")["text"] == ""
+    finally:
+        other.close()
+
+
+def test_a_change_that_fails_loses_no_other_of_its_request(root: Path, session: Session) -> None:
+    text = recipe(root).replace("ties", "tiess")
+    changes = [{"kind": "text", "base": "", "text": text}, {"kind": "base", "name": f"{root}/models/de"}]
+    found = session.edit("a", 1, [*changes, {"kind": "add", "name": f"{root}/secret"}, {"kind": "undo"}])
+    assert found["text"] == text.replace(f"base_model: {root}/models/base", f"base_model: {root}/models/de")
+    with pytest.raises(ParameterError):
+        session.edit("a", 2, [{"kind": "undo"}, {"kind": "text", "base": "", "text": "x" * 300_000}])
+    assert session.edit("a", 3, [{"kind": "undo"}])["text"] == text, "what was refused leaves undo as it was"
+
+
 def test_an_adapter_is_added_on_its_base(root: Path, session: Session) -> None:
     base, py = f"{root}/models/base", f"{root}/models/adapters/py"
     session.edit("a", 1, [{"kind": "goal", "name": "add"}, {"kind": "base", "name": base}, {"kind": "add", "name": py}])
@@ -331,7 +352,7 @@ def test_a_sweep_previews_each_value(root: Path, session: Session) -> None:
         found = preview(recipe(root).replace("density: 0.5", f"density: {value}", 1), progress=False)
         assert f"<b>{found.total.models[0].survives:.1%}</b>" in shown["html"]  # type: ignore[union-attr]
     assert session.text == recipe(root)
-    for wrong, values in ((["models", 0, "model"], [0.1]), (path, []), (path, [0.1] * (MAX_SWEEP + 1))):
+    for wrong, values in ((["models", 0, "model"], [0.1]), (path, []), (path, [float("nan")]), (path, [0.1] * (MAX_SWEEP + 1))):
         with pytest.raises(ParameterError):
             session.tasks.sweep(session.text, wrong, model, values, "", "")
 

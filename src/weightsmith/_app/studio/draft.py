@@ -321,7 +321,8 @@ def _with_base(text: str, name: str, on_base: Callable[[str, str], str]) -> str:
     for i, entry in enumerate(recipe.get("models") or []):
         model = _name(entry)
         bare = model.removeprefix(f"{old}+") if isinstance(old, str) else model
-        new = name if model == old and methods.get(recipe["merge_method"]).base == "input" else on_base(bare, name)
+        is_input = _known(recipe) and methods.get(recipe["merge_method"]).base == "input"
+        new = name if model == old and is_input else on_base(bare, name)
         if model != NO_MODEL and new != model:
             text = edits.put(text, ("models", i, "model"), new)
     return text

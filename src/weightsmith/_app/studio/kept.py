@@ -12,12 +12,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import Busy, StoreError
+from weightsmith._base import strict_json
+from weightsmith._base.errors import Busy, FormatError, StoreError
+from weightsmith._plans.codec import decode_record
 
 FOLDER = ".studio"
 """In the folder of the results."""
 MAX_RUNS = 500
 """Runs that are kept; the oldest go first."""
+_RECIPE = "recipe.json"
 _MAX_BYTES = 64 << 20
 _TABS = 200
 
@@ -58,7 +61,8 @@ class Kept:
         self.text, self.version = "", 0
         self.taken: dict[str, int] = {}
         self._lock: int | None = None
-        if self.folder.is_dir():
+        self._loaded = self.folder.is_dir()
+        if self._loaded:
             self._open()
             self._load()
 
@@ -69,7 +73,7 @@ class Kept:
         taken = dict(sorted(taken.items(), key=lambda pair: pair[0] == tab)[-_TABS:])
         version = self.version + (text != self.text)
         self.text, self.version, self.taken = text, version, taken  # even if the disk is full
-        self._write("recipe.json", json.dumps({"version": version, "text": text, "taken": taken}))
+        self._write(_RECIPE, json.dumps({"version": version, "text": text, "taken": taken}))
 
     def add(self, run: Run, report: str = "") -> None:
         """Keep a run. report: its page, as HTML. A preview takes the place of a preview that was added last."""
@@ -131,9 +135,14 @@ class Kept:
             fix = "use its page, or start this one with another --out"
             raise Busy("another studio writes its results here", where=str(self.folder.parent), fix=fix) from None
         self._lock = lock
+        if not self._loaded and (self.folder / _RECIPE).exists():  # by a studio that began and ended after this one began
+            self.close()
+            fix = "start this one again: it continues from there"
+            raise Busy("another studio has written its results here", where=str(self.folder.parent), fix=fix)
+        self._loaded = True
 
     def _load(self) -> None:
-        found = self._read("recipe.json")
+        found = self._read(_RECIPE)
         if isinstance(found, dict) and isinstance(found.get("text"), str) and isinstance(found.get("version"), int):
             self.text, self.version = found["text"], found["version"]
             taken = found.get("taken")
@@ -142,15 +151,15 @@ class Kept:
         listed = self._read("runs.json")
         for each in listed if isinstance(listed, list) else []:
             try:
-                self.runs.append(Run(**each))
-            except TypeError:  # of another version
+                self.runs.append(decode_record(Run, each, "runs"))
+            except FormatError:  # of another version
                 continue
 
     def _read(self, name: str) -> Any:
         try:
             path = self.folder / name
-            return json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_BYTES else None
-        except (OSError, ValueError, RecursionError):
+            return strict_json.parse(path.read_bytes()) if path.stat().st_size <= _MAX_BYTES else None
+        except (OSError, strict_json.JsonError):
             return None
 
     def _write(self, name: str, text: str) -> None:
@@ -158,6 +167,9 @@ class Kept:
         path = self.folder / name
         part = path.with_name(f"{name}.part")
         try:
+            if not self.folder.is_dir():  # removed while the studio runs
+                self.close()
+                self._open()
             part.write_text(text, encoding="utf-8")
             part.replace(path)
         except OSError as error:

@@ -99,11 +99,11 @@ export class Link {
     for (const done of this.waiting.splice(0)) done();
   }
 
-  // Resolves when the server has every edit; with the version of the recipe, or -1, which no recipe has, if it refused one.
+  // Resolves when the server has every edit; with the version of the recipe, or null if it refused one, which is said.
   async settled() {
     const before = this.refusals;
     if (this.pending.length) await new Promise(done => this.waiting.push(done));
-    return this.refusals === before ? this.state.document.version : -1;
+    return this.refusals === before ? this.state.document.version : null;
   }
 
   // Throws an error with `html` for what the server refuses, without it if it does not answer.

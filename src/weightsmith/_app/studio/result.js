@@ -4,6 +4,7 @@ import { make, short } from "/assets/controls.js";
 
 const $ = id => document.getElementById(id);
 const TABS = ["preview", "try", "sweep", "tune", "runs", "report"];
+const quoted = text => /^[\w./~@+-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;  // for a shell
 const saved = (name, text) => {
   const link = make("a", { href: URL.createObjectURL(new Blob([text], { type: "text/plain" })), download: name });
   link.click();
@@ -25,7 +26,7 @@ export class Result {
     for (const stop of document.querySelectorAll("button.stop")) stop.addEventListener("click", () => actions.do("stop"));
     $("save").addEventListener("click", async () => { await link.settled(); saved("recipe.yml", link.text); });
     $("save-python").addEventListener("click", async () => { await link.settled(); saved("merge.py", this.python(link.text)); });
-    $("copy-command").addEventListener("click", () => navigator.clipboard?.writeText(`weightsmith merge recipe.yml ${link.state.studio.out}/${$("name").value}`));
+    $("copy-command").addEventListener("click", () => navigator.clipboard?.writeText(`weightsmith merge recipe.yml ${quoted(`${link.state.studio.out}/${$("name").value}`)}`));
   }
 
   python(recipe) { return `import weightsmith\n\nrecipe = ${JSON.stringify(recipe)}\nweightsmith.merge(recipe, ${JSON.stringify(`${this.link.state.studio.out}/${$("name").value}`)})\n`; }

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
-from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
 from ipaddress import ip_address
 from typing import Any
@@ -22,6 +21,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from weightsmith._app.studio import draft, show
 from weightsmith._app.studio.places import Places, is_this_machine
 from weightsmith._app.studio.session import Session, listed_methods
+from weightsmith._base import strict_json
 from weightsmith._base.errors import ParameterError, StoreError, Unsupported, WeightsmithError, report
 from weightsmith._base.installation import install
 from weightsmith._base.pages import chart_style
@@ -63,7 +63,6 @@ _REPORT_POLICY = "; ".join(
 _HEADERS = {"referrer-policy": "no-referrer", "x-content-type-options": "nosniff", "cache-control": "no-store"}
 MAX_BYTES = 1 << 20
 """Of a request."""
-_COOKIE = "weightsmith"
 
 
 def own_names(host: str) -> frozenset[str]:
@@ -93,6 +92,7 @@ class Guard:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         host, origin = headers.get("host", ""), headers.get("origin", "")
+        cookie = f"weightsmith-{host.rpartition(':')[2]}"  # a browser sends cookies to all ports of a host
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
@@ -106,9 +106,9 @@ class Guard:
             await _refuse(send, 415, "The studio takes JSON. Nothing is uploaded to it.")
         elif self.token and self._is_token(given):
             await _refuse(
-                send, 303, "", location="/", **{"set-cookie": f"{_COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"}
+                send, 303, "", location="/", **{"set-cookie": f"{cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"}
             )
-        elif self.token and not self._is_token(_cookie(headers.get("cookie", ""))):
+        elif self.token and not self._is_token(_cookie(headers.get("cookie", ""), cookie)):
             await _refuse(send, 401, "Open the address that the studio printed: it ends with a token.")
         else:
             await self.app(scope, receive, _with_headers(send))
@@ -124,12 +124,10 @@ class Guard:
         return hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def _cookie(header: str) -> str:
-    try:
-        found = SimpleCookie(header).get(_COOKIE)
-    except CookieError:
-        return ""
-    return found.value if found is not None else ""
+def _cookie(header: str, name: str) -> str:
+    """The value of a cookie. Those of other programs on this machine are sent too, and may be written in any way."""
+    pairs = (part.partition("=") for part in header.split(";"))
+    return next((value.strip() for key, _, value in pairs if key.strip() == name), "")
 
 
 def _with_headers(send: Send) -> Send:
@@ -231,7 +229,7 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
             if len(body) > MAX_BYTES:
                 return Response("too much", 413)
         try:
-            given = json.loads(body)
+            given = strict_json.parse(body)
             if not isinstance(given, dict):
                 raise ParameterError("the request is not a JSON object")
             found = await asyncio.to_thread(action, session, given)

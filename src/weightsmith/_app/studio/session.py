@@ -21,6 +21,7 @@ from weightsmith._app.studio.tasks import Tasks
 from weightsmith._app.studio.work import Cancelled, Status, Work, unfinished
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
+    Busy,
     CannotResume,
     ParameterError,
     StoreError,
@@ -55,7 +56,7 @@ class Session:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._back: deque[str] = deque(maxlen=_HISTORY)
-        self._ahead: list[str] = []
+        self._ahead: deque[str] = deque(maxlen=_HISTORY)
         self._checked: tuple[int, Checked] | None = None
         self._facts: dict[str, Any] = {}
         self._closed = False
@@ -94,12 +95,14 @@ class Session:
         with self._changed:
             if number > self.kept.taken.get(tab, 0):
                 text = self.text
+                back, ahead = self._back.copy(), self._ahead.copy()
                 for change in changes:
-                    text = self._edited(text, change)
+                    text = self._edited(text, change, back, ahead)
                 if len(text) > draft.MAX_CHARACTERS * 2:
                     raise ParameterError(f"the recipe has more than {draft.MAX_CHARACTERS:,} characters", fix="shorten it")
                 changed = text != self.text
                 self._save(text, tab, number)
+                self._back, self._ahead = back, ahead
                 if changed:
                     self._publish()
                     self._changed.notify_all()
@@ -110,23 +113,26 @@ class Session:
         """Keep the recipe on disk; if that fails, here alone, and say so."""
         try:
             self.kept.save(text, tab, number)
+        except Busy:  # the folder is another studio's, and nothing was changed
+            raise
         except StoreError as error:
             self.board.put("unsaved", show.problem(report(error)))
         else:
             self.board.put("unsaved", "")
 
-    def _edited(self, text: str, change: Mapping[str, Any]) -> str:
+    def _edited(self, text: str, change: Mapping[str, Any], back: deque[str], ahead: deque[str]) -> str:
+        """The text after one change. back, ahead: what undo and redo return to."""
         kind = change.get("kind")
         if kind in ("undo", "redo"):
-            there, back = (self._back, self._ahead) if kind == "undo" else (self._ahead, self._back)
-            if there:
-                back.append(text)
-                text = there.pop()
+            source, target = (back, ahead) if kind == "undo" else (ahead, back)
+            if source:
+                target.append(text)
+                text = source.pop()
             return text
         new = draft.edited(text, change, self._on_base)
         if new != text:
-            self._back.append(text)
-            self._ahead.clear()
+            back.append(text)
+            ahead.clear()
         return new
 
     def _on_base(self, model: str, base: str) -> str:

@@ -27,12 +27,14 @@ const actions = {
   async look(models) { if (await actions.do("look", { models })) { $("frame").replaceChildren(); show("report"); } },
   async try() {
     const version = await link.settled();
+    if (version === null) return;
     const models = desk.chosen.slice(0, 11);
     show("try");
     await actions.do("try", { version, models, prompt: $("prompt").value, text: $("judged").value, new_tokens: Number($("tokens").value) });
   },
   async sweep() {
     const version = await link.settled(), [path, model] = JSON.parse($("swept").value || "[[],\"\"]");
+    if (version === null) return;
     const values = $("values").value.split(/[\s,;]+/).filter(Boolean).map(Number);
     if (!values.length || values.some(value => !Number.isFinite(value))) { refused("<p>Write numbers, with commas between them.</p>"); return; }
     const asks = $("sweep-asks").checked;
@@ -40,6 +42,7 @@ const actions = {
   },
   async tune() {
     const version = await link.settled();
+    if (version === null) return;
     const ranges = [...$("ranges").querySelectorAll("div")].filter(row => row.querySelector("input").checked).map(row => {
       const [, low, high] = row.querySelectorAll("input");
       return [...JSON.parse(row.dataset.key), Number(low.value), Number(high.value)];
@@ -48,6 +51,7 @@ const actions = {
   },
   async merge() {
     const version = await link.settled();
+    if (version === null) return;
     before = lastMerge()?.id ?? 0;
     if (await actions.do("merge", { version, name: $("name").value, overwrite: $("overwrite").checked, again: $("again").checked })) {
       $("overwrite").checked = $("again").checked = false;

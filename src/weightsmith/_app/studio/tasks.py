@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -91,8 +92,8 @@ class Tasks:
     def sweep(self, recipe: str, path: Sequence[Any], model: str, values: Sequence[float], prompt: str, text: str) -> None:
         """Preview, and if asked try, the recipe with several values of one parameter. Raises as `ask`, ParameterError."""
         allowed(recipe, self.places)
-        if not 0 < len(values) <= MAX_SWEEP:
-            raise ParameterError(f"a sweep has from 1 to {MAX_SWEEP} values, not {len(values)}", fix="write fewer values")
+        if not 0 < len(values) <= MAX_SWEEP or not all(map(math.isfinite, values)):
+            raise ParameterError(f"a sweep has from 1 to {MAX_SWEEP} numbers", fix="write others")
         texts = []
         for value in values:
             change = {"kind": "set", "path": list(path), "model": model, "value": value}
