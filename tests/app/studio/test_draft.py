@@ -174,8 +174,13 @@ def test_models_come_and_go_on_an_empty_page_and_on_another_base() -> None:
 
 def test_a_moved_model_keeps_its_values_and_an_old_edit_finds_it() -> None:
     text = changed(COMBINE, {WEIGHT: 0.25})
-    text = draft.edited(text, {"kind": "move", "path": ["models"], "start": 0, "end": 1})
+    text = draft.edited(text, {"kind": "move", "name": FR, "after": DE})
     assert draft.read(text).models == (DE, FR)
+    assert draft.edited(text, {"kind": "move", "name": FR, "after": DE}) == text, "pressed twice before it is seen"
+    assert draft.read(draft.edited(text, {"kind": "move", "name": FR, "before": DE})).models == (FR, DE)
+    based = step(COMBINE, "method", "model_stock").replace("models:\n", "models:\n  - model: ./base\n")
+    moved = yaml.safe_load(draft.edited(based, {"kind": "move", "name": FR, "after": DE}))["models"]
+    assert [entry["model"] for entry in moved] == ["./base", DE, FR]
     text = draft.edited(text, {"kind": "set", "path": list(WEIGHT), "model": FR, "value": 0.75})  # of before it was moved
     assert yaml.safe_load(text)["models"] == [
         {"model": DE, "parameters": {"weight": 1.0}},
@@ -197,12 +202,17 @@ def test_slices_are_blocks_that_move() -> None:
         f"  # part {i}\n  - sources:\n      - {{model: a, layer_range: [{i}, {i + 2}]}}\n" for i in range(3)
     )
     assert [block.words for block in draft.read(slices).blocks] == [f"a layers {i} to {i + 2}" for i in range(3)]
-    text = draft.edited(slices, {"kind": "move", "path": ["slices"], "start": 2, "end": 0})
+    last = {"place": 2, "words": "a layers 2 to 4", "count": 3}
+    text = draft.edited(slices, {"kind": "move", **last, "end": 0})
     assert [block.words for block in draft.read(text).blocks] == [f"a layers {i} to {i + 2}" for i in (2, 0, 1)]
     assert text.index("# part 2") < text.index("# part 0") < text.index("# part 1")
-    assert len(draft.read(draft.edited(text, {"kind": "drop", "path": ["slices"], "place": 1})).blocks) == 2
-    for path in (["models"], ["parameters"], [], None, ["slices", 0]):
-        assert draft.edited(slices, {"kind": "move", "path": path, "start": 0, "end": 1}) == slices
+    assert draft.edited(text, {"kind": "move", **last, "end": 0}) == text, "pressed twice before it is seen"
+    first = {"place": 0, "words": "a layers 2 to 4", "count": 3}
+    fewer = draft.edited(text, {"kind": "drop", **first})
+    assert [block.words for block in draft.read(fewer).blocks] == ["a layers 0 to 2", "a layers 1 to 3"]
+    for wrong in ({"count": 4}, {"words": "x"}, {"place": 3}, {"place": -1}, {"place": True}, {"end": "1"}, {"end": 9}):
+        assert draft.edited(text, {"kind": "move", **first, "end": 1, **wrong}) == text
+    assert draft.edited(fewer, {"kind": "drop", **first}) == fewer, "pressed twice before it is seen"
 
 
 @pytest.mark.parametrize(
@@ -223,8 +233,13 @@ def test_slices_are_blocks_that_move() -> None:
         {"kind": "add", "name": 3},
         {"kind": "add", "name": "a\nb"},
         {"kind": "base", "name": "x" * 2000},
-        {"kind": "move", "path": ["models"], "start": True, "end": 1},
-        {"kind": "drop", "path": ["models"], "place": -1},
+        {"kind": "move", "name": FR},
+        {"kind": "move", "name": FR, "after": "./none"},
+        {"kind": "move", "name": "./none", "before": FR},
+        {"kind": "move", "name": FR, "before": FR},
+        {"kind": "move", "name": [], "before": FR},
+        {"kind": "move", "place": 0, "end": 1},
+        {"kind": "drop", "place": -1},
         {"kind": "exec", "name": "x"},
     ],
 )
@@ -273,8 +288,8 @@ BOMB = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in r
         {"kind": "base", "name": "./new"},
         {"kind": "add", "name": "./new"},
         {"kind": "remove", "name": FR},
-        {"kind": "move", "path": ["models"], "start": 0, "end": 1},
-        {"kind": "drop", "path": ["models"], "place": 0},
+        {"kind": "move", "name": FR, "after": DE},
+        {"kind": "drop", "place": 0, "words": "no source", "count": 1},
         {"kind": "set", "path": list(WEIGHT), "model": FR, "value": 0.5},
     ],
 )

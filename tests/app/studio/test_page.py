@@ -325,6 +325,24 @@ def test_fifty_edits_over_a_slow_link(
         visit.fine()
 
 
+def test_a_button_that_is_pressed_twice_over_a_slow_link_moves_once(browser: Any, studio: Studio) -> None:
+    with slow_link(studio.port, 2.0) as port, Visit(browser, f"http://127.0.0.1:{port}/") as visit:
+        ready(visit)
+        for _ in range(2):
+            visit.page.get_by_label(f"{FR}: move down").click()
+        visit.saved()
+        assert [entry["model"] for entry in yaml.safe_load(visit.recipe)["models"]] == [DE, FR]
+        visit.page.locator(f"[data-model='{FR}'] .ws-head").drag_to(visit.page.locator(f".ws-strip-box[data-model='{DE}']"))
+        visit.saved()
+        assert visit.recipe == RECIPE
+        parts = "".join(f"  - sources: [{{model: {FR}, layer_range: [{i}, {i + 1}]}}]\n" for i in range(4))
+        visit.write(f"merge_method: passthrough\nslices:\n{parts}")
+        visit.saved()
+        visit.page.get_by_label("slice 1: remove").dblclick()
+        visit.saved()
+        assert [each["sources"][0]["layer_range"][0] for each in yaml.safe_load(visit.recipe)["slices"]] == [1, 2, 3]
+
+
 def test_a_reload_keeps_edits_that_were_under_way(browser: Any, studio: Studio) -> None:
     with slow_link(studio.port, 2.0) as port, Visit(browser, f"http://127.0.0.1:{port}/") as visit:
         ready(visit)

@@ -94,7 +94,7 @@ export class Desk {
       this.controls.set(JSON.stringify([given.path, given.model]), made);
       return made.node;
     };
-    $("strips").replaceChildren(...names.map((name, i) => this.strip(name, i, names, draft, row)), ...draft.blocks.map((block, i) => this.block(block, draft.blocks.length)));
+    $("strips").replaceChildren(...names.map((name, i) => this.strip(name, i, names, draft, row)), ...draft.blocks.map(block => this.block(block, draft.blocks.length)));
     const shared = draft.controls.filter(each => !each.model), more = shared.filter(each => !each.main);
     const opened = $("shared").querySelector("details")?.open;
     $("shared").replaceChildren(...shared.filter(each => each.main).map(row));
@@ -119,9 +119,8 @@ export class Desk {
 
   strip(name, i, names, draft, row) {
     const own = draft.controls.filter(each => each.model === name), isBase = name === draft.base;
-    const moved = end => this.link.edit({ kind: "move", path: ["models"], start: this.place(name), end: this.place(names[end]) });
-    const up = make("button", { type: "button", disabled: i === 0, "aria-label": `${name}: move up`, onclick: () => moved(i - 1) }, "↑");
-    const down = make("button", { type: "button", disabled: i === names.length - 1, "aria-label": `${name}: move down`, onclick: () => moved(i + 1) }, "↓");
+    const up = make("button", { type: "button", disabled: i === 0, "aria-label": `${name}: move up`, onclick: () => this.link.edit({ kind: "move", name, before: names[i - 1] }) }, "↑");
+    const down = make("button", { type: "button", disabled: i === names.length - 1, "aria-label": `${name}: move down`, onclick: () => this.link.edit({ kind: "move", name, after: names[i + 1] }) }, "↓");
     const gone = make("button", { type: "button", "aria-label": `${name}: remove`, onclick: () => this.link.edit({ kind: "remove", name }) }, "✕");
     const head = make("div", { class: "row ws-head", draggable: "true" }, make("h3", {}, name, isBase ? make("i", {}, " base") : ""), up, down, gone);
     const strip = make("section", { class: "ws-strip-box", "aria-label": name, "data-model": name }, head, ...own.filter(each => each.main).map(row));
@@ -130,23 +129,17 @@ export class Desk {
     strip.addEventListener("drop", event => {
       event.preventDefault();
       const from = event.dataTransfer.getData("text/x-ws");
-      if (from && from !== name) this.link.edit({ kind: "move", path: ["models"], start: this.place(from), end: this.place(name) });
+      if (from) this.link.edit({ kind: "move", name: from, [names.indexOf(from) < i ? "after" : "before"]: name });
     });
     return strip;
   }
 
-  // Where a model is in the recipe's list.
-  place(name) {
-    const path = this.draft.controls.find(each => each.model === name)?.path;
-    return path ? path[1] : this.draft.models.indexOf(name);
-  }
-
-  block(block, count) {
-    const { path, place } = block, moved = end => this.link.edit({ kind: "move", path, start: place, end });
-    return make("div", { class: "row ws-block" }, make("span", {}, `${place + 1}. ${block.words}`),
-      make("button", { type: "button", disabled: place === 0, "aria-label": `slice ${place + 1}: move up`, onclick: () => moved(place - 1) }, "↑"),
-      make("button", { type: "button", disabled: place === count - 1, "aria-label": `slice ${place + 1}: move down`, onclick: () => moved(place + 1) }, "↓"),
-      make("button", { type: "button", "aria-label": `slice ${place + 1}: remove`, onclick: () => this.link.edit({ kind: "drop", path, place }) }, "✕"));
+  block({ place, words }, count) {
+    const edit = (kind, end) => () => this.link.edit({ kind, place, words, count, end });
+    return make("div", { class: "row ws-block" }, make("span", {}, `${place + 1}. ${words}`),
+      make("button", { type: "button", disabled: place === 0, "aria-label": `slice ${place + 1}: move up`, onclick: edit("move", place - 1) }, "↑"),
+      make("button", { type: "button", disabled: place === count - 1, "aria-label": `slice ${place + 1}: move down`, onclick: edit("move", place + 1) }, "↓"),
+      make("button", { type: "button", "aria-label": `slice ${place + 1}: remove`, onclick: edit("drop") }, "✕"));
   }
 
   // ---- methods

@@ -31,6 +31,8 @@ NO_MODEL, NO_BASE = "MODEL", "BASE"
 _WIDE = 2.0
 """Where a slider of a number without an upper bound ends, unless its value is larger."""
 
+_SLICES = ("slices",)
+
 Value = Scalar | tuple[Scalar, ...] | None
 
 
@@ -67,9 +69,8 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One entry of a list of the recipe that can be moved: a slice, or a model. path: of the list; place: in it."""
+    """A slice, which can be moved. place: in the recipe's list."""
 
-    path: Path
     place: int
     words: str
 
@@ -170,7 +171,7 @@ def _parts(p: Parameter, setting: Setting | None) -> tuple[tuple[str, float], ..
 
 def _blocks(text: str) -> Iterator[Block]:
     """The slices of a recipe."""
-    slices = edits.at(edits.parsed(as_text(text)), ("slices",))
+    slices = edits.at(edits.parsed(as_text(text)), _SLICES)
     for i, each in enumerate(slices if isinstance(slices, list) else []):
         sources = edits.at(each, ("sources",))
         words = []
@@ -178,7 +179,7 @@ def _blocks(text: str) -> Iterator[Block]:
             layers = edits.at(source, ("layer_range",))
             span = f" layers {layers[0]} to {layers[1]}" if isinstance(layers, list) and len(layers) == 2 else ""
             words.append(f"{edits.at(source, ('model',))}{span}")
-        yield Block(("slices",), i, ", ".join(words) or "no source")
+        yield Block(i, ", ".join(words) or "no source")
 
 
 def _shown(p: Parameter, setting: Setting) -> tuple[Value, str]:
@@ -215,9 +216,10 @@ def begin(goal: str, base: str, models: Sequence[str]) -> str:
 def edited(text: str, edit: Mapping[str, Any], on_base: Callable[[str, str], str] = lambda model, base: model) -> str:
     """The recipe after one edit; all that the edit does not concern stays as it was written.
 
-    edit     `kind` and its arguments: set (path, model, value), method (name), base (name), add (name), remove (name),
-             move (path, start, end), drop (path, place), goal (name), text (base, text). Comes from a browser: an edit that no
-             control makes, or of something that the recipe no longer has, changes nothing
+    edit     from a browser: `kind` and its arguments. text (base, text), set (path, model, value), goal (name), method (name),
+             base (name), add (name), remove (name), move (name, before or after), and of a slice move (place, words, count,
+             end) and drop (place, words, count). An edit that no control makes, or of something that the recipe no longer
+             has, changes nothing
     on_base  how the recipe names a model on a base: an adapter is applied to it
 
     >>> recipe = "merge_method: slerp # of two\\nmodels: [{model: a}]\\nparameters: {t: 0.5} # middle"
@@ -266,12 +268,30 @@ def control_at(text: str, path: object, model: object) -> Control | None:
 
 
 def _rearranged(text: str, edit: Mapping[str, Any]) -> str:
-    path, numbers = edit.get("path"), [edit.get("start", edit.get("place")), edit.get("end", 0)]
-    if path not in (["slices"], ["models"]) or not all(type(number) is int for number in numbers):
+    """Models are moved by name, next to another; slices by place, if the place still has what the page shows there.
+
+    So an edit that is made twice, before the page shows the first, changes nothing more.
+    """
+    if edit["kind"] == "move" and "name" in edit:
+        return _moved_model(text, edit)
+    blocks, place, end = read(text).blocks, edit.get("place"), edit.get("end")
+    if type(place) is not int or not 0 <= place < len(blocks) or edit.get("count") != len(blocks):
         return text
-    if edit["kind"] == "move":
-        return edits.moved(text, tuple(path), numbers[0], numbers[1])
-    return edits.removed(text, (*path, numbers[0])) if numbers[0] >= 0 else text
+    if blocks[place].words != edit.get("words"):
+        return text
+    if edit["kind"] == "drop":
+        return edits.removed(text, (*_SLICES, place))
+    return edits.moved(text, _SLICES, place, end) if type(end) is int else text
+
+
+def _moved_model(text: str, edit: Mapping[str, Any]) -> str:
+    names = [_name(entry) for entry in edits.parsed(text).get("models") or []]
+    name, other = edit["name"], edit.get("before", edit.get("after"))
+    if name not in names or other not in names or name == other:
+        return text
+    start, beside = names.index(name), names.index(other)
+    end = beside + ("after" in edit) - (start < beside)
+    return edits.moved(text, ("models",), start, end)
 
 
 def _with_method(text: str, name: str, on_base: Callable[[str, str], str]) -> str:
