@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -265,6 +266,17 @@ def test_what_controls_cannot_show_is_said() -> None:
     ):
         assert draft.read(broken).held
         assert changed(broken, {WEIGHT: 1}) in (broken, draft.as_text(broken))
+
+
+def test_many_models_are_edited_as_text_alone() -> None:
+    text = draft.begin("combine", "./base", [f"./{i}" for i in range(draft.MAX_MODELS)])
+    assert len(draft.read(text).models) == draft.MAX_MODELS
+    began = time.monotonic()
+    assert draft.read(step(text, "method", "slerp")).method == "slerp"
+    assert time.monotonic() - began < 20
+    more = step(text, "add", "./more")
+    assert f"up to {draft.MAX_MODELS} models" in draft.read(more).held
+    assert step(more, "method", "slerp") == step(more, "add", "./one") == more
 
 
 BOMB = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(30))

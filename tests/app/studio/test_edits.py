@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -139,3 +140,27 @@ def test_long_texts_are_merged_in_bounded_time() -> None:
 def test_what_is_not_one_plain_document_is_not_edited(text: str) -> None:
     assert not edits.can_edit(text)
     assert edits.can_edit("a: 1 # one\nb: [x]\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "edit", "after"),
+    [
+        ("w: 1 # x\n", lambda text: edits.put(text, ("w",), 0.00001), "w: 0.00001 # x\n"),
+        ("w: 1 # x\n", lambda text: edits.put(text, ("w",), 0.1234567), "w: 0.123457 # x\n"),
+        ("w: 1 # x\n", lambda text: edits.put(text, ("w",), 1e16), "w: 10000000000000000.0 # x\n"),
+        ("w: 1 # x\n", lambda text: edits.put(text, ("w",), [1e-7, 1]), "w: [0.0000001, 1] # x\n"),
+        ("w: # x\nz: 1\n", lambda text: edits.put(text, ("w",), 0.5), "w: 0.5 # x\nz: 1\n"),
+        ("p: # x\nz: 1\n", lambda text: edits.put(text, ("p", "w"), 0.5), "p: {w: 0.5} # x\nz: 1\n"),
+        ("p: {a: 1,} # x\n", lambda text: edits.put(text, ("p", "w"), 0.5), "p: {a: 1, w: 0.5,} # x\n"),
+        ("m: [\n  {a: 1}, # x\n]\n", lambda text: edits.inserted(text, ("m",), {"b": 2}), "m: [\n  {a: 1}, {b: 2}, # x\n]\n"),
+        ("m: [a, # x\n  b, # y\n  c]\n", lambda text: edits.removed(text, ("m", 2)), "m: [a, # x\n  b]\n"),
+        ("m: [a, # x\n  b, # y\n  c]\n", lambda text: edits.removed(text, ("m", 0)), "m: [b, # y\n  c]\n"),
+        ("m: [a, # x\n  b, # y\n  c]\n", lambda text: edits.moved(text, ("m",), 2, 0), "m: [c, # x\n  a, # y\n  b]\n"),
+        ("m: {a: 1, # x\n  b: 2}\n", lambda text: edits.removed(text, ("m", "b")), "m: {a: 1}\n"),
+        ("m:\n-\n  # a - b\n  k: 1\n- k: 2\n", lambda text: edits.moved(text, ("m",), 1, 0),
+         "m:\n- k: 2\n-\n  # a - b\n  k: 1\n"),
+        ("m: []  # x\n", lambda text: edits.inserted(text, ("m",), {"b": 2}), "m: [{b: 2}]  # x\n"),
+    ],
+)  # fmt: skip
+def test_unusual_layouts_are_edited_in_place(before: str, edit: Callable[[str], str], after: str) -> None:
+    assert edit(before) == after

@@ -22,6 +22,8 @@ MAX_CURVE_POINTS = 16
 """The most points of a gradient to show as a curve."""
 MAX_PARTS = 8
 """The most filters to show as sliders."""
+MAX_MODELS = 32
+"""The most models to show as strips. Another method for so many takes a second."""
 MAX_CHARACTERS = 100_000
 """The longest recipe on the page: reading it takes a second at most."""
 
@@ -118,6 +120,8 @@ def read(text: str) -> Draft:
     if not recipe.models or recipe.stages or any(entry.matched or not str(entry.model) for entry in recipe.models):
         held = "Sliders are for recipes with a list of models. Edit this one as text."
         return Draft(method.name, base, held=held, blocks=tuple(_blocks(text)))
+    if len(recipe.models) > MAX_MODELS:
+        return Draft(method.name, base, held=f"Sliders are for up to {MAX_MODELS} models. Edit this one as text.")
     entries = [(i, entry) for i, entry in enumerate(recipe.models) if str(entry.model) != NO_MODEL]
     others = tuple(str(entry.model) for _, entry in entries if str(entry.model) != base)
     own = [(i, entry) for i, entry in entries if method.base == "input" or str(entry.model) != base]
@@ -246,7 +250,8 @@ def edited(text: str, edit: Mapping[str, Any], on_base: Callable[[str, str], str
         return text
     if not text.strip():
         text = begin("combine", "", [])
-    if _recipe(text) is None or kind not in _STRUCTURE:
+    recipe = _recipe(text)
+    if recipe is None or len(recipe.models) > MAX_MODELS or kind not in _STRUCTURE:
         return text
     return _STRUCTURE[str(kind)](as_text(text), name, on_base)
 

@@ -1,24 +1,23 @@
 """Edits of a recipe's text in place: comments, order and spaces around the edit stay. Pure functions.
 
-Every edit is checked: the text must then hold what was wanted. If the characters cannot be replaced in place (aliases, several
-documents), the recipe is written anew.
+They take texts that `can_edit` accepts. Every edit is checked: the new text must hold the wanted values. If it cannot be edited
+in place, the recipe is written again from its values, without comments.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
 import yaml
 
-from weightsmith._app.goals import quoted
+from weightsmith._planning.recipe.tuning import in_yaml, value_end
 
 Path = tuple[str | int, ...]
 
-_MOST_PAIRS = 1_000_000
-"""Of lines that are compared to merge two edits: a tenth of a second."""
+_MAX_LINE_PAIRS = 1_000_000
+"""Most line comparisons when merging two edits. They take a tenth of a second."""
 
 
 def parsed(text: str) -> Any:
@@ -55,7 +54,7 @@ def put(text: str, path: Path, value: Any) -> str:
     a: 1 # one
     b: [4, 3]
     """
-    before = parsed(text)
+    before, value = parsed(text), _rounded(value)
     if at(before, path) == value and not isinstance(value, bool):
         return text
     return _checked(text, _put(before, path, value), lambda: _spliced(text, path, _flow(value)))
@@ -92,10 +91,10 @@ def moved(text: str, path: Path, start: int, end: int) -> str:
 def inserted(text: str, path: Path, item: Mapping[str, Any]) -> str:
     """The text with a mapping added at the end of the list at `path`."""
     before = parsed(text)
-    items = at(before, path)
+    items, item = at(before, path), _rounded(item)
     if not isinstance(items, list):
-        return put(text, path, [dict(item)])
-    return _checked(text, _put(before, path, [*items, dict(item)]), lambda: _appended(text, path, item))
+        return put(text, path, [item])
+    return _checked(text, _put(before, path, [*items, item]), lambda: _appended(text, path, item))
 
 
 def merged(base: str, current: str, mine: str) -> str:
@@ -113,7 +112,7 @@ def merged(base: str, current: str, mine: str) -> str:
     end = _common(old[start:][::-1], theirs[start:][::-1], own[start:][::-1])
     head, tail = old[:start], old[len(old) - end :]
     old, theirs, own = (lines[start : len(lines) - end] for lines in (old, theirs, own))
-    if len(old) * max(len(theirs), len(own)) > _MOST_PAIRS:
+    if len(old) * max(len(theirs), len(own)) > _MAX_LINE_PAIRS:
         return mine
     ours = [op for op in SequenceMatcher(None, old, own, autojunk=False).get_opcodes() if op[0] != "equal"]
     other = [op for op in SequenceMatcher(None, old, theirs, autojunk=False).get_opcodes() if op[0] != "equal"]
@@ -166,19 +165,26 @@ def _without(tree: Any, path: Path) -> Any:
     return {k: _without(v, tuple(rest)) if k == step and rest else v for k, v in tree.items() if rest or k != step}
 
 
+def _rounded(value: Any) -> Any:
+    """A value with its numbers as they are written: to six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list | tuple):
+        return [*map(_rounded, value)]
+    return {key: _rounded(each) for key, each in value.items()} if isinstance(value, Mapping) else value
+
+
 def _flow(value: Any) -> str:
     """A value on one line.
 
-    >>> _flow([0.1 + 0.2, 1.0, True]), _flow({"weight": 0.5})
-    ('[0.3, 1.0, true]', '{weight: 0.5}')
+    >>> _flow([0.00001, 1.0, True]), _flow({"weight": 0.5})
+    ('[0.00001, 1.0, true]', '{weight: 0.5}')
     """
-    if isinstance(value, float):
-        return repr(float(f"{value:.6g}"))
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return f"[{', '.join(map(_flow, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_flow(k)}: {_flow(v)}' for k, v in value.items())}}}"
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
+    return in_yaml(value)
 
 
 # ---- characters
@@ -203,13 +209,9 @@ def _child(node: Any, step: str | int) -> Any:
 
 
 def _end(text: str, node: Any) -> int:
-    """Where a value ends. A block collection's mark is at what follows it, behind line ends and comments."""
-    while not isinstance(node, yaml.ScalarNode) and not node.flow_style and node.value:
-        node = node.value[-1][1] if isinstance(node, yaml.MappingNode) else node.value[-1]
-    index: int = node.end_mark.index
-    if isinstance(node, yaml.ScalarNode) and node.style in ("|", ">"):  # ends behind its line ends
-        index = len(text[:index].rstrip("\n "))
-    return index
+    """Where a value ends. A block scalar's own end is behind its line ends."""
+    index = value_end(node)
+    return len(text[:index].rstrip("\n ")) if text[:index].endswith("\n") else index
 
 
 def _line_end(text: str, index: int) -> int:
@@ -225,23 +227,37 @@ def _spliced(text: str, path: Path, written: str) -> str | None:
         if inner is None:
             return _added(text, node, path[i:], written)
         node = inner
-    return text[: node.start_mark.index] + written + text[_end(text, node) :]
+    return _replaced(text, node, written)
+
+
+def _replaced(text: str, node: Any, written: str) -> str:
+    """The text with another value. An empty value ends at its colon."""
+    start = node.start_mark.index
+    gap = " " if text[start - 1 : start] == ":" else ""
+    return f"{text[:start]}{gap}{written}{text[_end(text, node) :]}"
 
 
 def _added(text: str, node: Any, path: Path, written: str) -> str | None:
-    """The text with a key added to a mapping."""
-    if not isinstance(node, yaml.MappingNode) or not node.value:
-        return None
+    """The text with a key added to a mapping, or to nothing."""
     key, *rest = path
     for step in reversed(rest):
         written = f"{{{step}: {written}}}"
+    if isinstance(node, yaml.ScalarNode) and not node.value:
+        return _replaced(text, node, f"{{{key}: {written}}}")
+    if not isinstance(node, yaml.MappingNode) or not node.value:
+        return None
     if node.flow_style:
-        at = node.end_mark.index - 1
-        return f"{text[:at].rstrip()}, {key}: {written}{text[at:]}"
+        return _behind(text, node.value[-1][1], f", {key}: {written}")
     end = _line_end(text, _end(text, node))
     indent = " " * node.value[0][0].start_mark.column
     gap = "" if text[:end].endswith("\n") else "\n"
     return f"{text[:end]}{gap}{indent}{key}: {written}\n{text[end:]}"
+
+
+def _behind(text: str, node: Any, written: str) -> str:
+    """The text with something behind a value, before the comma or the comment that follows it."""
+    end = _end(text, node)
+    return f"{text[:end]}{written}{text[end:]}"
 
 
 def _cut(text: str, path: Path) -> str | None:
@@ -252,8 +268,7 @@ def _cut(text: str, path: Path) -> str | None:
     pairs = owner.value
     number = next(i for i, (key, _) in enumerate(pairs) if key.value == last)
     if owner.flow_style:
-        kept = [text[key.start_mark.index : value.end_mark.index] for key, value in pairs if key.value != last]
-        return f"{text[: owner.start_mark.index]}{{{', '.join(kept)}}}{text[owner.end_mark.index :]}"
+        return _cut_flow(text, [(key.start_mark.index, _end(text, value)) for key, value in pairs], number)
     key, value = pairs[number]
     end = _line_end(text, _end(text, value))
     start = text.rfind("\n", 0, key.start_mark.index) + 1
@@ -262,12 +277,28 @@ def _cut(text: str, path: Path) -> str | None:
     return text[:start] + text[end:]
 
 
+def _cut_flow(text: str, spans: Sequence[tuple[int, int]], number: int) -> str:
+    """The text without one entry of a flow collection, and without what is between it and the next, or else the last."""
+    start, end = spans[number]
+    if number + 1 < len(spans):
+        end = spans[number + 1][0]
+    elif number:
+        start = spans[number - 1][1]
+    return text[:start] + text[end:]
+
+
 def _ordered(text: str, path: Path, order: Sequence[int]) -> str | None:
-    """The text with some items of a list, in another order."""
+    """The text with the items of a list in another order, or without one of them."""
     node = _node(text, path)
     if node.flow_style:
-        kept = [text[node.value[i].start_mark.index : node.value[i].end_mark.index] for i in order]
-        return f"{text[: node.start_mark.index]}[{', '.join(kept)}]{text[node.end_mark.index :]}"
+        spans = [(item.start_mark.index, _end(text, item)) for item in node.value]
+        if len(order) < len(spans):
+            return _cut_flow(text, spans, next(i for i in range(len(spans)) if i not in order))
+        parts, done = list[str](), 0
+        for (start, end), i in zip(spans, order, strict=True):
+            parts += [text[done:start], text[slice(*spans[i])]]
+            done = end
+        return "".join([*parts, text[done:]])
     if not order:
         return None
     starts = [_item_start(text, item) for item in node.value]
@@ -277,10 +308,16 @@ def _ordered(text: str, path: Path, order: Sequence[int]) -> str | None:
     return text[: starts[0]] + "".join(parts[i] for i in order) + text[end:]
 
 
+def _dash(text: str, node: Any) -> int:
+    """Where the dash of an item of a block list is."""
+    tokens = yaml.scan(text, Loader=yaml.SafeLoader)
+    dashes: list[int] = [token.start_mark.index for token in tokens if isinstance(token, yaml.BlockEntryToken)]
+    return max(index for index in dashes if index <= node.start_mark.index)
+
+
 def _item_start(text: str, node: Any) -> int:
     """Where the lines of an item of a block list begin: at its dash, or at the comments above it."""
-    dash = text.rindex("-", 0, node.start_mark.index + 1)
-    start = text.rfind("\n", 0, dash) + 1
+    start = text.rfind("\n", 0, _dash(text, node)) + 1
     while start:
         above = text.rfind("\n", 0, start - 1) + 1
         if not text[above:start].strip().startswith("#"):
@@ -291,13 +328,11 @@ def _item_start(text: str, node: Any) -> int:
 
 def _appended(text: str, path: Path, item: Mapping[str, Any]) -> str | None:
     node = _node(text, path)
-    if node.flow_style:
-        at = node.end_mark.index - 1
-        comma = ", " if node.value else ""
-        return f"{text[:at].rstrip()}{comma}{_flow(dict(item))}{text[at:]}"
     if not node.value:
-        return None
-    dash = text.rindex("-", 0, node.value[0].start_mark.index + 1)
+        return _replaced(text, node, f"[{_flow(item)}]")
+    if node.flow_style:
+        return _behind(text, node.value[-1], f", {_flow(item)}")
+    dash = _dash(text, node.value[0])
     indent = " " * (dash - text.rfind("\n", 0, dash) - 1)
     inner = [f"{key}: {_flow(value)}" for key, value in item.items()]
     lines = "".join(f"{indent}{'- ' if i == 0 else '  '}{line}\n" for i, line in enumerate(inner))

@@ -237,18 +237,18 @@ def _spans(text: str) -> Iterator[tuple[int, int, str]]:
             keys = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
             if any(isinstance(keys.get(key), yaml.SequenceNode) for key in (TUNE, CHOICE)):
                 mark = node.start_mark
-                yield mark.index, _end(node), f"{mark.line + 1}:{mark.column + 1}"
+                yield mark.index, value_end(node), f"{mark.line + 1}:{mark.column + 1}"
             else:
                 left += [each for pair in node.value for each in pair]
         elif isinstance(node, yaml.SequenceNode):
             left += node.value
 
 
-def _end(node: yaml.Node) -> int:
+def value_end(node: yaml.Node) -> int:
     """Where a value ends. A block's own mark is at the next token, behind comments."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
-        return _end(last[1] if isinstance(last, tuple) else last)
+        return value_end(last[1] if isinstance(last, tuple) else last)
     return int(node.end_mark.index)
 
 
