@@ -30,20 +30,27 @@ def places(root: Path) -> Places:
     return make(root)
 
 
-def test_numbers_are_those_of_transformers_on_the_folder(root: Path, places: Places) -> None:
+def by_transformers(folder: Path) -> tuple[float, str]:
+    """The perplexity of a folder's model on TEXT, and its continuation of "The" by 8 tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = root / "models" / "fr"
-    (found,) = compare.compare([str(folder)], places, Asked("The", TEXT, 8))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([tokenizer(TEXT, add_special_tokens=False)["input_ids"][:384]])
+    start = tokenizer("The", return_tensors="pt")
     with torch.inference_mode():
-        assert found.perplexity == pytest.approx(math.exp(model(input_ids=ids, labels=ids).loss.item()), rel=1e-5)
-        start = tokenizer("The", return_tensors="pt")
+        perplexity = math.exp(model(input_ids=ids, labels=ids).loss.item())
         written = model.generate(**start, max_new_tokens=8, do_sample=False)[0, start["input_ids"].shape[1] :]
-    assert found.continuation == tokenizer.decode(written, skip_special_tokens=True)
+    return perplexity, tokenizer.decode(written, skip_special_tokens=True)
+
+
+def test_numbers_are_those_of_transformers_on_the_folder(root: Path, places: Places) -> None:
+    folder = root / "models" / "fr"
+    (found,) = compare.compare([str(folder)], places, Asked("The", TEXT, 8))
+    perplexity, continuation = by_transformers(folder)
+    assert found.perplexity == pytest.approx(perplexity, rel=1e-5)
+    assert found.continuation == continuation
 
 
 def test_an_adapter_is_compared_as_it_is_merged(root: Path, places: Places) -> None:
@@ -77,21 +84,13 @@ def test_what_cannot_be_run_is_said_and_the_others_are_run(root: Path, places: P
 
 def test_a_merge_in_memory_is_the_merge_that_is_written(root: Path, places: Places) -> None:
     """Numbers of `tried` against transformers on the folder that a merge writes."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     text, out = recipe(root), root / "out" / "written"
     found = compare.tried(text, places, Asked("The", TEXT, 8))
     assert found.problem == ""
     weightsmith.merge(text, out, progress=False)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    ids = torch.tensor([tokenizer(TEXT, add_special_tokens=False)["input_ids"][:384]])
-    with torch.inference_mode():
-        assert found.perplexity == pytest.approx(math.exp(model(input_ids=ids, labels=ids).loss.item()), rel=1e-5)
-        start = tokenizer("The", return_tensors="pt")
-        written = model.generate(**start, max_new_tokens=8, do_sample=False)[0, start["input_ids"].shape[1] :]
-    assert found.continuation == tokenizer.decode(written, skip_special_tokens=True)
+    perplexity, continuation = by_transformers(out)
+    assert found.perplexity == pytest.approx(perplexity, rel=1e-5)
+    assert found.continuation == continuation
     (base,) = compare.compare([str(root / "models" / "base")], places, Asked("", TEXT))
     assert found.perplexity != base.perplexity
     assert "outside the folders" in compare.tried(text.replace("models/fr", "secret"), places, Asked("The")).problem

@@ -316,7 +316,7 @@ def test_what_may_not_be_read_is_not_merged_tried_swept_or_looked_at(root: Path,
             lambda: session.tasks.ask(session.text, [], "The", "", 8),
             lambda: session.tasks.sweep(session.text, path, f"{root}/models/de", [0.1], "", ""),
             lambda: session.tasks.look(session.text, [secret]),
-            lambda: session.hub_model(secret),
+            lambda: session.card(secret),
         ):
             with pytest.raises(PlanError, match="outside the folders"):
                 act()

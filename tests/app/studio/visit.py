@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ WAIT_MS = 60_000  # the machine may be busy
 
 
 class Visit:
-    """A page that is open, and what it said and asked for. state: a context's storage, to be the same browser again."""
+    """An open page, its console messages, and its requests to other sites."""
 
     def __init__(self, browser: Any, address: str, width: int = 1440, height: int = 900, scheme: str = "light") -> None:
         self.address = address
@@ -28,7 +27,6 @@ class Visit:
         )
         self.said: list[str] = []
         self.elsewhere: list[str] = []
-        self.bytes = 0
         self.page = self.tab()
 
     def tab(self) -> Any:
@@ -124,10 +122,3 @@ def values_written(text: str) -> dict[tuple[str, str], Any]:
             parts = isinstance(value, list) and isinstance(value[0], dict)
             found[entry["model"], name] = [each["value"] for each in value] if parts else value
     return found
-
-
-def number_of(text: str) -> float:
-    """The first number of a text."""
-    match = re.search(r"\d+(?:\.\d+)?", text)
-    assert match is not None, text
-    return float(match[0])

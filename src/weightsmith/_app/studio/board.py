@@ -1,4 +1,4 @@
-"""What the page shows, as JSON values by name. Whoever has the page open is sent what has changed."""
+"""The state that the page shows, as JSON values by name. Every open page is sent the values that change."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _inside(path: str, places: Places) -> bool:
 
 
 def _entries(recipe: Recipe) -> Iterator[Input]:
-    """All entries of models: of the recipe, of its slices, and of the slices and models of its modules."""
+    """All model entries: of the recipe, its slices and its modules."""
     waiting: list[object] = [recipe.models, recipe.slices, recipe.modules]
     while waiting:
         value = waiting.pop()

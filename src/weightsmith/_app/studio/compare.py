@@ -1,4 +1,4 @@
-"""How models write and predict, side by side, with transformers. A recipe's result is merged in memory and not written."""
+"""Continuations and perplexities of models, side by side, with transformers. Recipes are merged in memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BYTES_PER_WEIGHT = 10
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What models are asked. prompt: continued greedily by so many tokens; text: for the perplexity; "": none of it."""
+    """The prompt to continue greedily, by `new_tokens` tokens, and the text for the perplexity. Either may be ""."""
 
     prompt: str = ""
     text: str = ""

@@ -126,7 +126,7 @@ def merged(base: str, current: str, mine: str) -> str:
 
 
 def _common(*texts: Sequence[str]) -> int:
-    """How many lines all begin with."""
+    """The number of common lines at the beginning."""
     return next((i for i, lines in enumerate(zip(*texts, strict=False)) if len(set(lines)) > 1), min(map(len, texts)))
 
 
@@ -255,7 +255,7 @@ def _added(text: str, node: Any, path: Path, written: str) -> str | None:
 
 
 def _behind(text: str, node: Any, written: str) -> str:
-    """The text with something behind a value, before the comma or the comment that follows it."""
+    """The text with something added right after a value, before a comma or comment."""
     end = _end(text, node)
     return f"{text[:end]}{written}{text[end:]}"
 

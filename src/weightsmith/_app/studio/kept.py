@@ -1,4 +1,4 @@
-"""What the studio keeps on disk beside the results: the recipe, its version, and the runs."""
+"""The studio's files on disk, next to the results: the recipe, its version, and the runs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ _TABS = 200
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A preview, try, sweep, comparison or merge.
+    """One entry of the list of runs.
 
     id       from 1 on
-    kind     preview, try, sweep, look or merge
-    when     seconds since 1970
-    title    what the list shows
-    numbers  by name, as texts
+    kind     preview, try, sweep, tune, look or merge
+    when     start time, in seconds since 1970
+    title    as listed
     recipe   its text
-    report   whether `Kept.report` has a page
+    seconds  how long it took
+    numbers  results by name, as texts
+    report   whether it has a page: `Kept.report`
+    model    the result of a merge, as a recipe names it
     """
 
     id: int
@@ -50,7 +52,7 @@ class Run:
 
 
 class Kept:
-    """The folder. It is made with the first edit, and one studio uses it at a time.
+    """The folder. The first edit creates it. Only one studio can use it at a time.
 
     Raises StoreError for a folder that cannot be used, Busy if another studio has it open.
     """
@@ -67,7 +69,7 @@ class Kept:
             self._load()
 
     def save(self, text: str, tab: str = "", number: int = 0) -> None:
-        """Keep the recipe, and which request of a tab it is the answer to: after a crash the tab sends it again."""
+        """Store the recipe, and the number of the tab's request: after a crash, the tab sends the request again."""
         self._open()
         taken = self.taken | ({tab: number} if tab else {})
         taken = dict(sorted(taken.items(), key=lambda pair: pair[0] == tab)[-_TABS:])
@@ -76,7 +78,7 @@ class Kept:
         self._write(_RECIPE, json.dumps({"version": version, "text": text, "taken": taken}))
 
     def add(self, run: Run, report: str = "") -> None:
-        """Keep a run. report: its page, as HTML. A preview takes the place of a preview that was added last."""
+        """Store a run. report: its page, as HTML. A preview replaces the last run if that is a preview too."""
         self._open()
         if report:
             self._write(f"{run.id}.html", report)
@@ -88,11 +90,11 @@ class Kept:
         self._write("runs.json", json.dumps([asdict(each) for each in self.runs]))
 
     def next_id(self) -> int:
-        """Of a run."""
+        """The id of the next run."""
         return 1 + max((run.id for run in self.runs), default=0)
 
     def report(self, number: int) -> str | None:
-        """The page of a run; None if it has none."""
+        """The report of a run as HTML; None if it has none."""
         if not any(run.id == number and run.report for run in self.runs):
             return None
         try:
@@ -102,13 +104,13 @@ class Kept:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder in the studio's, until the block ends."""
+        """A temporary folder, deleted at the end of the block."""
         self._open()
         with tempfile.TemporaryDirectory(prefix="tune-", dir=self.folder) as name:
             yield Path(name)
 
     def close(self) -> None:
-        """Let another studio have the folder."""
+        """Unlock the folder for other studios."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -163,7 +165,7 @@ class Kept:
             return None
 
     def _write(self, name: str, text: str) -> None:
-        """In one step: a reader finds the old text or the new one."""
+        """Replace a file in one step."""
         path = self.folder / name
         part = path.with_name(f"{name}.part")
         try:

@@ -1,4 +1,4 @@
-"""The studio as a web server: what it answers, and to whom. The only module that imports Starlette."""
+"""The web server: access control and routes. The only module that imports Starlette."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-# ---- Who is answered.
+# ---- Access control
 #
-# A browser loads what this server sends and sends it JSON; other sites may send nothing. Reports bring scripts of their own.
-# They are shown in a frame that can reach neither the page nor the network.
+# The page loads files from this server only, and sends it JSON. Requests from other sites are rejected. Reports contain
+# scripts, so they are shown in a sandboxed frame without access to the page or the network.
 
 POLICY = "; ".join(
     (
@@ -62,22 +62,22 @@ _REPORT_POLICY = "; ".join(
 )
 _HEADERS = {"referrer-policy": "no-referrer", "x-content-type-options": "nosniff", "cache-control": "no-store"}
 MAX_BYTES = 1 << 20
-"""Of a request."""
+"""Maximum size of a request."""
 
 
 def own_names(host: str) -> frozenset[str]:
-    """The names under which a server is reached: of the address that it serves, and of its Space if it runs in one."""
+    """The host names of the server: the address that it serves, and its Space if it runs in one."""
     space = os.environ.get("SPACE_HOST", "")  # several names, with commas between them, if it has a domain of its own
     return frozenset({"localhost", host.lower(), *space.lower().split(",")} - {""})
 
 
 class Guard:
-    """ASGI middleware: refuses what a page of another site sends, and who does not have the token.
+    """ASGI middleware: rejects requests from other sites, and requests without the token.
 
-    A site can give its own name to this machine's address, and is then of the same origin. So the host of a request must be
-    an IP address or one of `names`.
+    A site can point its own domain at this machine, and then counts as the same origin (DNS rebinding). So the host of a
+    request must be an IP address or one of `names`.
 
-    token  "": none is asked for
+    token  "": no token is required
     """
 
     def __init__(self, app: App, names: Collection[str], token: str = "") -> None:
@@ -125,7 +125,7 @@ class Guard:
 
 
 def _cookie(header: str, name: str) -> str:
-    """The value of a cookie. Those of other programs on this machine are sent too, and may be written in any way."""
+    """The value of a cookie. The header also has the cookies of other programs on this machine, in any syntax."""
     pairs = (part.partition("=") for part in header.split(";"))
     return next((value.strip() for key, _, value in pairs if key.strip() == name), "")
 
@@ -150,11 +150,11 @@ async def _refuse(send: Send, status: int, why: str, **headers: str) -> None:
     await send({"type": "http.response.body", "body": why.encode()})
 
 
-# ---- What is answered.
+# ---- Routes
 
 _TICK_SECONDS = 0.1
 _BEAT_SECONDS = 0.5
-"""The page calls the server dead when it has heard nothing for two seconds."""
+"""Interval of messages without news. The page reports a dead server after 1.5 seconds of silence."""
 ASSETS = {
     "studio.css": "text/css",
     "studio.js": "text/javascript",
@@ -177,7 +177,7 @@ def asset(name: str) -> str:
 
 
 def application(session: Session, ended: Callable[[], bool], *, names: Collection[str], token: str = "") -> App:
-    """The ASGI application of a session. ended: whether the server is to stop. Raises Unsupported without Starlette."""
+    """The ASGI application of a session. ended: whether the server is shutting down. Raises Unsupported without Starlette."""
     try:
         from starlette.applications import Starlette
         from starlette.requests import Request
@@ -317,7 +317,7 @@ def _two(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hub(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    return session.hub_model(str(given["name"])[:1000])
+    return session.card(str(given["name"])[:1000])
 
 
 _ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] = {
@@ -342,7 +342,7 @@ def launch(
 
     host, port  127.0.0.1 is reached from this machine alone; port None: the first free one from 7860 on
     browser     open it
-    token       who reaches the page must know it. None: none for this machine alone, else a new one, which is printed; "": none
+    token       required to open the page. None: no token on 127.0.0.1, else a new one, which is printed; "": no token
 
     If others can reach the page, nothing that exists is replaced or discarded. Nothing is asked of the network but models of
     the Hub. Raises Unsupported without Starlette and uvicorn, StoreError for a port that is taken, Busy for results that

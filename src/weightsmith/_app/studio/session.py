@@ -1,4 +1,4 @@
-"""What can be done on the page, one method for each thing. What the page shows of it is on the board."""
+"""The actions of the page, one method for each. Their results are put on the board."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from weightsmith import _methods as methods
@@ -57,7 +58,6 @@ class Session:
         self._changed = threading.Condition(self._lock)
         self._back: deque[str] = deque(maxlen=_HISTORY)
         self._ahead: deque[str] = deque(maxlen=_HISTORY)
-        self._checked: tuple[int, Checked] | None = None
         self._facts: dict[str, Any] = {}
         self._closed = False
         self.tasks = Tasks(places, self.board, self.kept, self.add_run)
@@ -90,7 +90,7 @@ class Session:
     def edit(self, tab: str, number: int, changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Apply edits in order; see `draft.edited`. Returns the document as it is now.
 
-        tab, number  who sends them, and the how-manieth they are: what is sent again is applied once
+        tab, number  the sender, and the number of its request: a request that is sent again is applied once
         """
         with self._changed:
             if number > self.kept.taken.get(tab, 0):
@@ -110,7 +110,7 @@ class Session:
             return found
 
     def _save(self, text: str, tab: str, number: int) -> None:
-        """Keep the recipe on disk; if that fails, here alone, and say so."""
+        """Store the recipe on disk. If that fails, keep it in memory and show why."""
         try:
             self.kept.save(text, tab, number)
         except Busy:  # the folder is another studio's, and nothing was changed
@@ -158,16 +158,18 @@ class Session:
                     return
                 version, text = self.kept.version, self.text
             try:
-                self._check(version, text)
-                self._preview(version, text)
+                if self._check(version, text):
+                    self._preview(version, text)
+                else:
+                    hint = show.hint("The preview appears when the recipe is correct.") if text.strip() else ""
+                    self._show_preview(version, hint)
             except Exception as error:  # the page must go on, whatever a model holds
-                self.board.put("preview", {"version": version, "html": show.problem(f"{type(error).__name__}: {error}")})
+                self._show_preview(version, show.problem(f"{type(error).__name__}: {error}"))
             done = version
 
-    def _check(self, version: int, text: str) -> None:
+    def _check(self, version: int, text: str) -> bool:
+        """Show the problems of a recipe. Whether it has none."""
         found = check(text, self.places) if text.strip() else Checked(())
-        with self._lock:
-            self._checked = (version, found)
         marks = [[note.line, note.level] for note in found.notes if note.line]
         html = show.notes(found) if text.strip() else ""
         facts: dict[str, Any] = {"version": version, "html": html, "marks": marks, "good": found.plan is not None}
@@ -176,27 +178,21 @@ class Session:
             facts["costs"] = [
                 ["size", size(found.file_bytes)],
                 ["memory", size(found.memory_bytes)],
-                *self._time(found.file_bytes),
+                *self._time(found.plan.made.name, found.file_bytes),
             ]
         self.board.put("notes", facts)
+        return found.plan is not None
 
-    def _time(self, nbytes: int) -> list[list[str]]:
-        """The time that a merge will take, as the last one with the same method says."""
-        name = draft.read(self.text).method
+    def _time(self, name: str, nbytes: int) -> list[list[str]]:
+        """The estimated time of a merge, from the last one with the same method."""
         for run in reversed(self.kept.runs):
             if run.kind == "merge" and run.seconds and run.numbers.get("method") == name and (old := run.numbers.get("bytes")):
                 return [["time", f"about {duration(run.seconds * nbytes / max(1, int(old)))}"]]
         return []
 
     def _preview(self, version: int, text: str) -> None:
-        before = self.board.get("preview") or {}
-        if not self._is_good(version):
-            hint = "The preview appears when the recipe is correct." if text.strip() else ""
-            self.board.put(
-                "preview", {"version": version, "html": show.hint(hint) if hint else "", "charts": [], "survives": {}}
-            )
-            return
-        self.board.put("preview", {**before, "busy": version})
+        """Preview a correct recipe, until there is a newer one."""
+        self.board.put("preview", {**(self.board.get("preview") or {}), "busy": version})
         began = time.monotonic()
 
         def progress(_now: Progress) -> None:
@@ -205,20 +201,18 @@ class Session:
 
         try:
             found = preview(allowed(text, self.places), stream=True, progress=progress)
-            html, charts = show.preview(found)
-            shown = {"version": version, "html": html, "charts": charts, "survives": _survives(found)}
         except KeyboardInterrupt:
             return
         except WeightsmithError as error:
-            self.board.put("preview", {"version": version, "html": show.problem(report(error)), "charts": [], "survives": {}})
+            self._show_preview(version, show.problem(report(error)))
             return
-        self.board.put("preview", shown)
-        numbers = show.preview_numbers(found)
-        self.add_run("preview", draft.read(text).method, text, time.monotonic() - began, numbers)
+        self._show_preview(version, *show.preview(found), _survives(found))
+        self.add_run("preview", found.method, text, time.monotonic() - began, show.preview_numbers(found))
 
-    def _is_good(self, version: int) -> bool:
-        with self._lock:
-            return self._checked is not None and self._checked[0] == version and self._checked[1].plan is not None
+    def _show_preview(
+        self, version: int, html: str, charts: Sequence[Any] = (), survives: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        self.board.put("preview", {"version": version, "html": html, "charts": charts, "survives": dict(survives)})
 
     # ---- models
 
@@ -244,12 +238,12 @@ class Session:
 
     def _fact(self, name: str) -> dict[str, Any]:
         try:
-            return show.card(inspect(model_allowed(name, self.places), progress=False))
+            return self.card(name)
         except WeightsmithError as error:
             return {"problem": first_finding(error).what}
 
-    def hub_model(self, name: str) -> dict[str, Any]:
-        """What a model of the Hub is. Raises PlanError for a name that may not be read, and for a model that is not there."""
+    def card(self, name: str) -> dict[str, Any]:
+        """The summary of a model. Raises PlanError for a name that may not be read, and for a model that does not exist."""
         return show.card(inspect(model_allowed(name, self.places), progress=False))
 
     # ---- merging
@@ -275,7 +269,7 @@ class Session:
         return self.text
 
     def about_name(self, name: str) -> dict[str, bool]:
-        """Whether a result of this name is there, and whether a merge of this name was interrupted."""
+        """Whether a result of this name exists, and whether a merge of this name was interrupted."""
         try:
             target = self.places.target(name.strip())
         except WeightsmithError:
@@ -283,7 +277,7 @@ class Session:
         return {"valid": True, "exists": target.exists(), "unfinished": unfinished(target)}
 
     def _watch(self) -> None:
-        """Show how far the merge is, and keep what came of it."""
+        """Show the progress of merges, and record finished ones as runs."""
         while not self._closed:
             time.sleep(_TICK_SECONDS)
             status = self.work.status
@@ -322,7 +316,7 @@ class Session:
     def add_run(
         self, kind: str, title: str, recipe: str, seconds: float, numbers: Mapping[str, str], page: str = "", model: str = ""
     ) -> int:
-        """Keep a run; its number. page: its report, as HTML; model: what it made."""
+        """Record a run, and return its number. page: its report, as HTML; model: the path of its result."""
         with self._lock:
             number = self.kept.next_id()
             run = Run(number, kind, time.time(), title, recipe, round(seconds, 3), dict(numbers), bool(page), model)
@@ -343,7 +337,7 @@ class Session:
 
 
 def _survives(found: Preview) -> dict[str, list[float | None]]:
-    """By model, what survives in each layer; of the recipe's names."""
+    """For each model of the recipe, the share that survives in each layer."""
     layers = [layer for layer in found.layers if layer.name.rpartition(".")[2].isdigit()]
 
     def share(layer: Any, i: int) -> float | None:
@@ -354,7 +348,7 @@ def _survives(found: Preview) -> dict[str, list[float | None]]:
 
 
 def _command(run: Run) -> str:
-    """The command line that does the same with the recipe, saved as recipe.yml."""
+    """The equivalent command. The recipe is saved as recipe.yml."""
     if run.kind == "merge":
         return f"weightsmith merge recipe.yml {shlex.quote(run.model)}"
     if run.kind == "look":

@@ -1,4 +1,4 @@
-"""What takes time and writes no model: merges tried in memory, sweeps, searches, comparisons. One at a time, in a thread."""
+"""Long-running tasks that write no model: merges tried in memory, sweeps, searches, comparisons. One at a time, in a thread."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ MAX_BUDGET = 1000
 
 
 class Tasks:
-    """The task of a studio. It is shown on the board, and `add` keeps what came of it: `Session.add_run`.
+    """The running task. Its progress is on the board. `add` records its result: `Session.add_run`.
 
-    Arguments come from a browser, and are checked here; recipes are the session's.
+    Recipes come from the session. All other arguments come from a browser, and are checked here.
     """
 
     def __init__(self, places: Places, board: Board, kept: Kept, add: Callable[..., int]) -> None:
@@ -54,7 +54,7 @@ class Tasks:
         self.board.put("task", {"running": False})
 
     def stop(self) -> None:
-        """Stop the task after the model that it is at."""
+        """Stop the task after the current model."""
         self._stop.set()
 
     def wait(self, seconds: float | None = None) -> None:
@@ -63,7 +63,7 @@ class Tasks:
             self._thread.join(seconds)
 
     def ask(self, recipe: str, models: Sequence[str], prompt: str, text: str, new_tokens: int) -> None:
-        """Ask the result of the recipe, merged in memory, and models beside it. Raises Unsupported, PlanError, Busy."""
+        """Run the merge, in memory, and models to compare it with. Raises Unsupported, PlanError, Busy."""
         recipe = allowed(recipe, self.places)
         asked = compare.Asked(prompt, text, new_tokens)
         asked.check(len(models) + 1)
@@ -90,7 +90,10 @@ class Tasks:
         self._begin("try", work)
 
     def sweep(self, recipe: str, path: Sequence[Any], model: str, values: Sequence[float], prompt: str, text: str) -> None:
-        """Preview, and if asked try, the recipe with several values of one parameter. Raises as `ask`, ParameterError."""
+        """Preview the recipe with several values of one parameter, and run the merges if there is a prompt or a text.
+
+        Raises as `ask`, ParameterError.
+        """
         allowed(recipe, self.places)
         if not 0 < len(values) <= MAX_SWEEP or not all(map(math.isfinite, values)):
             raise ParameterError(f"a sweep has from 1 to {MAX_SWEEP} numbers", fix="write others")
@@ -123,9 +126,9 @@ class Tasks:
         self._begin("sweep", work)
 
     def tune(self, recipe: str, ranges: Sequence[tuple[list[Any], str, float, float]], text: str, budget: int) -> None:
-        """Search the values of some parameters with which the merge predicts a text best; see `weightsmith.tune`.
+        """Find the values of some parameters with which the merge predicts a text best; see `weightsmith.tune`.
 
-        ranges  path, model, least and largest value of each. Raises as `ask`, ParameterError
+        ranges  path, model, minimum and maximum of each. Raises as `ask`, ParameterError
         """
         allowed(recipe, self.places)
         if not ranges or not text.strip() or not 1 < budget <= MAX_BUDGET or len(text) > compare.MAX_CHARACTERS:
@@ -158,7 +161,7 @@ class Tasks:
         self._begin("tune", work)
 
     def look(self, recipe: str, models: Sequence[str]) -> None:
-        """Look at models. One: what it is. Two: what they differ in. More: how the deltas of all but the first fit together."""
+        """Report on models: a summary of one, the differences of two, or the deltas of several from the first."""
         every = [model_allowed(name, self.places) for name in models]
         if not every:
             raise ParameterError("no model is chosen", fix="choose models on the left")
@@ -188,7 +191,7 @@ class Tasks:
     def _begin(self, kind: str, work: Callable[[], None]) -> None:
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
-                raise Busy("something else is being tried", fix="wait until it is done, or stop it")
+                raise Busy("another task is running", fix="wait until it is done, or stop it")
             self._stop.clear()
             self.show(kind, "starting", "")
             self._thread = threading.Thread(target=self._run, args=(kind, work), name="weightsmith-studio-task", daemon=True)
@@ -205,7 +208,7 @@ class Tasks:
             self.show(kind, "", show.problem(f"{type(error).__name__}: {first_line(error)}"), running=False)
 
     def show(self, kind: str, doing: str, html: str, *, running: bool = True, report: int = 0) -> None:
-        """Show how far the task is."""
+        """Show the task's progress."""
         self.board.put("task", {"kind": kind, "running": running, "doing": doing, "html": html, "report": report})
 
 
@@ -234,7 +237,7 @@ class _Trials(Meter):
         self._tasks.show("tune", f"{text}, {count(len(self._found), 'trial')}", show.trials(self._names, self._found))
 
     def _take(self) -> None:
-        """Read the lines of the journal that are new, but for one that is not finished."""
+        """Read the new lines of the journal. The last one may be incomplete, and is left for later."""
         try:
             with self._journal.open("rb") as file:
                 file.seek(self._read)
