@@ -90,6 +90,19 @@ def test_each_layer_is_quantised_for_what_leaves_the_quantised_ones(llama: Path,
     assert output.arrays["head"]
 
 
+@pytest.mark.slow
+def test_linear_layers_multiply_in_bfloat16_if_wanted(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "mixtral", "mixtral")
+    given = settings(tmp_path, bits=None, uniform=False)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        with prepared_for(model, replace(given, calibration_dtype=dtype, group_size=32), "w4a16") as prepared:
+            output = captured(prepared, prepared.plan.products)
+            found[dtype] = torch.from_numpy(output.arrays["states 1"][0])
+    difference = (found["bfloat16"] - found["float32"]).norm() / (found["float32"] - found["float32"].mean()).norm()
+    assert 1e-5 < difference < 2e-2
+
+
 def output_error(ids: torch.Tensor, folder: Path, weights: Path) -> float:
     """Relative error of the logits."""
     models = [transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, weights)]
@@ -470,6 +483,7 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda plan: _embedding(plan)["text"].update(seed=-1), "its seed is negative"),
         (lambda plan: _embedding(plan)["base"].update(hidden=1), "its states are not those of its calibration text"),
         (lambda plan: _embedding(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
+        (lambda plan: _layer(plan)["base"].update(arithmetic="float64"), "its settings are not those of a text"),
         (lambda plan: _layer(plan).update(layer=99), "there is no layer 99"),
         (lambda plan: _made(plan, "embedding").pop("transient"), "the arrays of 'embedding' are transient"),
         (

@@ -460,6 +460,7 @@ def test_what_exllamav2_could_not_load_is_rejected(
         ({"bits": 12}, "out of reach"),
         ({"bits": 4.5, "head_bits": 7}, r"--head-bits \(head_bits\): must be one of 2, 3, 4, 5, 6, 8, 16, not 7"),
         ({"bits": 4.5, "calibration_rows": 5}, "no calibration text is read"),
+        ({"bits": 4.5, "calibration_dtype": "bfloat16"}, "no calibration text is read"),
         ({"bits": 4.5, "measure": "full"}, "nothing is measured with"),
         ({"bits": 4.5, "calibration": "built-in", "measure": "full", "uniform": True}, "nothing is measured with"),
         ({"bits": 4.5, "measurement": "m/config.json", "uniform": True}, "a measurement chooses different bits"),

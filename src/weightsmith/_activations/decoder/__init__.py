@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+Arithmetic = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Base:
     layers  number of layers
     hidden  size of a hidden state
     instead what else the user may do, for errors: `; or use …`
+    arithmetic  dtype in which the linear layers of a layer multiply: `float32` or `bfloat16`
     """
 
     label: str
@@ -30,3 +33,4 @@ class Base:
     layers: int
     hidden: int
     instead: str = ""
+    arithmetic: Arithmetic = "float32"

@@ -2,7 +2,9 @@
 
 transformers builds the module from config.json without allocating weights. A first forward pass records the arguments (masks,
 positions) of each layer. Then each layer in turn is loaded, runs on all prompts, and frees its memory for the next. Arithmetic
-is float32 on every device, whatever dtype the weights have: few CPUs have fast 16-bit arithmetic.
+is float32 on every device, whatever dtype the weights have: few CPUs have fast 16-bit arithmetic. With `Base.arithmetic`
+bfloat16, the weights of a layer's linear layers and what enters them are rounded to it where they are multiplied; sums are
+float32, and rounded to it once.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from weightsmith._activations.decoder.unfused import put_back, unfuse
 from weightsmith._base.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext
+from weightsmith._models.structure.roles import role_of
 
 BATCH_TOKENS = 2048
 """Per batch, including padding: enough to keep a processor busy while attention masks stay small."""
@@ -164,6 +168,8 @@ class Decoder:
         given = given or {}
         layer, prefix = self._layers[i], f"{self._base.prefix}{i}."
         shapes = {step.out.name: step.out.shape for step in source.product.steps}
+        outs = [step.out for step in source.product.steps] if self._base.arithmetic == "bfloat16" else []
+        narrow = {out.name for out in outs if role_of(out) == "linear"}
         with _Weightless():
             names, replaced = unfuse(layer, prefix, shapes)
         try:
@@ -181,8 +187,13 @@ class Decoder:
                             _register(layer, name, given[own].to(device))
                     linear = {names[f"{n}.weight"]: m for n, m in layer.named_modules() if isinstance(m, nn.Linear)}
                     weights = {own: layer.get_parameter(name) for name, own in names.items()}
+                    for own in narrow & linear.keys():
+                        linear[own].forward = partial(_multiply_bfloat16, linear[own])
                     yield Layer(layer, linear, weights, *call, self._base.instead)
         finally:
+            for module in layer.modules():
+                if isinstance(module, nn.Linear):
+                    module.__dict__.pop("forward", None)
             put_back(layer, replaced)
 
     @contextmanager
@@ -325,6 +336,12 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
     if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
         return ShapeError(_MISMATCH, where=base.label, details=wrong, fix=f"check its config.json{base.instead}")
     return Decoder(base, specs, whole, body, layers, embedding)
+
+
+def _multiply_bfloat16(linear: nn.Linear, x: Tensor) -> Tensor:
+    """What leaves a linear layer that multiplies in bfloat16: in the dtype of x. Routers remain in float32."""
+    product = nn.functional.linear(x.bfloat16(), linear.weight.bfloat16()).to(x.dtype)
+    return product if linear.bias is None else product + linear.bias
 
 
 _MISMATCH = "the tensors do not match the model that transformers builds from config.json"

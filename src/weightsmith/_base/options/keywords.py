@@ -33,6 +33,7 @@ class QuantizeKeywords(TypedDict, total=False):
     calibration: str | os.PathLike[str] | None
     calibration_rows: int | None
     calibration_tokens: int | None
+    calibration_dtype: str | None
     measure: str | None
     measurement: str | os.PathLike[str] | None
     uniform: bool

@@ -137,7 +137,12 @@ def expected_steps(prepared: Prepared) -> list[Step]:
     """About the steps of the plan that follows from one with `Plan.then`: as if nothing were measured; [] if that cannot be."""
     then = dict(prepared.plan.then or {})
     settings = replace(
-        QuantizeSettings(**then["settings"]), calibration=NONE, calibration_rows=None, calibration_tokens=None, measure=None
+        QuantizeSettings(**then["settings"]),
+        calibration=NONE,
+        calibration_rows=None,
+        calibration_tokens=None,
+        calibration_dtype=None,
+        measure=None,
     )
     if settings.target is not None:  # nothing is known of the size
         return []

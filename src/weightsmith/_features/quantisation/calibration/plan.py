@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import PurePath
 
 from weightsmith._activations.model import TextRun, result_of, text_for
@@ -22,7 +22,9 @@ from weightsmith._plans import COPY, PRODUCTS, FileRead, PlanDraft, Product, Rea
 NONE = "none"
 """`--calibration none`: round to nearest."""
 
-CALIBRATION_SETTINGS = frozenset({"calibration", "calibration_rows", "calibration_tokens"})
+_OF_THE_TEXT = ("calibration_rows", "calibration_tokens", "calibration_dtype")
+
+CALIBRATION_SETTINGS = frozenset({"calibration", *_OF_THE_TEXT})
 """What a calibration reads of the settings."""
 
 INSTEAD = "; or use --calibration none, which needs no forward pass"
@@ -34,8 +36,8 @@ def calibrates(settings: QuantizeSettings) -> bool:
 
 
 def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithError]:
-    """A problem if rows or tokens are given, and no text is read."""
-    found = [name for name in ("calibration_rows", "calibration_tokens") if getattr(settings, name) is not None]
+    """A problem if a setting of the text is given, and no text is read."""
+    found = [name for name in _OF_THE_TEXT if getattr(settings, name) is not None]
     if calibrates or not found:
         return []
     fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours, or leave out {named(*found)}"
@@ -109,6 +111,8 @@ class Chain(TextRun):
         model = result_of(draft, assembled.inputs, steps, INSTEAD)
         rows, tokens = settings.calibration_rows, settings.calibration_tokens
         super().__init__(model, text_for(model, settings.calibration, rows, tokens, draft.seed, most_rows), prefix)
+        if settings.calibration_dtype == "bfloat16":
+            self.base = replace(self.base, arithmetic="bfloat16")
 
     def measure(self, draft: PlanDraft, products: Iterable[Product], format: str, settings: QuantizeSettings) -> None:
         """Add a measurement to a draft, from which `Format.follow` makes another plan."""
