@@ -33,8 +33,8 @@ from weightsmith._features.quantisation.exl2.optimise import solve_together
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
-from weightsmith._models.formats.gguf.config import Config, family_of_config, keys_of_config
-from weightsmith._models.formats.gguf.families import Family, gguf_place, is_norm, rotated_heads
+from weightsmith._models.formats.gguf.config import Config, family_of_config, keys_of_config, text_config
+from weightsmith._models.formats.gguf.families import Family, gguf_place, is_norm, is_router, rotated_heads, text_name
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
@@ -49,6 +49,10 @@ _NAMED = "names are llama.cpp's: blk.0.attn_q.weight, blk.0.ffn_down.weight, tok
 
 HEAD_IS_EMBEDDING = "the head is the embedding"
 """Why a tied head that is stored too is left out: not all architectures of llama.cpp would load it."""
+
+OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
+_OTHER_PART = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|embed_vision|embed_audio)")
+"""How the names of tensors begin that do not belong to the language model."""
 
 Importances = Mapping[str, npt.NDArray[np.float32]]
 
@@ -73,7 +77,7 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
         if not measures:
             _fill(mixture, assembled, {} if settings.imatrix is None else read_imatrix(settings.imatrix), chosen)
             return
-        family = family_of_config(draft.config)
+        family = family_of_config(text_config(draft.config))
         chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
         weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
         if sized:
@@ -125,7 +129,7 @@ def follow(
             found |= _by_weight(StatisticWork.of(product), arrays[product.name])
     chosen = _chosen(settings)
     with _problems_of_a_plan():
-        family = family_of_config(assembled.draft.config)
+        family = family_of_config(text_config(assembled.draft.config))
         importances = _importances_of(family, found)
         if settings.size_bytes is not None:  # the search for a target gives one
             trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
@@ -160,7 +164,7 @@ def _candidates(family: Family, specs: Iterable[TensorSpec], chosen: Chosen) -> 
 
 def _vocabulary(draft: PlanDraft, steps: Iterable[Step]) -> list[TensorSpec]:
     """The embedding, and the head if it is stored: not one that the embedding is, too."""
-    own = {step.out.name for step in _without_doubles(draft.steps, Config(draft.config or {}))[1]}
+    own = {step.out.name for step in _without_doubles(draft.steps, Config(text_config(draft.config)))[1]}
     return [step.out for step in steps if is_vocabulary(step.out) and step.out.name in own and len(step.out.shape) == 2]
 
 
@@ -262,11 +266,14 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     from weightsmith._kernels.ggml import ENCODED
 
     draft = assembled.draft
-    family = family_of_config(draft.config)
-    config = draft.config or {}
+    config = text_config(draft.config)
+    family = family_of_config(config)
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
     dropped, steps = _without_doubles(draft.steps, given)
+    if "text_config" in (draft.config or {}):
+        others, steps = _without_other_parts(steps, family)
+        dropped += others
     named = _named(steps, family)
     tied = "output.weight" not in named
     specs = [replace(step.out, name=name) for name, step in named.items()]
@@ -336,10 +343,25 @@ def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
 
 
 def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
-    """A stored head that transformers would use, if it differs from the embedding."""
+    """A stored head that transformers would use, if it differs from the embedding; parts for images and sounds."""
     what = "it is left out: config.json ties the head to the embedding"
     fix = "set tie_word_embeddings to false in the input's config.json if the two differ"
-    return [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == HEAD_IS_EMBEDDING]
+    found = [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == HEAD_IS_EMBEDDING]
+    others = [each.tensor for each in dropped if each.reason == OTHER_PART]
+    if others:
+        what = f"{len(others):,} tensors are left out: the file holds the language model alone"
+        fix = "for images, make a mmproj file of the model in the Hub's layout: convert_hf_to_gguf.py --mmproj (llama.cpp)"
+        found.append(Finding(what, others[0], fix=fix))
+    return found
+
+
+def _without_other_parts(steps: Sequence[Step], family: Family) -> tuple[list[Dropped], list[Step]]:
+    """The steps of the language model, of a model of several parts."""
+    own, others = list[Step](), list[Step]()
+    for step in steps:
+        named = gguf_place(family, step.out.name) or _OTHER_PART.search(step.out.name) is None
+        (own if named else others).append(step)
+    return [Dropped(read.model, read.tensor, OTHER_PART) for step in others for read in step.reads if read.model >= 0], own
 
 
 def _without_doubles(steps: Sequence[Step], config: Config) -> tuple[list[Dropped], list[Step]]:
@@ -347,7 +369,7 @@ def _without_doubles(steps: Sequence[Step], config: Config) -> tuple[list[Droppe
     dropped, kept = [], []
     for step in steps:
         why = ""
-        if step.out.name == "lm_head.weight" and config.get("tie_word_embeddings"):
+        if text_name(step.out.name) == "lm_head.weight" and config.get("tie_word_embeddings"):
             why = HEAD_IS_EMBEDDING
         elif step.out.name.endswith(".rotary_emb.inv_freq"):
             why = "llama.cpp computes it"
@@ -395,7 +417,7 @@ def _weighted(draft: PlanDraft, family: Family, names: Iterable[str]) -> list[Te
     own = set(names)
     specs = [step.out for step in draft.steps if step.out.name in own and len(step.out.shape) == 2]
     placed = [(spec, gguf_place(family, spec.name)) for spec in specs]
-    return [spec for spec, place in placed if place is not None and ".ffn_gate_inp." not in place.name]
+    return [spec for spec, place in placed if place is not None and not is_router(place.name)]
 
 
 def _importances_of(family: Family, found: Importances) -> Importances:

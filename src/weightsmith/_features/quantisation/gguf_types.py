@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from weightsmith._base.errors import nearest
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.formats.gguf.families import is_norm
+from weightsmith._models.formats.gguf.families import is_norm, is_router
 from weightsmith._models.formats.gguf.writing import TYPES
 
 
@@ -137,7 +137,7 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     chosen  from `read_types`
     """
     name = spec.name
-    if len(spec.shape) < 2 or is_norm(name) or ".ffn_gate_inp." in name:  # routers too: they are small, and they decide much
+    if len(spec.shape) < 2 or is_norm(name) or is_router(name):  # routers too: they are small, and they decide much
         return "F32"
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
     if not asked and mixture.default in ("F32", "F16", "BF16"):

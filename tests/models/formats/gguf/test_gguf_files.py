@@ -24,6 +24,8 @@ from weightsmith._base.errors import Corrupt, FormatError, NonFinite, PlanError,
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Shape, type_of
 from weightsmith._files.containers import GGUF
+from weightsmith._models.formats.gguf import families
+from weightsmith._models.formats.gguf.config import keys_of_config, text_config
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
@@ -163,13 +165,42 @@ FAMILIES = {
     "gemma2": "GEMMA2",
     "gemma3-text": "GEMMA3",
     "phi3-tied": "PHI3",
+    "qwen2-moe": "QWEN2MOE",
+    "gemma": "GEMMA",
+    "phi": "PHI2",
+    "smollm3": "SMOLLM3",
+    "olmo2": "OLMO2",
+    "olmo3": "OLMO2",
+    "olmoe": "OLMOE",
+    "granite": "GRANITE",
+    "cohere": "COMMAND_R",
+    "cohere2": "COHERE2",
+    "starcoder2": "STARCODER2",
+    "stablelm": "STABLELM",
+    "glm4": "GLM4",
+    "seed-oss": "SEED_OSS",
+    "exaone4": "EXAONE4",
+    "exaone4-32b": "EXAONE4",
+    "ernie4-5": "ERNIE4_5",
+    "hunyuan-dense": "HUNYUAN_DENSE",
+    "nemotron": "NEMOTRON",
+    "arcee": "ARCEE",
+    "ministral3": "MISTRAL3",
 }
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
     "mistral": {"sliding_window": None},
     "qwen3-moe": {"norm_topk_prob": True, "intermediate_size": 64},
+    "smollm3": {"num_hidden_layers": 5},
+    "olmo3": {"num_hidden_layers": 5, "sliding_window": 8},
+    "cohere2": {"num_hidden_layers": 5, "sliding_window": 8},
+    "granite": {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
 }
+WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
+    "hunyuan-dense": {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}},
+}
+"""Settings that come back as others with the same effect."""
 
 
 @pytest.mark.slow
@@ -179,7 +210,7 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
     source = zoo.save(name, tmp_path / "m", 1, **OWN.get(name, {}))
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
     path = quantize(source, tmp_path / "q", "f32")
-    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[name]], 7)
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[name]], 64)
     with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(tmp_path / "q") as back:
         assert list(back.specs) == [
             spec for spec in here.specs if spec != "lm_head.weight" or not here.config["tie_word_embeddings"]
@@ -206,6 +237,8 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
     )
     unlike += ("pad_token_id", "bos_token_id", "eos_token_id", "layer_types", "head_dim", "hidden_activation")
     for key, value in configs[0].items():
+        if key == "rope_parameters":  # some configs repeat two settings there
+            value = {name: number for name, number in value.items() if name not in ("max_position_embeddings", "type")}
         expected = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
         assert key in unlike or configs[1].get(key) == expected, key
 
@@ -406,6 +439,26 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ({"sliding_window": 32}, "sliding_window is 32, and llama.cpp takes None for granted"),
         ({"num_attention_heads": 5}, "its 64 rows are not whole heads of 12"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 144}, "query_pre_attn_scalar is 144.0, and llama.cpp takes 16.0"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
+        ({"hidden_act": "swish"}, ""),
+        ({"model_type": "qwen3", "use_sliding_window": False, "sliding_window": 32}, ""),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0], and llama.cpp takes [1, 1]"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 2}, "no_rope_layer_interval is 2, and llama.cpp takes 4"),
+        (
+            {"model_type": "cohere", "layer_norm_eps": 1e-5, "use_qk_norm": True},
+            "use_qk_norm is True, and llama.cpp takes False",
+        ),
+        ({"model_type": "cohere", "tie_word_embeddings": False}, "tie_word_embeddings is False, and llama.cpp takes True"),
+        ({"model_type": "olmo2"}, "tie_word_embeddings is True, and llama.cpp takes False"),
+        ({"model_type": "exaone4", "sliding_window": 32}, "sliding_window is 32, and llama.cpp takes None"),
+        ({"model_type": "seed_oss", "mlp_bias": True}, "mlp_bias is True, and llama.cpp takes False"),
+        ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "num_experts is None, not a positive whole number"),
+        ({"model_type": "granite", "logits_scaling": "x"}, "logits_scaling is 'x', and not a positive number"),
+        ({"model_type": "ministral3"}, "rope_type is 'default', and llama.cpp takes 'yarn'"),
+        (
+            {"model_type": "cohere2", "logit_scale": 1, "layer_types": ["full_attention"] * 2},
+            "layer_types is ['full_attention', 'full_attention'], and llama.cpp takes",
+        ),
     ],
 )
 def test_models_that_llama_cpp_would_compute_otherwise(changes: dict[str, Any], words: str, model: Path) -> None:
@@ -609,6 +662,60 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
     assert keys[0] == keys[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3-vl", "llava"])
+def test_the_language_model_of_a_model_of_several_parts(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    """It is the file of that language model alone; each tensor of the other parts is named as left out."""
+    text = {**zoo.ZOO[name][2]["text_config"], "vocab_size": 262}
+    if name == "gemma3-vl":
+        text |= {"query_pre_attn_scalar": 8, "num_hidden_layers": 7}
+    source = zoo.save(name, tmp_path / "m", 1, text_config=text)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    with weightsmith.open_checkpoint(source) as found:
+        own = {spec: found.read(spec) for spec in found.specs if "language_model" in spec}
+        others = set(found.specs) - set(own)
+        assert found.config is not None
+        config = found.config["text_config"]
+    plan = weightsmith.plan(passthrough(str(source)), quantize="gguf-bf16")
+    assert {each.tensor for each in plan.dropped} == others
+    assert f"{len(others)} tensors are left out: the file holds the language model alone" in str(plan.warnings[-1])
+    path = quantize(source, tmp_path / "q", "bf16")
+    alone = write_checkpoint(tmp_path / "alone", {spec.removeprefix("language_model."): own[spec] for spec in own}, config)
+    (alone / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    assert stored(quantize(alone, tmp_path / "q-alone", "bf16")) == stored(path)
+    stray = write_checkpoint(
+        tmp_path / "m", {**own, "model.head.weight": np.ones((4, 4), BF16)}, json.loads((source / "config.json").read_text())
+    )
+    with pytest.raises(PlanError, match=r"model\.head\.weight: llama\.cpp knows no such tensor"):
+        weightsmith.plan(passthrough(str(stray)), quantize="gguf-bf16")
+
+
+def test_published_config_files_rely_on_defaults(model: Path) -> None:
+    """google/gemma-3-4b-it says neither heads nor vocabulary."""
+    keys, _ = keys_of_config(
+        text_config(
+            {
+                "model_type": "gemma3",
+                "eos_token_id": [1, 106],
+                "text_config": {
+                    "model_type": "gemma3_text",
+                    "hidden_size": 2560,
+                    "intermediate_size": 10240,
+                    "num_hidden_layers": 34,
+                    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                    "sliding_window": 1024,
+                },
+            }
+        ),
+        next(family for family in families.FAMILIES if family.model_type == "gemma3_text"),
+        1,
+    )
+    found = {name.removeprefix("gemma3."): value.value for name, value in keys.items()}
+    assert (found["attention.head_count"], found["attention.head_count_kv"], found["attention.key_length"]) == (8, 4, 256)
+    assert (found["rope.freq_base"], found["rope.freq_base_swa"], found["rope.scaling.factor"]) == (1e6, 1e4, 8.0)
+    assert (found["attention.sliding_window"], found["context_length"]) == (1024, 131072)
+
+
 @needs_llama_cpp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
@@ -616,7 +723,9 @@ def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path, to
     import torch
 
     sizes = {"vocab_size": 262, "max_position_embeddings": 64}
-    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **{**sizes, **OWN.get(name, {})})
+    source = zoo.save(
+        name, tmp_path / "m", 1, dtype="float32", **{**sizes, **OWN.get(name, {}), **WRITTEN_OTHERWISE.get(name, {})}
+    )
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
     path = quantize(source, tmp_path / "q", "f32")
     tokens = np.random.default_rng(0).integers(0, 256, 40).tolist()
