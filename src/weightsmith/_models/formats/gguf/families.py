@@ -7,8 +7,8 @@ llama.cpp stores weights as the Hub does, with three exceptions:
 * The norms of Gemma and Nemotron are stored with the 1 added that their code adds when it runs.
 * The experts of a layer are one tensor of three dimensions.
 
-A new family is an entry of `FAMILIES`, if it computes what llama.cpp does. Its name in the tests of GGUF files (`FAMILIES` there, with a
-tiny model in `tests/zoo.py`) compares it with transformers and llama.cpp.
+A new family is an entry of `FAMILIES`, if it computes what llama.cpp does. An entry in the tests of GGUF files, with a tiny model
+in `tests/zoo.py`, compares it with transformers and llama.cpp.
 """
 
 from __future__ import annotations
