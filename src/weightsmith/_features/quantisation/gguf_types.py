@@ -73,6 +73,9 @@ _FALLBACK = {
 }
 """Where the rows are no multiple of 256."""
 
+_PLAIN = (".ssm_conv1d.weight", ".ssm_a", ".ssm_dt.bias")
+"""How the names of tensors end that llama.cpp leaves as they are, besides vectors, norms and routers."""
+
 _TINY = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
 _IQ4 = frozenset({"IQ4_NL", "IQ4_XS"})
 _OF_EIGHT = frozenset("Q2_K IQ3_XS IQ3_XXS Q3_K_S Q3_K_M IQ4_NL Q4_K_S Q4_K_M IQ3_S IQ3_M IQ4_XS".split())
@@ -137,7 +140,7 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     chosen  from `read_types`
     """
     name = spec.name
-    if len(spec.shape) < 2 or is_norm(name) or is_router(name):  # routers too: they are small, and they decide much
+    if len(spec.shape) < 2 or is_norm(name) or is_router(name) or name.endswith(_PLAIN):  # small, and they decide much
         return "F32"
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
     if not asked and mixture.default in ("F32", "F16", "BF16"):

@@ -53,7 +53,8 @@ def family_of_keys(keys: Mapping[str, Any], where: str) -> Family:
         raise FormatError(f"general.architecture is {show(architecture)}, and not a name", where=where, fix=DAMAGED)
     experts = keys.get(f"{architecture}.expert_count")
     with_experts = isinstance(experts, np.ndarray) or bool(experts)
-    alike = [each for each in FAMILIES if each.architecture == architecture and bool(each.experts) == with_experts]
+    readable = [each for each in FAMILIES if each.is_read]
+    alike = [each for each in readable if each.architecture == architecture and bool(each.experts) == with_experts]
     for family in sorted(alike, key=lambda each: not each.told_by):
         if not family.told_by or family.told_by in Values(keys, where, DAMAGED, f"{architecture}."):
             return family
@@ -382,6 +383,8 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
             raise FormatError(what, where="config.json", fix="repair it")
         put("rope.dimension_count", "u32", int(share * head_dim))
     _put_window(given, family, put)
+    if family.model_type == "qwen3_5_text":
+        _put_delta_net(given, rope, int(share * head_dim), put)
     if family.model_type in _BIG:
         _put_gemma(given, family, head_dim, slides, put)
     elif family.every and slides.get("rope_theta") is not None:
@@ -432,6 +435,22 @@ def _put_window(given: Config, family: Family, put: Any) -> None:
         # Mistral's first version: as long as nobody's context is longer
         if not isinstance(window, int) or window < given.count("max_position_embeddings"):
             given.need("sliding_window", window, None)
+
+
+def _put_delta_net(given: Config, rope: Mapping[str, Any], rope_dimensions: int, put: Any) -> None:
+    """Qwen3.5's linear attention, and the shares of RoPE that images use."""
+    size, heads = given.count("linear_key_head_dim"), given.count("linear_num_value_heads")
+    given.need("linear_value_head_dim", given.count("linear_value_head_dim"), size)
+    put("ssm.inner_size", "u32", size * heads)
+    every, layers = given.count("full_attention_interval", 4), given.count("num_hidden_layers")
+    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    given.need("layer_types", given.get("layer_types") or types, types)
+    put("full_attention_interval", "u32", every)
+    sections = rope.get("mrope_section") or [11, 11, 10]
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(each) is int and each >= 0 for each in sections):
+        raise given.wrong("mrope_section", sections, "and not three whole numbers")
+    given.need("sum of mrope_section", sum(sections), rope_dimensions // 2)
+    put("rope.dimension_sections", "i32", [*sections, 0])
 
 
 def _put_gemma(given: Config, family: Family, head_dim: int, slides: Mapping[str, Any], put: Any) -> None:

@@ -7,8 +7,8 @@ llama.cpp stores weights as the Hub does, with three exceptions:
 * The norms of Gemma and Nemotron are stored with the 1 added that their code adds when it runs.
 * The experts of a layer are one tensor of three dimensions.
 
-A new family is an entry of `FAMILIES`, if it computes what llama.cpp does. An entry in the tests of GGUF files, with a tiny model
-in `tests/zoo.py`, compares it with transformers and llama.cpp.
+A new family is an entry of `FAMILIES`, if it computes what llama.cpp does. An entry in the tests of GGUF files, with a tiny
+model in `tests/zoo.py`, compares it with transformers and llama.cpp.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Family:
     class_name    of transformers' class, in config.json
     layer         modules of a layer: llama.cpp's name → the Hub's
     experts       modules of all experts of a layer: llama.cpp's name → the Hub's of one, with `{}` for its number
+    bare          tensors of a layer whose names have no `.weight`: llama.cpp's name → the Hub's
     ends          modules outside of the layers: llama.cpp's name → the Hub's
     rotated       whether the rows of q and k are reordered
     shift         what is added to norms
@@ -90,6 +91,7 @@ class Family:
     every         of so many layers, the last attends to the whole context; 0: all do
     stated        whether the file says which layers slide
     scaled        whether Llama 3's scaled frequencies are read
+    is_read       whether files of the family are read, too
     defaults      of transformers, on which published config.json files rely
     activation    of the MLP
     """
@@ -99,6 +101,7 @@ class Family:
     class_name: str
     layer: Mapping[str, str]
     experts: Mapping[str, str] = field(default_factory=dict)
+    bare: Mapping[str, str] = field(default_factory=dict)
     ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
     rotated: bool = False
     shift: float = 0.0
@@ -112,6 +115,7 @@ class Family:
     every: int = 0
     stated: bool = False
     scaled: bool = False
+    is_read: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "silu"
 
@@ -172,6 +176,25 @@ FAMILIES = (
     ),
     Family(
         "gemma", "gemma", "GemmaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, shift=1.0, fixed=(_TIED,), activation=_GELU
+    ),
+    Family(
+        "qwen35",
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        {**_ATTENTION, **_NORMS, **_DENSE, "post_attention_norm": "post_attention_layernorm"}
+        | {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_conv1d": "linear_attn.conv1d"}
+        | {"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_norm": "linear_attn.norm"}
+        | {"ssm_out": "linear_attn.out_proj"},
+        bare={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+        shift=1.0,
+        keys=(
+            Key("ssm.conv_kernel", "linear_conv_kernel_dim"),
+            Key("ssm.state_size", "linear_key_head_dim"),
+            Key("ssm.group_count", "linear_num_key_heads"),
+            Key("ssm.time_step_rank", "linear_num_value_heads"),
+        ),
+        partial=0.25,
+        is_read=False,
     ),
     Family(
         "gemma2",
@@ -367,7 +390,7 @@ FAMILIES = (
 )
 """Every family. Of several with one architecture, `told_by` and the number of experts decide which one a file is of."""
 
-ARCHITECTURES = tuple(dict.fromkeys(family.architecture for family in FAMILIES))
+ARCHITECTURES = tuple(dict.fromkeys(family.architecture for family in FAMILIES if family.is_read))
 MODEL_TYPES = tuple(name for family in FAMILIES for name in (family.model_type, *family.also))
 
 
@@ -383,8 +406,9 @@ class GgufPlace:
     expert: int = -1
 
 
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)\.(weight|bias)")
 _HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
+_HUB_BARE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)")
 _EXPERT = re.compile(r"(\.experts\.)(0|[1-9][0-9]{0,5})(\.)")
 
 
@@ -412,6 +436,10 @@ def gguf_place(family: Family, name: str) -> GgufPlace | None:
     end = next((there for there, here in family.ends.items() if here == module), None)
     if end is not None and kind in ("weight", "bias"):
         return GgufPlace(f"{end}.{kind}")
+    if bare := _HUB_BARE.fullmatch(text_name(name)):
+        own = next((there for there, here in family.bare.items() if here == bare[2]), None)
+        if own is not None:
+            return GgufPlace(f"blk.{bare[1]}.{own}")
     match = _HUB_LAYER.fullmatch(text_name(name))
     if match is None:
         return None
@@ -436,6 +464,11 @@ def is_norm(name: str) -> bool:
     (True, False)
     """
     return name.endswith("_norm.weight")
+
+
+def shift_of(family: Family, name: str) -> float:
+    """What is added to a tensor of a GGUF file."""
+    return family.shift if is_norm(name) and not name.endswith(".ssm_norm.weight") else 0.0
 
 
 def is_router(name: str) -> bool:
