@@ -22,7 +22,7 @@ from weightsmith._features.quantisation.exl2.matrix import (
     prepare,
     quantise_matrix,
 )
-from weightsmith._kernels.exl2 import pack
+from weightsmith._kernels.packed import pack_down
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.exl2.layout import BITS, Group, Groups, padded, stored_specs, why_illegal
 from weightsmith._models.formats.exl2.writing import GRID, Exl2Matrix, find_scales, scale_values
@@ -55,7 +55,7 @@ def golden() -> Exl2Matrix:
     words = []
     for g, bits in enumerate((8, 5, 3, 2)):
         packed = np.empty((bits, 32), np.uint32)
-        pack(((7 * k + 3 * c + 3) % (1 << bits)).astype(np.uint8)[32 * g : 32 * g + 32], bits, packed)
+        pack_down(((7 * k + 3 * c + 3) % (1 << bits)).astype(np.uint8)[32 * g : 32 * g + 32], bits, packed)
         words.append(packed)
     nibbles = ((5 * np.arange(4)[:, None] + c) % 16).astype(np.uint64).reshape(4, 4, 8)
     q_scale = (nibbles << np.arange(0, 32, 4, dtype=np.uint64)).sum(-1).astype(np.uint32)
@@ -115,7 +115,7 @@ def quantised(weight: np.ndarray | Unread, hessian: np.ndarray | None, groups: G
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_are_packed_as_in_the_golden_vectors(bits: int) -> None:
     codes, words = ((7 * np.arange(32) + 3) % (1 << bits)).astype(np.uint8), np.empty((bits, 1), np.uint32)
-    pack(codes[:, None], bits, words)
+    pack_down(codes[:, None], bits, words)
     assert hexes(words) == WORDS[bits]
 
 
