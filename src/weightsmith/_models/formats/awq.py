@@ -28,7 +28,14 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_columns, reader
 from weightsmith._models.formats.matrices import SUFFIX, CodesOf, FixedGroups
-from weightsmith._models.formats.transposed import GROUPS, TransposedEncoding, half_scales, parts_of, transposed_codes
+from weightsmith._models.formats.transposed import (
+    GROUPS,
+    TransposedEncoding,
+    half_scales,
+    parts_of,
+    transposed_codes,
+    with_joined,
+)
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Modules, Rows, StoredFormat, Writing, grouped_name, labelled
 from weightsmith.abc.tensors import Tensors
@@ -144,9 +151,10 @@ def _decode(group: int, arrays: Arrays) -> Rows:
 def _settings(group: int, modules: Modules) -> dict[str, Any]:
     """The entry of config.json. vLLM and SGLang leave plain what has an entry of the list in its name; transformers what ends
     with one. Raises Unsupported for a model in which no such entry exists."""
-    parts = parts_of(modules.plain, modules.encoded)
+    encoded = with_joined(modules.encoded)
+    parts = parts_of(with_joined(modules.plain), encoded)
     for part in parts:
-        if taken := next((name for name in modules.encoded if part in name), None):
+        if taken := next((name for name in encoded if part in name), None):
             what = f"is not quantised, and readers of AWQ take what contains its name for plain too, such as {taken}"
             raise Unsupported(what, where=part, fix="choose another format")
     entry = {"quant_method": METHOD, "bits": BITS, "group_size": group, "zero_point": True, "version": "gemm"}

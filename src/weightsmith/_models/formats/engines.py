@@ -231,7 +231,13 @@ SUPPORT = (
         "in float16; the models that it computes as transformers does: see [EXL2](exl2.md)",
     ),
     Support("mlx-lm", ("mlx-8bit", "mlx-4bit"), "mlx_lm/utils.py", "also LM Studio, which contains it"),
-    Support("mlx-lm", ("awq-4bit",), "mlx_lm/utils.py", "in float16; also LM Studio, which contains it"),
+    Support(
+        "mlx-lm",
+        ("awq-4bit",),
+        "mlx_lm/utils.py",
+        "in float16; also LM Studio, which contains it",
+        experts="does not load experts stored as",
+    ),
 )
 
 

@@ -35,7 +35,14 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_all, read_columns, reader
 from weightsmith._models.formats.matrices import SUFFIX, CodesOf, FixedGroups, maxima_of
-from weightsmith._models.formats.transposed import GROUPS, TransposedEncoding, half_scales, parts_of, transposed_codes
+from weightsmith._models.formats.transposed import (
+    GROUPS,
+    TransposedEncoding,
+    half_scales,
+    parts_of,
+    transposed_codes,
+    with_joined,
+)
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Modules, Rows, StoredFormat, Writing, grouped_name, labelled
 from weightsmith.abc.tensors import Tensors
@@ -199,7 +206,7 @@ def _settings(bits: int, group: int, modules: Modules) -> dict[str, Any]:
     entry: dict[str, Any] = {"quant_method": METHOD, "bits": bits, "group_size": group, "desc_act": False, "sym": True}
     entry |= {"lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32"}
     if plain := [name for name in modules.plain if name.rpartition(".")[2] != "lm_head"]:
-        parts = parts_of(plain, modules.encoded)
+        parts = parts_of(with_joined(plain), modules.encoded)
         entry["dynamic"] = {rf"-:(.*\.)?{re.escape(part)}(\..*)?$": {} for part in parts}
         entry["modules_in_block_to_quantize"] = [parts_of(modules.encoded, plain)]
     return {"quantization_config": entry}

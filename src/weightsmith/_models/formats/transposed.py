@@ -123,25 +123,28 @@ def transposed_codes(weight: Rows, scales: Rows, zeros: Rows, bits: int) -> Iter
 def parts_of(modules: Sequence[str], others: Sequence[str]) -> list[str]:
     """Parts of the names of modules, as short as they can be without being part of another one's name.
 
-    A part is what follows a layer's number, or else the whole name; of an expert, the name of all experts. Projections that
-    engines join have the joined name too.
+    A part is what follows a layer's number, or else the whole name; of an expert, the name of all experts.
 
     >>> parts_of(["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"], ["model.layers.0.self_attn.q_proj"])
     ['mlp.gate']
     >>> parts_of(["model.layers.1.mlp.gate"], ["model.layers.0.mlp.gate_proj"])
     ['model.layers.1.mlp.gate']
     """
-    refused, found = _named(others), {}
-    for name in _named(modules):
+    found = {}
+    for name in dict.fromkeys(re.sub(r"(?<=\.experts)\..*", "", name) for name in modules):
         short = re.split(r"\.\d+\.", name)[-1]
-        found[name if any(short in other for other in refused) else short] = None
+        found[name if any(short in other for other in others) else short] = None
     return list(found)
 
 
-def _named(modules: Sequence[str]) -> list[str]:
-    """The names by which engines know modules."""
-    names = dict.fromkeys(re.sub(r"(?<=\.experts)\..*", "", name) for name in modules)
-    for name in list(names):
+def with_joined(modules: Sequence[str]) -> list[str]:
+    """The names of modules, and those of the matrices into which engines join them.
+
+    >>> with_joined(["mlp.up_proj", "mlp.gate_proj"])
+    ['mlp.up_proj', 'mlp.gate_proj', 'mlp.gate_up_proj']
+    """
+    names = dict.fromkeys(modules)
+    for name in modules:
         head, _, own = name.rpartition(".")
         for fused, parts in FUSED.items():
             if own == parts[0] and all(f"{head}.{part}" in names for part in parts):
