@@ -35,7 +35,7 @@ from weightsmith._base.installation import install
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
 from weightsmith._models.formats.matrices import maxima_of
-from weightsmith.abc.stored import Bytes, Rows
+from weightsmith.abc.stored import Bytes, Modules, Rows
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -136,7 +136,7 @@ class GgufEncoding:
             _check_finite(self.dtype, spec, part, out)
             done += count
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+    def config(self, modules: Modules) -> dict[str, Any]:
         """Nothing: the file says what its tensors are."""
         return {}
 
