@@ -142,7 +142,10 @@ def test_sizes_of_experts(hidden: int, inner: int, size: str, tmp_path: Path) ->
 def test_a_format_that_a_program_does_not_load(tmp_path: Path) -> None:
     model = save(tmp_path / "m", dense(128, 128, 128))
     message = refused(model, "mxfp4", "sglang")
-    assert "SGLang 0.5.23 does not load mxfp4, only fp8-dynamic, fp8-static, fp8-block, int8, w8a16, w4a16, nvfp4a16, nvfp4, gguf" in message
+    assert (
+        "SGLang 0.5.23 does not load mxfp4, only fp8-dynamic, fp8-static, fp8-block, int8, w8a16, w4a16, nvfp4a16, nvfp4, gguf"
+        in message
+    )
     assert "transformers, vllm" in message
     assert "no format that weightsmith writes" in refused(model, "gguf-q4_k_m", "exllamav3")
 

@@ -162,7 +162,12 @@ SUPPORT = (
         "from compute capability 8.0; padded, as `w4a16`",
         alike=True,
     ),
-    Support("sglang", ("fp8-dynamic", "fp8-static"), _SGLANG + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py", alike=True),
+    Support(
+        "sglang",
+        ("fp8-dynamic", "fp8-static"),
+        _SGLANG + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
+        alike=True,
+    ),
     Support(
         "sglang",
         ("fp8-block",),

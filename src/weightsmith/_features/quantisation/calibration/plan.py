@@ -235,9 +235,7 @@ class Chain(TextRun):
         name, steps, needs = f"states {layer + 1}", self.steps(layer), (states, quantised)
         return self.product(name, "quantised_states", (self.rows(name),), work, steps, needs, transient=True)
 
-    def scales(
-        self, layer: int, states: Product, encoding: str, weights: Sequence[str], *, cache: bool
-    ) -> tuple[Product, ...]:
+    def scales(self, layer: int, states: Product, encoding: str, weights: Sequence[str], *, cache: bool) -> tuple[Product, ...]:
         """The scales of activations of a layer, if it has any. Its weights are not quantised."""
         module = attention_of(self.names(layer)) if cache else ""
         if not weights and not module:

@@ -32,13 +32,13 @@ FORMAT = StoredFormat(
     {".weight_packed": labelled("compressed-tensors"), ".weight_scale": _scaled},
     writes=(
         Writing("fp8-dynamic", "8-bit floats with a scale for each row (W8A8)", _ENGINES, {0: DYNAMIC}),
-        Writing("fp8-static", "8-bit floats with a scale for the weight, and one for what enters it (W8A8)", _ENGINES, {0: STATIC}),
+        Writing("fp8-static", "8-bit floats with a scale for each weight, and its input (W8A8)", _ENGINES, {0: STATIC}),
         Writing("fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES, {0: BLOCK}),
         Writing("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES, {0: INT8}),
         Writing("w8a16", "8-bit integers with a scale for each group of a row", _ENGINES, packed(8)),
         Writing("w4a16", "4-bit integers with a scale for each group of a row", _ENGINES, packed(4)),
         Writing("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, {0: NVFP4A16}),
-        Writing("nvfp4", "nvfp4a16 with activations of 4 bits, and a scale for what enters the weight (W4A4)", _ENGINES, {0: NVFP4}),
+        Writing("nvfp4", "nvfp4a16, with a scale for the input: 4-bit activations (W4A4)", _ENGINES, {0: NVFP4}),
         Writing("mxfp4", "4-bit floats with a power of two for 32 elements", "transformers, vLLM", {0: MXFP4}),
     ),
 )

@@ -6,8 +6,8 @@
     self_attn.k_scale,       BF16 [1]   the FP8 cache: largest magnitude of the keys (after norms and rotation) or values / 448
     self_attn.v_scale
 
-The definitions are those of compressed-tensors (`calculate_qparams`, `generate_gparam`), with the observer `static_minmax`. bf16
-scales are rounded to nearest, so the largest magnitude may be up to 2^-9 beyond 448 scales: readers make it 448.
+The definitions are those of compressed-tensors (`calculate_qparams`, `generate_gparam`), with the observer `static_minmax`.
+bf16 scales are rounded to nearest, so 448 scales may be less than the largest magnitude, by 2^-9 of it: readers make it 448.
 """
 
 from __future__ import annotations
