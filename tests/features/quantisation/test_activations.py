@@ -23,6 +23,7 @@ from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._features.quantisation.calibration.activations import shared_site
+from weightsmith._features.quantisation.calibration.weights import by_weight
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -309,6 +310,15 @@ def test_models_whose_cache_holds_something_else(llama: Path, tmp_path: Path) ->
     assert "'llama'" in message
 
 
+def test_models_that_transformers_cannot_build(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    for file in llama.iterdir():
+        (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps({**config, "model_type": "lama"}))
+    assert "transformers cannot build a model of type 'lama'" in refusal(tmp_path / "m", "nvfp4", given_for(tmp_path))
+
+
 @pytest.mark.slow
 def test_keys_that_are_too_large(tmp_path: Path) -> None:
     model, given = save_model(tmp_path / "m"), given_for(tmp_path, kv_cache="fp8")
@@ -317,6 +327,13 @@ def test_keys_that_are_too_large(tmp_path: Path) -> None:
     with pytest.raises(NonFinite):
         quantise(model, tmp_path / "o", given, name="fp8-dynamic")
     assert not (tmp_path / "o").exists()
+
+
+def test_scales_are_not_counted_as_tensors(llama: Path, tmp_path: Path) -> None:
+    with prepared_for(llama, given_for(tmp_path, kv_cache="fp8"), "fp8-static") as prepared:
+        shown = by_weight(prepared.plan)
+        assert [step.out.name for step in shown.steps] == list(prepared.inputs[0].specs)
+        assert len(prepared.plan.steps) == len(shown.steps) + 18
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def measure_activations(
     encoding    of the weights
     calibrates  whether the weights are quantised for what enters them
 
-    Raises PlanError: as `Chain`; a cache of keys and values that cannot be measured.
+    Raises PlanError: as `Chain`; a model that transformers cannot build; a cache of keys and values that cannot be measured.
     """
     cache = settings.kv_cache is not None
     if not calibrates and not cache and encoding not in INPUTS:
@@ -84,6 +84,10 @@ def measure_activations(
     chain = Chain(plain, settings)
     if cache:
         check_cache(chain)
+    if cache or not calibrates:
+        from weightsmith._activations.running import decoder_of
+
+        decoder_of(chain.base)  # refuses what transformers cannot build
     if calibrates:
         calibrate(chain, draft, cache=cache)
     else:
