@@ -165,7 +165,7 @@ class QuantizeSettings:
         None,
         "--calibration FILE",
         "Calibration text: a file, built-in, or none",
-        unset="EXL2: built-in; others: none",
+        unset="EXL2, fp8-static, nvfp4, kv_cache: built-in; others: none",
         path=True,
         more="The file is txt, jsonl or parquet; `none` rounds to nearest. See [calibration](calibration.md).",
     )
@@ -202,6 +202,14 @@ class QuantizeSettings:
     )
     group_size: int | None = option(
         None, "--group-size N", "Number of weights that share a scale", unset="the format's", least=1
+    )
+    kv_cache: str | None = option(
+        None,
+        "--kv-cache DTYPE",
+        "compressed-tensors only: scales for a KV cache of this dtype",
+        unset="no scales",
+        choices=("fp8",),
+        more="They need a calibration text. See [the KV cache](quantize.md#the-kv-cache).",
     )
     engine: str | None = option(
         None,
