@@ -75,7 +75,7 @@ def test_sglang_has_no_kernel_for_widths_of_smollm2(tmp_path: Path) -> None:
     (warning,) = [each for each in warned(model, "w4a16", group_size=64) if "SGLang" in each]
     assert warning == (
         f"model.layers.0.self_attn.q_proj.weight: {what}\n"
-        "  -> Choose fp8-dynamic, fp8-static, int8, nvfp4a16, nvfp4 for SGLang; or use transformers or vLLM."
+        "  -> Choose fp8-dynamic, fp8-static, int8, nvfp4a16, nvfp4, awq-4bit --group-size 64 for SGLang; or use transformers or vLLM."
     )
     assert what in refused(model, "w4a16", "sglang")
     assert not [each for each in warned(model, "w4a16", group_size=64, engine="vllm") if "SGLang" in each]

@@ -1,8 +1,8 @@
 """The list of formats, and the one place where a draft becomes one of them.
 
-Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16, w8a16, GPTQ and AWQ may
-have a calibration text; their weights are then products. Static scales of activations, and of a KV cache, are products of a text
-beside the weights.
+Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16, w8a16, GPTQ and AWQ
+may have a calibration text; their weights are then products. Static scales of activations, and of a KV cache, are products of
+a text beside the weights.
 """
 
 from __future__ import annotations
