@@ -144,7 +144,7 @@ def test_a_format_that_a_program_does_not_load(tmp_path: Path) -> None:
     message = refused(model, "mxfp4", "sglang")
     assert "SGLang 0.5.23 does not load mxfp4, only fp8-dynamic, fp8-block, int8, w8a16, w4a16, nvfp4a16, gguf" in message
     assert "transformers, vllm" in message
-    assert "no format that weightsmith writes" in refused(model, "gguf-q4_k_m", "exllamav3")
+    assert "does not load gguf-q4_k_m, only exl3" in refused(model, "gguf-q4_k_m", "exllamav3")
 
 
 def test_a_family_that_mlx_lm_does_not_have(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_flag_on_the_command_line(command: str, tmp_path: Path, cli: Cli) ->
 def test_every_format_has_a_program_and_every_row_a_format() -> None:
     names = {"gguf" if name.startswith("gguf-") else name for name in FORMATS}
     assert {name for each in SUPPORT for name in each.formats} == names
-    assert {each.engine for each in SUPPORT} == set(ENGINE_NAMES) - {"exllamav3"}
+    assert {each.engine for each in SUPPORT} == set(ENGINE_NAMES)
     assert all(each.source for each in SUPPORT)
 
 
