@@ -246,7 +246,10 @@ def encode_tiles(
     Cost: (256 + 2 · around) · 65,536 steps for each tile.
     """
     own, states = np.empty(256, values.dtype), np.empty(256, np.int64)
-    limit = np.float32(16000)
+    largest = values[0]
+    for state in range(values.size):
+        largest = values[state] if values[state] > largest else largest
+    limit = np.float32(largest)  # all values are too far from numbers beyond them
     for tile in range(weights.shape[0]):
         for t in range(256):
             x = np.rint(weights[tile, t] * np.float32(scale))

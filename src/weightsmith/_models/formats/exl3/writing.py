@@ -64,15 +64,15 @@ class Search(NamedTuple):
 
 
 SEARCH = {
-    Rate(2): Search(1.05, 16),
-    Rate(3): Search(1.02, 22),
-    Rate(4): Search(1.0, 31),
-    Rate(5): Search(0.98, 44),
-    Rate(6): Search(0.96, 62),
-    Rate(7): Search(0.93, 65),
-    Rate(8): Search(0.9, 72, 48),
-    Rate(10): Search(0.87, 139, 48),
-    Rate(12): Search(0.85, 167, 48),
+    Rate(2): Search(1.05, 20),
+    Rate(3): Search(1.02, 30),
+    Rate(4): Search(1.0, 45),
+    Rate(5): Search(0.98, 65),
+    Rate(6): Search(0.96, 95),
+    Rate(7): Search(0.93, 105),
+    Rate(8): Search(0.9, 115, 48),
+    Rate(10): Search(0.87, 200, 48),
+    Rate(12): Search(0.85, 280, 48),
     Rate(14): Search(0.8, 909, 32),
     Rate(16): Search(0.83, 1667, 32),
 }
