@@ -163,7 +163,7 @@ def test_numbers_far_from_all_values_are_encoded() -> None:
     for rate in (Rate(4), Rate(8), Rate(16)):
         _, values = encoded(rows, rate)
         outside = np.abs(rows) > 8
-        assert (np.sign(values[outside]) == np.sign(rows[outside])).mean() > 0.9
+        assert (np.sign(values[outside]) == np.sign(rows[outside])).mean() > 0.8
 
 
 # ---- matrices
@@ -392,6 +392,8 @@ def test_mixtures_of_experts(style: str, model: Path) -> None:
     ("config", "more", "options", "what"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, {}, {"bits": 4}, "'GPT2LMHeadModel' cannot be stored as EXL3, only LlamaFor"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, {}, {"bits": 4}, "'Gemma3ForCausalLM' cannot be stored as EXL3"),
+        ({"hidden_act": "gelu"}, {}, {"bits": 4}, "loads LlamaForCausalLM with hidden_act 'silu', not 'gelu'"),
         ({"architectures": None}, {}, {"bits": 4}, "None cannot be stored as EXL3"),
         ({}, {"model.layers.0.mlp.up_proj.bias": (I,)}, {"bits": 4}, "exllamav3 cannot load the bias: its 200 numbers"),
         ({}, {}, {}, "exl3 needs the average bits per weight"),

@@ -18,8 +18,8 @@ from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
 from weightsmith._features.quantisation.exl2.model import renamed, split
 from weightsmith._models.formats import find_encoding
-from weightsmith._models.formats.exl3.layout import BLOCK, RATES, Rate, config_entry
-from weightsmith._models.formats.exl3.loader import ARCHITECTURES
+from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate, config_entry
+from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction
 from weightsmith._models.formats.exl3.writing import encoding_name
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.fused import fused_parts
@@ -77,6 +77,9 @@ def _prepare(draft: PlanDraft) -> bool:
             f"{show(names if architecture is None else architecture)} cannot be stored as EXL3, only {', '.join(ARCHITECTURES)}"
         )
         raise PlanError([Unsupported(what, where="architectures in config.json", fix=OTHER_FORMATS)])
+    if key := contradiction(config):
+        what = f"exllamav3 {VERSION} loads {architecture} with {key} {ARCHITECTURES[architecture][key]!r}, not {config[key]!r}"
+        raise PlanError([Unsupported(what, where="config.json", fix=OTHER_FORMATS)])
     specs = {step.out.name: step.out for step in draft.steps}
     structure = analyse(specs.values(), config)
     steps = [part for step in draft.steps for part in split(step, fused_parts(step.out, specs, structure, config))]
