@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 import weightsmith
+from tests.calibration_help import prepared_for, rows_for, save_model, settings
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
 from tests.models.formats.quantised import exl3_tiles
 from weightsmith._base.errors import NonFinite, PlanError
+from weightsmith._base.options import RunOptions
+from weightsmith._execution.execute import execute
 from weightsmith._features.quantisation.exl3.matrix import dequantise_matrix, factorise, quantise_matrix
 from weightsmith._kernels.trellis import PLACES
 from weightsmith._models.formats.exl3.layout import RATES, Rate, values_of
@@ -417,3 +420,45 @@ def test_a_bias_that_needs_no_padding_is_float16(model: Path) -> None:
     write(model, LLAMA, {**shapes_of(LLAMA), "model.layers.0.self_attn.q_proj.bias": (H,)})
     (step,) = (step for step in plan(bits=4).steps if step.out.name.endswith(".bias"))
     assert step.outs[0].dtype.name == "F16"
+
+
+# ---- with a text
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+def calibrated(source: Path, out: Path, folder: Path, threads: int) -> Path:
+    given = settings(folder, bits=3.0, uniform=False, head_bits=16)
+    with prepared_for(source, given, "exl3") as prepared:
+        execute(prepared, out, RunOptions(threads=threads, card=False))
+    return out
+
+
+@pytest.mark.slow
+def test_a_calibrated_model_is_closer_and_does_not_depend_on_threads(llama: Path, tmp_path: Path) -> None:
+    first = calibrated(llama, tmp_path / "a", tmp_path, 1)
+    second = calibrated(llama, tmp_path / "b", tmp_path, 3)
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    assert config_of(first)["quantization_config"]["calibration"] == {"rows": 6, "cols": 16}
+    weightsmith.quantize(llama, tmp_path / "plain", "exl3", bits=3, **QUICK)
+    given = settings(tmp_path)
+    with prepared_for(llama, given) as prepared:
+        rows = rows_for(given, Path(prepared.plan.models[0].ref))
+    base, plain, better = (logits_of(folder, rows) for folder in (llama, tmp_path / "plain", first))
+    assert np.square(better - base).mean() < 0.8 * np.square(plain - base).mean()
+
+
+def logits_of(folder: Path, rows: Any) -> np.ndarray:
+    """Of a model whose weights are decoded first."""
+    import torch
+    import transformers
+
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+        state = {name: torch.from_numpy(array.astype(np.float32)) for name, array in tensors_of(folder).items()}
+        model.load_state_dict(state, strict=False)
+        found: np.ndarray = model.float()(rows).logits.numpy()
+    return found
