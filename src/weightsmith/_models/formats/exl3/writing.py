@@ -73,8 +73,8 @@ SEARCH = {
     Rate(8): Search(0.9, 115, 48),
     Rate(10): Search(0.87, 200, 48),
     Rate(12): Search(0.85, 280, 48),
-    Rate(14): Search(0.8, 909, 32),
-    Rate(16): Search(0.83, 1667, 32),
+    Rate(14): Search(0.79, 909, 32),
+    Rate(16): Search(0.77, 1667, 32),
 }
 
 
