@@ -29,6 +29,7 @@ from weightsmith._features.quantisation.calibration.plan import (
 )
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
 from weightsmith._features.quantisation.exl2 import format as exl2
+from weightsmith._features.quantisation.exl3 import format as exl3
 from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
@@ -90,7 +91,7 @@ _STREAMED = [
     for stored in formats()
     for each in stored.writes
 ]
-FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS)}
+FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS, *exl3.FORMATS)}
 """Every format, by name."""
 
 

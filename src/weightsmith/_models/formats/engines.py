@@ -61,7 +61,7 @@ ENGINES = (
     Engine("sglang", "SGLang", "0.5.23"),
     Engine("llama.cpp", "llama.cpp", "(node-llama-cpp 3.22.1)"),
     Engine("exllamav2", "ExLlamaV2", "0.3.2"),
-    Engine("exllamav3", "exllamav3, TabbyAPI", "1.6.5"),
+    Engine("exllamav3", "exllamav3 (TabbyAPI)", "1.6.5"),
     Engine("mlx-lm", "mlx-lm", "0.32.2", _MLX_FAMILIES),
 )
 
@@ -258,6 +258,7 @@ SUPPORT = (
         "exllamav2/ext.py",
         "in float16; the models that it computes as transformers does: see [EXL2](exl2.md)",
     ),
+    Support("exllamav3", ("exl3",), "exllamav3/architecture/architectures.py", "on NVIDIA GPUs; see [EXL3](exl3.md)"),
     Support("mlx-lm", ("mlx-8bit", "mlx-4bit"), "mlx_lm/utils.py", "also LM Studio, which contains it"),
     Support(
         "mlx-lm",
