@@ -14,9 +14,28 @@ from tests.cases.task_vectors import GTA
 from tests.mini import run_method
 from weightsmith._base.tensors import DTYPES
 from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._kernels.rows import keep_by_rank, ranks
 from weightsmith._kernels.select import VARIANCE, Scores, select_scores
-from weightsmith._kernels.task_vector import KEEP_GIVEN, KEEP_RANDOM, keep_given, keep_large, keep_random
+from weightsmith._kernels.task_vector import (
+    BY_COUNT,
+    BY_WEIGHT,
+    ELECT_PAIR,
+    ELECT_SUM,
+    KEEP_ALL,
+    KEEP_GIVEN,
+    KEEP_NONE,
+    KEEP_RANDOM,
+    SUM,
+    Combination,
+    Masks,
+    Place,
+    Scratch,
+    keep_given,
+    keep_large,
+    keep_random,
+    merge_task_vectors,
+)
 from weightsmith._methods.jobs import task_vectors
 from weightsmith._methods.jobs.task_vectors import TaskVectorJob
 
@@ -117,6 +136,39 @@ def test_what_is_kept_by_rank_is_what_the_ranks_say(dtype: Any, n: int) -> None:
             got = row.astype(dtype)
             keep_by_rank(got, n, density, epsilon, False, words, bits, order)
             np.testing.assert_array_equal(got, np.where(kept, row, 0))
+
+
+@pytest.mark.parametrize("stored", ["BF16", "F32"])
+def test_a_pair_elects_as_any_number_of_models_does(stored: str) -> None:
+    """Two deltas in one loop, and the loops for any number of them: the same bytes."""
+    n, dtype = 2 * BLOCK + 13, DTYPES[stored]
+    rng = np.random.default_rng(0)
+    base = rng.normal(0, 0.02, n)
+    arrays = [base, *(base + rng.normal(0, 3e-4, n) for _ in range(2))]
+    arrays[2][: n // 2] = 2 * base[: n // 2] - arrays[1][: n // 2]  # deltas that cancel
+    for k, special in enumerate((0.0, -0.0, 1e-39, 1e-45, np.inf, np.nan, 3e38)):
+        arrays[k % 3][k::97] = special
+        arrays[(k + 1) % 3][k::194] = -special
+    with np.errstate(all="ignore"):
+        raw = np.stack([x.astype(dtype.numpy).view(np.uint8) for x in arrays])
+    codes, rows = np.full(3, dtype.code), np.empty((6, BLOCK), np.float64 if stored == "F32" else np.float32)
+    memory = Scratch(rows, np.empty((1, BLOCK)), np.empty(BLOCK + 512, np.uint32), *(np.empty(0, np.uint32),) * 3)
+    memory = memory._replace(order=np.empty((4, 0), np.uint32), taken=np.empty(0, np.uint8))
+    nothing, cuts = np.zeros((2, 2), np.int64), np.zeros((2, 2), np.int64)
+    axes = {"in": [dtype.code], "out": [dtype.code], "keep": [KEEP_ALL, KEEP_NONE], "mean": [SUM, BY_WEIGHT, BY_COUNT]}
+    merges = [(elect, merge_task_vectors.variant({**axes, "elect": [elect]})) for elect in (ELECT_SUM, ELECT_PAIR)]
+    for modes in ([KEEP_ALL, KEEP_ALL], [KEEP_NONE, KEEP_ALL]):
+        masks = Masks(
+            np.array(modes), nothing, cuts, np.zeros((2, 2)), False, np.zeros(2, np.uint64), np.empty((2, 0), np.uint8)
+        )
+        for weights in ([1.0, 1.0], [0.3, 0.7], [0.5, -0.5], [-0.3, 0.0]):
+            for mean in (SUM, BY_WEIGHT, BY_COUNT):
+                outs = []
+                for elect, merge in merges:
+                    how = Combination(np.array(weights), np.array([1.0, 1.7]), elect, mean, 0.9)
+                    outs.append(np.empty(n * dtype.itemsize, np.uint8))
+                    merge(Inputs(raw, codes), Place(n, 0, BLOCK), masks, how, Encoded(outs[-1], dtype.code), memory)
+                assert outs[0].tobytes() == outs[1].tobytes()
 
 
 @pytest.mark.slow
