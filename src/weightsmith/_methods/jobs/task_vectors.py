@@ -56,6 +56,9 @@ class TaskVectorJob(Job):
                 self._set_mode(i, ranks)
         self._selection = Selection(matrix, ranks)
         self._mean = _MEAN[axes.combine]
+        self._elect = _ELECT[axes.elect]
+        if self._elect == kernel.ELECT_SUM and models == 2 and self._mean != kernel.LARGEST:
+            self._elect = kernel.ELECT_PAIR
         self.factor = axes.factor
         if axes.combine == "mean" and axes.elect == "none":
             total = float(np.cumsum(self.weights)[-1]) if models else 1.0
@@ -189,7 +192,7 @@ class TaskVectorJob(Job):
         given = self._not_given
         if self._remember:
             given = np.unpackbits(self._masks_of[tile.start], axis=1, count=tile.size)
-        how = kernel.Combination(self.weights, self.scales, _ELECT[self.axes.elect], self._mean, self.factor)
+        how = kernel.Combination(self.weights, self.scales, self._elect, self._mean, self.factor)
         rows = scratch.rows(len(m.codes) + 3, m.codes, m.out_code, self.block)
         memory = kernel.Scratch(rows, scratch.sums(1, self.block), *self._row_scratch(scratch))
         masks = self._masks(tile, given)
