@@ -55,6 +55,8 @@ class TaskVectorJob(Job):
             for i in range(models):
                 self._set_mode(i, ranks)
         self._selection = Selection(matrix, ranks)
+        self._memory: dict[object, Any] | None = None
+        self._selected_before = False
         self._mean = _MEAN[axes.combine]
         self._elect = _ELECT[axes.elect]
         if self._elect == kernel.ELECT_SUM and models == 2 and self._mean != kernel.LARGEST:
@@ -133,12 +135,22 @@ class TaskVectorJob(Job):
 
     # ---- passes
 
+    def recall(self, memory: dict[object, Any]) -> None:
+        """Thresholds depend on the inputs and on the ranks alone: not on weights."""
+        ranks = {key: search.rank for key, search in self._selection.searches.items()}
+        if memory.get("ranks") == ranks:
+            self._selection, self._selected_before = memory["selection"], True
+            self._set_limits()
+        elif ranks:
+            self._memory = memory
+
     def passes(self) -> int:
         """May grow until the first `finish_pass`."""
         return len(self._plan())
 
     def _plan(self) -> list[str]:
-        return self._selection.plan() + (["norms"] if self._norms_needed else [])
+        selection = [] if self._selected_before else self._selection.plan()
+        return selection + (["norms"] if self._norms_needed else [])
 
     def statistics(self, number: int, tile: Tile) -> Any:
         kind = self._plan()[number]
@@ -150,6 +162,12 @@ class TaskVectorJob(Job):
             self._finish_norms(results)
             return
         self._selection.finish_pass(kind)
+        self._set_limits()
+        if self._memory is not None and number + 1 == len(self._selection.plan()):
+            ranks = {key: search.rank for key, search in self._selection.searches.items()}
+            self._memory.update(ranks=ranks, selection=self._selection)
+
+    def _set_limits(self) -> None:
         for i, which, key in self._selected:
             self.limits[i, which] = self._selection.threshold(key)
 
