@@ -1,7 +1,7 @@
 """The list of formats, and the one place where a draft becomes one of them.
 
-Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16, w8a16, GPTQ and AWQ may
-have a calibration text; their weights are then products.
+Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16, w8a16, GPTQ and AWQ
+may have a calibration text; their weights are then products.
 """
 
 from __future__ import annotations
