@@ -211,7 +211,7 @@ def awq(
 def exl3(
     shape: tuple[int, int],
     *,
-    bits: int = 4,
+    bits: float = 4,
     codebook: str = "mul1",
     signs: bool = False,
     name: str = "q_proj",
@@ -221,7 +221,7 @@ def exl3(
     """shape: [outputs, inputs] of the plain weight; config: sizes in config.json, by which padding is recognised."""
     rng = np.random.default_rng(seed)
     outputs, inputs = (-(-n // 128) * 128 for n in shape)
-    trellis = rng.integers(-32768, 32768, (inputs // 16, outputs // 16, 16 * bits)).astype(np.int16)
+    trellis = rng.integers(-32768, 32768, (inputs // 16, outputs // 16, int(16 * bits))).astype(np.int16)
     su, sv = rng.normal(size=inputs).astype(np.float16), rng.normal(size=outputs).astype(np.float16)
     tensors = {f"{name}.trellis": trellis}
     if signs:
@@ -244,17 +244,24 @@ def exl3(
 
 def _tiles(trellis: np.ndarray, codebook: str) -> np.ndarray:
     """float32 [inputs / 128, outputs / 128, 128 inputs, 128 outputs]: the codes' values, bit by bit."""
+    rows, cols, _ = trellis.shape
+    tiles = exl3_tiles(trellis, codebook).reshape(rows, 16, cols, 16)
+    return tiles.reshape(rows // 8, 128, cols // 8, 128).transpose(0, 2, 1, 3)
+
+
+def exl3_tiles(trellis: np.ndarray, codebook: str) -> np.ndarray:
+    """float32 [inputs / 16, 16, outputs]: a trellis's values, bit by bit. Of half a bit, odd weights have one bit more."""
     rows, cols, width = trellis.shape
-    k = width // 16
     words = trellis.view(np.uint16).reshape(rows, cols, -1, 2)[..., ::-1].reshape(rows, cols, width)
     stream = (words[..., None] >> np.arange(15, -1, -1, dtype=np.uint16) & 1).reshape(rows, cols, -1)
-    window = ((np.arange(256)[:, None] + 1) * k - 16 + np.arange(16)) % (256 * k)
-    states = (stream[..., window].astype(np.uint32) << np.arange(15, -1, -1, dtype=np.uint32)).sum(-1)
     t = np.arange(256)
+    ends = (t + 1) * (width // 16) + (t + 1) // 2 * (width % 16 // 8)
+    window = (ends[:, None] - 16 + np.arange(16)) % (16 * width)
+    states = (stream[..., window].astype(np.uint32) << np.arange(15, -1, -1, dtype=np.uint32)).sum(-1)
     i, o = t // 8 % 4 * 2 + np.array([0, 1, 8, 9])[t % 4], t // 32 + t % 8 // 4 * 8
     tiles = np.empty((rows, cols, 16, 16), np.float32)
     tiles[..., i, o] = codebook_values(codebook)[states]
-    return tiles.reshape(rows // 8, 8, cols // 8, 8, 16, 16).transpose(0, 2, 1, 4, 3, 5).reshape(rows // 8, cols // 8, 128, 128)
+    return tiles.transpose(0, 2, 1, 3).reshape(rows, 16, 16 * cols)
 
 
 def exl3_codes(case: Case) -> np.ndarray:

@@ -61,7 +61,7 @@ ENGINES = (
     Engine("sglang", "SGLang", "0.5.23"),
     Engine("llama.cpp", "llama.cpp", "(node-llama-cpp 3.22.1)"),
     Engine("exllamav2", "ExLlamaV2", "0.3.2"),
-    Engine("exllamav3", "exllamav3, TabbyAPI", "1.6.5"),
+    Engine("exllamav3", "exllamav3 (TabbyAPI)", "1.6.5"),
     Engine("mlx-lm", "mlx-lm", "0.32.2", _MLX_FAMILIES),
 )
 
@@ -111,7 +111,13 @@ SUPPORT = (
     ),
     Support(
         "transformers",
-        ("nvfp4a16",),
+        ("fp8-static",),
+        "transformers/quantizers/quantizer_compressed_tensors.py",
+        "does not quantise what enters experts",
+    ),
+    Support(
+        "transformers",
+        ("nvfp4a16", "nvfp4"),
         "transformers/quantizers/quantizer_compressed_tensors.py",
         experts="ignores the global scales of experts, and computes garbage from those stored as",
     ),
@@ -132,7 +138,7 @@ SUPPORT = (
     Support("transformers", ("gguf",), "transformers/modeling_gguf_pytorch_utils.py", "with `gguf_file`; dequantised"),
     Support(
         "vllm",
-        ("fp8-dynamic",),
+        ("fp8-dynamic", "fp8-static"),
         _VLLM + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
         "multiplies FP8 from compute capability 8.9, weights only on older GPUs",
         alike=True,
@@ -165,12 +171,25 @@ SUPPORT = (
     Support("vllm", ("nvfp4a16",), _VLLM + "utils/marlin_utils_fp4.py", "padded, as `w4a16`", hidden=64, alike=True),
     Support(
         "vllm",
+        ("nvfp4",),
+        _VLLM + "compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
+        "multiplies FP4 from compute capability 10.0, weights only on older GPUs; padded, as `w4a16`",
+        hidden=64,
+        alike=True,
+    ),
+    Support(
+        "vllm",
         ("mxfp4",),
         _VLLM + "compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py",
         "from compute capability 8.0; padded, as `w4a16`",
         alike=True,
     ),
-    Support("sglang", ("fp8-dynamic",), _SGLANG + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py", alike=True),
+    Support(
+        "sglang",
+        ("fp8-dynamic", "fp8-static"),
+        _SGLANG + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
+        alike=True,
+    ),
     Support(
         "sglang",
         ("fp8-block",),
@@ -221,6 +240,15 @@ SUPPORT = (
         inner=64,
         alike=True,
     ),
+    Support(
+        "sglang",
+        ("nvfp4",),
+        _SGLANG + "compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
+        "multiplies FP4 from compute capability 10.0, weights only on older GPUs",
+        hidden=128,
+        inner=64,
+        alike=True,
+    ),
     Support("sglang", ("gguf",), _SGLANG + "gguf.py", "on NVIDIA and Moore Threads GPUs"),
     Support("llama.cpp", ("gguf",), "llama_model_quantize", "was run; also Ollama and LM Studio, which contain it"),
     Support("exllamav2", ("exl2",), "exllamav2/architecture.py", "see [EXL2](exl2.md)"),
@@ -230,6 +258,7 @@ SUPPORT = (
         "exllamav2/ext.py",
         "in float16; the models that it computes as transformers does: see [EXL2](exl2.md)",
     ),
+    Support("exllamav3", ("exl3",), "exllamav3/architecture/architectures.py", "on NVIDIA GPUs; see [EXL3](exl3.md)"),
     Support("mlx-lm", ("mlx-8bit", "mlx-4bit"), "mlx_lm/utils.py", "also LM Studio, which contains it"),
     Support(
         "mlx-lm",

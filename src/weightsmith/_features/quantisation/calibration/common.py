@@ -1,6 +1,6 @@
 """What the products of a calibration have in common: encodings, checks of settings, places of errors, memory of Hessians.
 
-Weights are quantised with a Hessian in the encodings EXL2, and integers with scales for groups of inputs (w4a16, GPTQ, AWQ).
+Weights are quantised with a Hessian in the encodings EXL2 and EXL3, and as integers with scales for groups (w4a16, GPTQ, AWQ).
 Each stores what the encoding of the same name in `_models/formats` stores without a Hessian, with other codes.
 """
 
@@ -18,10 +18,14 @@ from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.exl2 import matrix
+from weightsmith._features.quantisation.exl3 import matrix as exl3
 from weightsmith._models.formats import awq, find_encoding, gptq
 from weightsmith._models.formats.compressed_tensors import writing as compressed_tensors
 from weightsmith._models.formats.exl2.layout import SUFFIXES, groups_of
 from weightsmith._models.formats.exl2.writing import Exl2Matrix, parse
+from weightsmith._models.formats.exl3.writing import NAME as EXL3
+from weightsmith._models.formats.exl3.writing import of_arrays
+from weightsmith._models.formats.exl3.writing import parse as parse_exl3
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 
@@ -39,15 +43,25 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 def takes_hessian(encoding: str) -> bool:
     """Whether weights in this encoding can be calibrated.
 
-    >>> [name for name in ("exl2 4/g128", "w4a16", "gptq-8bit-g64", "fp8-dynamic") if takes_hessian(name)]
-    ['exl2 4/g128', 'w4a16', 'gptq-8bit-g64']
+    >>> [name for name in ("exl2 4/g128", "exl3 4", "w4a16", "gptq-8bit-g64", "fp8-dynamic") if takes_hessian(name)]
+    ['exl2 4/g128', 'exl3 4', 'w4a16', 'gptq-8bit-g64']
     """
-    return encoding.startswith(_EXL2) or encoding in _GROUPED
+    return encoding.startswith((_EXL2, EXL3)) or encoding in _GROUPED
 
 
 def keeps_order(encoding: str) -> bool:
     """Whether input features must stay in their own order."""
     return encoding.startswith(_EXL2) and not parse(encoding).sort
+
+
+def takes_plain_hessian(encoding: str) -> bool:
+    """Whether the Hessian is factorised for each weight by itself: `quantise_plainly` instead of `quantise`."""
+    return encoding.startswith(EXL3)
+
+
+def quantise_plainly(weight: Floats | matrix.Unread, encoding: str, hessian: Floats | None, threads: int) -> Arrays:
+    """As `quantise`, with a Hessian [K, K] as it is. threads: that may be used; the result does not depend on them."""
+    return exl3.quantise_matrix(weight, hessian, parse_exl3(encoding).rate, threads).arrays
 
 
 def quantise(weight: Floats | matrix.Unread, encoding: str, hessian: matrix.FactoredHessian | None) -> Arrays:
@@ -64,6 +78,8 @@ def quantise(weight: Floats | matrix.Unread, encoding: str, hessian: matrix.Fact
 
 def dequantise(arrays: Arrays, encoding: str, shape: tuple[int, ...]) -> Floats:
     """The weight as loaders compute it: float32 [N, K]."""
+    if encoding.startswith(EXL3):
+        return exl3.dequantise_matrix(of_arrays(arrays), shape, parse_exl3(encoding).rate)
     if not encoding.startswith(_EXL2):
         return _GROUPED[encoding].decode(arrays)
     stored: dict[str, Any] = dict(zip(SUFFIXES, arrays, strict=True))
@@ -148,13 +164,19 @@ class Factors:
 
         finish  gives the array of a key: see `activations.sums.use_sums`
         """
-        nbytes = matrix.PREPARE_BYTES * inputs.width(site) ** 2
+        with self.room(inputs.width(site)):
+            hessian = finish(site)
+            return None if hessian is None else matrix.prepare(hessian, sort=sort)
+
+    @contextmanager
+    def room(self, width: int) -> Iterator[None]:
+        """The memory in which a Hessian of so many inputs is factorised; waits for it."""
+        nbytes = matrix.PREPARE_BYTES * width**2
         with self._condition:
             self._condition.wait_for(lambda: not self._taken or self._taken + nbytes <= self._limit)
             self._taken += nbytes
         try:
-            hessian = finish(site)
-            return None if hessian is None else matrix.prepare(hessian, sort=sort)
+            yield
         finally:
             with self._condition:
                 self._taken -= nbytes

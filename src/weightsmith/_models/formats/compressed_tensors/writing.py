@@ -28,6 +28,17 @@ rows may be smaller: compressed-tensors and transformers read it. vLLM does not 
 **Error.** As fp8-dynamic, with s the scale of the block: |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s. Scales are bfloat16 for
 the same reason, and special blocks are the same.
 
+fp8-static: 8-bit weights with one scale, like compressed-tensors' FP8.
+
+    X.weight        F8_E4M3 [rows, cols]   codes, to be multiplied by the scale
+    X.weight_scale  BF16 [1]               largest magnitude / 448
+    X.input_scale   BF16 [1]               of what enters the layer: see `activations.py`
+
+The largest magnitude is that of the weights that engines join (query, key and value; gate and up): engines have one scale for a
+joined matrix, and would round other parts once more. The product `magnitudes` finds it.
+
+**Error.** As fp8-dynamic, with s the scale of the weight.
+
 int8: 8-bit integers with a scale for each output channel, like compressed-tensors' W8A8.
 
     X.weight        I8 [rows, cols]   codes -128 … 127, to be multiplied by their row's scale
@@ -65,6 +76,10 @@ largest magnitude of all.
 s and a third of the value above, and a local scale that was rounded down leaves the largest elements beyond 6 s, most where it
 is subnormal.
 
+nvfp4: the same weights, and activations of 4 bits, like compressed-tensors' NVFP4. Beside the weight there is
+
+    X.input_global_scale   F32 [1]   448 · 6 / largest magnitude of what enters the layer: see `activations.py`
+
 mxfp4: 4-bit floats with a power of two for each 32 elements of a row, like compressed-tensors' MXFP4A16.
 
     X.weight_packed  U8 [rows, cols / 2]   E2M1 codes, two in a byte, the first in the low half
@@ -96,6 +111,7 @@ from weightsmith._models.formats.matrices import (
     bf16_scales,
     maxima_of,
 )
+from weightsmith._models.formats.scaled import TENSOR
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Bytes, Rows, grouped_name
 
@@ -128,7 +144,7 @@ def compressed(
         partial(quantization_config, format, weights, activations),
         group=wide or 1,
         align_rows=high or 1,
-        whole=scheme.shaped + scheme.divided,
+        whole=scheme.shaped + scheme.divided + (scheme.block == TENSOR),
         product=product,
     )
 
@@ -159,6 +175,27 @@ BLOCK = compressed(
     {**_FLOAT8, "strategy": "block", "block_structure": [SIDE, SIDE]},
     partial(_fill_floats, side=SIDE),
     activations={**_FLOAT8, "strategy": "group", "group_size": SIDE},
+)
+
+
+def _fill_static(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
+    """NaN stays NaN.
+
+    numbers  float32 [1]: the largest magnitude of the weight, and of those it is joined with
+    """
+    from weightsmith._kernels.codes import quantise_float8
+
+    high, wide = rows.shape
+    quantise_float8(rows.reshape(-1), wide, high, wide, bf16_scales(numbers, 448, outs[1]), outs[0])
+
+
+STATIC = compressed(
+    "fp8-static",
+    _FORMAT,
+    {**_FLOAT8, "strategy": "tensor"},
+    _fill_static,
+    activations={**_FLOAT8, "strategy": "tensor", "dynamic": False},
+    product="magnitudes",
 )
 
 
@@ -285,12 +322,13 @@ def _float4(strategy: str, group: int, scale: str) -> dict[str, Any]:
     return {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group, **dtypes}
 
 
-NVFP4 = compressed(
-    "nvfp4a16",
-    "nvfp4-pack-quantized",
-    _float4("tensor_group", NVFP4_GROUP, "torch.float8_e4m3fn"),
-    _fill_nvfp4,
-    scale="F8_E4M3",
-    product="magnitudes",
-)
+def _nvfp4(name: str, activations: Mapping[str, Any] | None = None) -> MatrixEncoding:
+    return compressed(
+        name, "nvfp4-pack-quantized", _NVFP4, _fill_nvfp4, activations=activations, scale="F8_E4M3", product="magnitudes"
+    )
+
+
+_NVFP4 = _float4("tensor_group", NVFP4_GROUP, "torch.float8_e4m3fn")
+NVFP4A16 = _nvfp4("nvfp4a16")
+NVFP4 = _nvfp4("nvfp4", {**_NVFP4, "dynamic": "local"})
 MXFP4 = compressed("mxfp4", "mxfp4-pack-quantized", _float4("group", MXFP4_GROUP, "torch.uint8"), _fill_mxfp4, scale="U8")
