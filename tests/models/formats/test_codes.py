@@ -15,6 +15,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._kernels import codes, reference
 from weightsmith._models.formats import encodings
+from weightsmith.abc.stored import Modules
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -241,7 +242,7 @@ def test_compressed_tensors_decompresses_to_the_same_numbers(name: str) -> None:
             state[part] = torch.tensor(array.view(np.uint8)).view(torch.float8_e4m3fn)
         else:
             state[part] = torch.tensor(array.astype(np.float32) if array.dtype == BF16 else array)
-    (group,) = encodings()[name].config([])["quantization_config"]["config_groups"].values()
+    (group,) = encodings()[name].config(Modules())["quantization_config"]["config_groups"].values()
     scheme = QuantizationScheme(**{k: v for k, v in group.items() if k != "format"})
     back = BaseCompressor.get_value_from_registry(group["format"]).decompress(state, scheme)["weight"].float().numpy()
     expected, _ = decoded(name, rows)

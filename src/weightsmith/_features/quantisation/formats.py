@@ -1,8 +1,8 @@
 """The list of formats, and the one place where a draft becomes one of them.
 
-Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16 and w8a16 may have a
-calibration text; their weights are then products. Static scales of activations, and of a KV cache, are products of a text
-beside the weights.
+Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16, w8a16, GPTQ and AWQ
+may have a calibration text; their weights are then products. Static scales of activations, and of a KV cache, are products of
+a text beside the weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.common import takes_hessian
 from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
+    CALIBRATION_SETTINGS,
     NONE,
     measure_activations,
     text_problems,
@@ -28,6 +29,7 @@ from weightsmith._features.quantisation.calibration.plan import (
 )
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
 from weightsmith._features.quantisation.exl2 import format as exl2
+from weightsmith._features.quantisation.exl3 import format as exl3
 from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
@@ -80,7 +82,7 @@ def _grouped(writing: Writing, *, caches: bool) -> Format:
         check_engines(draft, names[group], writing.name, settings)
         measure_activations(plain, draft, names[group], settings, calibrates=has_text)
 
-    more = CACHE_SETTINGS if caches else frozenset()
+    more = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
     return Format(writing.name, writing.summary, writing.readers, apply, frozenset({"group_size"}) | more)
 
 
@@ -89,7 +91,7 @@ _STREAMED = [
     for stored in formats()
     for each in stored.writes
 ]
-FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS)}
+FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS, *exl3.FORMATS)}
 """Every format, by name."""
 
 

@@ -102,7 +102,15 @@ import numpy as np
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.compressed_tensors.config import quantization_config, scheme_of
-from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, MatrixEncoding, bf16_scales, maxima_of
+from weightsmith._models.formats.matrices import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    CodesOf,
+    FixedGroups,
+    MatrixEncoding,
+    bf16_scales,
+    maxima_of,
+)
 from weightsmith._models.formats.scaled import TENSOR
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Bytes, Rows, grouped_name
@@ -237,32 +245,36 @@ def packed(bits: int) -> dict[int, MatrixEncoding]:
     return {group: encoding(group) for group in GROUPS}
 
 
-def encode_packed(weight: Rows, encoding: str, codes_of: Callable[[Rows], Rows]) -> Arrays:
-    """The stored tensors of a weight whose codes are chosen elsewhere.
-
-    encoding  one of `PACKED`
-    codes_of  scales, float32 [rows, groups] → the codes as numbers, float32 [rows, cols]
-    """
+def _encode_packed(bits: int, group: int, weight: Rows, codes_of: CodesOf | None) -> Arrays:
+    """The stored tensors of a weight; see `FixedGroups`."""
     from weightsmith._kernels.codes import quantise_integers
 
-    (bits, group), (rows, cols) = PACKED[encoding], weight.shape
+    rows, cols = weight.shape
     words, stored = np.empty((rows, cols * bits // 32), "<i4"), np.empty((rows, cols // group), DTYPES["BF16"].numpy)
     scales = _integer_scales(weight, bits, group, stored.reshape(-1).view(np.uint8))
-    codes = codes_of(scales.reshape(stored.shape))
-    quantise_integers(codes.reshape(-1), group, np.ones_like(scales), bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8))
+    if codes_of is not None:
+        weight, scales = codes_of(weight, scales.reshape(stored.shape)), np.ones_like(scales)
+    quantise_integers(weight.reshape(-1), group, scales, bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8))
     return words, stored, np.array(weight.shape, np.int64)
 
 
-def decode_packed(arrays: Arrays, encoding: str) -> Rows:
-    """The weight of the stored tensors, as readers compute it: float32 [rows, cols]. encoding: one of `PACKED`."""
+def _decode_packed(bits: int, group: int, arrays: Arrays) -> Rows:
+    """The weight of the stored tensors, as readers compute it: float32 [rows, cols]."""
     from weightsmith._kernels.codes import TABLES, dequantise
 
-    (bits, group), (words, scales, shape) = PACKED[encoding], arrays
+    words, scales, shape = arrays
     values = np.empty(tuple(shape), np.float32)
     codes, factors = np.array(words).reshape(-1).view(np.uint8), scales.astype(np.float32).reshape(-1)
     cols = values.shape[1]
     dequantise(codes, TABLES[f"offset{bits}"], 0, cols, factors, cols // group, 1, group, values.reshape(-1))
     return values
+
+
+GROUPED = {
+    name: FixedGroups(bits, partial(_encode_packed, bits, group), partial(_decode_packed, bits, group))
+    for name, (bits, group) in PACKED.items()
+}
+"""The encodings whose codes may be chosen for the inputs of a weight."""
 
 
 # ---- 4-bit floats (E2M1)
