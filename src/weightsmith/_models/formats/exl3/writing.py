@@ -35,7 +35,7 @@ from weightsmith._models.formats.exl3.layout import (
     values_of,
 )
 from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
-from weightsmith.abc.stored import WHOLE, Bytes, Rows
+from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
 
 NAME = "exl3 "
 
@@ -282,7 +282,7 @@ class Exl3:
         for out, array in zip(outs, stored.arrays, strict=True):
             out[:] = array.reshape(-1).view(np.uint8)
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+    def config(self, modules: Modules) -> dict[str, Any]:
         """No keys: `_features/quantisation/exl3/format.py` describes the whole model."""
         return {}
 
