@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from weightsmith._base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def main() -> None:
         from weightsmith._base.heap import limit_malloc_arenas
 
         limit_malloc_arenas()
-        code = _run(app)
+        code = _run(app.of(sys.argv[1:]))
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130
     end_status()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
+from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.options.option import find_option, option, option_record
 from weightsmith._base.tensors import DTYPE_NAMES, DType

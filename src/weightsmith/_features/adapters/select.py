@@ -6,8 +6,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ShapeError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import show
 from weightsmith._base.options import ExtractSettings, assignment, named, option_error

@@ -12,13 +12,13 @@ follows from the sizes in config.json.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.dataclass import dataclass
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import ending, plain_dtype, recogniser

@@ -12,12 +12,12 @@ The groups of a model with `desc_act` are not in order, so it must have g_idx.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec

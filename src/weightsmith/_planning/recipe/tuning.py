@@ -9,11 +9,12 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import yaml
 
+from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError, SyntaxProblem, WeightsmithError
 from weightsmith._planning.recipe.kinds import Schema
 from weightsmith._planning.recipe.nodes import Node, Pair, Scalar, describe, float_of

@@ -11,12 +11,12 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import xxhash
 
+from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError
 from weightsmith._base.files import open_regular
 from weightsmith._base.strict_json import JsonError, parse

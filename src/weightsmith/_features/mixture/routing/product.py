@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.packages import missing
+from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import (
     Finding,
     NonFinite,
