@@ -149,7 +149,7 @@ class Factors:
             self._taken += nbytes
         try:
             hessian = finish(site)
-            return None if hessian is None else matrix.prepare(hessian, sort=sort)
+            return None if hessian is None else matrix.prepare(hessian, sort=sort, threads=inputs.threads)
         finally:
             with self._condition:
                 self._taken -= nbytes

@@ -141,7 +141,7 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
             sums.add(list(pool.map(run, some)), pool)
     weight = matrix.Unread((n, k), lambda array: bench.fill({name: array}))
     with common.located(f"{name}, {work.base.label}"):
-        return common.quantise(weight, encoding, matrix.prepare(sums.finish(name)))
+        return common.quantise(weight, encoding, matrix.prepare(sums.finish(name), threads=bench.threads))
 
 
 KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)
