@@ -25,7 +25,7 @@ else:
 
 def _made(
     cls: Any, *, frozen: bool = False, slots: bool = False, eq: bool = True, repr: bool = True, kw_only: bool = False
-) -> type[Any]:
+) -> Any:
     own = {name for name, value in cls.__dict__.items() if value is not None}  # Python sets __hash__ to None beside an __eq__
     # The standard library compiles two methods of a frozen class, so it is told only if it looks at a base that is frozen.
     inherits = is_dataclass(cls)
@@ -55,7 +55,7 @@ class _LateInit:
         self.owner = owner
 
     def __get__(self, instance: object, kind: type[Any] | None = None) -> Any:
-        self.owner.__init__ = made = _compiled_init(self.owner)  # type: ignore[misc]
+        self.owner.__init__ = made = _compiled_init(self.owner)
         return made.__get__(instance, kind)
 
 

@@ -14,14 +14,14 @@ import weightsmith
 from tests.app.cli import snapshots
 from tests.cli_help import Cli, cli, run_process
 from weightsmith._app.cli import exits, mergekit_flags
-from weightsmith._app.cli.app import app
+from weightsmith._app.cli.app import make_app
 from weightsmith._app.cli.exits import Exit
 from weightsmith._app.cli.help import page_of
 from weightsmith._base.options import GROUPS
 
 __all__ = ["cli"]
 
-PROGRAM: Any = get_command(app)
+PROGRAM: Any = get_command(make_app())
 COMMANDS = tuple(PROGRAM.commands)
 DOCS = Path(__file__).parents[3] / "docs" / "cli.md"
 HEAVY = ("torch", "transformers", "numba", "numpy", "ml_dtypes", "huggingface_hub", "yaml", "xxhash", "rich", "pydantic")
