@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from weightsmith._execution.run import Merged
 from weightsmith._features.quantisation import quantised
 from weightsmith._features.quantisation.exl2 import blocks
 from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
+from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared, assemble
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
@@ -78,6 +80,22 @@ def settings(folder: Path, **more: Any) -> QuantizeSettings:
         "uniform": True,
     }
     return QuantizeSettings(**default | more)
+
+
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    """Expect a run to be interrupted before it keeps the product of this name."""
+    keep = Staging.keep
+
+    def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        if product.name == name:
+            raise KeyboardInterrupt
+        return keep(staging, product, arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "keep", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 @pytest.fixture

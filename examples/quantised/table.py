@@ -39,6 +39,7 @@ NONE, TEXT = {"calibration": "none"}, {"calibration": "built-in"}
 REUSED = {"measurement": "measurement.json", "imatrix": "imatrix.dat"}
 """Files of the first output that has them, which later rows are made from: the model is measured once."""
 PLAIN = ("fp8-dynamic", "fp8-block", "int8", "nvfp4a16", "mxfp4", "mlx-8bit", "mlx-4bit")
+GROUPED = ("w4a16", "w8a16", "gptq-4bit", "gptq-8bit", "awq-4bit")
 GGUF = ("gguf-q8_0", "gguf-q6_k", "gguf-q5_k_m", "gguf-q4_k_m", "gguf-q4_0", "gguf-iq4_xs", "gguf-q3_k_m", "gguf-q2_k")
 ROWS: dict[str, dict[str, Any]] = {
     **{name: {"format": name} for name in (*PLAIN, *GGUF)},
@@ -53,10 +54,11 @@ ROWS: dict[str, dict[str, Any]] = {
         )
     },
     f"exl2 {GROUP_BITS}, head in float16, calibrated, measured": {"format": "exl2", "bits": GROUP_BITS, "head_bits": 16},
-    "w4a16, data-free": {"format": "w4a16", "group_size": GROUP},
-    "w4a16, GPTQ": {"format": "w4a16", "group_size": GROUP, **TEXT},
-    "w8a16, data-free": {"format": "w8a16", "group_size": GROUP},
-    "w8a16, GPTQ": {"format": "w8a16", "group_size": GROUP, **TEXT},
+    **{
+        f"{name}, {how}": {"format": name, "group_size": GROUP, **more}
+        for name in GROUPED
+        for how, more in (("data-free", {}), ("GPTQ", TEXT))
+    },
 }
 
 

@@ -158,6 +158,7 @@ def test_statistics_of_every_family_are_those_of_float64(family: str, tmp_path: 
             "second_moments": x.T @ x / len(x),
             "moments": x.square().mean(0),
             "magnitudes": x.abs().mean(0),
+            "maxima": x.abs().amax(0),
             "fisher": information[weight],
         }
         assert set(expected) == set(KINDS)

@@ -139,7 +139,7 @@ def test_what_is_wrong_with_a_command_is_one_error(arguments: tuple[str, ...], t
 
 
 def test_an_unknown_format_in_python(model: Path) -> None:
-    with pytest.raises(PlanError, match=r"--format \(format\): must be one of fp8-dynamic, .*gguf-bf16, \.\.\., not 'fp8'"):
+    with pytest.raises(PlanError, match=r"--format \(format\): must be one of fp8-dynamic, .*mlx-4bit, \.\.\., not 'fp8'"):
         weightsmith.quantize("m", "q", "fp8")
 
 

@@ -14,8 +14,28 @@ from tests.cases.task_vectors import GTA
 from tests.mini import run_method
 from weightsmith._base.tensors import DTYPES
 from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.rows import keep_by_rank, ranks
 from weightsmith._kernels.select import VARIANCE, Scores, select_scores
-from weightsmith._kernels.task_vector import KEEP_GIVEN, KEEP_RANDOM, keep_given, keep_large, keep_random
+from weightsmith._kernels.task_vector import (
+    BY_COUNT,
+    BY_WEIGHT,
+    ELECT_PAIR,
+    ELECT_SUM,
+    KEEP_ALL,
+    KEEP_GIVEN,
+    KEEP_NONE,
+    KEEP_RANDOM,
+    SUM,
+    Combination,
+    Masks,
+    Place,
+    Scratch,
+    keep_given,
+    keep_large,
+    keep_random,
+    merge_task_vectors,
+)
 from weightsmith._methods.jobs import task_vectors
 from weightsmith._methods.jobs.task_vectors import TaskVectorJob
 
@@ -73,6 +93,82 @@ def test_equal_scores_are_selected_up_to_the_cut(cut: int) -> None:
     select_scores(scores, n, limit, cut, found)
     expected = (stack[2] == 4) | ((stack[2] == 2) & (np.arange(n) < cut))
     np.testing.assert_array_equal(found, expected)
+
+
+def _rows(n: int) -> list[np.ndarray]:
+    """Rows that are hard to rank: float32 [n] each."""
+    rng = np.random.default_rng(n)
+    normal = rng.normal(0, 1, n).astype(np.float32)
+    base = rng.normal(0, 0.02, n).astype(BF16).astype(np.float32)
+
+    def tuned(size: float) -> np.ndarray:
+        return (base + size * normal).astype(BF16).astype(np.float32) - base
+
+    sparse = np.where(rng.random(n) < 0.8, np.float32(-0.0), tuned(3e-4))
+    long = tuned(3e-4)
+    long[rng.random(n) < 0.04] *= np.float32(1.001)
+    wide = (normal * 2.0 ** rng.integers(-140, 120, n)).astype(np.float32)
+    special = tuned(3e-4)
+    special[:: max(1, n // 3)], special[n // 2 :: max(1, n // 2)] = np.inf, np.nan
+    rows = [
+        normal, tuned(3e-4), tuned(3e-3), sparse, long, wide, special, np.zeros(n, np.float32), -np.ones(n, np.float32),
+        np.sign(normal) * np.float32(1e-5) * (1 + rng.integers(0, 9, n) * np.float32(1e-6)),
+        rng.integers(-3, 4, n) * 2.0**-149,
+    ]  # fmt: skip
+    return [row.astype(np.float32) for row in rows]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 16, 33, 255, 700, 2053])
+def test_what_is_kept_by_rank_is_what_the_ranks_say(dtype: Any, n: int) -> None:
+    rng = np.random.default_rng(n)
+    bits, order = np.empty(n, np.uint32), np.empty((4, n), np.uint32)
+    for row in _rows(n):
+        words = rng.integers(0, 2**32, n, dtype=np.uint32)
+        words[n // 2], words[n // 3] = 2**32 - 1, 0
+        by_rank = np.empty(n, np.int64)
+        by_rank[np.argsort(-(row.view(np.uint32) & 0x7FFFFFFF).astype(np.int64), kind="stable")] = np.arange(n)
+        ranks(row, n, bits, order)
+        np.testing.assert_array_equal(order[0], by_rank)
+        for density, epsilon in ((0.5, 0.2), (0.5, 0.5), (0.9, 0.1), (0.3, 0.0), (0.6, 1e-9)):
+            top, step = (density + epsilon, 2.0 * epsilon / (n - 1)) if n > 1 else (density, 0.0)
+            kept = words < (top - by_rank * step) * 2.0**32
+            got = row.astype(dtype)
+            keep_by_rank(got, n, density, epsilon, False, words, bits, order)
+            np.testing.assert_array_equal(got, np.where(kept, row, 0))
+
+
+@pytest.mark.parametrize("stored", ["BF16", "F32"])
+def test_a_pair_elects_as_any_number_of_models_does(stored: str) -> None:
+    """Two deltas in one loop, and the loops for any number of them: the same bytes."""
+    n, dtype = 2 * BLOCK + 13, DTYPES[stored]
+    rng = np.random.default_rng(0)
+    base = rng.normal(0, 0.02, n)
+    arrays = [base, *(base + rng.normal(0, 3e-4, n) for _ in range(2))]
+    arrays[2][: n // 2] = 2 * base[: n // 2] - arrays[1][: n // 2]  # deltas that cancel
+    for k, special in enumerate((0.0, -0.0, 1e-39, 1e-45, np.inf, np.nan, 3e38)):
+        arrays[k % 3][k::97] = special
+        arrays[(k + 1) % 3][k::194] = -special
+    with np.errstate(all="ignore"):
+        raw = np.stack([x.astype(dtype.numpy).view(np.uint8) for x in arrays])
+    codes, rows = np.full(3, dtype.code), np.empty((6, BLOCK), np.float64 if stored == "F32" else np.float32)
+    memory = Scratch(rows, np.empty((1, BLOCK)), np.empty(BLOCK + 512, np.uint32), *(np.empty(0, np.uint32),) * 3)
+    memory = memory._replace(order=np.empty((4, 0), np.uint32), taken=np.empty(0, np.uint8))
+    nothing, cuts = np.zeros((2, 2), np.int64), np.zeros((2, 2), np.int64)
+    axes = {"in": [dtype.code], "out": [dtype.code], "keep": [KEEP_ALL, KEEP_NONE], "mean": [SUM, BY_WEIGHT, BY_COUNT]}
+    merges = [(elect, merge_task_vectors.variant({**axes, "elect": [elect]})) for elect in (ELECT_SUM, ELECT_PAIR)]
+    for modes in ([KEEP_ALL, KEEP_ALL], [KEEP_NONE, KEEP_ALL]):
+        masks = Masks(
+            np.array(modes), nothing, cuts, np.zeros((2, 2)), False, np.zeros(2, np.uint64), np.empty((2, 0), np.uint8)
+        )
+        for weights in ([1.0, 1.0], [0.3, 0.7], [0.5, -0.5], [-0.3, 0.0]):
+            for mean in (SUM, BY_WEIGHT, BY_COUNT):
+                outs = []
+                for elect, merge in merges:
+                    how = Combination(np.array(weights), np.array([1.0, 1.7]), elect, mean, 0.9)
+                    outs.append(np.empty(n * dtype.itemsize, np.uint8))
+                    merge(Inputs(raw, codes), Place(n, 0, BLOCK), masks, how, Encoded(outs[-1], dtype.code), memory)
+                assert outs[0].tobytes() == outs[1].tobytes()
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ from weightsmith._files.remote.ahead import ReadAhead
 from weightsmith._kernels.watch import is_compiling, leave
 from weightsmith._methods.jobs.requires import named_device
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._plans import COPY, Plan, Product, Step
+from weightsmith._plans import COPY, Gather, Plan, Product, Step
+from weightsmith.abc.job import Job
 from weightsmith.abc.output import Finished, Output
 from weightsmith.abc.product_targets import Target
 from weightsmith.abc.tensors import Tensors
@@ -125,6 +126,8 @@ class Workload:
     release   remove the arrays of a product (`ProductKind.released`) once all steps and products that need it are finished;
               False where another run reads them
     allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
+    memory    for runs of plans that differ in parameters alone: what the jobs of a tensor remember, see `Job.recall`; by the
+              tensor and its inputs. None: nothing
     """
 
     steps: Sequence[Step] | None = None
@@ -134,6 +137,7 @@ class Workload:
     folders: Sequence[Path] = ()
     allow_nonfinite: bool = False
     release: bool = False
+    memory: dict[object, dict[object, Any]] | None = None
 
 
 class Run:
@@ -164,6 +168,7 @@ class Run:
         self.finished: dict[str, Finished] = {}
         self._output = output
         self._allow_nonfinite = workload.allow_nonfinite
+        self._memory = workload.memory
         self._abandon = abandon
         self._lock = threading.Lock()
         finite = Finite(reader, workload.allow_nonfinite)
@@ -226,13 +231,21 @@ class Run:
         origin, align = 0, self._encoder.begin(active)
         for leaf in step.leaves:
             if leaf.out.size:
-                job = None if leaf.op == COPY else self.reader.job(leaf)
+                job = None if leaf.op == COPY else self._job(leaf)
                 active.leaves.append(self._encoder.reserve(LeafPass(active, leaf, job, origin, self.reader.cuts(leaf, align))))
             origin += leaf.out.size
         active.left = len(active.leaves)
         if not active.leaves:
             self._step_done(active)
         return active.leaves
+
+    def _job(self, leaf: Step) -> Job:
+        job = self.reader.job(leaf)
+        if self._memory is not None and not any(isinstance(read.view, Gather) for read in leaf.inputs):
+            models = self.reader.plan.models
+            key = leaf.out, leaf.op, leaf.base, tuple((models[read.model].identity, read) for read in leaf.inputs)
+            job.recall(self._memory.setdefault(key, {}))
+        return job
 
     def _complete(self, active: ActivePass) -> None:
         if isinstance(active, ReductionPass):

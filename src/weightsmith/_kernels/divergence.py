@@ -40,7 +40,7 @@ def _polynomial(x: float, coefficients: tuple[float, ...]) -> float:
 
 @kernel
 def largest(row: np.ndarray, n: int, lanes: np.ndarray) -> float:
-    """The largest of row[:n]; lanes float64 [LANES] of scratch."""
+    """The largest of row[:n], with +0 for -0; lanes float64 [LANES] of scratch."""
     tops = lanes[:LANES]
     fill(tops, LANES, -np.inf)
     whole = n - n % LANES
@@ -48,7 +48,7 @@ def largest(row: np.ndarray, n: int, lanes: np.ndarray) -> float:
         x = row[start : start + LANES]
         for j in range(LANES):
             v = np.float64(x[j])
-            tops[j] = v if v > tops[j] else tops[j]
+            tops[j] = (v if v > tops[j] else tops[j]) + 0.0  # the sum for plain stores: see `or_zero`
     for j in range(n - whole):
         tops[j] = max(tops[j], np.float64(row[whole + j]))
     top = -np.inf

@@ -110,23 +110,6 @@ def quantise_rows(
                     later[j] -= u * error[j]
 
 
-@kernel
-def pack(codes: np.ndarray, bits: int, words: np.ndarray) -> None:
-    """Codes of a group as bits: each column is a stream of its own, code after code, lowest bits first.
-
-    codes  uint8 [r, n]
-    words  uint32 [r · bits / 32, n]
-    """
-    words[:] = np.uint32(0)
-    for k in range(codes.shape[0]):
-        at, shift = k * bits // 32, k * bits % 32
-        for j in range(codes.shape[1]):
-            words[at, j] |= np.uint32(codes[k, j]) << np.uint32(shift)
-        if shift + bits > 32:
-            for j in range(codes.shape[1]):
-                words[at + 1, j] |= np.uint32(codes[k, j]) >> np.uint32(32 - shift)
-
-
 @kernel(known={"out": [F16]})
 def dequantise(
     words: np.ndarray, bits: np.ndarray, rows: np.ndarray, scales: np.ndarray, order: np.ndarray, out: np.ndarray

@@ -1,4 +1,4 @@
-"""Integer codes of a few bits to float32: those of bitsandbytes, of packed rows, and of transposed matrices.
+"""Integer codes of a few bits to float32: those of bitsandbytes, of packed rows, and of transposed matrices; and back.
 
 A code is looked up in a table, or counts steps of a scale. All arithmetic is float32, each operation rounded once, in the order
 that the docstrings give.
@@ -57,6 +57,23 @@ def unpack_down(words: np.ndarray, cols: int, bits: int, codes: np.ndarray) -> N
 
 
 @kernel
+def pack_down(codes: np.ndarray, bits: int, words: np.ndarray) -> None:
+    """Codes as bits: each column is a stream of its own, code after code, the lowest bit of a word first.
+
+    codes  uint8 [r, n]
+    words  uint32 [r · bits / 32, n]
+    """
+    words[:] = np.uint32(0)
+    for k in range(codes.shape[0]):
+        at, shift = k * bits // 32, k * bits % 32
+        for j in range(codes.shape[1]):
+            words[at, j] |= np.uint32(codes[k, j]) << np.uint32(shift)
+        if shift + bits > 32:
+            for j in range(codes.shape[1]):
+                words[at + 1, j] |= np.uint32(codes[k, j]) >> np.uint32(32 - shift)
+
+
+@kernel
 def unpack_nibbles(words: np.ndarray, order: np.ndarray, codes: np.ndarray) -> None:
     """Eight codes of 4 bits in each word: code i of them is nibble order[i], of which nibble 0 is the lowest.
 
@@ -68,6 +85,45 @@ def unpack_nibbles(words: np.ndarray, order: np.ndarray, codes: np.ndarray) -> N
         word, out = words[k], codes[8 * k : 8 * k + 8]
         for i in range(8):
             out[i] = np.uint8(word >> (order[i] * np.uint32(4)) & np.uint32(15))
+
+
+@kernel
+def pack_nibbles(codes: np.ndarray, order: np.ndarray, words: np.ndarray) -> None:
+    """The inverse of `unpack_nibbles`.
+
+    codes  uint8 [8 · n], of 0 … 15
+    order  uint32 [8]
+    words  uint32 [n]
+    """
+    for k in range(words.size):
+        word, own = np.uint32(0), codes[8 * k : 8 * k + 8]
+        for i in range(8):
+            word |= np.uint32(own[i]) << (order[i] * np.uint32(4))
+        words[k] = word
+
+
+@kernel
+def quantise_transposed(
+    rows: np.ndarray, group: int, scales: np.ndarray, zeros: np.ndarray, bits: int, codes: np.ndarray
+) -> None:
+    """codes = rows / scales + zeros, transposed: the quotient is rounded to the nearest integer, ties to even; NaN counts as 0.
+
+    rows           float32 [n, cols]
+    group          elements of a row that share a scale and a zero
+    scales, zeros  float32 [n, cols / group]; scales are positive, zeros whole numbers
+    bits           codes are held to 0 … 2^bits - 1
+    codes          uint8 [cols, n]
+    """
+    n, cols = rows.shape
+    top, zero = np.float32((1 << bits) - 1), np.float32(0)
+    for g in range(cols // group):
+        for o in range(n):
+            scale, shift, row = scales[o, g], zeros[o, g], rows[o]
+            for j in range(g * group, (g + 1) * group):
+                q = row[j] / scale
+                q = np.rint(q if q == q else zero) + shift
+                q = top if q > top else q
+                codes[j, o] = np.uint8(zero if q < zero else q)
 
 
 @kernel

@@ -18,6 +18,8 @@ BINS = 1 << DIGIT
 
 FINE_BINS = 4096  # of the first 16 bits of a magnitude, from a row's largest down: 128 to a power of two
 SHORT = 32  # rows up to this length are sorted by insertion
+CHUNK = 64  # elements that are looked at together
+MOST_COUNTED = 64  # elements of a row whose rank is found by counting in the whole row
 PATIENCE = 8  # moves an element that insertion may cost before a row is given to the radix sort
 
 _UNBIASED, _BIASED = Switch("unbiased", [True]), Switch("unbiased", [False])
@@ -191,11 +193,11 @@ def sort_run(bits: np.ndarray, order: np.ndarray, begin: int, end: int) -> None:
 
 
 @kernel
-def fine_bins(row: np.ndarray, n: int, bits: np.ndarray, bins: np.ndarray) -> Any:
-    """bits[:n] = magnitude bits of row[:n], bins[:n] = their bins (uint32), the largest in bin 0; returns the last bin.
+def fine_bins(row: np.ndarray, n: int, bits: np.ndarray, bins: np.ndarray) -> tuple[Any, Any]:
+    """bits[:n] = magnitude bits of row[:n], bins[:n] (uint16 or uint32) = their bins, the largest in bin 0.
 
-    The last is zero's alone. The one before it also takes what would lie beyond. Returns 0 when more than a quarter of the
-    elements have other than zeros in the lower 16 bits: such a row is not worth counting.
+    The last is zero's alone. The one before it also takes what would lie beyond. Returns the last bin, and how many
+    elements have other than zeros in the lower 16 bits.
     """
     x, b, c = row[:n], bits[:n], bins[:n]
     top, low, long = np.uint32(0), np.uint32(0xFFFFFFFF), np.uint32(0)
@@ -206,8 +208,6 @@ def fine_bins(row: np.ndarray, n: int, bits: np.ndarray, bins: np.ndarray) -> An
         top = v if v > top else top
         nonzero = np.uint32(v - np.uint32(1))  # zero wraps round to the largest
         low = nonzero if nonzero < low else low
-    if long > n // 4:
-        return 0
     high = np.uint32(top >> np.uint32(16))
     least = np.uint32(min(np.uint32(low + np.uint32(1)), top) >> np.uint32(16))
     edge = np.uint32(min(np.uint32(high - least), np.uint32(FINE_BINS - 2)))
@@ -217,7 +217,7 @@ def fine_bins(row: np.ndarray, n: int, bits: np.ndarray, bins: np.ndarray) -> An
         bin_ = np.uint32(high - (v >> np.uint32(16)))
         bin_ = edge if bin_ > edge else bin_
         c[j] = last if v == np.uint32(0) else bin_
-    return np.int64(last)
+    return np.int64(last), np.int64(long)
 
 
 @kernel
@@ -238,8 +238,8 @@ def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
         for j in range(n):
             rank[place[j]] = np.uint32(j)
         return
-    last = fine_bins(row, n, bits, bins)
-    if last == 0:
+    last, long = fine_bins(row, n, bits, bins)
+    if long > n // 4:  # such a row is not worth counting
         rank_by_sorting(row, n, order)
         return
     counts, runs = np.empty(FINE_BINS, np.uint64), np.empty((2, FINE_BINS), np.int64)
@@ -281,6 +281,166 @@ def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
 
 
 @kernel
+def chance(rank: Any, highest: float, step: float) -> float:
+    """2^32 times the probability with which `keep_by_rank` keeps the element of a rank; never more for a later rank."""
+    return (highest - np.float64(rank) * step) * 4294967296.0
+
+
+@kernel
+def count_bins(bins: np.ndarray, n: int, last: int, counts: np.ndarray, places: np.ndarray) -> None:
+    """counts[0, bin] (uint32) = how many of the first half of bins[:n] are in it, counts[1, bin] of the second half.
+
+    places[:n] (uint32) = how many of its bin came before an element in its half. Two counters of a bin, for neighbours are
+    often equal, and would wait for each other.
+    """
+    first, second = counts[0], counts[1]
+    for i in range(last + 1):
+        first[i] = second[i] = np.uint32(0)
+    half = n // 2
+    head, tail, before, after = bins[:half], bins[half : 2 * half], places[:half], places[half : 2 * half]
+    for j in range(half):
+        b, c = head[j], tail[j]
+        x, y = first[b], second[c]
+        before[j], after[j] = x, y
+        first[b], second[c] = np.uint32(x + np.uint32(1)), np.uint32(y + np.uint32(1))
+    if n % 2:
+        places[n - 1] = second[bins[n - 1]]
+        second[bins[n - 1]] += np.uint32(1)
+
+
+@kernel
+def bound_bins(counts: np.ndarray, last: int, highest: float, step: float, lows: np.ndarray, bounds: np.ndarray) -> None:
+    """lows[bin] = the rank of its first element, bounds[bin] = what words say of all of its elements; counts by `count_bins`.
+
+    bounds  uint64: words below the lower half keep every element of the bin, words beyond the lower half and the upper half
+            together keep none, and for those between them it depends on the rank
+    """
+    at = np.int64(0)
+    for i in range(last + 1):
+        size = np.int64(counts[0, i]) + np.int64(counts[1, i])
+        if size:
+            lows[i] = np.uint32(at)
+            most, least = chance(at, highest, step), chance(at + size - 1, highest, step)
+            below = np.uint64(min(max(least, 0.0), 4294967295.0))
+            beyond = np.uint64(min(max(most, 0.0), 4294967295.0))
+            bounds[i] = ((beyond - below) << np.uint64(32)) | below
+            at += size
+    bounds[last] = np.uint64(0)  # zeros: it does not matter
+
+
+@kernel
+def judge(bins: np.ndarray, words: np.ndarray, n: int, bounds: np.ndarray, marks: np.ndarray) -> None:
+    """marks[:n] (uint8) = 1 where `bounds` says that an element is kept, 2 where it depends on its rank, else 0."""
+    held = np.empty(CHUNK, np.uint64)  # looking up does not vectorise: apart from what does
+    for start in range(0, n, CHUNK):
+        m = min(CHUNK, n - start)
+        b, w, y, h = bins[start : start + m], words[start : start + m], marks[start : start + m], held[:m]
+        for j in range(m):
+            h[j] = bounds[b[j]]
+        for j in range(m):
+            below, span = np.uint32(h[j]), np.uint32(h[j] >> np.uint64(32))
+            beyond = np.uint32(w[j] - below) > span  # a word below wraps round
+            y[j] = np.uint8(1) if w[j] < below else (np.uint8(0) if beyond else np.uint8(2))
+
+
+@kernel
+def find_long(bits: np.ndarray, bins: np.ndarray, n: int, found: np.ndarray, mixed: np.ndarray) -> None:
+    """found = the indices of the elements with other than zeros in the lower 16 bits, mixed[bin] = 1 for their bins."""
+    count = 0
+    for start in range(0, n, CHUNK):
+        m = min(CHUNK, n - start)
+        v, b, ones = bits[start : start + m], bins[start : start + m], np.uint32(0)
+        for j in range(m):
+            ones = np.uint32(ones | v[j])
+        if ones & np.uint32(0xFFFF):  # few chunks have any
+            for j in range(m):
+                if v[j] & np.uint32(0xFFFF):
+                    mixed[b[j]] = np.uint8(1)
+                    found[count] = np.uint32(start + j)
+                    count += 1
+
+
+@kernel
+def place_in_bin(bits: np.ndarray, bins: np.ndarray, index: int, before: int, found: np.ndarray, count: int) -> Any:
+    """The place of an element in its bin, largest first, where found[:count] are the long elements of the row (`find_long`).
+
+    before  how many of the bin have a lower index
+
+    The others of a bin are equal, and smaller than its long ones.
+    """
+    value, bin_, place = bits[index], bins[index], 0
+    if value & np.uint32(0xFFFF):
+        for i in range(count):
+            k = found[i]
+            place += int((bins[k] == bin_) & ((bits[k] > value) | ((bits[k] == value) & (k < index))))
+        return place
+    for i in range(count):
+        place += int((bins[found[i]] == bin_) & (found[i] > index))
+    return place + before
+
+
+@kernel
+def rank_of(bits: np.ndarray, n: int, index: int) -> Any:
+    """The rank of one element."""
+    before, after, v = bits[:index], bits[index:n], bits[index]
+    count = np.uint32(0)
+    for j in range(before.size):
+        count = np.uint32(count + np.uint32(before[j] >= v))
+    for j in range(after.size):
+        count = np.uint32(count + np.uint32(after[j] > v))
+    return np.int64(count)
+
+
+@kernel
+def mark_by_rank(
+    row: np.ndarray, n: int, highest: float, step: float, words: np.ndarray, bits: np.ndarray, order: np.ndarray
+) -> Any:
+    """uint8 [n], in order[2]: 1 where `keep_by_rank` keeps an element of row[:n] that is not zero.
+
+    Ranks of a bin differ little, and so do their probabilities: most words decide for all of the bin. The others are ranked by
+    what comes before in their bin, if its elements are equal but for few. Else by counting in the whole row, and where that
+    would be done often, the row is sorted.
+    """
+    marks, bins = order[2].view(np.uint8)[:n], order[3].view(np.uint16)[:n]
+    last, long = fine_bins(row, n, bits, bins)
+    counts, lows, bounds = np.empty((2, FINE_BINS), np.uint32), np.empty(FINE_BINS, np.uint32), np.empty(FINE_BINS, np.uint64)
+    places, half = order[1], n // 2
+    count_bins(bins, n, last, counts, places)
+    bound_bins(counts, last, highest, step, lows, bounds)
+    judge(bins, words, n, bounds, marks)
+    mixed = np.zeros(last + 1, np.uint8)  # of a bin: 0 its elements are equal, 1 but for long ones, 2 they may be any
+    longs = order[2][(n + 3) // 4 :]
+    if long > n // 16:
+        mixed[:] = np.uint8(2)
+    elif long > 0:
+        find_long(bits, bins, n, longs, mixed)
+    if last == FINE_BINS - 1:
+        mixed[last - 1] = np.uint8(2)
+    open_, found = order[0], np.uint64(0)
+    for j in range(n):  # no branch: store always, advance if it depends
+        open_[found] = np.uint32(j)
+        found += np.uint64(marks[j] >> np.uint8(1))
+    counted = 0
+    for i in range(found):
+        j = np.int64(open_[i])
+        b = bins[j]
+        place = np.int64(places[j]) + (np.int64(counts[0, b]) if j >= half else 0)
+        rank = np.int64(lows[b]) + place
+        if mixed[b] == 1:
+            rank = np.int64(lows[b]) + place_in_bin(bits, bins, j, place, longs, long)
+        elif mixed[b] == 2:
+            if counted == MOST_COUNTED:
+                rank_by_sorting(row, n, order)
+                for k in range(n):
+                    marks[k] = np.uint8(np.float64(words[k]) < chance(order[0, k], highest, step))
+                break
+            counted += 1
+            rank = rank_of(bits, n, j)
+        marks[j] = np.uint8(np.float64(words[j]) < chance(rank, highest, step))
+    return marks
+
+
+@kernel
 def keep_by_rank(
     row: np.ndarray,
     n: int,
@@ -299,16 +459,16 @@ def keep_by_rank(
 
     The only element of a row is kept with probability `density`.
     """
-    ranks(row, n, bits, order)
     highest, step = (density + epsilon, 2.0 * epsilon / (n - 1)) if n > 1 else (density, 0.0)
-    x, w, r = row[:n], words[:n], order[0][:n]
-    # In the row's order and without a branch: half of them would be mispredicted.
+    x, w = row[:n], words[:n]
     if _UNBIASED and unbiased:
-        for j in range(n):
+        ranks(row, n, bits, order)
+        r = order[0][:n]
+        for j in range(n):  # in the row's order and without a branch: half of them would be mispredicted
             p = highest - np.float64(r[j]) * step
             value = x[j] / p
             x[j] = value if np.float64(w[j]) < p * 4294967296.0 else 0.0
     elif _BIASED:
+        marks = mark_by_rank(row, n, highest, step, words, bits, order)
         for j in range(n):
-            p = highest - np.float64(r[j]) * step
-            x[j] = or_zero(x[j], np.float64(w[j]) < p * 4294967296.0)
+            x[j] = or_zero(x[j], marks[j] != np.uint8(0))

@@ -10,7 +10,7 @@ is float64 when the output is F32 or F64.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,14 +40,16 @@ What agrees is weight · delta, all of one sign, so its mean needs positive shar
 the result round (-0.5), and 0.3, 0.6 and -0.9 would divide it by a rounding error.
 """
 
-ELECT_NONE, ELECT_SUM, ELECT_COUNT = range(3)
-"""Who decides the sign: nobody; the sum of the weighted deltas; each model with one vote."""
+ELECT_NONE, ELECT_SUM, ELECT_COUNT, ELECT_PAIR = range(4)
+"""Who decides the sign: nobody; the sum of the weighted deltas; each model with one vote; the sum again, of just two deltas
+that are not combined as LARGEST, which is faster."""
 
 _LARGE, _BAND, _RANDOM, _ROW_RANKS, _BY_RANK, _GROUPS, _GIVEN = (
     Switch("keep", [mode])
     for mode in (KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS, KEEP_GIVEN)
 )
 _ELECTED, _COUNTED = Switch("elect", [ELECT_SUM, ELECT_COUNT]), Switch("elect", [ELECT_COUNT])
+_PAIR, _NO_PAIR = Switch("elect", [ELECT_PAIR]), Switch("elect", [ELECT_NONE, ELECT_SUM, ELECT_COUNT])
 _DIVIDED, _LARGEST = Switch("mean", [BY_WEIGHT, BY_COUNT]), Switch("mean", [LARGEST])
 
 
@@ -86,7 +88,7 @@ class Combination(NamedTuple):
 
     weights  float64 [models]: factor of each model's delta
     scales   float64 [models]: factor of what the mask leaves of that delta
-    elect   ELECT_NONE, ELECT_SUM or ELECT_COUNT: keep only contributions of the elected sign
+    elect   ELECT_NONE to ELECT_PAIR: keep only contributions of the elected sign
     mean    SUM, BY_WEIGHT, BY_COUNT or LARGEST
     factor  lambda, divided by the sum of all weights when normalising without election
     """
@@ -241,6 +243,27 @@ def add_elected(
 
 
 @kernel
+def add_pair(
+    weights: np.ndarray, scaled: tuple[Any, Any], votes: tuple[Any, Any], factor: float, rows: np.ndarray, n: int
+) -> None:
+    """rows[0, :n] += what two deltas, rows[1] and rows[2], come to: with ELECT_SUM, in one loop and half the time.
+
+    weights  float64 [2], that elect the sign; scaled: the same in the rows' dtype
+    votes    what each adds to the divisor, in the rows' dtype; both 0: there is none
+    """
+    base, x, y = rows[0][:n], rows[1][:n], rows[2][:n]
+    nothing, (v, w) = np.float32(0), (weights[0], weights[1])
+    for j in range(n):
+        a, b = scaled[0] * x[j], scaled[1] * y[j]
+        total = v * np.float64(x[j]) + w * np.float64(y[j])
+        sign = np.float32(1) if total >= 0.0 else np.float32(-1)
+        first, second = a * sign > nothing, b * sign > nothing
+        mixed = (a if first else nothing) + (b if second else nothing)
+        divisor = (votes[0] if first else nothing) + (votes[1] if second else nothing)
+        base[j] += factor * mixed / (divisor if divisor != nothing else np.float32(1))
+
+
+@kernel
 def add_nonzero(factor: float, weight: float, delta: np.ndarray, n: int, mixed: np.ndarray, divisor: np.ndarray) -> None:
     """`add_elected` where nobody elects: whatever is not zero."""
     d, s, v = delta[:n], mixed[:n], divisor[:n]
@@ -269,6 +292,12 @@ def add_mean(base: np.ndarray, factor: float, mixed: np.ndarray, divisor: np.nda
     else:
         for j in range(n):
             b[j] += factor * s[j]
+
+
+@kernel
+def _vote(mean: int, weight: float) -> float:
+    """What a model adds to the divisor where it agrees."""
+    return 1.0 if mean == BY_COUNT else abs(weight)
 
 
 @kernel(inputs_codes="in", out_code="out", masks_modes="keep", masks_unbiased="unbiased", how_elect="elect", how_mean="mean")
@@ -301,16 +330,21 @@ def merge_task_vectors(inputs: Inputs, place: Place, masks: Masks, how: Combinat
                 if i == 0:
                     fill(total, m, 0.0)
                 add_signs(weights[i] * scales[i], delta, m, total)
-            elif i == 0:
+            elif _NO_PAIR and i == 0:
                 set_scaled(weights[i] * scales[i], delta, m, total)
-            else:
+            elif _NO_PAIR:
                 add_scaled(weights[i] * scales[i], delta, m, total)
-        if _ELECTED or _DIVIDED or _LARGEST:
+        if _PAIR:
+            voting = 0.0 if mean == SUM else 1.0
+            votes = of_row(voting * _vote(mean, weights[0])), of_row(voting * _vote(mean, weights[1]))
+            scaled_pair = of_row(weights[0] * scales[0]), of_row(weights[1] * scales[1])
+            add_pair(weights * scales, scaled_pair, votes, of_row(factor), rows, m)
+        elif _ELECTED or _DIVIDED or _LARGEST:
             elected_signs(total, m, sign)
             fill(mixed, m, 0.0)
             fill(divisor, m, 0.0)
             for i in range(models):
-                scaled, vote = of_row(weights[i] * scales[i]), of_row(1.0 if mean == BY_COUNT else abs(weights[i]))
+                scaled, vote = of_row(weights[i] * scales[i]), of_row(_vote(mean, weights[i]))
                 if _LARGEST:
                     take_larger(scaled, rows[i + 1], sign, elect != ELECT_NONE, m, mixed)
                 elif _ELECTED:

@@ -201,6 +201,12 @@ class Job(ABC):
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
 
+    def recall(self, memory: dict[object, Any]) -> None:  # noqa: B027  most jobs have nothing to remember
+        """Called before the first pass, where merges of the same inputs follow each other with other parameters.
+
+        memory  what the job of the last of them put there; this one may put there what the next need not find again
+        """
+
     def passes(self) -> int:
         """Number of statistics passes. Called again after each `finish_pass`, so it may change."""
         return 0

@@ -1,4 +1,4 @@
-"""The interface of a statistic of a text: a sum over its tokens for each linear layer of a model."""
+"""The interface of a statistic of a text: a sum or maximum over its tokens for each linear layer of a model."""
 
 from __future__ import annotations
 

@@ -24,6 +24,21 @@ Specs = Mapping[str, TensorSpec]
 Bytes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.float32]
 
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """Which linear modules of a model an encoding stores, and which not.
+
+    ignored  of those that it does not: names, or patterns for `re.match` after `re:` that hold under any prefix
+    plain    the names of the same, `model.layers.0.mlp.gate`; `lm_head` is always among them
+    encoded  the names of those that it stores
+    """
+
+    ignored: Sequence[str] = ()
+    plain: Sequence[str] = ()
+    encoded: Sequence[str] = ()
+
+
 WHOLE = 1 << 62
 """`Encoding.align_rows` of an encoding that needs all rows of a matrix at once."""
 
@@ -80,10 +95,10 @@ class Encoding(Protocol):
         """
         ...
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+    def config(self, modules: Modules) -> dict[str, Any]:
         """Top-level keys that config.json needs so that readers decode the tensors; {} for plain tensors.
 
-        ignored  names of the linear modules that are not encoded: `lm_head`, `model.layers.0.mlp.gate`
+        Raises Unsupported if it cannot say which modules are encoded.
         """
         ...
 

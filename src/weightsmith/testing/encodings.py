@@ -22,7 +22,7 @@ import numpy as np
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats import Encoding
-from weightsmith.abc.stored import WHOLE
+from weightsmith.abc.stored import WHOLE, Modules
 
 _BANDS = 5
 _ROWS = 32
@@ -80,10 +80,11 @@ class EncodingTests:
         assert why in str(error)
 
     def test_config_is_json_and_names_what_is_ignored(self, encoding: Encoding) -> None:
-        config = encoding.config(["lm_head", r"re:.*\.gate$"])
+        modules = Modules(["lm_head", r"re:.*\.gate$"], ["lm_head", "l.0.gate"], ["l.0.up"])
+        config = encoding.config(modules)
         assert json.loads(json.dumps(config)) == config
         if "ignore" in config.get("quantization_config", {}):
-            assert config["quantization_config"]["ignore"] == ["lm_head", r"re:.*\.gate$"]
+            assert config["quantization_config"]["ignore"] == modules.ignored
 
 
 def example_spec(encoding: Encoding) -> TensorSpec:

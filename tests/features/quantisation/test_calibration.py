@@ -6,8 +6,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,18 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import weightsmith
-from tests.calibration_help import CONFIGS, TINY, captured, few_options, prepared_for, quantise, rows_for, save_model, settings
+from tests.calibration_help import (
+    CONFIGS,
+    TINY,
+    captured,
+    few_options,
+    interrupted,
+    prepared_for,
+    quantise,
+    rows_for,
+    save_model,
+    settings,
+)
 from tests.cli_help import run_process
 from weightsmith._activations import sums
 from weightsmith._activations.model import input_of, statistic_products, text_for
@@ -48,22 +58,6 @@ __all__ = ["few_options"]
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "llama")
-
-
-@contextmanager
-def interrupted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
-    """Expect a run to be interrupted before it keeps the product of this name."""
-    keep = Staging.keep
-
-    def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
-        if product.name == name:
-            raise KeyboardInterrupt
-        return keep(staging, product, arrays)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Staging, "keep", stop)
-        with pytest.raises(KeyboardInterrupt):
-            yield
 
 
 @pytest.mark.slow

@@ -75,7 +75,8 @@ def test_sglang_has_no_kernel_for_widths_of_smollm2(tmp_path: Path) -> None:
     (warning,) = [each for each in warned(model, "w4a16", group_size=64) if "SGLang" in each]
     assert warning == (
         f"model.layers.0.self_attn.q_proj.weight: {what}\n"
-        "  -> Choose fp8-dynamic, int8, nvfp4a16 for SGLang; or use transformers or vLLM."
+        "  -> Choose fp8-dynamic, fp8-static, int8, nvfp4a16, nvfp4, awq-4bit --group-size 64 for SGLang; "
+        "or use transformers or vLLM."
     )
     assert what in refused(model, "w4a16", "sglang")
     assert not [each for each in warned(model, "w4a16", group_size=64, engine="vllm") if "SGLang" in each]
@@ -142,9 +143,10 @@ def test_sizes_of_experts(hidden: int, inner: int, size: str, tmp_path: Path) ->
 def test_a_format_that_a_program_does_not_load(tmp_path: Path) -> None:
     model = save(tmp_path / "m", dense(128, 128, 128))
     message = refused(model, "mxfp4", "sglang")
-    assert "SGLang 0.5.23 does not load mxfp4, only fp8-dynamic, fp8-block, int8, w8a16, w4a16, nvfp4a16, gguf" in message
+    known = "fp8-dynamic, fp8-static, fp8-block, int8, w8a16, w4a16, gptq-8bit, gptq-4bit, awq-4bit, nvfp4a16, nvfp4, gguf"
+    assert f"SGLang 0.5.23 does not load mxfp4, only {known}" in message
     assert "transformers, vllm" in message
-    assert "no format that weightsmith writes" in refused(model, "gguf-q4_k_m", "exllamav3")
+    assert "does not load gguf-q4_k_m, only exl3" in refused(model, "gguf-q4_k_m", "exllamav3")
 
 
 def test_a_family_that_mlx_lm_does_not_have(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_the_flag_on_the_command_line(command: str, tmp_path: Path, cli: Cli) ->
 def test_every_format_has_a_program_and_every_row_a_format() -> None:
     names = {"gguf" if name.startswith("gguf-") else name for name in FORMATS}
     assert {name for each in SUPPORT for name in each.formats} == names
-    assert {each.engine for each in SUPPORT} == set(ENGINE_NAMES) - {"exllamav3"}
+    assert {each.engine for each in SUPPORT} == set(ENGINE_NAMES)
     assert all(each.source for each in SUPPORT)
 
 

@@ -23,7 +23,7 @@ from weightsmith._features.quantisation.exl2.matrix import (
     prepare,
     quantise_matrix,
 )
-from weightsmith._kernels.exl2 import pack
+from weightsmith._kernels.packed import pack_down
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.exl2.layout import BITS, Group, Groups, padded, stored_specs, why_illegal
 from weightsmith._models.formats.exl2.writing import GRID, Exl2Matrix, find_scales, scale_values
@@ -56,7 +56,7 @@ def golden() -> Exl2Matrix:
     words = []
     for g, bits in enumerate((8, 5, 3, 2)):
         packed = np.empty((bits, 32), np.uint32)
-        pack(((7 * k + 3 * c + 3) % (1 << bits)).astype(np.uint8)[32 * g : 32 * g + 32], bits, packed)
+        pack_down(((7 * k + 3 * c + 3) % (1 << bits)).astype(np.uint8)[32 * g : 32 * g + 32], bits, packed)
         words.append(packed)
     nibbles = ((5 * np.arange(4)[:, None] + c) % 16).astype(np.uint64).reshape(4, 4, 8)
     q_scale = (nibbles << np.arange(0, 32, 4, dtype=np.uint64)).sum(-1).astype(np.uint32)
@@ -116,7 +116,7 @@ def quantised(weight: np.ndarray | Unread, hessian: np.ndarray | None, groups: G
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_are_packed_as_in_the_golden_vectors(bits: int) -> None:
     codes, words = ((7 * np.arange(32) + 3) % (1 << bits)).astype(np.uint8), np.empty((bits, 1), np.uint32)
-    pack(codes[:, None], bits, words)
+    pack_down(codes[:, None], bits, words)
     assert hexes(words) == WORDS[bits]
 
 
@@ -411,7 +411,7 @@ def test_tensors_that_contradict_each_other_are_rejected(case: str) -> None:
 # ---- fixed groups
 
 
-@pytest.mark.parametrize("encoding", ["w4a16", "w4a16-g32", "w8a16-g64"])
+@pytest.mark.parametrize("encoding", ["w4a16", "w4a16-g32", "w8a16-g64", "gptq-4bit", "gptq-8bit-g64", "awq-4bit-g32"])
 def test_integers_rounded_to_nearest_are_those_of_the_stored_format(encoding: str) -> None:
     weight = random_weight(24, 256)
     weight[3, :128] = 0
@@ -422,6 +422,9 @@ def test_integers_rounded_to_nearest_are_those_of_the_stored_format(encoding: st
     for out, stored, array in zip(kind.outs(spec), outs, found, strict=True):
         assert (array.dtype, array.shape) == (out.dtype.numpy, out.shape)
         assert array.tobytes() == stored.tobytes(), out.name
+    if encoding[0] != "w":
+        assert np.linalg.norm(common.dequantise(found, encoding, weight.shape) - weight) < 0.12 * np.linalg.norm(weight)
+        return
     bits = int(encoding[1])
     words, scales = found[0].view(np.uint32), found[1].astype(np.float32)
     codes = np.stack([words >> np.uint32(bits * i) & np.uint32(2**bits - 1) for i in range(32 // bits)], -1).reshape(24, 256)
@@ -429,12 +432,13 @@ def test_integers_rounded_to_nearest_are_those_of_the_stored_format(encoding: st
     np.testing.assert_array_equal(common.dequantise(found, encoding, weight.shape), expected)
 
 
-def test_integers_with_a_hessian_change_the_output_less() -> None:
+@pytest.mark.parametrize("encoding", ["w4a16", "gptq-4bit", "awq-4bit"])
+def test_integers_with_a_hessian_change_the_output_less(encoding: str) -> None:
     weight, x = random_weight(64, 256), random_inputs(256)
     y = x @ weight.T
 
     def error(hessian: FactoredHessian | None) -> float:
-        found = common.dequantise(common.quantise(weight, "w4a16", hessian), "w4a16", weight.shape)
+        found = common.dequantise(common.quantise(weight, encoding, hessian), encoding, weight.shape)
         return float(np.linalg.norm(x @ found.T - y) / np.linalg.norm(y))
 
     assert error(None) > 1.35 * error(prepare(x.T @ x))

@@ -97,6 +97,25 @@ def bnb8(shape: tuple[int, int], *, seed: int = 0, name: str = "q") -> Case:
 
 # ---- GPTQ and AWQ
 
+WEIGHT = (np.random.default_rng(4).standard_normal((64, 96)) * 0.02).astype(BF16).astype(np.float32)
+"""A weight to quantise, with rows of zeros, of tiny numbers, and of one sign."""
+WEIGHT[3] = 0
+WEIGHT[5] *= np.float32(2.0**-16)
+WEIGHT[7:9] = np.abs(WEIGHT[7:9]) * np.float32([[1], [-1]])
+
+
+def rounded(weight: np.ndarray, bits: int, group: int, *, symmetric: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes [inputs, outputs], zeros and scales [groups, outputs] of a weight, rounded to nearest."""
+    groups, top = weight.reshape(len(weight), -1, group), (1 << bits) - 1
+    low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
+    extent = np.maximum(-low, high) if symmetric else high - low
+    scales = (extent / np.float32(top / 2 if symmetric else top)).astype(BF16).astype(np.float32)
+    scales = np.where(scales < 2.0**-17, np.ceil(scales * 2.0**24) * 2.0**-24, scales).astype(np.float32)
+    scales[extent == 0] = 2.0**-7
+    zeros = np.full(low.shape, 1 << bits - 1) if symmetric else np.clip(np.rint(-low / scales), 0, top)
+    codes = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, top)
+    return codes.reshape(weight.shape).T.astype(np.int64), zeros.T.astype(np.int64), scales.T.astype(np.float16)
+
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """uint32 [..., words]: the codes of the last axis as a stream of bits, the lowest bit of a word first."""
@@ -119,9 +138,10 @@ def gptq(
     dtype: Any = np.float16,
     name: str = "q_proj",
     seed: int = 0,
+    weight: np.ndarray | None = None,
     **entry: Any,
 ) -> Case:
-    """shape: [outputs, inputs] of the plain weight."""
+    """shape: [outputs, inputs] of the plain weight; weight: to be rounded, instead of random codes."""
     rng = np.random.default_rng(seed)
     outputs, inputs = shape
     width = inputs if group_size < 0 else group_size
@@ -132,6 +152,8 @@ def gptq(
     codes = rng.integers(0, 1 << bits, (inputs, outputs))
     zeros = np.full((groups, outputs), 1 << bits - 1) if symmetric else rng.integers(0, 1 << bits, (groups, outputs))
     scales = rng.uniform(0.001, 0.02, (groups, outputs)).astype(dtype)
+    if weight is not None:
+        codes, zeros, scales = rounded(weight, bits, width, symmetric=symmetric)
     qzeros = pack(zeros, bits)
     if version == "gptq":
         ones = pack(np.ones_like(zeros), bits)
@@ -153,15 +175,24 @@ def gptq(
 
 
 def awq(
-    shape: tuple[int, int], *, group_size: int = 32, bias: bool = False, name: str = "q_proj", seed: int = 0, **entry: Any
+    shape: tuple[int, int],
+    *,
+    group_size: int = 32,
+    bias: bool = False,
+    name: str = "q_proj",
+    seed: int = 0,
+    weight: np.ndarray | None = None,
+    **entry: Any,
 ) -> Case:
-    """shape: [outputs, inputs] of the plain weight."""
+    """shape: [outputs, inputs] of the plain weight; weight: to be rounded, instead of random codes."""
     rng = np.random.default_rng(seed)
     outputs, inputs = shape
     width = inputs if group_size < 0 else group_size
     groups, index = inputs // width, np.arange(inputs) // width
     codes, zeros = rng.integers(0, 16, (inputs, outputs)), rng.integers(0, 16, (groups, outputs))
     scales = rng.uniform(0.001, 0.02, (groups, outputs)).astype(np.float16)
+    if weight is not None:
+        codes, zeros, scales = rounded(weight, 4, width, symmetric=False)
 
     def packed(values: np.ndarray) -> np.ndarray:
         return pack(values.reshape(len(values), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(values.shape), 4).view(np.int32)
@@ -180,7 +211,7 @@ def awq(
 def exl3(
     shape: tuple[int, int],
     *,
-    bits: int = 4,
+    bits: float = 4,
     codebook: str = "mul1",
     signs: bool = False,
     name: str = "q_proj",
@@ -190,7 +221,7 @@ def exl3(
     """shape: [outputs, inputs] of the plain weight; config: sizes in config.json, by which padding is recognised."""
     rng = np.random.default_rng(seed)
     outputs, inputs = (-(-n // 128) * 128 for n in shape)
-    trellis = rng.integers(-32768, 32768, (inputs // 16, outputs // 16, 16 * bits)).astype(np.int16)
+    trellis = rng.integers(-32768, 32768, (inputs // 16, outputs // 16, int(16 * bits))).astype(np.int16)
     su, sv = rng.normal(size=inputs).astype(np.float16), rng.normal(size=outputs).astype(np.float16)
     tensors = {f"{name}.trellis": trellis}
     if signs:
@@ -213,17 +244,24 @@ def exl3(
 
 def _tiles(trellis: np.ndarray, codebook: str) -> np.ndarray:
     """float32 [inputs / 128, outputs / 128, 128 inputs, 128 outputs]: the codes' values, bit by bit."""
+    rows, cols, _ = trellis.shape
+    tiles = exl3_tiles(trellis, codebook).reshape(rows, 16, cols, 16)
+    return tiles.reshape(rows // 8, 128, cols // 8, 128).transpose(0, 2, 1, 3)
+
+
+def exl3_tiles(trellis: np.ndarray, codebook: str) -> np.ndarray:
+    """float32 [inputs / 16, 16, outputs]: a trellis's values, bit by bit. Of half a bit, odd weights have one bit more."""
     rows, cols, width = trellis.shape
-    k = width // 16
     words = trellis.view(np.uint16).reshape(rows, cols, -1, 2)[..., ::-1].reshape(rows, cols, width)
     stream = (words[..., None] >> np.arange(15, -1, -1, dtype=np.uint16) & 1).reshape(rows, cols, -1)
-    window = ((np.arange(256)[:, None] + 1) * k - 16 + np.arange(16)) % (256 * k)
-    states = (stream[..., window].astype(np.uint32) << np.arange(15, -1, -1, dtype=np.uint32)).sum(-1)
     t = np.arange(256)
+    ends = (t + 1) * (width // 16) + (t + 1) // 2 * (width % 16 // 8)
+    window = (ends[:, None] - 16 + np.arange(16)) % (16 * width)
+    states = (stream[..., window].astype(np.uint32) << np.arange(15, -1, -1, dtype=np.uint32)).sum(-1)
     i, o = t // 8 % 4 * 2 + np.array([0, 1, 8, 9])[t % 4], t // 32 + t % 8 // 4 * 8
     tiles = np.empty((rows, cols, 16, 16), np.float32)
     tiles[..., i, o] = codebook_values(codebook)[states]
-    return tiles.reshape(rows // 8, 8, cols // 8, 8, 16, 16).transpose(0, 2, 1, 4, 3, 5).reshape(rows // 8, cols // 8, 128, 128)
+    return tiles.transpose(0, 2, 1, 3).reshape(rows, 16, 16 * cols)
 
 
 def exl3_codes(case: Case) -> np.ndarray:
@@ -346,5 +384,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlx-mxfp8": lambda: mlx((48, 128), mode="mxfp8", bits=8, group_size=32),
     "mlx-nvfp4": lambda: mlx((48, 128), mode="nvfp4", group_size=16),
     "awq-4-one-group": lambda: awq((64, 96), group_size=-1),
+    "gptq-8-rounded": lambda: gptq((64, 96), bits=8, weight=WEIGHT),
+    "gptq-4-rounded": lambda: gptq((64, 96), weight=WEIGHT),
+    "awq-4-rounded": lambda: awq((64, 96), weight=WEIGHT),
 }
 """One of each layout; `oracles.json` holds what other programs decode them to."""

@@ -15,6 +15,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._kernels import codes, reference
 from weightsmith._models.formats import encodings
+from weightsmith.abc.stored import Modules
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -131,6 +132,9 @@ def decoded(name: str, rows: np.ndarray, dtype: str = "F32", whole: float | None
     if name == "int8":
         scales = spread(parts[1], cols)
         return parts[0].astype(np.float64) * scales, scales
+    if name == "fp8-static":
+        scales = np.broadcast_to(parts[1].astype(np.float64), rows.shape)
+        return parts[0].astype(np.float64) * scales, scales
     if name == "fp8-block":
         scales = parts[1].astype(np.float64).repeat(128, 0)[: len(rows)].repeat(128, 1)[:, :cols]
         return parts[0].astype(np.float64) * scales, scales
@@ -141,7 +145,7 @@ def decoded(name: str, rows: np.ndarray, dtype: str = "F32", whole: float | None
     if name.startswith("w8a16"):
         scales = spread(parts[1], cols)
         return (parts[0].view(np.uint8).astype(np.float64) - 128) * scales, scales
-    if name == "nvfp4a16":
+    if name in ("nvfp4a16", "nvfp4"):
         scales = spread(parts[1], cols) / np.float64(parts[2][0])
         return E2M1[halves(parts[0])] * scales, scales
     if name == "mxfp4":
@@ -155,6 +159,7 @@ def decoded(name: str, rows: np.ndarray, dtype: str = "F32", whole: float | None
 
 Bound = Callable[[np.ndarray, np.ndarray], np.ndarray]
 BOUNDS: dict[str, Bound] = {
+    "fp8-static": lambda x, s: 2.0**-4 * x + 2.0**-10 * s,
     "fp8-block": lambda x, s: 2.0**-4 * x + 2.0**-10 * s,
     "int8": lambda x, s: s,
     "w4a16": lambda x, s: 0.53 * s,
@@ -185,7 +190,7 @@ def test_the_error_of_mlx_is_within_the_bound(bits: int, seed: int, size: float,
     assert (np.abs(values - rows) <= (1 + 2.0 ** (bits - 8)) * scales + 1e-30).all()
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "int8", "w4a16", "w8a16", "nvfp4a16", "mxfp4", "mlx-4bit", "mlx-8bit"])
+@pytest.mark.parametrize("name", [*BOUNDS, "mlx-4bit", "mlx-8bit"])
 def test_zeros_are_zeros(name: str) -> None:
     values, scales = decoded(name, np.zeros((2, 128), np.float32))
     assert not values.any()
@@ -219,7 +224,7 @@ def test_widths_that_the_group_does_not_divide_are_refused(name: str, group: int
         encodings()[name].outs(spec)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8-block", "w4a16", "w8a16", "nvfp4a16", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8", "fp8-static", "fp8-block", "w4a16", "w8a16", "nvfp4a16", "nvfp4", "mxfp4"])
 def test_compressed_tensors_decompresses_to_the_same_numbers(name: str) -> None:
     """The format's own library, in float32, from the stored tensors alone."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
@@ -237,11 +242,11 @@ def test_compressed_tensors_decompresses_to_the_same_numbers(name: str) -> None:
             state[part] = torch.tensor(array.view(np.uint8)).view(torch.float8_e4m3fn)
         else:
             state[part] = torch.tensor(array.astype(np.float32) if array.dtype == BF16 else array)
-    (group,) = encodings()[name].config([])["quantization_config"]["config_groups"].values()
+    (group,) = encodings()[name].config(Modules())["quantization_config"]["config_groups"].values()
     scheme = QuantizationScheme(**{k: v for k, v in group.items() if k != "format"})
     back = BaseCompressor.get_value_from_registry(group["format"]).decompress(state, scheme)["weight"].float().numpy()
     expected, _ = decoded(name, rows)
-    bound = 2.0**-8 if name in ("nvfp4a16", "mxfp4") else 0  # it computes these in bfloat16
+    bound = 2.0**-8 if name in ("nvfp4a16", "nvfp4", "mxfp4") else 0  # it computes these in bfloat16
     np.testing.assert_allclose(back, expected.astype(np.float32), rtol=bound, atol=0)
 
 

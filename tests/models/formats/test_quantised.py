@@ -140,11 +140,6 @@ REFUSED: dict[str, tuple[Case, type[WeightsmithError], str]] = {
     "awq: no group": (changed(AWQ, group_size=None), FormatError, "group_size in config.json is None"),
     "awq: few zeros": (changed(AWQ, {"q_proj.qzeros": np.ones((2, 8), np.int32)}), FormatError, r"require \[3, 8\]"),
     "awq: few scales": (changed(AWQ, {"q_proj.scales": np.ones((3, 60), np.float16)}), FormatError, r"require \[3, 64\]"),
-    "exl3: half a bit": (
-        changed(EXL3, {"q_proj.trellis": np.zeros((16, 8, 40), np.int16)}),
-        Unsupported,
-        "has 2.5 bits for each weight; only whole numbers",
-    ),
     "exl3: nine bits": (changed(EXL3, {"q_proj.trellis": np.zeros((16, 8, 144), np.int16)}), FormatError, "a K of 1 to 8"),
     "exl3: no bits": (changed(EXL3, {"q_proj.trellis": np.zeros((16, 8, 0), np.int16)}), FormatError, "a K of 1 to 8"),
     "exl3: odd width": (changed(EXL3, {"q_proj.trellis": np.zeros((16, 8, 65), np.int16)}), FormatError, "a K of 1 to 8"),

@@ -64,6 +64,18 @@ def test_a_bound_recipe_gives_the_same_plans_as_planning_anew(models: None, name
     assert plans[0] != plans[1]
 
 
+def test_what_differs_between_the_models_is_looked_for_once(models: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightsmith._planning.planner import merges
+
+    looked: list[object] = []
+    real = merges.disagreements
+    monkeypatch.setattr(merges, "disagreements", lambda *args, **more: looked.append(args) or real(*args, **more))
+    with bind(TIES) as bound:
+        for weight in (0.1, 0.2, 0.3):
+            bound.plan({"models[0].parameters.weight": weight})
+    assert len(looked) == 1
+
+
 def test_the_models_are_opened_once(models: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsmith._planning.planner import inputs
 

@@ -122,6 +122,29 @@ def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monke
         assert all(".layers.1." in name for name in made)
 
 
+def test_thresholds_are_found_once_for_all_weights(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again for another density."""
+    counted = list[int]()
+    from weightsmith._engine.tile_work import Merger
+
+    statistics = Merger.statistics
+    monkeypatch.setattr(Merger, "statistics", lambda self, leaf, *more: counted.append(1) or statistics(self, leaf, *more))
+    Path("r.yml").unlink()
+    Path("r.yml").write_text(SCALAR)
+    with Candidates("r.yml", RecipeOptions()) as recipe:
+        one = opened("r.yml", recipe.prepare(recipe.start))
+        evaluator, rows, passes = Evaluator(one, Resources(threads=1)), rows_of(one), list[int]()
+        for weights, density in (((0.4, 0.7), 0.5), ((0.9, 0.2), 0.5), ((0.9, 0.2), 0.3), ((0.1, 0.1), 0.3), ((0.4, 0.7), 0.5)):
+            prepared = recipe.prepare(("ties", "b", weights[0], density, density, weights[1]))
+            candidate = Candidate.of(prepared.plan, prepared.inputs)
+            counted.clear()
+            found, _ = evaluator.losses(candidate, rows)
+            passes.append(len(counted))
+            assert np.array_equal(found, Evaluator(one, Resources(threads=1)).losses(candidate, rows)[0])
+    assert passes[0] == passes[2] == passes[4] > 0
+    assert passes[1] == passes[3] == 0
+
+
 def test_losses_do_not_depend_on_threads_or_on_other_rows(work: Path) -> None:
     with Candidates("r.yml", RecipeOptions()) as recipe:
         prepared = recipe.prepare(recipe.start)

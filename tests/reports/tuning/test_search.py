@@ -24,11 +24,12 @@ def choice(name: str, *choices: Scalar) -> Tunable:
 def run(name: str, tunables: list[Tunable], budget: int, seed: int = 0, loss=lambda values: 0.0) -> list[Values]:  # type: ignore[no-untyped-def]
     found: list[Values] = []
     made = searcher(name, tunables, tuple(each.start for each in tunables), budget, seed)
-    while len(found) < budget and (values := made.ask()) is not None:
-        found.append(values)
-        value = loss(values)
-        made.tell(values, value, slopes(values, made.numbers, loss) if math.isfinite(value) else ())
-    return found
+    while len(found) < budget and (asked := made.ask()) is not None:
+        found += asked
+        losses = [loss(values) for values in asked]
+        pairs = zip(asked, losses, strict=True)
+        made.tell(losses, [slopes(values, made.numbers, loss) if math.isfinite(value) else () for values, value in pairs])
+    return found[:budget]
 
 
 def slopes(values: Values, numbers: Sequence[int], loss: Callable[[Values], float]) -> list[float]:

@@ -13,6 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -429,6 +430,9 @@ def _skipped(layers: nn.ModuleList) -> Iterator[Callable[[Tensor], contextlib.Ab
 _BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm")
 """Names of `Layer.before_mlp`: the first that a layer has."""
 
+_CACHES = ("cache", "past_key_values", "past_key_value")
+"""Names of the argument of a layer that takes a cache, in releases of transformers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -471,6 +475,17 @@ class Layer:
             after = self.module(entering, *self.args, **self.kwargs)
             found = gradients_at(after if isinstance(after, Tensor) else after[0], [entering, *self.weights.values()], leaving)
         return found[0], dict(zip(self.weights, found[1:], strict=True))
+
+    def with_cache(self, cache: Any) -> Layer:
+        """The same layer, which gives its keys and values to a cache: to `cache.update`, which returns what attention uses.
+
+        Raises Unsupported if it takes no cache.
+        """
+        name = next((name for name in _CACHES if name in self.kwargs), "")
+        if not name:
+            what = "its layers take no cache of keys and values"
+            raise Unsupported(what, fix=f"leave out the scales of the cache{self.instead}")
+        return replace(self, kwargs={**self.kwargs, name: cache})
 
     def linear(self, weight: str) -> nn.Linear:
         """A linear layer, by the stored name of its weight. Raises Unsupported if there is none."""

@@ -1,4 +1,4 @@
-"""Statistics of a text: sums over its tokens for each linear layer of a model. One file for each.
+"""Statistics of a text: sums or maxima over its tokens for each linear layer of a model. One file for each.
 
 To add one, add a file with a `STATISTIC` and its name to `NAMES`; or a package with an entry point of the group
 `weightsmith.statistics`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from weightsmith._base.plugins import Plugins
 from weightsmith.abc.statistic import Statistic
 
-NAMES = ("gram", "second_moments", "moments", "magnitudes", "fisher")
+NAMES = ("gram", "second_moments", "moments", "magnitudes", "maxima", "fisher")
 
 STATISTICS = Plugins(
     "statistic",

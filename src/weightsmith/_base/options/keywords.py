@@ -40,6 +40,7 @@ class QuantizeKeywords(TypedDict, total=False):
     imatrix: str | os.PathLike[str] | None
     tensor_types: Sequence[str]
     group_size: int | None
+    kv_cache: str | None
     engine: str | None
 
 

@@ -140,7 +140,7 @@ class RecipeOptions:
 class QuantizeSettings:
     """Settings of quantised formats. Each format names those that it reads; any other is an error."""
 
-    bits: float | None = option(None, "--bits BITS", "EXL2 only: average bits per weight", above=0)
+    bits: float | None = option(None, "--bits BITS", "EXL2, EXL3: average bits per weight", above=0)
     size_bytes: int | None = option(
         None,
         "--size SIZE",
@@ -157,7 +157,7 @@ class QuantizeSettings:
     head_bits: int | None = option(
         None,
         "--head-bits BITS",
-        "EXL2 only: bits per weight of the output head",
+        "EXL2, EXL3: bits per weight of the output head",
         more="16 is float16.",
         unset="6",
         choices=(2, 3, 4, 5, 6, 8, 16),
@@ -166,7 +166,7 @@ class QuantizeSettings:
         None,
         "--calibration FILE",
         "Calibration text: a file, built-in, or none",
-        unset="EXL2: built-in; others: none",
+        unset="EXL2, EXL3, fp8-static, nvfp4, kv_cache: built-in; others: none",
         path=True,
         more="The file is txt, jsonl or parquet; `none` rounds to nearest. See [calibration](calibration.md).",
     )
@@ -203,6 +203,14 @@ class QuantizeSettings:
     )
     group_size: int | None = option(
         None, "--group-size N", "Number of weights that share a scale", unset="the format's", least=1
+    )
+    kv_cache: str | None = option(
+        None,
+        "--kv-cache DTYPE",
+        "compressed-tensors only: scales for a KV cache of this dtype",
+        unset="no scales",
+        choices=("fp8",),
+        more="They need a calibration text. See [the KV cache](quantize.md#the-kv-cache).",
     )
     engine: str | None = option(
         None,

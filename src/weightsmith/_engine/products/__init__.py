@@ -31,6 +31,7 @@ OWN = {
     "losses": "weightsmith._activations.losses:KIND",
     "quantised_layer": "weightsmith._features.quantisation.calibration.layer:KIND",
     "quantised_states": "weightsmith._features.quantisation.calibration.quantised_states:KIND",
+    "activation_scales": "weightsmith._features.quantisation.calibration.activations:KIND",
     "measured_layer": "weightsmith._features.quantisation.calibration.measured:KIND",
     "scored_layer": "weightsmith._features.quantisation.calibration.scored:LAYER",
     "scored_vocabulary": "weightsmith._features.quantisation.calibration.scored:VOCABULARY",

@@ -1,7 +1,8 @@
 """The list of formats, and the one place where a draft becomes one of them.
 
-Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16 and w8a16 may have a
-calibration text; their weights are then products.
+Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16, w8a16, GPTQ and AWQ
+may have a calibration text; their weights are then products. Static scales of activations, and of a KV cache, are products of
+a text beside the weights.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from weightsmith._features.quantisation import gguf
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.common import takes_hessian
 from weightsmith._features.quantisation.calibration.plan import (
+    CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
     NONE,
-    Chain,
-    calibrate,
-    unused,
+    measure_activations,
+    text_problems,
     without_measuring,
 )
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
 from weightsmith._features.quantisation.exl2 import format as exl2
+from weightsmith._features.quantisation.exl3 import format as exl3
 from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
@@ -40,17 +42,21 @@ from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Writing
 
 
-def _single(writing: Writing) -> Format:
+def _single(writing: Writing, *, caches: bool) -> Format:
     (encoding,) = writing.encodings.values()
 
     def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
-        quantise(assembled.draft, encoding.name)
-        check_engines(assembled.draft, encoding.name, writing.name, settings)
+        if problems := text_problems(writing.name, settings):
+            raise PlanError(problems)
+        draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
+        quantise(draft, encoding.name)
+        check_engines(draft, encoding.name, writing.name, settings)
+        measure_activations(plain, draft, encoding.name, settings)
 
-    return Format(writing.name, writing.summary, writing.readers, apply)
+    return Format(writing.name, writing.summary, writing.readers, apply, CACHE_SETTINGS if caches else frozenset())
 
 
-def _grouped(writing: Writing) -> Format:
+def _grouped(writing: Writing, *, caches: bool) -> Format:
     """A format with a choice of group sizes. If none is asked for, it is the first that stores the most weights: the width of a
     weight must be a multiple of it.
 
@@ -64,7 +70,7 @@ def _grouped(writing: Writing) -> Format:
             what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
             raise PlanError([option_error("group_size", what)])
         has_text = calibrates and settings.calibration not in (None, NONE)
-        if problems := unused(settings, calibrates=has_text):
+        if problems := text_problems(writing.name, settings):
             raise PlanError(problems)
         names = {group: encoding.name for group, encoding in writing.encodings.items()}
         draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
@@ -74,15 +80,18 @@ def _grouped(writing: Writing) -> Format:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
             draft.warn(what, "quantize")
         check_engines(draft, names[group], writing.name, settings)
-        if has_text:
-            calibrate(Chain(plain, settings), draft)
+        measure_activations(plain, draft, names[group], settings, calibrates=has_text)
 
-    more = CALIBRATION_SETTINGS if calibrates else frozenset()
+    more = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
     return Format(writing.name, writing.summary, writing.readers, apply, frozenset({"group_size"}) | more)
 
 
-_STREAMED = [(_grouped if len(each.encodings) > 1 else _single)(each) for stored in formats() for each in stored.writes]
-FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS)}
+_STREAMED = [
+    (_grouped if len(each.encodings) > 1 else _single)(each, caches=stored.name == "compressed_tensors")
+    for stored in formats()
+    for each in stored.writes
+]
+FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS, *exl3.FORMATS)}
 """Every format, by name."""
 
 

@@ -34,8 +34,9 @@ from weightsmith._features.quantisation.exl2.optimise import solve_together
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
-from weightsmith._models.formats.gguf.config import Config, family_of_config, keys_of_config
-from weightsmith._models.formats.gguf.families import Family, gguf_place, is_norm, rotated_heads
+from weightsmith._models.formats.gguf.config import Config, family_of_config, keys_of_config, text_config
+from weightsmith._models.formats.gguf.delta_net import Order, value_order
+from weightsmith._models.formats.gguf.families import Family, gguf_place, is_router, rotated_heads, shift_of, text_name
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
@@ -43,13 +44,18 @@ from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, P
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import joined, lacking
-from weightsmith._plans import FILL, JOIN, Dropped, PlanDraft, Product, Settings, Step, Table
+from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Product, Settings, Step, Table
 from weightsmith.abc.product import Arrays, Floats
 
 _NAMED = "names are llama.cpp's: blk.0.attn_q.weight, blk.0.ffn_down.weight, token_embd.weight, output.weight"
 
 HEAD_IS_EMBEDDING = "the head is the embedding"
 """Why a tied head that is stored too is left out: not all architectures of llama.cpp would load it."""
+
+PREDICTS = "a layer that predicts several tokens at a time is not written"
+OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
+_OTHER_PART = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|embed_vision|embed_audio)")
+"""How the names of tensors begin that do not belong to the language model."""
 
 Importances = Mapping[str, npt.NDArray[np.float32]]
 
@@ -74,7 +80,7 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
         if not measures:
             _fill(mixture, assembled, {} if settings.imatrix is None else read_imatrix(settings.imatrix), chosen)
             return
-        family = family_of_config(draft.config)
+        family = family_of_config(text_config(draft.config))
         chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
         weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
         if sized:
@@ -83,7 +89,7 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
         ends = _candidates(family, _vocabulary(draft, chain.steps(chain.layers)), chosen) if sized else {}
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
         trial = replace(assembled, draft=PlanDraft.of(draft))
-        _fill(mixture, trial, _importances_of(family, ones), chosen)  # its errors, before anything is measured
+        _fill(mixture, trial, _importances_of(draft, family, ones), chosen)  # its errors, before anything is measured
         if sized:
             _slots(trial.draft, settings, family, {name: kinds for own in (*tried, ends) for name, kinds in own.items()})
 
@@ -126,8 +132,8 @@ def follow(
             found |= _by_weight(StatisticWork.of(product), arrays[product.name])
     chosen = _chosen(settings)
     with _problems_of_a_plan():
-        family = family_of_config(assembled.draft.config)
-        importances = _importances_of(family, found)
+        family = family_of_config(text_config(assembled.draft.config))
+        importances = _importances_of(assembled.draft, family, found)
         if settings.size_bytes is not None:  # the search for a target gives one
             trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
             _fill(mixture, trial, importances, chosen)
@@ -161,7 +167,7 @@ def _candidates(family: Family, specs: Iterable[TensorSpec], chosen: Chosen) -> 
 
 def _vocabulary(draft: PlanDraft, steps: Iterable[Step]) -> list[TensorSpec]:
     """The embedding, and the head if it is stored: not one that the embedding is, too."""
-    own = {step.out.name for step in _without_doubles(draft.steps, Config(draft.config or {}))[1]}
+    own = {step.out.name for step in _without_doubles(draft.steps, Config(text_config(draft.config)))[1]}
     return [step.out for step in steps if is_vocabulary(step.out) and step.out.name in own and len(step.out.shape) == 2]
 
 
@@ -263,11 +269,13 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     from weightsmith._kernels.ggml import ENCODED
 
     draft = assembled.draft
-    family = family_of_config(draft.config)
-    config = draft.config or {}
+    config = text_config(draft.config)
+    family = family_of_config(config)
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
     dropped, steps = _without_doubles(draft.steps, given)
+    others, steps = _without_other_parts(steps, family, several="text_config" in (draft.config or {}))
+    dropped += others
     named = _named(steps, family)
     tied = "output.weight" not in named
     specs = [replace(step.out, name=name) for name, step in named.items()]
@@ -294,10 +302,11 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     made: list[Step] = []
     for spec, step, kind in zip(specs, named.values(), kinds, strict=True):
         turned = rotated_heads(family, spec.name, heads, kv_heads)
-        shift = family.shift if is_norm(spec.name) else 0.0
-        encoding = GgufEncoding(TYPES[kind], spec.shape[0] // turned if turned else 0, shift)
+        decays = spec.name.endswith(".ssm_a")
+        encoding = GgufEncoding(TYPES[kind], spec.shape[0] // turned if turned else 0, shift_of(family, spec.name), decays)
         weighted = -1
         try:
+            step = _in_order(step, value_order(spec.name, given), draft)
             if encoding.dtype.block > 1 and (values := _importances(importances, spec, kind, mixture)) is not None:
                 weighted = len(draft.tables)
                 draft.tables.append(Table(values.astype("<f4").tobytes()))
@@ -337,10 +346,47 @@ def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
 
 
 def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
-    """A stored head that transformers would use, if it differs from the embedding."""
+    """A stored head that transformers would use, if it differs from the embedding; parts for images and sounds."""
     what = "it is left out: config.json ties the head to the embedding"
     fix = "set tie_word_embeddings to false in the input's config.json if the two differ"
-    return [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == HEAD_IS_EMBEDDING]
+    found = [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == HEAD_IS_EMBEDDING]
+    others = [each.tensor for each in dropped if each.reason == OTHER_PART]
+    if others:
+        what = f"{len(others):,} tensors are left out: the file holds the language model alone"
+        fix = "for images, make a mmproj file of the model in the Hub's layout: convert_hf_to_gguf.py --mmproj (llama.cpp)"
+        found.append(Finding(what, others[0], fix=fix))
+    if predict := [each.tensor for each in dropped if each.reason == PREDICTS]:
+        what = f"{len(predict):,} tensors are left out: layers that predict several tokens at a time"
+        found.append(Finding(what, predict[0], fix="nothing: the model works without them"))
+    return found
+
+
+def _without_other_parts(steps: Sequence[Step], family: Family, *, several: bool) -> tuple[list[Dropped], list[Step]]:
+    """The steps of the language model. several: whether config.json describes other parts, too."""
+    own, dropped = list[Step](), list[Dropped]()
+    for step in steps:
+        name = step.out.name
+        known = gguf_place(family, name) is not None
+        reason = PREDICTS if name.startswith("mtp.") else OTHER_PART if several and _OTHER_PART.search(name) else ""
+        if known or not reason:
+            own.append(step)
+        else:
+            dropped += [Dropped(read.model, read.tensor, reason) for read in step.reads if read.model >= 0]
+    return dropped, own
+
+
+def _in_order(step: Step, order: Order | None, draft: PlanDraft) -> Step:
+    """The step with its rows or columns in the order that llama.cpp wants. Raises Unsupported for a step that computes."""
+    if order is None:
+        return step
+    if step.op not in (COPY, CAST):
+        what = "llama.cpp has the value heads of this tensor in another order, in which a merge would have other numbers"
+        fix = f"merge without {named('quantize')}, then quantise the result"
+        raise Unsupported(what, where=step.out.name, fix=fix)
+    rows, cols = step.out.shape[0], step.out.size // step.out.shape[0]
+    draft.tables.append(Table.of(order.places))
+    view = Gather(len(draft.tables) - 1, Block(0, rows, cols, cols), order.axis)
+    return replace(step, inputs=tuple(replace(read, view=view) for read in step.inputs))
 
 
 def _without_doubles(steps: Sequence[Step], config: Config) -> tuple[list[Dropped], list[Step]]:
@@ -348,7 +394,7 @@ def _without_doubles(steps: Sequence[Step], config: Config) -> tuple[list[Droppe
     dropped, kept = [], []
     for step in steps:
         why = ""
-        if step.out.name == "lm_head.weight" and config.get("tie_word_embeddings"):
+        if text_name(step.out.name) == "lm_head.weight" and config.get("tie_word_embeddings"):
             why = HEAD_IS_EMBEDDING
         elif step.out.name.endswith(".rotary_emb.inv_freq"):
             why = "llama.cpp computes it"
@@ -396,15 +442,17 @@ def _weighted(draft: PlanDraft, family: Family, names: Iterable[str]) -> list[Te
     own = set(names)
     specs = [step.out for step in draft.steps if step.out.name in own and len(step.out.shape) == 2]
     placed = [(spec, gguf_place(family, spec.name)) for spec in specs]
-    return [spec for spec, place in placed if place is not None and ".ffn_gate_inp." not in place.name]
+    return [spec for spec, place in placed if place is not None and not is_router(place.name)]
 
 
-def _importances_of(family: Family, found: Importances) -> Importances:
-    """Importances under llama.cpp's names, those of a layer's experts in one. found: under the Hub's names."""
-    parts: dict[str, dict[int, npt.NDArray[np.float32]]] = {}
+def _importances_of(draft: PlanDraft, family: Family, found: Importances) -> Importances:
+    """Importances under llama.cpp's names, in its order, those of a layer's experts in one. found: under the Hub's names."""
+    config, parts = Config(text_config(draft.config)), dict[str, dict[int, npt.NDArray[np.float32]]]()
     for name, values in found.items():
         if place := gguf_place(family, name):
-            parts.setdefault(place.name, {})[place.expert] = values
+            order = value_order(place.name, config)
+            moved = values[order.places] if order is not None and order.axis == 1 else values
+            parts.setdefault(place.name, {})[place.expert] = moved
     return {name: np.concatenate([own[i] for i in sorted(own)]) for name, own in parts.items()}
 
 

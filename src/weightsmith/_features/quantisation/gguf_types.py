@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import nearest
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.formats.gguf.families import is_norm
+from weightsmith._models.formats.gguf.families import is_norm, is_router
 from weightsmith._models.formats.gguf.writing import TYPES
 
 
@@ -72,6 +72,9 @@ _FALLBACK = {
     "Q6_K": "Q8_0",
 }
 """Where the rows are no multiple of 256."""
+
+_PLAIN = (".ssm_conv1d.weight", ".ssm_a", ".ssm_dt.bias")
+"""How the names of tensors end that llama.cpp leaves as they are, besides vectors, norms and routers."""
 
 _TINY = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
 _IQ4 = frozenset({"IQ4_NL", "IQ4_XS"})
@@ -137,7 +140,7 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     chosen  from `read_types`
     """
     name = spec.name
-    if len(spec.shape) < 2 or is_norm(name) or ".ffn_gate_inp." in name:  # routers too: they are small, and they decide much
+    if len(spec.shape) < 2 or is_norm(name) or is_router(name) or name.endswith(_PLAIN):  # small, and they decide much
         return "F32"
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
     if not asked and mixture.default in ("F32", "F16", "BF16"):

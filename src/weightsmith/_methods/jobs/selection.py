@@ -246,6 +246,7 @@ class Selection:
             for search in self.searches.values():
                 if search.missed:
                     search.set_window(search.high, search.rank, search.rank)
+                    search.high = np.zeros(0, np.int64)
         elif kind == "ties":
             for key, counted in self._counted.items():
                 self._find_tie(key, self.searches[key], counted)

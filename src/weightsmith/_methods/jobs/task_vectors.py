@@ -55,7 +55,12 @@ class TaskVectorJob(Job):
             for i in range(models):
                 self._set_mode(i, ranks)
         self._selection = Selection(matrix, ranks)
+        self._memory: dict[object, Any] | None = None
+        self._selected_before = False
         self._mean = _MEAN[axes.combine]
+        self._elect = _ELECT[axes.elect]
+        if self._elect == kernel.ELECT_SUM and models == 2 and self._mean != kernel.LARGEST:
+            self._elect = kernel.ELECT_PAIR
         self.factor = axes.factor
         if axes.combine == "mean" and axes.elect == "none":
             total = float(np.cumsum(self.weights)[-1]) if models else 1.0
@@ -130,12 +135,22 @@ class TaskVectorJob(Job):
 
     # ---- passes
 
+    def recall(self, memory: dict[object, Any]) -> None:
+        """Thresholds depend on the inputs and on the ranks alone: not on weights."""
+        ranks = {key: search.rank for key, search in self._selection.searches.items()}
+        if memory.get("ranks") == ranks:
+            self._selection, self._selected_before = memory["selection"], True
+            self._set_limits()
+        elif ranks:
+            self._memory = memory
+
     def passes(self) -> int:
         """May grow until the first `finish_pass`."""
         return len(self._plan())
 
     def _plan(self) -> list[str]:
-        return self._selection.plan() + (["norms"] if self._norms_needed else [])
+        selection = [] if self._selected_before else self._selection.plan()
+        return selection + (["norms"] if self._norms_needed else [])
 
     def statistics(self, number: int, tile: Tile) -> Any:
         kind = self._plan()[number]
@@ -147,6 +162,12 @@ class TaskVectorJob(Job):
             self._finish_norms(results)
             return
         self._selection.finish_pass(kind)
+        self._set_limits()
+        if self._memory is not None and number + 1 == len(self._selection.plan()):
+            ranks = {key: search.rank for key, search in self._selection.searches.items()}
+            self._memory.update(ranks=ranks, selection=self._selection)
+
+    def _set_limits(self) -> None:
         for i, which, key in self._selected:
             self.limits[i, which] = self._selection.threshold(key)
 
@@ -189,7 +210,7 @@ class TaskVectorJob(Job):
         given = self._not_given
         if self._remember:
             given = np.unpackbits(self._masks_of[tile.start], axis=1, count=tile.size)
-        how = kernel.Combination(self.weights, self.scales, _ELECT[self.axes.elect], self._mean, self.factor)
+        how = kernel.Combination(self.weights, self.scales, self._elect, self._mean, self.factor)
         rows = scratch.rows(len(m.codes) + 3, m.codes, m.out_code, self.block)
         memory = kernel.Scratch(rows, scratch.sums(1, self.block), *self._row_scratch(scratch))
         masks = self._masks(tile, given)

@@ -5,21 +5,49 @@ X.qzeros  I32 [groups, outputs / 8]   zeros, in the same order
 X.scales      [groups, outputs]       groups of group_size inputs in order
 
 A weight is (code - zero) · scale. The layouts of other kernels (gemv, gemv_fast, Marlin) are refused.
+
+awq-4bit is this layout, with scales of the range of the group, 0 included, / 15, as `transposed.half_scales` rounds them. The
+zero is the code of 0, rounded to nearest as the codes are, in float32, over the scale as stored. No weights are scaled for
+their activations: that would change other tensors, and a calibration chooses codes as for GPTQ instead.
+
+**Error.** For every finite x of a group with scale s, |(code - zero) · s - x| ≤ 0.57 · s: half a step, and more at the upper
+end of the range if the scale was rounded down.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_columns, reader
-from weightsmith.abc.stored import StoredFormat
+from weightsmith._models.formats.matrices import SUFFIX, CodesOf, FixedGroups
+from weightsmith._models.formats.transposed import (
+    GROUPS,
+    TransposedEncoding,
+    half_scales,
+    parts_of,
+    transposed_codes,
+    with_joined,
+)
+from weightsmith.abc.product import Arrays
+from weightsmith.abc.stored import Modules, Rows, StoredFormat, Writing, grouped_name, labelled
 from weightsmith.abc.tensors import Tensors
 
+METHOD = "awq"
+BITS = 4
+_PARTS = (".qweight", ".qzeros", ".scales")
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32)
 """The nibble that holds output i of 8."""
+
+
+# ---- reading
 
 
 class AwqWeight(TransposedWeight):
@@ -32,13 +60,17 @@ class AwqWeight(TransposedWeight):
         return codes, zeros, read_columns(stored, scales, width, slice(0, self.groups), outputs).astype(np.float32)
 
     def _unpack(self, stored: Tensors, name: str, rows: int, outputs: slice) -> npt.NDArray[np.uint8]:
-        from weightsmith._kernels.packed import unpack_nibbles
-
         packed = slice(outputs.start // 8, outputs.stop // 8)
-        words = read_columns(stored, name, self.spec.shape[0] // 8, slice(0, rows), packed).view(np.uint32)
-        codes = np.empty((rows, outputs.stop - outputs.start), np.uint8)
-        unpack_nibbles(words.reshape(-1), _ORDER, codes.reshape(-1))
-        return codes
+        return _unpacked(read_columns(stored, name, self.spec.shape[0] // 8, slice(0, rows), packed))
+
+
+def _unpacked(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    """[rows, words] → the codes [rows, 8 · words]."""
+    from weightsmith._kernels.packed import unpack_nibbles
+
+    codes = np.empty((len(words), 8 * words.shape[1]), np.uint8)
+    unpack_nibbles(words.view(np.uint32).reshape(-1), _ORDER, codes.reshape(-1))
+    return codes
 
 
 def weights(model: QuantisedModel) -> list[AwqWeight]:
@@ -64,5 +96,90 @@ def weights(model: QuantisedModel) -> list[AwqWeight]:
     return found
 
 
-_read = reader("AWQ", (".qweight", ".qzeros", ".scales"), weights)
-FORMAT = StoredFormat("awq", "AWQ", recogniser(ending(".qweight"), "awq"), _read)
+# ---- writing
+
+
+def _parts(group: int, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    outputs, inputs = spec.shape
+    qweight, qzeros, scales = (spec.name.removesuffix(SUFFIX) + part for part in _PARTS)
+    return (
+        TensorSpec(qweight, DTYPES["I32"], (inputs, outputs // 8)),
+        TensorSpec(qzeros, DTYPES["I32"], (inputs // group, outputs // 8)),
+        TensorSpec(scales, DTYPES["F16"], (inputs // group, outputs)),
+    )
+
+
+def _fill(group: int, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
+    from weightsmith._kernels.codes import group_extremes
+
+    qweight, qzeros, scales = arrays
+    top, middle = (1 << BITS) - 1, 1 << (BITS - 1)
+    lows, highs = np.empty((2, weight.size // group), np.float32)
+    group_extremes(weight.reshape(-1), group, lows, highs)
+    lows = np.minimum(lows, 0)
+    with np.errstate(over="ignore"):  # an infinite range has no scale
+        steps = half_scales(np.maximum(highs, 0) - lows, top).reshape(len(weight), -1)
+    zeros = np.clip(np.rint(-lows.reshape(steps.shape) / steps), 0, top)
+    scales[:] = steps.T
+    qzeros[:] = _packed(np.ascontiguousarray(zeros.T.astype(np.uint8)))
+    if codes_of is not None:  # they are symmetric: those of a weight whose zeros are in the middle
+        shifted = (weight.reshape(*steps.shape, group) + ((zeros - middle) * steps)[:, :, None]).reshape(weight.shape)
+        weight, steps, zeros = codes_of(shifted, steps), np.ones_like(steps), np.full_like(zeros, middle)
+    for outputs, codes in transposed_codes(weight, steps, zeros, BITS):
+        qweight[:, outputs.start // 8 : outputs.stop // 8] = _packed(codes)
+
+
+def _packed(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
+    """The inverse of `_unpacked`."""
+    from weightsmith._kernels.packed import pack_nibbles
+
+    words = np.empty((len(codes), codes.shape[1] // 8), np.uint32)
+    pack_nibbles(codes.reshape(-1), _ORDER, words.reshape(-1))
+    return words.view(np.int32)
+
+
+def _decode(group: int, arrays: Arrays) -> Rows:
+    from weightsmith._kernels.packed import dequantise_transposed
+
+    words, packed, scales = map(np.array, arrays)
+    codes, zeros, groups = _unpacked(words).reshape(-1), _unpacked(packed).reshape(-1), np.arange(len(words)) // group
+    values = np.empty((8 * words.shape[1], len(words)), np.float32)
+    dequantise_transposed(codes, zeros, scales.astype(np.float32).reshape(-1), groups, 0, 0, values.reshape(-1))
+    return values
+
+
+def _settings(group: int, modules: Modules) -> dict[str, Any]:
+    """The entry of config.json. vLLM and SGLang leave plain what has an entry of the list in its name; transformers what ends
+    with one. Raises Unsupported for a model in which no such entry exists."""
+    encoded = with_joined(modules.encoded)
+    parts = parts_of(with_joined(modules.plain), encoded)
+    for part in parts:
+        if taken := next((name for name in encoded if part in name), None):
+            what = f"is not quantised, and readers of AWQ take what contains its name for plain too, such as {taken}"
+            raise Unsupported(what, where=part, fix="choose another format")
+    entry = {"quant_method": METHOD, "bits": BITS, "group_size": group, "zero_point": True, "version": "gemm"}
+    return {"quantization_config": {**entry, "modules_to_not_convert": parts}}
+
+
+def _encoding(group: int) -> TransposedEncoding:
+    """
+    >>> for out in _encoding(128).outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 256))):
+    ...     print(out)
+    q_proj.qweight [256, 8] I32
+    q_proj.qzeros [2, 8] I32
+    q_proj.scales [2, 64] F16
+    """
+    name, functions = grouped_name("awq-4bit", group, GROUPS), (_parts, _fill, _settings)
+    parts, fill, settings = (partial(each, group) for each in functions)
+    return TransposedEncoding(name, BITS, group, parts, fill, settings, len(_PARTS))
+
+
+_ENCODINGS = {group: _encoding(group) for group in GROUPS}
+GROUPED = {each.name: FixedGroups(BITS, each.quantise, partial(_decode, each.group)) for each in _ENCODINGS.values()}
+"""The encodings whose codes may be chosen for the inputs of a weight."""
+
+_SUMMARY = "4-bit integers with a scale and a zero for each group, in AutoAWQ's layout"
+_WRITES = (Writing("awq-4bit", _SUMMARY, "transformers, vLLM, SGLang, mlx-lm", _ENCODINGS),)
+_read = reader("AWQ", _PARTS, weights)
+_MARKS = {".qweight": labelled("GPTQ or AWQ")}
+FORMAT = StoredFormat("awq", "AWQ", recogniser(ending(".qweight"), METHOD), _read, _MARKS, writes=_WRITES)

@@ -61,7 +61,7 @@ ENGINES = (
     Engine("sglang", "SGLang", "0.5.23"),
     Engine("llama.cpp", "llama.cpp", "(node-llama-cpp 3.22.1)"),
     Engine("exllamav2", "ExLlamaV2", "0.3.2"),
-    Engine("exllamav3", "exllamav3, TabbyAPI", "1.6.5"),
+    Engine("exllamav3", "exllamav3 (TabbyAPI)", "1.6.5"),
     Engine("mlx-lm", "mlx-lm", "0.32.2", _MLX_FAMILIES),
 )
 
@@ -111,14 +111,34 @@ SUPPORT = (
     ),
     Support(
         "transformers",
-        ("nvfp4a16",),
+        ("fp8-static",),
+        "transformers/quantizers/quantizer_compressed_tensors.py",
+        "does not quantise what enters experts",
+    ),
+    Support(
+        "transformers",
+        ("nvfp4a16", "nvfp4"),
         "transformers/quantizers/quantizer_compressed_tensors.py",
         experts="ignores the global scales of experts, and computes garbage from those stored as",
+    ),
+    Support(
+        "transformers",
+        ("gptq-8bit", "gptq-4bit"),
+        "optimum/gptq/quantizer.py",
+        "with optimum 2.3.0 and GPTQModel",
+        experts="does not load experts stored as",
+    ),
+    Support(
+        "transformers",
+        ("awq-4bit",),
+        "transformers/integrations/awq.py",
+        "with GPTQModel",
+        experts="does not load experts stored as",
     ),
     Support("transformers", ("gguf",), "transformers/modeling_gguf_pytorch_utils.py", "with `gguf_file`; dequantised"),
     Support(
         "vllm",
-        ("fp8-dynamic",),
+        ("fp8-dynamic", "fp8-static"),
         _VLLM + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
         "multiplies FP8 from compute capability 8.9, weights only on older GPUs",
         alike=True,
@@ -140,7 +160,23 @@ SUPPORT = (
         "from compute capability 7.5; other shapes than 64 by 128 are padded",
         alike=True,
     ),
+    Support(
+        "vllm",
+        ("gptq-8bit", "gptq-4bit"),
+        _VLLM + "auto_gptq.py",
+        "from compute capability 7.5; padded, as `w4a16`",
+        alike=True,
+    ),
+    Support("vllm", ("awq-4bit",), _VLLM + "auto_awq.py", "from compute capability 7.5; padded, as `w4a16`", alike=True),
     Support("vllm", ("nvfp4a16",), _VLLM + "utils/marlin_utils_fp4.py", "padded, as `w4a16`", hidden=64, alike=True),
+    Support(
+        "vllm",
+        ("nvfp4",),
+        _VLLM + "compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
+        "multiplies FP4 from compute capability 10.0, weights only on older GPUs; padded, as `w4a16`",
+        hidden=64,
+        alike=True,
+    ),
     Support(
         "vllm",
         ("mxfp4",),
@@ -148,7 +184,12 @@ SUPPORT = (
         "from compute capability 8.0; padded, as `w4a16`",
         alike=True,
     ),
-    Support("sglang", ("fp8-dynamic",), _SGLANG + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py", alike=True),
+    Support(
+        "sglang",
+        ("fp8-dynamic", "fp8-static"),
+        _SGLANG + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
+        alike=True,
+    ),
     Support(
         "sglang",
         ("fp8-block",),
@@ -177,6 +218,21 @@ SUPPORT = (
     ),
     Support(
         "sglang",
+        ("gptq-8bit", "gptq-4bit"),
+        _SGLANG + "gptq/schemes/gptq_marlin.py",
+        "from compute capability 8.0; no padding",
+        tiles=_MARLIN,
+        alike=True,
+    ),
+    Support(
+        "sglang",
+        ("awq-4bit",),
+        _SGLANG + "awq/awq.py",
+        "from compute capability 8.0; slow for matrices that are not a multiple of 64 by 128",
+        alike=True,
+    ),
+    Support(
+        "sglang",
         ("nvfp4a16",),
         _SGLANG + "compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4_moe.py",
         "from compute capability 8.0",
@@ -184,10 +240,33 @@ SUPPORT = (
         inner=64,
         alike=True,
     ),
+    Support(
+        "sglang",
+        ("nvfp4",),
+        _SGLANG + "compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
+        "multiplies FP4 from compute capability 10.0, weights only on older GPUs",
+        hidden=128,
+        inner=64,
+        alike=True,
+    ),
     Support("sglang", ("gguf",), _SGLANG + "gguf.py", "on NVIDIA and Moore Threads GPUs"),
     Support("llama.cpp", ("gguf",), "llama_model_quantize", "was run; also Ollama and LM Studio, which contain it"),
     Support("exllamav2", ("exl2",), "exllamav2/architecture.py", "see [EXL2](exl2.md)"),
+    Support(
+        "exllamav2",
+        ("gptq-4bit",),
+        "exllamav2/ext.py",
+        "in float16; the models that it computes as transformers does: see [EXL2](exl2.md)",
+    ),
+    Support("exllamav3", ("exl3",), "exllamav3/architecture/architectures.py", "on NVIDIA GPUs; see [EXL3](exl3.md)"),
     Support("mlx-lm", ("mlx-8bit", "mlx-4bit"), "mlx_lm/utils.py", "also LM Studio, which contains it"),
+    Support(
+        "mlx-lm",
+        ("awq-4bit",),
+        "mlx_lm/utils.py",
+        "in float16; also LM Studio, which contains it",
+        experts="does not load experts stored as",
+    ),
 )
 
 
@@ -219,7 +298,7 @@ def formats_of(engine: str) -> tuple[str, ...]:
     """The formats that a program loads, as in `Support.formats`.
 
     >>> formats_of("exllamav2")
-    ('exl2',)
+    ('exl2', 'gptq-4bit')
     """
     return tuple(name for each in SUPPORT if each.engine == engine for name in each.formats)
 

@@ -8,11 +8,22 @@ X.g_idx   I32 [inputs]                        the group of each input; missing: 
 A weight is (code - zero) · scale. Format `gptq` stores zero - 1, `gptq_v2` the zero itself. The older one is undone as
 GPTQModel does it: 1 is added to whole words, so that a carry undoes the borrow of a zero of 0 (of 3 bits: to each zero).
 The groups of a model with `desc_act` are not in order, so it must have g_idx.
+
+gptq-8bit and gptq-4bit are symmetric codes with groups in order, and checkpoint_format `gptq`, which all readers load: every
+zero is 2^(bits - 1). Scales are the largest magnitude of the group / (2^(bits - 1) - 1/2), as `transposed.half_scales` rounds
+them. Codes are rounded to nearest, in float32, over the scale as stored. g_idx is stored although readers could do without it:
+mlx-lm would take GPTQ's codes for AWQ's if it were not there.
+
+**Error.** For every finite x of a group with scale s, |(code - zero) · s - x| ≤ 0.53 · s with 4 bits, and ≤ s with 8: half a
+step, and more only for the largest positive elements, which lie beyond the largest code.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +31,29 @@ import numpy.typing as npt
 from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_all, read_columns, reader
-from weightsmith.abc.stored import StoredFormat, labelled
+from weightsmith._models.formats.matrices import SUFFIX, CodesOf, FixedGroups, maxima_of
+from weightsmith._models.formats.transposed import (
+    GROUPS,
+    TransposedEncoding,
+    half_scales,
+    parts_of,
+    transposed_codes,
+    with_joined,
+)
+from weightsmith.abc.product import Arrays
+from weightsmith.abc.stored import Modules, Rows, StoredFormat, Writing, grouped_name, labelled
 from weightsmith.abc.tensors import Tensors
 
+METHOD = "gptq"
+_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+
+
+# ---- reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,5 +154,92 @@ def _shape(model: QuantisedModel, module: str, bits: int, group_size: int) -> _S
     return _Shape(inputs, outputs, bits, groups)
 
 
-_read = reader("GPTQ", (".qweight", ".qzeros", ".scales", ".g_idx"), weights)
-FORMAT = StoredFormat("gptq", "GPTQ", recogniser(ending(".qweight"), "gptq"), _read, {".qweight": labelled("GPTQ or AWQ")})
+# ---- writing
+
+
+def _parts(bits: int, group: int, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    outputs, inputs = spec.shape
+    groups, i32 = inputs // group, DTYPES["I32"]
+    qweight, qzeros, scales, g_idx = (spec.name.removesuffix(SUFFIX) + part for part in _PARTS)
+    return (
+        TensorSpec(qweight, i32, (inputs * bits // 32, outputs)),
+        TensorSpec(qzeros, i32, (groups, outputs * bits // 32)),
+        TensorSpec(scales, DTYPES["F16"], (groups, outputs)),
+        TensorSpec(g_idx, i32, (inputs,)),
+    )
+
+
+def _fill(bits: int, group: int, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
+    from weightsmith._kernels.packed import pack_down
+
+    qweight, qzeros, scales, g_idx = arrays
+    zero = 1 << (bits - 1)
+    steps = half_scales(maxima_of(weight, 1, group), zero - 0.5).reshape(len(weight), -1)
+    scales[:] = steps.T
+    g_idx[:] = np.arange(weight.shape[1]) // group
+    words = np.empty((bits, 1), np.uint32)
+    pack_down(np.full((32, 1), zero - 1, np.uint8), bits, words)
+    qzeros[:] = np.resize(words, qzeros.shape[1]).view(np.int32)
+    if codes_of is not None:
+        weight, steps = codes_of(weight, steps), np.ones_like(steps)
+    for outputs, codes in transposed_codes(weight, steps, np.full_like(steps, zero), bits):
+        words = np.empty((len(qweight), codes.shape[1]), np.uint32)
+        pack_down(codes, bits, words)
+        qweight[:, outputs] = words.view(np.int32)
+
+
+def _decode(bits: int, group: int, arrays: Arrays) -> Rows:
+    from weightsmith._kernels.packed import dequantise_transposed, unpack_down
+
+    words, _, scales, g_idx = map(np.array, arrays)
+    values = np.empty((words.shape[1], g_idx.size), np.float32)
+    codes, zeros = np.empty(values.size, np.uint8), np.full(scales.size, 1 << (bits - 1), np.uint8)
+    unpack_down(words.view(np.uint32).reshape(-1), len(values), bits, codes)
+    steps = scales.astype(np.float32).reshape(-1)
+    dequantise_transposed(codes, zeros, steps, g_idx.astype(np.int64), 0, 0, values.reshape(-1))
+    return values
+
+
+def _settings(bits: int, group: int, modules: Modules) -> dict[str, Any]:
+    """The entry of config.json. Of a model with linear modules in its layers that are plain, it says so twice: SGLang and
+    GPTQModel read `dynamic`, optimum reads `modules_in_block_to_quantize`, and vLLM both."""
+    entry: dict[str, Any] = {"quant_method": METHOD, "bits": bits, "group_size": group, "desc_act": False, "sym": True}
+    entry |= {"lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32"}
+    if plain := [name for name in modules.plain if name.rpartition(".")[2] != "lm_head"]:
+        parts = parts_of(with_joined(plain), modules.encoded)
+        entry["dynamic"] = {rf"-:(.*\.)?{re.escape(part)}(\..*)?$": {} for part in parts}
+        entry["modules_in_block_to_quantize"] = [parts_of(modules.encoded, plain)]
+    return {"quantization_config": entry}
+
+
+def _encoding(bits: int, group: int) -> TransposedEncoding:
+    """
+    >>> for out in _encoding(4, 128).outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 256))):
+    ...     print(out)
+    q_proj.qweight [32, 64] I32
+    q_proj.qzeros [2, 8] I32
+    q_proj.scales [2, 64] F16
+    q_proj.g_idx [256] I32
+    """
+    name, functions = grouped_name(f"gptq-{bits}bit", group, GROUPS), (_parts, _fill, _settings)
+    parts, fill, settings = (partial(each, bits, group) for each in functions)
+    return TransposedEncoding(name, bits, group, parts, fill, settings, len(_PARTS))
+
+
+def _writing(bits: int) -> Writing:
+    summary = f"{bits}-bit integers with a scale for each group, as GPTQModel stores them"
+    return Writing(f"gptq-{bits}bit", summary, _READERS[bits], {group: _encoding(bits, group) for group in GROUPS})
+
+
+_READERS = {8: "transformers, vLLM, SGLang", 4: "transformers, vLLM, SGLang, ExLlamaV2"}
+_WRITES = tuple(_writing(bits) for bits in _READERS)
+GROUPED = {
+    each.name: FixedGroups(each.bits, each.quantise, partial(_decode, each.bits, each.group))
+    for writing in _WRITES
+    for each in writing.encodings.values()
+}
+"""The encodings whose codes may be chosen for the inputs of a weight."""
+
+_read = reader("GPTQ", _PARTS, weights)
+_MARKS = {".qweight": labelled("GPTQ or AWQ")}
+FORMAT = StoredFormat("gptq", "GPTQ", recogniser(ending(".qweight"), METHOD), _read, _MARKS, writes=_WRITES)

@@ -12,9 +12,14 @@ from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith.abc.stored import Bytes, Rows
+from weightsmith.abc.product import Arrays
+from weightsmith.abc.stored import Bytes, Modules, Rows
 
 SUFFIX = ".weight"
+
+CodesOf = Callable[[Rows, Rows], Rows]
+"""(weight [rows, cols], scales [rows, groups]) → codes that suit the weight's inputs, float32 [rows, cols]: integers of
+-2^(bits - 1) … 2^(bits - 1) - 1."""
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 """Elements of a row that share a scale: a float8 (E4M3), or a power of two."""
@@ -54,8 +59,23 @@ class MatrixEncoding:
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
         self.fill(spec, rows, outs, numbers)
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        return self.settings(ignored)
+    def config(self, modules: Modules) -> dict[str, Any]:
+        return self.settings(modules.ignored)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedGroups:
+    """An encoding of integers with a scale for each row and each group of neighbouring columns, whose codes may be chosen for
+    the weight's inputs.
+
+    bits      of a code
+    quantise  weight, float32 [rows, cols] → its stored arrays; None: rounded to nearest
+    decode    stored arrays → the weight as readers compute it, float32 [rows, cols]
+    """
+
+    bits: int
+    quantise: Callable[[Rows, CodesOf | None], Arrays]
+    decode: Callable[[Arrays], Rows]
 
 
 def matrix_refusal(spec: TensorSpec, group: int = 1) -> str:

@@ -26,7 +26,7 @@ from weightsmith._files.pytorch import SUFFIXES, StoredView, read_pickle_header,
 from weightsmith._files.safetensors import Header, read_header
 from weightsmith._models.sources.files import FileTensors, PlainFiles, SourceFile, unite
 from weightsmith.abc.files import FileKind, Index, Opened
-from weightsmith.abc.stored import Bytes, Rows, StoredFormat
+from weightsmith.abc.stored import Bytes, Modules, Rows, StoredFormat
 
 # ---- safetensors: one file, or shards with or without an index
 
@@ -162,7 +162,7 @@ class Plain:
                 f"{float(flat[at])} is not a number that {dtype.torch} can hold", where=f"output tensor {show(spec.name)}"
             )
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+    def config(self, modules: Modules) -> dict[str, Any]:
         """No keys: every reader supports plain tensors."""
         return {}
 

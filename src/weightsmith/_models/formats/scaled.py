@@ -97,9 +97,10 @@ class Scheme:
         """
         (rows, cols), name, codes = spec.shape, spec.name, DTYPES[self.codes]
         high, wide = self.block_of(rows, cols)
+        grid = -(-rows // high), -(-cols // wide)
         found = [
             TensorSpec(name + (PACKED if self.packed else ""), codes, (rows, cols * self.bits // (8 * codes.itemsize))),
-            TensorSpec(name + self.suffixes[0], DTYPES[scale], (-(-rows // high), -(-cols // wide))),
+            TensorSpec(name + self.suffixes[0], DTYPES[scale], (1,) if self.block == TENSOR else grid),
         ]
         if self.shaped:
             found.append(TensorSpec(name + SHAPE, DTYPES["I64"], (2,)))

@@ -57,10 +57,10 @@ def replace(pattern: Json, content: str) -> Json:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def split(pattern: str, level: Json = BYTE_LEVEL) -> Json:
-    """The pre-tokenizer that splits a text by a pattern and writes it in the characters of byte-level BPE."""
-    first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [first, level]}
+def split(*patterns: str, level: Json = BYTE_LEVEL) -> Json:
+    """The pre-tokenizer that splits a text by patterns in turn, and writes it in the characters of byte-level BPE."""
+    splits = [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in patterns]
+    return {"type": "Sequence", "pretokenizers": [*splits, level]}
 
 
 def bpe(vocab: Mapping[str, int], merges: Sequence[Any], **settings: Any) -> Json:

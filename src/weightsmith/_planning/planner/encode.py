@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -25,14 +26,14 @@ from weightsmith._models.structure.projections import joined_sets
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
-from weightsmith.abc.stored import array_name
+from weightsmith.abc.stored import Modules, array_name
 
 FUSED_EXPERTS = "its experts are one tensor"
 """Why a tensor is stored as it is: the planner warns of these, which may be most of a model."""
 
 _WEIGHT = ".weight"
-_WIDTH = "its width"
-"""What the reason begins with when an encoding does not take a weight for its width."""
+_SIZES = ("its width", "its outputs")
+"""What the reason begins with when an encoding does not take a weight for its size."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
@@ -67,7 +68,7 @@ def quantise(draft: PlanDraft, name: str) -> None:
     maker = arrays_of(products)
     draft.steps = [_stored(step, encoding, maker) if step.out.name not in reasons else step for step in draft.steps]
     draft.products += products
-    draft.config = {**config, **encoding.config(ignored_modules(plain, encoded, structure))}
+    draft.config = {**config, **_described(encoding, plain, encoded, structure)}
     draft.warnings += [*_fused_findings(plain, reasons, name), *_width_findings(plain, reasons)]
 
 
@@ -152,7 +153,7 @@ def _module(spec: TensorSpec) -> str:
 def _nothing(name: str, structure: Structure, reasons: Mapping[str, str]) -> Unsupported:
     """The error when there is nothing to encode."""
     what = f"nothing can be stored as {name}: no decoder of this model has the weight of a linear layer"
-    widths = [why for why in reasons.values() if why.startswith(_WIDTH)]
+    widths = [why for why in reasons.values() if why.startswith(_SIZES)]
     if widths:
         what = f"nothing can be stored as {name}: no linear weight of this model fits ({widths[0]})"
     elif structure.main is None and len(structure.stacks) > 1:
@@ -175,13 +176,30 @@ def _fused_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str], nam
 
 
 def _width_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str]) -> Iterator[Finding]:
-    """Weights that would be encoded if their width were another one."""
-    refused = [spec.name for spec in plain if reasons[spec.name].startswith(_WIDTH)]
+    """Weights that would be encoded if their size were another one."""
+    refused = [spec.name for spec in plain if reasons[spec.name].startswith(_SIZES)]
     if refused:
         yield Finding(f"weights stored as they are: {len(refused):,}; {reasons[refused[0]]}", refused[0])
 
 
 # ---- the ignored modules
+
+
+def _described(
+    encoding: Encoding, plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], structure: Structure
+) -> dict[str, Any]:
+    """`Encoding.config`. Raises PlanError."""
+    modules = [_module(spec) for spec in plain if _may_be_linear(spec, structure) and not is_embedding(spec)]
+    ignored = ignored_modules(plain, encoded, structure)
+    try:
+        return encoding.config(Modules(ignored, tuple(dict.fromkeys(["lm_head", *modules])), tuple(map(_module, encoded))))
+    except Unsupported as error:
+        raise PlanError([error]) from error
+
+
+def _may_be_linear(spec: TensorSpec, structure: Structure) -> bool:
+    """Whether a loader may build a linear layer, or several, for a plain tensor."""
+    return structure.experts(spec) > 1 or (len(spec.shape) == 2 and spec.name.endswith(_WEIGHT) and spec.dtype.floating)
 
 
 def ignored_modules(plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], structure: Structure) -> list[str]:
@@ -194,10 +212,9 @@ def ignored_modules(plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], 
     examples = list(suffixes.values())  # of each kind of module one: a pattern matches all layers, or has a layer's number
     entries: dict[str, None] = {"lm_head": None}
     for spec in plain:
-        fused = structure.experts(spec) > 1
-        if not fused and not (len(spec.shape) == 2 and spec.name.endswith(_WEIGHT) and spec.dtype.floating):
+        if not _may_be_linear(spec, structure):
             continue
-        pattern = _pattern(spec, structure, fused=fused)
+        pattern = _pattern(spec, structure, fused=structure.experts(spec) > 1)
         if not pattern and is_embedding(spec):
             continue
         safe = pattern and not any(re.match(pattern, module) for module in examples)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,8 @@ class Matched:
     aligned  the vocabulary of the output; None if a model is missing
     specs    the tensors of each model, with the output's rows
     names    of each model under the donor's; None for one that is missing
+    alike    what is compared of the models
+    differences  warnings for what differs in it: files are read by the first call
     """
 
     aligned: Aligned | None
@@ -195,6 +198,8 @@ class Matched:
     names: Sequence[ModelNames | None]
     problems: tuple[WeightsmithError, ...] = ()
     warnings: tuple[Finding, ...] = ()
+    alike: Sequence[Model] = ()
+    differences: Callable[[], Sequence[Finding]] = tuple
 
 
 def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
@@ -205,7 +210,10 @@ def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
     asked = request.recipe, request.labels, request.models, request.folder
     aligned, problems = VocabularyPlanner(*asked, opened.inputs, opened.donor, stack).plan()
     names = _match_all(opened.structures, aligned.specs, opened.donor)
-    return Matched(aligned, aligned.specs, names, tuple(problems), tuple(aligned.findings))
+    structures = [structure for structure in opened.structures if structure is not None]
+    alike = [compared(*each) for each in zip(request.labels, opened.inputs, structures, strict=True)]
+    differ = cache(partial(disagreements, alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template))
+    return Matched(aligned, aligned.specs, names, tuple(problems), tuple(aligned.findings), alike, differ)
 
 
 def _match_all(
@@ -270,8 +278,7 @@ class _Assembler:
         outputs = Outputs(models, method, resolver, account, dtypes)
         outputs.make(placements)
         found, idle = resolver.finish()
-        alike = [compared(label, c, n.structure) for label, c, n in zip(self.labels, self.inputs, names, strict=True)]
-        self._add_mismatches(outputs, alike)
+        self._add_mismatches(outputs)
         self.problems += found
         if outputs.problems or placer.problems or any(segment.broken for r in request.regions for segment in r.segments):
             raise request.refusal(self.problems)
@@ -287,7 +294,7 @@ class _Assembler:
             self.warnings += [Finding(f"{key} is null: the new tokenizer lacks its token", "config.json") for key in lost_ids]
         if self.problems:
             raise request.refusal(self.problems)
-        self.warnings += disagreements(alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template)
+        self.warnings += self.matched.differences()
         self.warnings += [*self._untouched(placements, self.labels[opened.donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
@@ -324,11 +331,11 @@ class _Assembler:
         self.warnings += found.findings
         return found
 
-    def _add_mismatches(self, outputs: Outputs, alike: Sequence[Model]) -> None:
+    def _add_mismatches(self, outputs: Outputs) -> None:
         """The problems of the tensors, without those that follow from vocabularies that could not be aligned."""
         unaligned, where = bool(self.matched.problems), self.recipe.at(self.request.layers_key)
         found = [p for p in outputs.problems if not (unaligned and of_vocabularies(p))]
-        self.problems += of_different_architectures(found, alike, self.opened.donor, where)
+        self.problems += of_different_architectures(found, self.matched.alike, self.opened.donor, where)
 
     def _loading(self, draft: PlanDraft, donor: Checkpoint, outputs: Outputs) -> Question | None:
         """What transformers is to be asked, if the output has other layers than the donor."""

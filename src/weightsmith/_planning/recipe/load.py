@@ -82,10 +82,10 @@ class Template:
         """The values that a search starts from."""
         return tuple(each.start for each in self.tunables)
 
-    def fill(self, values: Sequence[Scalar]) -> Written:
+    def fill(self, values: Sequence[Scalar], *, layout: bool = True) -> Written:
         """The recipe with these values: a source for `load`, and its text. values: of `tunables`.
 
-        Comments and layout of a YAML text stay.
+        Comments and layout of a YAML text stay; with `layout=False` they do not, which takes a third of the time.
         """
         given = {each.where: value for each, value in zip(self.tunables, values, strict=True)}
         documents = []
@@ -94,7 +94,7 @@ class Template:
             root = filled(document.root, given)
             documents.append(replace(document, root=root, text=_as_yaml(root)))
         text = "---\n".join(document.text for document in documents)
-        if self.is_text:
+        if self.is_text and layout:
             own = spliced(self.written.text, {where.removeprefix(f"{self.written.filename}:"): v for where, v in given.items()})
             read = read_yaml(own, self.written.filename)
             if [d.root and plain(d.root) for d in read] == [d.root and plain(d.root) for d in documents]:

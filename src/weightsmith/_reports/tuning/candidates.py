@@ -74,7 +74,7 @@ class Candidates:
 
     def prepare(self, values: Sequence[Scalar]) -> Prepared:
         """The plan of a candidate; its models stay open. Raises PlanError."""
-        written = self.fill(values)
+        written = self._template.fill(values, layout=False)
         for bound in reversed(self._bounds):
             found = bound.replan(written)
             if found is not None:

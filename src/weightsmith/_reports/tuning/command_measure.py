@@ -48,7 +48,8 @@ class CommandMeasure:
     def __init__(self, first: Prepared, folder: Path, settings: TuneSettings, running: RunOptions, shown: Meter) -> None:
         """
         first   the candidate at the start values
-        folder  for a model while it is measured; another program's files there are not replaced
+        folder  for a model while it is measured, with a number where several processes search; another program's files
+                there are not replaced
 
         Raises ParameterError for a command without a place for the model.
         """
@@ -58,7 +59,8 @@ class CommandMeasure:
         _words("command", self._command, folder)
         if self._report is not None:
             _words("report_command", self._report, folder)
-        self._first, self._folder, self._shown = first, folder, shown
+        self._first, self._beside, self._shown = first, folder, shown
+        self.seat = 0
         self._running = replace(running, report=None, push=None, evaluate=None, overwrite=True, resume=False)
         self._works = False
 
@@ -96,6 +98,10 @@ class CommandMeasure:
             self._shown.say(f"judging: {model}")
             measured[model] = self._measured(name, command, prepared)
         return Judged((self._command,), () if self._report is None else (self._report,), measured=measured)
+
+    @property
+    def _folder(self) -> Path:
+        return self._beside if self.seat == 0 else self._beside.with_name(f"{self._beside.name}-{self.seat + 1}")
 
     def _measured(self, name: str, command: str, prepared: Prepared) -> float:
         execute(prepared, self._folder, self._running)

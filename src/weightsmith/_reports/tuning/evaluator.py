@@ -1,8 +1,9 @@
 """How well candidates of one recipe predict rows of text. No candidate is written.
 
 Its tensors are merged into memory as float32 numbers, rounded as they would be stored, and the rows run through its layers.
-What the last candidate had in common is kept: tensors whose reads and parameters are the same, and the states before the first
-layer that has another tensor. If the model does not fit the budget, one layer at a time is held.
+What the last candidate had in common is kept: tensors whose reads and parameters are the same, thresholds that weights do not
+change, and the states before the first layer that has another tensor. If the model does not fit the budget, one layer at a time
+is held.
 
 A loss depends on the candidate and on its row alone: not on threads, on other rows, or on what was kept.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +44,12 @@ from weightsmith.abc.product_targets import Target, WholeTensor
 MEMORY_BYTES = 4 << 30
 """Limit of what is kept of a candidate for the next one, if the run has no limit: tensors take at most half of it."""
 
-BATCH_TOKENS = 1024
-"""Tokens that run through a layer together: always the same, so that no loss depends on the number of threads."""
+BATCH_TOKENS = 256
+"""Tokens that run through a layer together: always the same, so that no loss depends on the number of threads. Enough to keep
+one processor busy, and few enough that a quarter of the rows keeps several busy."""
+
+GPU_BATCH_TOKENS = 1024
+"""The same on a GPU, which one thread feeds."""
 
 _Found = TypeVar("_Found")
 _Head = Callable[[Tensor], Tensor]
@@ -146,6 +151,7 @@ class Evaluator:
         self._made_from = dict[str, str]()
         self._spare = dict[str, Tensor]()
         self._products = dict[str, tuple[Product, Arrays]]()
+        self._memory = dict[object, dict[object, Any]]()
         self._states = dict[str, dict[int, tuple[str, Tensor]]]()
 
     @property
@@ -214,7 +220,7 @@ class Evaluator:
     def _pull(self, layer: Layer, states: Tensor, leaving: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         for parameter in layer.weights.values():
             parameter.requires_grad_(True)
-        size = max(1, BATCH_TOKENS // states.shape[1])
+        size = self._batch_rows(states.shape[1])
         entering, sums = list[Tensor](), {name: torch.zeros_like(each) for name, each in layer.weights.items()}
         for own, found in self._in_order(layer.pull, states.split(size), leaving.split(size)):
             entering.append(own)
@@ -343,7 +349,7 @@ class Evaluator:
                 results.put(product, known[identities[name]][1])
         targets: dict[str, Target] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
         folders = [model.folder for model in candidate.inputs]
-        work = Workload(steps, list(needed.values()), None, results, folders, self._allow_nonfinite)
+        work = Workload(steps, list(needed.values()), None, results, folders, self._allow_nonfinite, memory=self._memory)
         run(plan, candidate.inputs, MemoryOutput(targets), self._resources, work)
         if needed:
             kept = {name: product for name, product in needed.items() if results.finished(name)}
@@ -404,7 +410,7 @@ class Evaluator:
         else:
             states = kept[first][1]
         with workers(self._resources.workers, self.device) as pool:
-            size = max(1, BATCH_TOKENS // ids.shape[1])
+            size = self._batch_rows(ids.shape[1])
             for i in range(first, layers):
                 given = self._take(candidate, self._parts[i])
                 context = self._context(candidate, self._parts[i])
@@ -413,6 +419,10 @@ class Evaluator:
                 if keep:
                     self._keep(rows.name, i + 1, chain[i + 1], states)
         return states
+
+    def _batch_rows(self, tokens: int) -> int:
+        """Rows of so many tokens that run together."""
+        return max(1, (BATCH_TOKENS if self.device == "cpu" else GPU_BATCH_TOKENS) // tokens)
 
     def _keep(self, name: str, layer: int, made: str, states: Tensor) -> None:
         """Keep the states that enter a layer, if they fit: of all layers, or of every second, third, …"""

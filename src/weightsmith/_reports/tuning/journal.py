@@ -1,18 +1,24 @@
 """The trials of a search in a file: a first line that says what is searched, then one line of JSON for each trial.
 
 Each line ends with a hash of itself. A last line that is torn by a crash is dropped; any other that does not match its hash is
-an error. A search that finds its own file reads its trials instead of computing them. One process at a time has the file.
+an error. A search that finds its own file reads its trials instead of computing them.
+
+Several processes may share a search. Each locks the trial that it makes, and the file while it adds a line. A process that is
+killed loses its locks, and so only the trial that it was making: another process makes that.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import IO, Any, Self
 
 import xxhash
 
@@ -93,9 +99,10 @@ def _is_finite(value: object) -> bool:
 
 
 class Journal:
-    """The file; close it, or use it as a context manager.
+    """The file; close it, or use it as a context manager. Several processes may have it, and share its trials.
 
-    trials  that it has
+    trials  by number; in the order of the file, which is not that of the numbers where processes share it
+    seat    from 0: no other process that has the file now has the same
     """
 
     def __init__(
@@ -106,89 +113,151 @@ class Journal:
         rows    of each text
         resume  False: begin again, in place of an earlier search
 
-        Raises Busy if another process has it; CannotResume for the journal of another search, and for a damaged one;
-        OutputExists for a file that is not a journal.
+        Raises Busy if the file has to be begun again and another process has it; CannotResume for the journal of another
+        search, and for a damaged one; OutputExists for a file that is not a journal.
         """
         self.path = path
+        self.trials: dict[int, Trial] = {}
+        self._wanted = json.loads(json.dumps({"kind": KIND, **about}))
+        self._rows, self._n_values = rows, n_values
+        self._end = self._lines = 0
+        self._taken: int | None = None
         self._file = _opened(path)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
-            fix = "wait for it, or choose another name for the output"
-            raise Busy("another process is tuning into this journal", where=str(path), fix=fix) from error
-        try:
-            self.trials = self._read(about, rows, n_values, resume=resume)
+            with self._alone():
+                self._begin(resume=resume)
+                lock(self._file, _PRESENT, fcntl.LOCK_SH, wait=True)
+                self.seat = next(n for n in range(_SEATS) if lock(self._file, _SEAT + n, fcntl.LOCK_EX))
         except BaseException:
             self._file.close()
             raise
 
-    def _read(self, about: Mapping[str, Any], rows: Sequence[int], n_values: int, *, resume: bool) -> list[Trial]:
+    def _begin(self, *, resume: bool) -> None:
+        """Read what is there, or begin a file."""
+        found = self._unread()
+        self._check_kind(found)
+        is_other = bool(found) and found[0] != self._wanted
+        if not resume or (is_other and len(found) == 1):  # nothing is lost of a search without trials
+            found = []
+        elif is_other:
+            different = [key for key in self._wanted if found[0].get(key) != self._wanted[key]]
+            what = f"this journal is of another search: {', '.join(different) or 'its keys'} differ"
+            fix = "choose another name for the output, or begin again with --no-resume (resume=False)"
+            raise CannotResume(what, where=str(self.path), fix=fix)
+        if found:
+            self._enter(found)
+            return
+        if not lock(self._file, _PRESENT, fcntl.LOCK_EX):
+            fix = "wait for it, or choose another name for the output"
+            raise Busy("another process is tuning into this journal", where=str(self.path), fix=fix)
+        self._end = self._lines = 0
+        self._write(self._wanted)
+
+    def _check_kind(self, found: Sequence[Mapping[str, Any]]) -> None:
+        if found:
+            return
+        self._file.seek(0)
+        data = self._file.read(64)
+        if data and (b"\n" in data or not data.startswith(b'{"kind": "weightsmith tune"'[: len(data)])):
+            what, fix = "the file exists, and is no journal of weightsmith tune", "choose another name, or remove it"
+            raise OutputExists(what, where=str(self.path), fix=fix)
+
+    def refresh(self) -> None:
+        """Read what other processes have added. Raises CannotResume if the file is damaged."""
+        with self._alone():
+            self._enter(self._unread())
+
+    def _unread(self) -> list[dict[str, Any]]:
+        """The values of the lines that were not read yet, without a last line that a crash has torn."""
+        self._file.seek(self._end)
         data = self._file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise self._damaged(1, f"the file is larger than {MAX_BYTES >> 20} MiB")
         lines = data.split(b"\n")
-        torn = lines.pop()
-        found, end = list[dict[str, Any]](), 0
+        torn, found = lines.pop(), list[dict[str, Any]]()
         for number, line in enumerate(lines, 1):
             value = _checked(line)
-            if value is None and number == len(lines) and not torn and number > 1:
-                torn = line  # a crash may leave a line end behind other bytes
-                break
+            if value is None and number == len(lines) and not torn and self._lines + number > 1:
+                break  # a crash may leave a line end behind other bytes
             if value is None:
-                if number == 1:
-                    what, fix = "the file exists, and is no journal of weightsmith tune", "choose another name, or remove it"
-                    raise OutputExists(what, where=str(self.path), fix=fix)
-                raise self._damaged(number, "it does not match its hash")
+                if self._lines + number == 1:
+                    return []
+                raise self._damaged(self._lines + number, "it does not match its hash")
             found.append(value)
-            end += len(line) + 1
-        if not found and torn and not torn.startswith(b'{"kind": "weightsmith tune"'):
-            what, fix = "the file exists, and is no journal of weightsmith tune", "choose another name, or remove it"
-            raise OutputExists(what, where=str(self.path), fix=fix)
-        wanted = json.loads(json.dumps({"kind": KIND, **about}))
-        if not resume or (len(found) == 1 and found[0] != wanted):  # nothing is lost of a search without trials
-            found, end = [], 0
-        self._file.seek(end)
-        self._file.truncate()
-        if not found:
-            self._write(wanted)
-            return []
-        if found[0] != wanted:
-            different = [key for key in wanted if found[0].get(key) != wanted[key]]
-            what = f"this journal is of another search: {', '.join(different) or 'its keys'} differ"
-            fix = "choose another name for the output, or begin again with --no-resume (resume=False)"
-            raise CannotResume(what, where=str(self.path), fix=fix)
-        trials = []
-        for number, value in enumerate(found[1:], 2):
+            self._end += len(line) + 1
+        self._lines += len(found)
+        return found
+
+    def _enter(self, values: Sequence[Mapping[str, Any]]) -> None:
+        first = self._lines - len(values) + 1
+        for number, value in enumerate(values, first):
+            if number == 1:
+                continue
             try:
-                trial = Trial.of(value, rows, n_values)
-                if trial.number != number - 1:
-                    raise ValueError(f"it is trial {trial.number}")
+                trial = Trial.of(value, self._rows, self._n_values)
+                if trial.number in self.trials:
+                    raise ValueError(f"trial {trial.number} is there twice")
             except ValueError as error:
                 raise self._damaged(number, str(error)) from error
-            trials.append(trial)
-        return trials
+            self.trials[trial.number] = trial
+
+    def take(self, numbers: Iterable[int]) -> int | None:
+        """The first of these trials that is not in the file and that no other process is making; None if there is none.
+
+        It is this process's until it adds it or ends.
+        """
+        for number in numbers:
+            if lock(self._file, _TRIAL + number, fcntl.LOCK_EX):
+                self._taken = number
+                self.refresh()  # it may have been added before it was free
+                if number not in self.trials:
+                    return number
+                self._let_go()
+        return None
+
+    def _let_go(self) -> None:
+        if self._taken is not None:
+            lock(self._file, _TRIAL + self._taken, fcntl.LOCK_UN)
+            self._taken = None
 
     def add(self, trial: Trial) -> None:
         """Add a trial; it is on the disk when this returns."""
-        self._write(trial.to_json())
-        self.trials.append(trial)
+        with self._alone():
+            self._enter(self._unread())
+            self._write(trial.to_json())
+        self.trials[trial.number] = trial
+        self._let_go()
 
     def _write(self, value: Mapping[str, Any]) -> None:
+        """Add a line, in place of one that was torn."""
         text = json.dumps(value)
+        line = f'{text[:-1]}, "{HASH}": "{_hash(text.encode())}"}}\n'.encode()
         try:
-            self._file.write(f'{text[:-1]}, "{HASH}": "{_hash(text.encode())}"}}\n'.encode())
-            self._file.flush()
+            self._file.seek(self._end)
+            self._file.truncate()
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as error:
             raise StoreError(f"the journal cannot be written: {error.strerror}", where=str(self.path)) from error
+        self._end += len(line)
+        self._lines += 1
 
     def _damaged(self, number: int, why: str) -> CannotResume:
         fix = "restore the file, or begin again with --no-resume (resume=False)"
         return CannotResume(f"the journal is damaged: {why}", where=f"{self.path}:{number}", fix=fix)
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other process reads or writes."""
+        lock(self._file, _TEXT, fcntl.LOCK_EX, wait=True)
+        try:
+            yield
+        finally:
+            lock(self._file, _TEXT, fcntl.LOCK_UN)
+
     def close(self) -> None:
-        """Let other processes have it."""
+        """Leave it to other processes."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -198,11 +267,43 @@ class Journal:
         self.close()
 
 
-def _opened(path: Path) -> BinaryIO:
+# Locks are on bytes beyond the end of the file. The system releases those of a process that ends, however it ends.
+_TEXT = 1 << 40
+_PRESENT = _TEXT + 1
+_SEAT = _TEXT + 2
+_SEATS = 1 << 10
+_TRIAL = _SEAT + _SEATS
+
+
+def lock(file: IO[bytes], place: int, kind: int, *, wait: bool = False) -> bool:
+    """Lock a byte of a file, or release it, for this open file: other open files of this process count as others.
+
+    kind  `fcntl.LOCK_EX`, `LOCK_SH` or `LOCK_UN`
+
+    Returns False if another has it. Raises StoreError where files cannot be locked.
+    """
+    wanted = {fcntl.LOCK_EX: fcntl.F_WRLCK, fcntl.LOCK_SH: fcntl.F_RDLCK, fcntl.LOCK_UN: fcntl.F_UNLCK}[kind]
+    try:
+        if hasattr(fcntl, "F_OFD_SETLK"):
+            command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+            fcntl.fcntl(file, command, struct.pack("hhqqi4x", wanted, os.SEEK_SET, place, 1, 0))
+        else:  # not Linux: the locks are the process's
+            fcntl.lockf(file, kind if wait or kind == fcntl.LOCK_UN else kind | fcntl.LOCK_NB, 1, place)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno == errno.EACCES:
+            return False
+        fix = "choose a folder on a file system with locks"
+        raise StoreError(f"the journal cannot be locked: {error.strerror}", where=file.name, fix=fix) from error
+    return True
+
+
+def _opened(path: Path) -> IO[bytes]:
     try:
         if os.path.lexists(path):
             open_regular(path).close()
-        return path.open("r+b" if path.exists() else "x+b")
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
     except OSError as error:
         what = f"the journal cannot be written: {error.strerror}"
         raise StoreError(what, where=str(path), fix="choose another folder") from error

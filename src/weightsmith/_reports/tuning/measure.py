@@ -16,11 +16,13 @@ class Measure(Protocol):
 
     objective  its name
     counts     numbers that a trial has of each text
+    seat       from 0: a number that no other process has that works on the search now
     identity   everything the scores depend on besides the candidate, as JSON values
     """
 
     objective: str
     counts: list[int]
+    seat: int
     identity: Mapping[str, Any]
 
     def score(self, number: int, values: Values, prepared: Prepared, *, slopes: bool) -> Trial:
@@ -30,7 +32,10 @@ class Measure(Protocol):
         """
 
     def told(self, trial: Trial) -> float:
-        """The loss for the searcher, of each trial in order that has losses."""
+        """The loss for the searcher, of each trial in order that has losses.
+
+        What `score` does depends on the trials of earlier rounds alone: it is told those of a round when all are made.
+        """
 
     def losses(self, trial: Trial) -> list[float]:
         """The loss of each text."""

@@ -75,8 +75,8 @@ class Tuning:
 
     @property
     def values(self) -> tuple[Scalar, ...]:
-        """Path of the recipe that was written."""
-        return self.trials[self.best - 1].values
+        """The values of the recipe that was written."""
+        return next(trial.values for trial in self.trials if trial.number == self.best)
 
     @cached_property
     def changes(self) -> Mapping[str, Change]:

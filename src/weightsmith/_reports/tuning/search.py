@@ -1,4 +1,5 @@
-"""Which candidate is tried next. A searcher is asked for values and told how good they were; with one seed it is one sequence.
+"""Which candidates are tried next. A searcher is asked for a round of them, none of which depends on the loss of another, and
+told how good they were. With one seed it is one sequence, whoever tries them and in whatever order within a round.
 
     gradient  numbers along the gradient of the loss: L-BFGS (Liu and Nocedal 1989, https://doi.org/10.1007/BF01589116) within
               the ranges
@@ -27,6 +28,9 @@ from weightsmith._base.options import assignment, option_error
 from weightsmith._planning.recipe import Scalar, Tunable
 
 Values = tuple[Scalar, ...]
+Round = list[Values]
+"""Candidates that are tried together."""
+
 Point = npt.NDArray[np.float64]
 
 STEP = 0.2
@@ -41,12 +45,15 @@ REMEMBERED = 10
 DECREASE, SHORTER = 1e-4, 8
 """A step is taken if the loss falls by this share of the predicted decrease; otherwise it is halved, up to this many times."""
 
+ROUND = 16
+"""Candidates of a round, where none depends on a loss."""
+
 SEPARABLE = 20
 """With more numbers than this, CMA-ES learns a scale for each and no correlations: 200 trials are too few for them."""
 
 
 class Searcher(Protocol):
-    """Chooses the next candidate.
+    """Chooses the next candidates.
 
     numbers  positions of the values whose slopes `tell` must include; () for none
     """
@@ -54,13 +61,13 @@ class Searcher(Protocol):
     @property
     def numbers(self) -> Sequence[int]: ...
 
-    def ask(self) -> Values | None:
-        """Values to try; None: there is nothing left to try."""
+    def ask(self) -> Round | None:
+        """The next round; None: there is nothing left to try."""
 
-    def tell(self, values: Values, loss: float, slopes: Sequence[float]) -> None:
-        """How good the values are that were asked for last; inf for an invalid candidate.
+    def tell(self, losses: Sequence[float], slopes: Sequence[Sequence[float]]) -> None:
+        """How good the candidates of the last round are; inf for an invalid one.
 
-        slopes  of the loss, by one unit of each of `numbers`; () for an invalid candidate
+        slopes  of each loss, by one unit of each of `numbers`; () for an invalid candidate
         """
 
 
@@ -86,12 +93,14 @@ class _Listed:
     numbers = ()
 
     def __init__(self, candidates: Iterator[Values]) -> None:
-        self._candidates = candidates
+        self._candidates, self._begun = candidates, False
 
-    def ask(self) -> Values | None:
-        return next(self._candidates, None)
+    def ask(self) -> Round | None:
+        size = ROUND if self._begun else 1
+        self._begun = True
+        return [*itertools.islice(self._candidates, size)] or None
 
-    def tell(self, values: Values, loss: float, slopes: Sequence[float]) -> None:
+    def tell(self, losses: Sequence[float], slopes: Sequence[Sequence[float]]) -> None:
         pass
 
 
@@ -133,25 +142,29 @@ class _Numbers:
         self._tunables, self._budget = tunables, budget
         self._places = [i for i, each in enumerate(tunables) if not each.is_choice]
         self._best = start, math.inf
-        self._candidates = self._sequence()
-        self._told: tuple[float, Sequence[float]] = math.inf, ()
+        self._rounds = self._sequence()
+        self._asked: Round = []
+        self._told: Sequence[float] = ()
+        self._slopes: Sequence[Sequence[float]] = ()
 
-    def ask(self) -> Values | None:
-        return next(self._candidates, None)
+    def ask(self) -> Round | None:
+        self._asked = next(self._rounds, [])
+        return self._asked or None
 
-    def tell(self, values: Values, loss: float, slopes: Sequence[float]) -> None:
-        self._told = loss, slopes
-        if loss < self._best[1]:
-            self._best = values, loss
+    def tell(self, losses: Sequence[float], slopes: Sequence[Sequence[float]]) -> None:
+        self._told, self._slopes = losses, slopes
+        for values, loss in zip(self._asked, losses, strict=True):
+            if loss < self._best[1]:
+                self._best = values, loss
 
-    def _sequence(self) -> Iterator[Values]:
-        """Each candidate is told before the next is asked for."""
-        yield self._best[0]
+    def _sequence(self) -> Iterator[Round]:
+        """Each round is told before the next is asked for."""
+        yield [self._best[0]]
         yield from self._chosen(self._best[0])
         if self._places:
             yield from self._moved(self._best[0])
 
-    def _moved(self, first: Values) -> Iterator[Values]:
+    def _moved(self, first: Values) -> Iterator[Round]:
         """Candidates with other numbers than the first."""
         raise NotImplementedError
 
@@ -166,25 +179,25 @@ class _Numbers:
             values[i] = _in_range(self._tunables[i], float(x))
         return tuple(values)
 
-    def _chosen(self, start: Values) -> Iterator[Values]:
+    def _chosen(self, start: Values) -> Iterator[Round]:
         """Choices, with the numbers at their start."""
         places = [i for i, each in enumerate(self._tunables) if each.is_choice]
         combinations = math.prod(len(self._tunables[i].choices) for i in places)
         if not places:
             return
         if combinations <= max(2, self._budget // 4):
+            found = []
             for chosen in itertools.product(*(self._tunables[i].choices for i in places)):
                 values = list(start)
                 for i, choice in zip(places, chosen, strict=True):
                     values[i] = choice
                 if tuple(values) != start:
-                    yield tuple(values)
+                    found.append(tuple(values))
+            yield found
             return
         for i in places:
             now = self._best[0]
-            for choice in self._tunables[i].choices:
-                if choice != now[i]:
-                    yield (*now[:i], choice, *now[i + 1 :])
+            yield [(*now[:i], choice, *now[i + 1 :]) for choice in self._tunables[i].choices if choice != now[i]]
 
 
 class _Cma(_Numbers):
@@ -192,15 +205,12 @@ class _Cma(_Numbers):
         super().__init__(tunables, start, budget)
         self._seed = seed
 
-    def _moved(self, first: Values) -> Iterator[Values]:
+    def _moved(self, first: Values) -> Iterator[Round]:
         optimizer = self._optimizer(self._point(first))
         while True:
-            solutions = []
-            for _ in range(optimizer.population_size):
-                point = optimizer.ask()
-                yield self._at(first, point)
-                solutions.append((point, min(self._told[0], 1e300)))
-            optimizer.tell(solutions)
+            points = [optimizer.ask() for _ in range(optimizer.population_size)]
+            yield [self._at(first, point) for point in points]
+            optimizer.tell([(point, min(loss, 1e300)) for point, loss in zip(points, self._told, strict=True)])
             if optimizer.should_stop():
                 return
 
@@ -218,13 +228,13 @@ class _Gradient(_Numbers):
         if len(self._places) == len(tunables):
             self.numbers = self._places
 
-    def _moved(self, first: Values) -> Iterator[Values]:
+    def _moved(self, first: Values) -> Iterator[Round]:
         spans = np.array([_in_range(self._tunables[i], 1.0) - _in_range(self._tunables[i], 0.0) for i in self._places])
         now = self._point(first)
         if not self.numbers:  # the best choices, now with slopes
             self.numbers = self._places
-            yield first
-        loss, slope = self._told[0], np.array(self._told[1]) * spans
+            yield [first]
+        loss, slope = self._told[0], np.array(self._slopes[0]) * spans
         steps: list[tuple[Point, Point]] = []
         while math.isfinite(loss):
             free = ~(((now <= 0) & (slope > 0)) | ((now >= 1) & (slope < 0)))
@@ -235,8 +245,8 @@ class _Gradient(_Numbers):
             towards *= min(1 if steps else math.inf, most / np.abs(towards).max())
             for halved in range(SHORTER):
                 point = np.clip(now + towards / 2**halved, 0, 1)
-                yield self._at(first, point)
-                told, slopes = self._told
+                yield [self._at(first, point)]
+                [told], [slopes] = self._told, self._slopes
                 if told <= loss + DECREASE * slope @ (point - now):
                     break
             else:

@@ -25,10 +25,10 @@ from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evalu
 from weightsmith._reports.tuning.journal import Trial
 from weightsmith._reports.tuning.result import Judged
 from weightsmith._reports.tuning.slopes import Slopes
-from weightsmith._reports.tuning.texts import few_of, part, read_texts
+from weightsmith._reports.tuning.texts import part, read_texts, stages
 
 PROMOTED = 4
-"""One in so many candidates, the best of the recent ones, is scored on all rows."""
+"""One in so many candidates, the best of the recent ones, is scored on more than the fewest rows."""
 
 RECENT = 16
 """Candidates among which a promoted one is compared."""
@@ -36,12 +36,16 @@ RECENT = 16
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Texts that are scored together: those with the same reference. rows: of the few, and of the rest; None for none."""
+    """Texts that are scored together: those with the same reference. rows: that each stage adds; None for none."""
 
     texts: tuple[int, ...]
-    few: Rows
-    rest: Rows | None
+    rows: tuple[Rows | None, ...]
     reference: Reference | None
+
+    @property
+    def all_rows(self) -> list[Rows]:
+        """Of all stages."""
+        return [rows for rows in self.rows if rows is not None]
 
 
 class TextMeasure:
@@ -69,7 +73,11 @@ class TextMeasure:
         self._one: Opened = opened(candidates.source[0] or "recipe", first)
         self._texts = read_texts(self._one, texts.text, settings.report_text, texts.rows, texts.tokens)
         self.counts = [len(rows.ids) for rows in self._texts.tune]
-        self._few = [list(range(n)) if settings.search == "gradient" else few_of(n) for n in self.counts]
+        self.seat = 0
+        whole = [list(range(n)) for n in self.counts]
+        self._stages = [whole]
+        if settings.search != "gradient":
+            self._stages = [list(own) for own in zip(*map(stages, self.counts), strict=True)]
         self._tokens = [_tokens(rows) for rows in self._texts.tune]
         memory = running.max_memory_bytes
         budget = MEMORY_BYTES if memory is None else memory // 2
@@ -84,7 +92,8 @@ class TextMeasure:
         }
         self._groups: list[_Group] = []
         self._few_losses: list[float] = []
-        self._offset: float | None = None
+        self._offsets: list[float] = []
+        self._best: list[float] = []
 
     def _open_reference(self, name: str, stack: ExitStack) -> tuple[Prepared, Opened]:
         prepared = stack.enter_context(prepare_named(name))
@@ -101,15 +110,19 @@ class TextMeasure:
         return f"KL {loss:.4f}" if self.objective == "kl" else f"perplexity {math.exp(min(loss, 700)):.4g}"
 
     def told(self, trial: Trial) -> float:
-        """The loss that the searcher is told: of all rows, or estimated from the few."""
-        few = self._total(trial, self._few)
-        self._few_losses.append(few)
+        """The loss that the searcher is told: of all rows, or estimated from those of the last stage."""
+        losses = [self._total(trial, numbers) for numbers in self._stages if self._scored(trial, numbers)]
+        self._few_losses.append(losses[0])
         if not trial.whole:
-            return few + (self._offset or 0.0)
-        loss = self._total(trial)
-        if self._offset is None:
-            self._offset = loss - few
-        return loss
+            return losses[-1] + (self._offsets[len(losses) - 1] if self._offsets else 0.0)
+        if not self._offsets:
+            self._offsets = [losses[-1] - own for own in losses]
+        if not self._best or losses[-1] < self._best[-1]:
+            self._best = losses
+        return losses[-1]
+
+    def _scored(self, trial: Trial, numbers: Sequence[Sequence[int]]) -> bool:
+        return all(trial.nats[i][k] is not None for i, own in enumerate(numbers) for k in own)
 
     def _total(self, trial: Trial, numbers: Sequence[Sequence[int]] | None = None) -> float:
         """The loss of a trial. numbers: the rows of each text that count; None: all."""
@@ -126,7 +139,7 @@ class TextMeasure:
         return found
 
     def score(self, number: int, values: Values, prepared: Prepared, *, slopes: bool) -> Trial:
-        """Score a candidate: on few rows, and on all if it is among the best. See `Measure`."""
+        """Score a candidate: on few rows, and on more as long as it is good enough. See `Measure`."""
         candidate = Candidate.of(prepared.plan, prepared.inputs)
         if not self._groups:
             self._groups = self._grouped()
@@ -147,19 +160,20 @@ class TextMeasure:
             own = tuple(map(tuple, divergences)) if self.objective == "kl" else ()
             return Trial(number, values, tuple(map(tuple, nats)), own)
 
-        for group in self._groups:
-            enter(group, group.few, {i: self._few[i] for i in group.texts})
-        if self._promotes(self._total(trial(), self._few)):
+        for stage in range(len(self._stages)):
+            if stage and not self._goes_on(stage, trial()):
+                break
             for group in self._groups:
-                if group.rest is not None:
-                    enter(group, group.rest, {i: self._rest(i) for i in group.texts})
+                rows = group.rows[stage]
+                if rows is not None:
+                    enter(group, rows, {i: self._added(stage, i) for i in group.texts})
         found = trial()
         if self._slopes is None or not slopes:
             return found
         return replace(found, slopes=self._slopes_at(found, candidate, self._slopes))
 
     def _slopes_at(self, trial: Trial, candidate: Candidate, slopes: Slopes) -> tuple[float, ...]:
-        """The slopes of the objective. All rows are among the few."""
+        """The slopes of the objective. All rows are those of one stage."""
         losses = self.losses(trial)
         counted = [losses.index(max(losses))] if self.objective == "worst" else range(len(losses))
         of_groups = []
@@ -167,37 +181,47 @@ class TextMeasure:
             shares = [
                 np.ones(len(self._tokens[i])) / self._tokens[i].sum() / len(counted) * (i in counted) for i in group.texts
             ]
-            parts = self._evaluator.gradients(candidate, group.few, np.concatenate(shares), group.reference)
+            [rows] = group.all_rows
+            parts = self._evaluator.gradients(candidate, rows, np.concatenate(shares), group.reference)
             of_groups.append(slopes.of(trial.values, parts))
         total = np.sum(of_groups, 0)
         if not np.isfinite(total).all():
             raise NonFinite("the gradient is NaN or infinite", where=self._one.base.label)
         return tuple(total.tolist())
 
-    def _promotes(self, few: float) -> bool:
-        """Whether a candidate is to be scored on all rows: it is among the best quarter of the recent ones."""
+    def _goes_on(self, stage: int, trial: Trial) -> bool:
+        """Whether a candidate is to be scored on the rows of a stage: on those of the first it is as good as the best quarter
+        of the last of earlier rounds, and then as good as the best of these."""
+        loss = self._total(trial, self._stages[stage - 1])
+        if not self._best:
+            return True
+        if stage > 1:
+            return loss <= self._best[stage - 1]
         recent = sorted(self._few_losses[-RECENT:])
-        return self._offset is None or few <= recent[min(len(recent) - 1, max(0, len(recent) // PROMOTED - 1))]
+        return loss <= recent[max(0, len(recent) // PROMOTED - 1)]
 
-    def _rest(self, i: int) -> list[int]:
-        few = set(self._few[i])
-        return [k for k in range(len(self._texts.tune[i].ids)) if k not in few]
+    def _added(self, stage: int, i: int) -> list[int]:
+        """The rows of text i that a stage adds."""
+        before = set(self._stages[stage - 1][i]) if stage else set()
+        return [k for k in self._stages[stage][i] if k not in before]
 
     def _grouped(self) -> list[_Group]:
         n = len(self._texts.tune)
         several = len(self._references) > 1
         groups = []
         for texts in [(i,) for i in range(n)] if several else [tuple(range(n))]:
-            few = Rows.of(together([part(self._texts.tune[i], self._few[i]) for i in texts]))
-            left = [part(self._texts.tune[i], self._rest(i)) for i in texts if self._rest(i)]
-            rest = Rows.of(together(left)) if left else None
+            rows = tuple(self._rows_of(stage, texts) for stage in range(len(self._stages)))
             reference = None
             if self._references:
                 prepared, _ = self._references[texts[0] if several else 0]
-                wanted = [rows for rows in (few, rest) if rows is not None]
+                wanted = [each for each in rows if each is not None]
                 reference = self._evaluator.reference(Candidate.of(prepared.plan, prepared.inputs), wanted)
-            groups.append(_Group(texts, few, rest, reference))
+            groups.append(_Group(texts, rows, reference))
         return groups
+
+    def _rows_of(self, stage: int, texts: Sequence[int]) -> Rows | None:
+        added = [part(self._texts.tune[i], self._added(stage, i)) for i in texts if self._added(stage, i)]
+        return Rows.of(together(added)) if added else None
 
     def judge(self, best: Prepared) -> Judged:
         """Score the best candidate, the start and the base on the text of the report."""
@@ -224,7 +248,7 @@ class TextMeasure:
             judged=judged,
             against=against,
             rows=(sum(self.counts), sum(len(r.ids) for r in self._texts.report)),
-            few_rows=sum(map(len, self._few)),
+            few_rows=sum(map(len, self._stages[0])),
         )
 
     def _base(self) -> Prepared | None:

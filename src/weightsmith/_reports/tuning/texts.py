@@ -30,8 +30,8 @@ RUN = 32
 LEAST_RUN = 8
 """Shorter rows say nothing: they may be in any text."""
 
-FEW = 4
-"""One row in this many is scored for every candidate."""
+SHARES = 4, 2, 1
+"""One row in this many is scored at each stage; the first is for every candidate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +55,15 @@ class Texts:
         return [rows.sha256 for rows in (*self.tune, *self.report)]
 
 
-def few_of(n: int) -> list[int]:
-    """The rows that every candidate is scored on: all of few, else every fourth.
+def stages(n: int) -> list[list[int]]:
+    """The rows of a text that candidates are scored on, stage by stage, with those before: all of few.
 
-    >>> few_of(3), few_of(9)
-    ([0, 1, 2], [0, 4, 8])
+    >>> stages(3)
+    [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    >>> stages(9)
+    [[0, 4, 8], [0, 2, 4, 6, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8]]
     """
-    return list(range(n)) if n < FEW else list(range(0, n, FEW))
+    return [list(range(0, n, 1 if n < SHARES[0] else share)) for share in SHARES]
 
 
 def part(rows: ScoredRows, numbers: Sequence[int]) -> ScoredRows:

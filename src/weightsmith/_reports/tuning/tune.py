@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -53,11 +53,8 @@ from weightsmith._reports.tuning.result import Tuning
 from weightsmith._reports.tuning.search import searcher
 from weightsmith._reports.tuning.text_measure import TextMeasure
 
-PROMOTED = 4
-"""One in so many candidates, the best of the recent ones, is scored on all rows."""
-
-RECENT = 16
-"""Candidates among which a promoted one is compared."""
+WAIT_SECONDS = 0.3
+"""Between two looks for trials that other processes are making."""
 
 MARK = "# Tuned by weightsmith"
 
@@ -248,6 +245,7 @@ class _Search:
         path, n_values = target.with_suffix(".trials.jsonl"), len(candidates.tunables)
         about = self._about(planning)
         self.journal = stack.enter_context(Journal(path, about, self.measure.counts, n_values, resume=running.resume))
+        self.measure.seat = self.journal.seat
         self.best: tuple[float, Trial] | None = None
         self.done: list[Trial] = []
 
@@ -279,10 +277,9 @@ class _Search:
 
     def run(self, seconds: float) -> Tuning:
         """Try candidates, and judge the best. KeyboardInterrupt leaves the best so far."""
-        began = time.monotonic()
-        earlier = list(self.journal.trials)
+        began, resumed = time.monotonic(), len(self.journal.trials)
         try:
-            self._search(earlier, began, seconds)
+            self._search(began + seconds)
         except KeyboardInterrupt:
             if self.best is not None:
                 self._write(self.best[1], f"Interrupted after {len(self.done):,} trials, and not judged on other text yet.")
@@ -300,7 +297,7 @@ class _Search:
             start=self.candidates.start,
             best=best.number,
             trials=tuple(self.done),
-            resumed=len(earlier),
+            resumed=resumed,
             objective=self.measure.objective,
             losses={trial.number: self.measure.losses(trial) for trial in self.done if trial.whole},
             seconds=time.monotonic() - began,
@@ -310,31 +307,51 @@ class _Search:
         self._write(best, tuning.reading[0])
         return tuning
 
-    def _search(self, earlier: Sequence[Trial], began: float, seconds: float) -> None:
-        budget = self.settings.budget
-        while len(self.done) < budget and (len(self.done) < len(earlier) or time.monotonic() - began < seconds):
-            asked = self.searcher.ask()
-            if asked is None:
-                break
-            values, number = self.candidates.rounded(asked), len(self.done) + 1
-            if number <= len(earlier):
-                trial = earlier[number - 1]
-                if not _equal(trial.values, values):
-                    what = f"trial {number:,} of the journal has other values than the search asks for now"
-                    fix = (
-                        "use the version of weightsmith and cmaes that wrote it, or begin again with --no-resume (resume=False)"
-                    )
-                    raise ParameterError(what, where=str(self.journal.path), fix=fix)
-            else:
-                trial = self._try(number, values)
-                self.journal.add(trial)
-            self.done.append(trial)
-            self.searcher.tell(asked, self._learn(trial), trial.slopes)
-            self._show(began)
+    def _search(self, end: float) -> None:
+        """Try candidates, round by round. end: by the clock."""
+        while len(self.done) < self.settings.budget:
+            asked = (self.searcher.ask() or [])[: self.settings.budget - len(self.done)]
+            values = {len(self.done) + i: self.candidates.rounded(each) for i, each in enumerate(asked, 1)}
+            learned: list[tuple[float, Sequence[float]]] = []
+            try:
+                self._make(values, end)
+            finally:
+                for number in values:
+                    if number in self.journal.trials:
+                        trial = self.journal.trials[number]
+                        self.done.append(trial)
+                        learned.append((self._learn(trial), trial.slopes))
+            if not values or len(learned) < len(values) or len(self.done) == self.settings.budget:
+                return
+            self.searcher.tell([loss for loss, _ in learned], [slopes for _, slopes in learned])
 
-    def _show(self, began: float) -> None:
+    def _make(self, values: Mapping[int, Values], end: float) -> None:
+        """Make the trials of a round, by number, with the other processes that share the search."""
+        while True:
+            self.journal.refresh()
+            for number, own in values.items():
+                self._check(number, own)
+            missing = [number for number in values if number not in self.journal.trials]
+            self._show(len(values) - len(missing))
+            if not missing or time.monotonic() >= end:
+                return
+            taken = self.journal.take(missing)
+            if taken is None:
+                time.sleep(WAIT_SECONDS)
+            else:
+                self.journal.add(self._try(taken, values[taken]))
+
+    def _check(self, number: int, values: Values) -> None:
+        if number in self.journal.trials and not _equal(self.journal.trials[number].values, values):
+            what = f"trial {number:,} of the journal has other values than the search asks for now"
+            fix = "use the version of weightsmith and cmaes that wrote it, or begin again with --no-resume (resume=False)"
+            raise ParameterError(what, where=str(self.journal.path), fix=fix)
+
+    def _show(self, more: int) -> None:
+        """more: trials of the round that are made."""
+        done = len(self.done) + more
         best = "" if self.best is None else f", best {self.measure.written(self.best[0])} in trial {self.best[1].number:,}"
-        self.shown.show(Reading("tuning", len(self.done), self.settings.budget, None, f"trial {len(self.done):,}{best}"))
+        self.shown.show(Reading("tuning", done, self.settings.budget, None, f"trial {done:,}{best}"))
 
     def _learn(self, trial: Trial) -> float:
         """The loss that the searcher is told."""

@@ -19,6 +19,7 @@ from weightsmith._kernels import reference
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.codes import TABLES, block_maxima, dequantise, quantise_float8
 from weightsmith._models.formats import Encoding, encodings
+from weightsmith.abc.stored import Modules
 from weightsmith.testing import EncodingTests
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
@@ -252,7 +253,7 @@ def test_transformers_loads_a_model_of_ours(tmp_path: Path) -> None:
             plain[name] = (codes.astype(np.float32) * scales.astype(np.float32)).astype(BF16)
     described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     write_checkpoint(tmp_path / "plain", plain, described)
-    write_checkpoint(tmp_path / "fp8", stored, {**described, **encodings()["fp8-dynamic"].config(["lm_head"])})
+    write_checkpoint(tmp_path / "fp8", stored, {**described, **encodings()["fp8-dynamic"].config(Modules(["lm_head"]))})
 
     def logits(folder: str, **options: Any) -> torch.Tensor:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(

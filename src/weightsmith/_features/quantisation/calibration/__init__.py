@@ -3,6 +3,7 @@
     states 0 ──▶ layer 0 ──▶ states 1 ──▶ layer 1 ──▶ …          states i: what enters layer i [rows, tokens, hidden]
         └────────────────────────▲                               layer i:  its quantised weights
 
-`layer.py` quantises a layer for the Gram matrices of what enters its weights; `measured.py` and `measured_blocks.py` measure
-what settings cost; `plan.py` puts the products into a plan. `common.py` has the encodings that can be calibrated.
+`layer.py` quantises a layer for the Gram matrices of what enters its weights; `activations.py` makes scales for activations
+and the cache; `measured.py` and `measured_blocks.py` measure what settings cost; `plan.py` puts the products into a plan.
+`common.py` has the encodings that can be calibrated.
 """

@@ -1,7 +1,7 @@
 """What the products of a calibration have in common: encodings, checks of settings, places of errors, memory of Hessians.
 
-Weights are quantised with a Hessian in the encodings EXL2, and integers with scales for groups of inputs (w4a16, w8a16). Each
-stores what the encoding of the same name in `_models/formats` stores without a Hessian, with other codes.
+Weights are quantised with a Hessian in the encodings EXL2 and EXL3, and as integers with scales for groups (w4a16, GPTQ, AWQ).
+Each stores what the encoding of the same name in `_models/formats` stores without a Hessian, with other codes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.errors import NonFinite, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.exl2 import matrix
-from weightsmith._models.formats import find_encoding
-from weightsmith._models.formats.compressed_tensors.writing import PACKED, decode_packed, encode_packed
+from weightsmith._features.quantisation.exl3 import matrix as exl3
+from weightsmith._models.formats import awq, find_encoding, gptq
+from weightsmith._models.formats.compressed_tensors import writing as compressed_tensors
 from weightsmith._models.formats.exl2.layout import SUFFIXES, groups_of
 from weightsmith._models.formats.exl2.writing import Exl2Matrix, parse
+from weightsmith._models.formats.exl3.writing import NAME as EXL3
+from weightsmith._models.formats.exl3.writing import of_arrays
+from weightsmith._models.formats.exl3.writing import parse as parse_exl3
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from weightsmith._activations.sums import Inputs
 
 _EXL2 = "exl2 "
+_GROUPED = {**compressed_tensors.GROUPED, **gptq.GROUPED, **awq.GROUPED}
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 """dtype and shape of each."""
@@ -38,10 +43,10 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 def takes_hessian(encoding: str) -> bool:
     """Whether weights in this encoding can be calibrated.
 
-    >>> [name for name in ("exl2 4/g128", "w4a16", "w8a16-g64", "fp8-dynamic") if takes_hessian(name)]
-    ['exl2 4/g128', 'w4a16', 'w8a16-g64']
+    >>> [name for name in ("exl2 4/g128", "exl3 4", "w4a16", "gptq-8bit-g64", "fp8-dynamic") if takes_hessian(name)]
+    ['exl2 4/g128', 'exl3 4', 'w4a16', 'gptq-8bit-g64']
     """
-    return encoding.startswith(_EXL2) or encoding in PACKED
+    return encoding.startswith((_EXL2, EXL3)) or encoding in _GROUPED
 
 
 def keeps_order(encoding: str) -> bool:
@@ -49,18 +54,34 @@ def keeps_order(encoding: str) -> bool:
     return encoding.startswith(_EXL2) and not parse(encoding).sort
 
 
+def takes_plain_hessian(encoding: str) -> bool:
+    """Whether the Hessian is factorised for each weight by itself: `quantise_plainly` instead of `quantise`."""
+    return encoding.startswith(EXL3)
+
+
+def quantise_plainly(weight: Floats | matrix.Unread, encoding: str, hessian: Floats | None, threads: int) -> Arrays:
+    """As `quantise`, with a Hessian [K, K] as it is. threads: that may be used; the result does not depend on them."""
+    return exl3.quantise_matrix(weight, hessian, parse_exl3(encoding).rate, threads).arrays
+
+
 def quantise(weight: Floats | matrix.Unread, encoding: str, hessian: matrix.FactoredHessian | None) -> Arrays:
     """The stored arrays of a weight, float32 [N, K], or of what reads it. hessian: of its inputs; None rounds to nearest."""
     if encoding.startswith(_EXL2):
         return matrix.quantise_matrix(weight, hessian, groups_of(parse(encoding).params, weight.shape[1])).arrays
-    plain, (bits, _) = weight if isinstance(weight, np.ndarray) else weight.read()[0], PACKED[encoding]
-    return encode_packed(plain, encoding, lambda scales: matrix.quantise_fixed_groups(plain, hessian, bits, scales))
+    plain, grouped = weight if isinstance(weight, np.ndarray) else weight.read()[0], _GROUPED[encoding]
+    if not np.isfinite(plain).all():
+        raise NonFinite("a weight is NaN or infinite", fix="repair the model")
+    if hessian is None:
+        return grouped.quantise(plain, None)
+    return grouped.quantise(plain, lambda rows, scales: matrix.quantise_fixed_groups(rows, hessian, grouped.bits, scales))
 
 
 def dequantise(arrays: Arrays, encoding: str, shape: tuple[int, ...]) -> Floats:
     """The weight as loaders compute it: float32 [N, K]."""
+    if encoding.startswith(EXL3):
+        return exl3.dequantise_matrix(of_arrays(arrays), shape, parse_exl3(encoding).rate)
     if not encoding.startswith(_EXL2):
-        return decode_packed(arrays, encoding)
+        return _GROUPED[encoding].decode(arrays)
     stored: dict[str, Any] = dict(zip(SUFFIXES, arrays, strict=True))
     return matrix.dequantise_matrix(Exl2Matrix(**stored, out_features=shape[0])).astype(np.float32)
 
@@ -143,13 +164,19 @@ class Factors:
 
         finish  gives the array of a key: see `activations.sums.use_sums`
         """
-        nbytes = matrix.PREPARE_BYTES * inputs.width(site) ** 2
+        with self.room(inputs.width(site)):
+            hessian = finish(site)
+            return None if hessian is None else matrix.prepare(hessian, sort=sort, threads=inputs.threads)
+
+    @contextmanager
+    def room(self, width: int) -> Iterator[None]:
+        """The memory in which a Hessian of so many inputs is factorised; waits for it."""
+        nbytes = matrix.PREPARE_BYTES * width**2
         with self._condition:
             self._condition.wait_for(lambda: not self._taken or self._taken + nbytes <= self._limit)
             self._taken += nbytes
         try:
-            hessian = finish(site)
-            return None if hessian is None else matrix.prepare(hessian, sort=sort, threads=inputs.threads)
+            yield
         finally:
             with self._condition:
                 self._taken -= nbytes

@@ -95,9 +95,17 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         with common.located(f"{site}, {rows.base.label}"):
-            sort = not any(common.keeps_order(stage[name]) for name in inputs.sites[site])
+            own = inputs.sites[site]
+            if all(common.takes_plain_hessian(stage[name]) for name in own):
+                with factors.room(inputs.width(site)):
+                    hessian = finish(site)
+                    for name in own:
+                        weight = rows.layer.linear(name).weight.detach().cpu().numpy()
+                        found[name] = common.quantise_plainly(weight, stage[name], hessian, rows.bench.threads)
+                return
+            sort = not any(common.keeps_order(stage[name]) for name in own)
             prepared = factors.prepare(inputs, site, finish, sort=sort)
-            for name in inputs.sites[site]:
+            for name in own:
                 weight = rows.layer.linear(name).weight.detach().cpu().numpy()
                 found[name] = common.quantise(weight, stage[name], prepared)
 
@@ -141,7 +149,10 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
             sums.add(list(pool.map(run, some)), pool)
     weight = matrix.Unread((n, k), lambda array: bench.fill({name: array}))
     with common.located(f"{name}, {work.base.label}"):
-        return common.quantise(weight, encoding, matrix.prepare(sums.finish(name), threads=bench.threads))
+        hessian = sums.finish(name)
+        if common.takes_plain_hessian(encoding):
+            return common.quantise_plainly(weight, encoding, hessian, bench.threads)
+        return common.quantise(weight, encoding, matrix.prepare(hessian, threads=bench.threads))
 
 
 KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)

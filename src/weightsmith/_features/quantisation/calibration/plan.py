@@ -8,14 +8,17 @@ from pathlib import PurePath
 
 from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import BUILT_IN, TOKENIZER
-from weightsmith._base.errors import ParameterError, WeightsmithError
+from weightsmith._base.errors import ParameterError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.files import show
 from weightsmith._base.options import QuantizeSettings, assignment, named
+from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
 from weightsmith._features.quantisation.calibration.common import CalibratedWork, takes_hessian
 from weightsmith._features.quantisation.calibration.layer import QuantisedWork
 from weightsmith._features.quantisation.calibration.measured import MeasureWork
 from weightsmith._features.quantisation.calibration.measured_blocks import BlocksWork
 from weightsmith._features.quantisation.calibration.quantised_states import QuantisedStatesWork
 from weightsmith._features.quantisation.calibration.scored import ScoreWork, VocabularyWork, shape_of
+from weightsmith._models.formats.compressed_tensors.activations import INPUTS, with_cache_scheme
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import COPY, PRODUCTS, FileRead, PlanDraft, Product, Read, Step
 
@@ -26,6 +29,9 @@ _OF_THE_TEXT = ("calibration_rows", "calibration_tokens", "calibration_dtype")
 
 CALIBRATION_SETTINGS = frozenset({"calibration", *_OF_THE_TEXT})
 """What a calibration reads of the settings."""
+
+CACHE_SETTINGS = CALIBRATION_SETTINGS | {"kv_cache"}
+"""The same, and scales of the cache."""
 
 INSTEAD = "; or use --calibration none, which needs no forward pass"
 
@@ -44,12 +50,72 @@ def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithE
     return [ParameterError("no calibration text is read", where=named(*found), fix=fix)]
 
 
-def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "") -> None:
+def text_problems(format: str, settings: QuantizeSettings) -> list[WeightsmithError]:
+    """Problems of the settings of the text, of a format of compressed-tensors or MLX."""
+    asked = "kv_cache" if settings.kv_cache is not None else "quantize"
+    if settings.kv_cache is not None or format in INPUTS:
+        if settings.calibration != NONE:
+            return []
+        what = f"{named('kv_cache')} needs a text" if settings.kv_cache is not None else f"{format} needs a text"
+        fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours"
+        return [ParameterError(f"{what}, from which it gets the scales of activations", where=named(asked), fix=fix)]
+    if takes_hessian(format):
+        return unused(settings, calibrates=settings.calibration not in (None, NONE))
+    if given := [name for name in ("calibration", *_OF_THE_TEXT) if getattr(settings, name) is not None]:
+        fix = f"leave out {named(*given)}, or add {assignment('kv_cache', 'fp8')}"
+        return [ParameterError(f"{format} reads no text without {named('kv_cache')}", where=named(*given), fix=fix)]
+    return []
+
+
+def measure_activations(
+    plain: Assembled, draft: PlanDraft, encoding: str, settings: QuantizeSettings, *, calibrates: bool = False
+) -> None:
+    """Add to a quantised draft what a text says of activations, if it is to have that.
+
+    plain       before it was quantised
+    encoding    of the weights
+    calibrates  whether the weights are quantised for what enters them
+
+    Raises PlanError: as `Chain`; a model that transformers cannot build; a cache of keys and values that cannot be measured.
+    """
+    cache = settings.kv_cache is not None
+    if not calibrates and not cache and encoding not in INPUTS:
+        return
+    chain = Chain(plain, settings)
+    if cache:
+        check_cache(chain)
+    if cache or not calibrates:
+        from weightsmith._activations.running import decoder_of
+
+        decoder_of(chain.base)  # refuses what transformers cannot build
+    if calibrates:
+        calibrate(chain, draft, cache=cache)
+    else:
+        add_scales(chain, draft, encoding, cache=cache)
+    if settings.kv_cache is not None:
+        draft.config = with_cache_scheme(draft.config or {}, settings.kv_cache)
+
+
+def check_cache(chain: Chain) -> None:
+    """Raise PlanError for a model whose cache holds something else than keys and values of each attention."""
+    base, fix = chain.base, f"leave out {named('kv_cache')}"
+    shared = base.config.get("num_kv_shared_layers")
+    what = ""
+    if not any(attention_of(chain.names(layer)) for layer in range(chain.layers)):
+        what = "the scales of its cache cannot be measured: no layer has self_attn.k_proj and self_attn.v_proj"
+    elif shared:
+        what = f"the scales of its cache cannot be measured: {show(shared)} layers use the keys and values of others"
+    if what:
+        raise PlanError([Unsupported(what, where=f"{base.label} ({show(base.config.get('model_type'))})", fix=fix)])
+
+
+def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: bool = False) -> None:
     """Quantise the weights of a quantised draft layer by layer for what enters them, instead of rounding them to nearest.
 
     chain   of the steps before they were quantised
     draft   every weight is in an encoding that `takes_hessian`
     prefix  of names in the draft that those steps do not have
+    cache   whether there are scales for keys and values: those of plain weights, after quantised layers
     """
     encoded = {step.out.name.removeprefix(prefix): step for step in draft.steps if takes_hessian(step.encoding)}
     states = chain.embedding()
@@ -59,8 +125,9 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "") -> None:
         own = {name: encoded[name] for name in chain.names(layer) if name in encoded}
         inside.update(own)
         quantised = chain.quantised(f"layer {layer}", layer, states, own)
+        products += [quantised, *(chain.scales(layer, states, "", (), cache=True) if cache else ())]
         states = chain.quantised_states(layer, states, quantised)
-        products += [quantised, states]
+        products.append(states)
     if head := {name: step for name, step in encoded.items() if name not in inside}:
         products.append(chain.quantised("head", chain.layers, states, head))
     else:
@@ -69,8 +136,40 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "") -> None:
     for step in draft.steps:
         copies = [Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in step.outs]
         steps += copies if takes_hessian(step.encoding) else [step]
-    draft.steps = steps
+    draft.steps = with_scales(steps, products)
     chain.add_to(draft, products)
+
+
+def add_scales(chain: Chain, draft: PlanDraft, encoding: str, *, cache: bool) -> None:
+    """Add scales of activations to a quantised draft: of what enters and leaves layers of plain weights.
+
+    chain     of the steps before they were quantised
+    encoding  of the weights; those of `INPUTS` get a scale for what enters them
+    cache     whether there are scales for keys and values
+    """
+    encoded = {step.out.name for step in draft.steps if step.encoding == encoding and encoding in INPUTS}
+
+    def measure(layer: int, states: Product) -> tuple[Product, ...]:
+        return chain.scales(layer, states, encoding, [name for name in chain.names(layer) if name in encoded], cache=cache)
+
+    products = chain.forward(measure)
+    draft.steps = with_scales(draft.steps, products)
+    chain.add_to(draft, products)
+
+
+def with_scales(steps: Iterable[Step], products: Iterable[Product]) -> list[Step]:
+    """The steps, with those that copy scales of activations: each follows the last of its module's tensors."""
+    scales: dict[str, list[Step]] = {}
+    for product in products:
+        for out in product.outs if product.op == "activation_scales" else ():
+            scales.setdefault(out.name.rpartition(".")[0], []).append(Step(out, COPY, (Read(PRODUCTS, out.name),)))
+    found: list[Step] = []
+    for step in reversed([*steps]):
+        modules = step.out.name.split(".")[:-1]
+        inside = [".".join(modules[:end]) for end in range(1, len(modules) + 1)]
+        found += [scale for module in inside for scale in reversed(scales.pop(module, []))]
+        found.append(step)
+    return found[::-1]
 
 
 MEASURING = "measurement: "
@@ -139,6 +238,14 @@ class Chain(TextRun):
         work = QuantisedStatesWork(self.base, self.packages, layer, states.name, weights, quantised.name)
         name, steps, needs = f"states {layer + 1}", self.steps(layer), (states, quantised)
         return self.product(name, "quantised_states", (self.rows(name),), work, steps, needs, transient=True)
+
+    def scales(self, layer: int, states: Product, encoding: str, weights: Sequence[str], *, cache: bool) -> tuple[Product, ...]:
+        """The scales of activations of a layer, if it has any. Its weights are not quantised."""
+        module = attention_of(self.names(layer)) if cache else ""
+        if not weights and not module:
+            return ()
+        work = ScalesWork(self.base, self.packages, layer, states.name, encoding if weights else "", tuple(weights), module)
+        return (self.product(f"scales {layer}", "activation_scales", work.outs, work, self.steps(layer), (states,)),)
 
     def losses(self, layer: int, states: Product, gradients: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:
         """The losses that the candidates for each weight of a layer cause. gradients: of its weights, in the same order."""

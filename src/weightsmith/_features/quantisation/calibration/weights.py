@@ -13,8 +13,12 @@ CALIBRATED = "calibrated: quantised for what enters the layer"
 
 
 def by_weight(plan: Plan) -> Plan:
-    """The plan with a step for each calibrated weight, instead of those that copy its arrays: to be shown, not to be run."""
+    """The plan with a step for each calibrated weight, instead of those that copy its arrays: to be shown, not to be run.
+
+    Scales of activations belong to their weights, and are not in it.
+    """
     found: dict[str, Step] = {}
+    scales = {out.name for product in plan.products if product.op == "activation_scales" for out in product.outs}
     for product in plan.products:
         if product.op != "quantised_layer":
             continue
@@ -26,9 +30,9 @@ def by_weight(plan: Plan) -> Plan:
             out = replace(step.out, name=stored[0].name.removesuffix(outs[0].name) + name)
             weight = replace(step, out=out, encoding=encoding, stored=stored, needs=(*step.needs, product.name))
             found |= dict.fromkeys((array.name for array in stored), weight)
-    if not found:
+    if not found and not scales:
         return plan
-    shown = [found.get(step.out.name, step) for step in plan.steps]
+    shown = [found.get(step.out.name, step) for step in plan.steps if step.out.name not in scales]
     draft = PlanDraft.of(plan)
     draft.steps = list({step.out.name: step for step in shown}.values())
     return draft.finish(stored=False)

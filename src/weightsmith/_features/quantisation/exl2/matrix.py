@@ -165,23 +165,21 @@ def dequantise_matrix(matrix: Exl2Matrix) -> Halves:
     return decode_columns(matrix.q_weight, matrix.q_scale, parameters)[: matrix.out_features]
 
 
-def quantise_fixed_groups(weight: Floats, hessian: FactoredHessian | None, bits: int, scales: Floats) -> Floats:
+def quantise_fixed_groups(weight: Floats, hessian: FactoredHessian, bits: int, scales: Floats) -> Floats:
     """GPTQ for symmetric integers with a scale for each output feature and each group of neighbouring inputs, as in w4a16.
 
-    weight   float32 [N, K]
-    hessian  of its inputs; None: plain rounding
-    bits     4 or 8
+    weight   float32 [N, K], finite
+    hessian  of its inputs
+    bits     2 to 8
     scales   float32 [N, groups], positive: readers compute code · scale
 
     Returns codes, float32 [N, K]: integers of -2^(bits - 1) … 2^(bits - 1) - 1.
 
     Features are rounded in the order of the Hessian, but groups and scales are those of the plain weight: readers need no table
-    of groups (`g_idx`). Raises NonFinite. Cost as for `quantise_matrix`, without the scale search.
+    of groups (`g_idx`). Cost as for `quantise_matrix`, without the scale search.
     """
     n, k = weight.shape
-    if not np.isfinite(weight).all():
-        raise NonFinite("a weight is NaN or infinite", fix="repair the model")
-    order = np.arange(k) if hessian is None else hessian.order
+    order = hessian.order
     by_group, size = np.ascontiguousarray(scales.T), k // scales.shape[1]
     groups = tuple(Group(bits, min(TILE, k - first)) for first in range(0, k, TILE))
     codes = np.empty((n, k), np.float32)

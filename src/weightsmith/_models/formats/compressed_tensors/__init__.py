@@ -1,7 +1,8 @@
 """compressed-tensors, the library of vLLM: codes with scales, of matrices, rows, groups of a row, or blocks.
 
-config.py   the entry of config.json, read and written
-writing.py  the encodings
+config.py       the entry of config.json, read and written
+writing.py      the encodings
+activations.py  scales of activations and of the KV cache
 
 Reading is that of `formats/scaled.py`, which `fp8` shares.
 """
@@ -9,7 +10,7 @@ Reading is that of `formats/scaled.py`, which `fp8` shares.
 from __future__ import annotations
 
 from weightsmith._models.formats.compressed_tensors.config import METHOD, read_entry
-from weightsmith._models.formats.compressed_tensors.writing import BLOCK, DYNAMIC, INT8, MXFP4, NVFP4, packed
+from weightsmith._models.formats.compressed_tensors.writing import BLOCK, DYNAMIC, INT8, MXFP4, NVFP4, NVFP4A16, STATIC, packed
 from weightsmith._models.formats.config import recogniser
 from weightsmith._models.formats.scaled import TITLE, is_codes, read_scaled
 from weightsmith.abc.stored import Specs, StoredFormat, Writing, labelled
@@ -31,11 +32,13 @@ FORMAT = StoredFormat(
     {".weight_packed": labelled("compressed-tensors"), ".weight_scale": _scaled},
     writes=(
         Writing("fp8-dynamic", "8-bit floats with a scale for each row (W8A8)", _ENGINES, {0: DYNAMIC}),
+        Writing("fp8-static", "8-bit floats with a scale for each weight, and its input (W8A8)", _ENGINES, {0: STATIC}),
         Writing("fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES, {0: BLOCK}),
         Writing("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES, {0: INT8}),
         Writing("w8a16", "8-bit integers with a scale for each group of a row", _ENGINES, packed(8)),
         Writing("w4a16", "4-bit integers with a scale for each group of a row", _ENGINES, packed(4)),
-        Writing("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, {0: NVFP4}),
+        Writing("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, {0: NVFP4A16}),
+        Writing("nvfp4", "nvfp4a16, with a scale for the input: 4-bit activations (W4A4)", _ENGINES, {0: NVFP4}),
         Writing("mxfp4", "4-bit floats with a power of two for 32 elements", "transformers, vLLM", {0: MXFP4}),
     ),
 )

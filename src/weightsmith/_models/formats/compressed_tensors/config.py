@@ -107,6 +107,11 @@ def _structure(weights: Mapping[str, Any], format_: str, label: str, where: str)
     raise unsupported(f"{what}, only tensor, channel, group, tensor_group and block ({show(label)})", where)
 
 
+def _activations(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Quantised at run time, unless they say otherwise."""
+    return {**given, "symmetric": True, "dynamic": given.get("dynamic", True)}
+
+
 def quantization_config(
     format: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None, ignored: Sequence[str]
 ) -> dict[str, Any]:
@@ -118,7 +123,7 @@ def quantization_config(
     group = {
         "targets": ["Linear"],
         "weights": {**weights, "symmetric": True, "dynamic": False},
-        "input_activations": None if activations is None else {**activations, "symmetric": True, "dynamic": True},
+        "input_activations": None if activations is None else _activations(activations),
         "output_activations": None,
         "format": format,
     }

@@ -28,6 +28,17 @@ rows may be smaller: compressed-tensors and transformers read it. vLLM does not 
 **Error.** As fp8-dynamic, with s the scale of the block: |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s. Scales are bfloat16 for
 the same reason, and special blocks are the same.
 
+fp8-static: 8-bit weights with one scale, like compressed-tensors' FP8.
+
+    X.weight        F8_E4M3 [rows, cols]   codes, to be multiplied by the scale
+    X.weight_scale  BF16 [1]               largest magnitude / 448
+    X.input_scale   BF16 [1]               of what enters the layer: see `activations.py`
+
+The largest magnitude is that of the weights that engines join (query, key and value; gate and up): engines have one scale for a
+joined matrix, and would round other parts once more. The product `magnitudes` finds it.
+
+**Error.** As fp8-dynamic, with s the scale of the weight.
+
 int8: 8-bit integers with a scale for each output channel, like compressed-tensors' W8A8.
 
     X.weight        I8 [rows, cols]   codes -128 … 127, to be multiplied by their row's scale
@@ -65,6 +76,10 @@ largest magnitude of all.
 s and a third of the value above, and a local scale that was rounded down leaves the largest elements beyond 6 s, most where it
 is subnormal.
 
+nvfp4: the same weights, and activations of 4 bits, like compressed-tensors' NVFP4. Beside the weight there is
+
+    X.input_global_scale   F32 [1]   448 · 6 / largest magnitude of what enters the layer: see `activations.py`
+
 mxfp4: 4-bit floats with a power of two for each 32 elements of a row, like compressed-tensors' MXFP4A16.
 
     X.weight_packed  U8 [rows, cols / 2]   E2M1 codes, two in a byte, the first in the low half
@@ -87,7 +102,16 @@ import numpy as np
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.compressed_tensors.config import quantization_config, scheme_of
-from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, MatrixEncoding, bf16_scales, maxima_of
+from weightsmith._models.formats.matrices import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    CodesOf,
+    FixedGroups,
+    MatrixEncoding,
+    bf16_scales,
+    maxima_of,
+)
+from weightsmith._models.formats.scaled import TENSOR
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Bytes, Rows, grouped_name
 
@@ -120,7 +144,7 @@ def compressed(
         partial(quantization_config, format, weights, activations),
         group=wide or 1,
         align_rows=high or 1,
-        whole=scheme.shaped + scheme.divided,
+        whole=scheme.shaped + scheme.divided + (scheme.block == TENSOR),
         product=product,
     )
 
@@ -151,6 +175,27 @@ BLOCK = compressed(
     {**_FLOAT8, "strategy": "block", "block_structure": [SIDE, SIDE]},
     partial(_fill_floats, side=SIDE),
     activations={**_FLOAT8, "strategy": "group", "group_size": SIDE},
+)
+
+
+def _fill_static(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
+    """NaN stays NaN.
+
+    numbers  float32 [1]: the largest magnitude of the weight, and of those it is joined with
+    """
+    from weightsmith._kernels.codes import quantise_float8
+
+    high, wide = rows.shape
+    quantise_float8(rows.reshape(-1), wide, high, wide, bf16_scales(numbers, 448, outs[1]), outs[0])
+
+
+STATIC = compressed(
+    "fp8-static",
+    _FORMAT,
+    {**_FLOAT8, "strategy": "tensor"},
+    _fill_static,
+    activations={**_FLOAT8, "strategy": "tensor", "dynamic": False},
+    product="magnitudes",
 )
 
 
@@ -200,32 +245,36 @@ def packed(bits: int) -> dict[int, MatrixEncoding]:
     return {group: encoding(group) for group in GROUPS}
 
 
-def encode_packed(weight: Rows, encoding: str, codes_of: Callable[[Rows], Rows]) -> Arrays:
-    """The stored tensors of a weight whose codes are chosen elsewhere.
-
-    encoding  one of `PACKED`
-    codes_of  scales, float32 [rows, groups] → the codes as numbers, float32 [rows, cols]
-    """
+def _encode_packed(bits: int, group: int, weight: Rows, codes_of: CodesOf | None) -> Arrays:
+    """The stored tensors of a weight; see `FixedGroups`."""
     from weightsmith._kernels.codes import quantise_integers
 
-    (bits, group), (rows, cols) = PACKED[encoding], weight.shape
+    rows, cols = weight.shape
     words, stored = np.empty((rows, cols * bits // 32), "<i4"), np.empty((rows, cols // group), DTYPES["BF16"].numpy)
     scales = _integer_scales(weight, bits, group, stored.reshape(-1).view(np.uint8))
-    codes = codes_of(scales.reshape(stored.shape))
-    quantise_integers(codes.reshape(-1), group, np.ones_like(scales), bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8))
+    if codes_of is not None:
+        weight, scales = codes_of(weight, scales.reshape(stored.shape)), np.ones_like(scales)
+    quantise_integers(weight.reshape(-1), group, scales, bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8))
     return words, stored, np.array(weight.shape, np.int64)
 
 
-def decode_packed(arrays: Arrays, encoding: str) -> Rows:
-    """The weight of the stored tensors, as readers compute it: float32 [rows, cols]. encoding: one of `PACKED`."""
+def _decode_packed(bits: int, group: int, arrays: Arrays) -> Rows:
+    """The weight of the stored tensors, as readers compute it: float32 [rows, cols]."""
     from weightsmith._kernels.codes import TABLES, dequantise
 
-    (bits, group), (words, scales, shape) = PACKED[encoding], arrays
+    words, scales, shape = arrays
     values = np.empty(tuple(shape), np.float32)
     codes, factors = np.array(words).reshape(-1).view(np.uint8), scales.astype(np.float32).reshape(-1)
     cols = values.shape[1]
     dequantise(codes, TABLES[f"offset{bits}"], 0, cols, factors, cols // group, 1, group, values.reshape(-1))
     return values
+
+
+GROUPED = {
+    name: FixedGroups(bits, partial(_encode_packed, bits, group), partial(_decode_packed, bits, group))
+    for name, (bits, group) in PACKED.items()
+}
+"""The encodings whose codes may be chosen for the inputs of a weight."""
 
 
 # ---- 4-bit floats (E2M1)
@@ -273,12 +322,13 @@ def _float4(strategy: str, group: int, scale: str) -> dict[str, Any]:
     return {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group, **dtypes}
 
 
-NVFP4 = compressed(
-    "nvfp4a16",
-    "nvfp4-pack-quantized",
-    _float4("tensor_group", NVFP4_GROUP, "torch.float8_e4m3fn"),
-    _fill_nvfp4,
-    scale="F8_E4M3",
-    product="magnitudes",
-)
+def _nvfp4(name: str, activations: Mapping[str, Any] | None = None) -> MatrixEncoding:
+    return compressed(
+        name, "nvfp4-pack-quantized", _NVFP4, _fill_nvfp4, activations=activations, scale="F8_E4M3", product="magnitudes"
+    )
+
+
+_NVFP4 = _float4("tensor_group", NVFP4_GROUP, "torch.float8_e4m3fn")
+NVFP4A16 = _nvfp4("nvfp4a16")
+NVFP4 = _nvfp4("nvfp4", {**_NVFP4, "dynamic": "local"})
 MXFP4 = compressed("mxfp4", "mxfp4-pack-quantized", _float4("group", MXFP4_GROUP, "torch.uint8"), _fill_mxfp4, scale="U8")

@@ -36,7 +36,7 @@ from weightsmith._models.formats.exl2.layout import (
     why_illegal,
 )
 from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
-from weightsmith.abc.stored import WHOLE, Bytes, Rows
+from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
 
 Places = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.uint8]
@@ -86,7 +86,7 @@ def store(shape: tuple[int, int], groups: Groups, order: Places, rounded: Callab
 
     Raises Unsupported for groups or a shape that ExLlamaV2 cannot load.
     """
-    from weightsmith._kernels.exl2 import pack
+    from weightsmith._kernels.packed import pack_down
 
     n, k = shape
     if why := why_illegal(groups, k):
@@ -103,7 +103,7 @@ def store(shape: tuple[int, int], groups: Groups, order: Places, rounded: Callab
     for group, codes in zip(groups, rounded(scales_of), strict=True):
         starts.append((group.bits, packed))
         end = packed + group.rows * group.bits // 32
-        pack(codes, group.bits, words[packed:end])
+        pack_down(codes, group.bits, words[packed:end])
         packed = end
     inverse = np.empty(k, np.int32)
     inverse[order] = np.arange(k, dtype=np.int32)
@@ -211,7 +211,7 @@ class Exl2:
         for out, array in zip(outs, stored.arrays, strict=True):
             out[:] = array.reshape(-1).view(np.uint8)
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+    def config(self, modules: Modules) -> dict[str, Any]:
         """No keys: `_features/quantisation/exl2/model.py` describes the whole model."""
         return {}
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
-from weightsmith._models.formats.gguf.families import ARCHITECTURES, FAMILIES, MODEL_TYPES, Family
+from weightsmith._models.formats.gguf.families import ALIKE, ARCHITECTURES, FAMILIES, MODEL_TYPES, Family
 from weightsmith._models.formats.gguf.layout import Value
 
 Floats = npt.NDArray[np.float32]
@@ -31,17 +31,16 @@ _COUNTS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
-_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What all of Meta's models with scaled frequencies have; a GGUF file has only the quotients that follow."""
-_SLIDING = {"gemma2": 2, "gemma3_text": 6}
-"""Of so many layers, the last attends to the whole context; llama.cpp knows this from the family."""
 _LOCAL_BASE = 10_000.0
 _BIG = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the 27B models, whose attention is scaled by the mean width of a head."""
 _YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"} | {
     "rope.scaling.yarn_attn_factor": "attention_factor"
 }
+_MINISTRAL = {"rope.scaling.yarn_log_multiplier": "mscale_all_dim", "attention.temperature_scale": "llama_4_scaling_beta"}
+"""Numbers of Ministral's YaRN, and how its queries grow with the position."""
 
 
 # ---- reading
@@ -54,8 +53,10 @@ def family_of_keys(keys: Mapping[str, Any], where: str) -> Family:
         raise FormatError(f"general.architecture is {show(architecture)}, and not a name", where=where, fix=DAMAGED)
     experts = keys.get(f"{architecture}.expert_count")
     with_experts = isinstance(experts, np.ndarray) or bool(experts)
-    for family in FAMILIES:
-        if family.architecture == architecture and bool(family.experts) == with_experts:
+    readable = [each for each in FAMILIES if each.is_read]
+    alike = [each for each in readable if each.architecture == architecture and bool(each.experts) == with_experts]
+    for family in sorted(alike, key=lambda each: not each.told_by):
+        if not family.told_by or family.told_by in Values(keys, where, DAMAGED, f"{architecture}."):
             return family
     what = f"a GGUF file of the architecture {show(architecture)}{' with experts' if with_experts else ''}"
     fix = f"Use the model's original checkpoint. GGUF files of these are read: {', '.join(ARCHITECTURES)}."
@@ -137,30 +138,34 @@ def config_of_keys(
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, "dtype": dtype}
     config |= {here: found.count(there) for there, here in _COUNTS.items()}
     config["vocab_size"] = vocabulary
-    config["rms_norm_eps"] = found.float32("attention.layer_norm_rms_epsilon")
+    config[family.eps[1]] = found.float32(family.eps[0])
     config["rope_theta"] = found.float32("rope.freq_base", 10_000.0)
     config["tie_word_embeddings"] = "output.weight" not in shapes
     heads = config["num_attention_heads"]
-    rope_dimensions = found.count("rope.dimension_count", max(1, config["hidden_size"] // heads))
-    if family.model_type == "phi3":
-        share = rope_dimensions * heads / config["hidden_size"]
-        config |= {"partial_rotary_factor": share} if share != 1 else {}
-    else:
-        config["head_dim"] = found.count("attention.key_length", rope_dimensions)
-        if config["head_dim"] != found.count("attention.value_length", config["head_dim"]):
+    width = max(1, config["hidden_size"] // heads)
+    rope_dimensions = found.count("rope.dimension_count", width)
+    if family.model_type != "phi3":
+        width = config["head_dim"] = found.count("attention.key_length", width if family.partial else rope_dimensions)
+        if width != found.count("attention.value_length", width):
             raise Unsupported("heads of k and v of different widths", where=where, fix="Use the original checkpoint.")
+    if family.partial and (share := rope_dimensions / width) != family.partial:
+        config["partial_rotary_factor"] = share
     if family.experts:
-        config[_EXPERTS[family.model_type]] = found.count("expert_count")
+        config[family.count] = found.count("expert_count")
         config["num_experts_per_tok"] = found.count("expert_used_count")
-        if family.model_type == "qwen3_moe":
-            config |= {"moe_intermediate_size": found.count("expert_feed_forward_length"), "norm_topk_prob": True}
+    for own in family.keys:
+        config[own.field] = found.count(own.name) if own.kind == "u32" else found.float32(own.name, own.default)
+    config |= {each.field: each.value for each in family.fixed if each.field not in config}
     if family.model_type == "llama":
         config["attention_bias"] = _all_or_none(shapes, ("attn_q", "attn_k", "attn_v", "attn_output"), where)
         config["mlp_bias"] = _all_or_none(shapes, ("ffn_gate", "ffn_up", "ffn_down"), where)
-    if family.model_type in _SLIDING:
+    slides = "attention.sliding_window" in found
+    if family.every or family.model_type == "phi3":
+        config["sliding_window"] = found.count("attention.sliding_window") if slides else None
+    if family.every:
+        config["layer_types"] = _layer_types(family, config["num_hidden_layers"], slides, found)
+    if family.model_type in _BIG:
         config |= _gemma(family, config, found)
-    if family.model_type == "phi3":
-        config["sliding_window"] = found.count("attention.sliding_window") if "attention.sliding_window" in found else None
     if scaling := _scaling(family, config, found, factors):
         config["rope_scaling"] = scaling
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
@@ -187,16 +192,21 @@ def _gemma(family: Family, config: Mapping[str, Any], found: Values) -> dict[str
         own["rope_local_base_freq"] = found.float32("rope.freq_base_swa", _LOCAL_BASE)
         if "final_logit_softcapping" in found:
             own["final_logit_softcapping"] = found.float32("final_logit_softcapping")
-    own["sliding_window"] = found.count("attention.sliding_window")
-    own["layer_types"] = _layer_types(family.model_type, config["num_hidden_layers"], found.where)
     return own
 
 
-def _layer_types(model_type: str, layers: int, where: str) -> list[str]:
+_PATTERN = "attention.sliding_window_pattern"
+
+
+def _layer_types(family: Family, layers: int, slides: bool, found: Values) -> list[str]:
+    """What each layer attends to. slides: whether the model has a window at all."""
     if layers > 100_000:
-        raise FormatError(f"{layers:,} layers", where=where, fix=DAMAGED)
-    each = _SLIDING[model_type]
-    return ["full_attention" if (i + 1) % each == 0 else "sliding_attention" for i in range(layers)]
+        raise FormatError(f"{layers:,} layers", where=found.where, fix=DAMAGED)
+    pattern = found.get(_PATTERN) if family.stated else None
+    if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):
+        raise found.wrong(_PATTERN, pattern, f"and not a truth value for each of {layers:,} layers")
+    window = [slides and (i + 1) % family.every != 0 if pattern is None else bool(pattern[i]) for i in range(layers)]
+    return ["sliding_attention" if each else "full_attention" for each in window]
 
 
 def _query_scalar(model_type: str, layers: int, width: int, heads: int) -> int:
@@ -222,7 +232,11 @@ def _scaling(family: Family, config: dict[str, Any], found: Values, factors: Map
     if kind == "yarn":
         scaling: dict[str, Any] = {"rope_type": "yarn", "factor": found.float32("rope.scaling.factor")}
         scaling["original_max_position_embeddings"] = found.count("rope.scaling.original_context_length")
-        return scaling | {here: found.float32(there) for there, here in _YARN.items() if there in found}
+        scaling |= {here: found.float32(there) for there, here in _YARN.items() if there in found}
+        if family.model_type == "ministral3":
+            scaling |= {here: found.float32(there) for there, here in _MINISTRAL.items()}
+            scaling["mscale"] = scaling["mscale_all_dim"]
+        return scaling
     if kind in ("", "none"):
         return {}
     raise Unsupported(f"RoPE scaling of the type {show(kind)}", where=found.where, fix="Use the original checkpoint.")
@@ -262,12 +276,32 @@ def llama3_quotients(width: int, theta: float, scaling: Mapping[str, Any]) -> Fl
 # ---- writing
 
 
-def family_of_config(config: Mapping[str, Any] | None) -> Family:
-    """The family of a model. Raises Unsupported for one that cannot be written."""
-    model_type = (config or {}).get("model_type")
-    for family in FAMILIES:
-        if model_type in (family.model_type, *family.also):
-            return family
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+"""What config.json of a model of several parts says beside its `text_config`."""
+
+
+def text_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The settings of the language model: `text_config`, if config.json has one, else config.json itself.
+
+    With the defaults of transformers that published files of the family rely on.
+    """
+    whole = config or {}
+    text = whole.get("text_config")
+    if isinstance(text, dict):
+        whole = {**text, **{name: whole[name] for name in _TOKENS if whole.get(name) is not None}}
+    family = _family(whole.get("model_type"))
+    return whole if family is None else {**family.defaults, **whole}
+
+
+def _family(model_type: object) -> Family | None:
+    return next((each for each in FAMILIES if model_type in (each.model_type, *each.also)), None)
+
+
+def family_of_config(config: Mapping[str, Any]) -> Family:
+    """The family of a model. config: from `text_config`. Raises Unsupported for one that cannot be written."""
+    model_type = config.get("model_type")
+    if family := _family(model_type):
+        return family
     fix = f"choose another format; GGUF files are written of these: {', '.join(MODEL_TYPES)}"
     raise Unsupported(f"no GGUF file can be written of a model of the type {show(model_type)}", where="config.json", fix=fix)
 
@@ -322,49 +356,107 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
     for there, here in _COUNTS.items():
         put(there, "u32", given.count(here, heads if here == "num_key_value_heads" else None))
     rope, slides = given.rope()
-    put("rope.freq_base", "f32", given.number("rope_theta", 10_000.0, rope))
-    put("attention.layer_norm_rms_epsilon", "f32", given.number("rms_norm_eps", 1e-6))
+    base = given.number("rope_theta", 10_000.0, rope)
+    if family.model_type == "hunyuan_v1_dense" and rope["rope_type"] == "dynamic" and rope.get("alpha") is not None:
+        base *= given.number("alpha", None, rope) ** (head_dim / (head_dim - 2)) if head_dim > 2 else 1.0
+        rope["rope_type"] = "default"
+    put("rope.freq_base", "f32", base)
+    put(family.eps[0], "f32", given.number(family.eps[1], 1e-6))
     if family.experts:
-        put("expert_count", "u32", given.count("num_local_experts", given.get("num_experts")))  # transformers writes either
+        put(
+            "expert_count", "u32", given.count(family.count, given.get("num_local_experts", given.get("num_experts")))
+        )  # either is written
         put("expert_used_count", "u32", given.count("num_experts_per_tok"))
-    if family.model_type == "qwen3_moe":
-        put("expert_feed_forward_length", "u32", given.count("moe_intermediate_size"))
-        given.need("norm_topk_prob", bool(given.get("norm_topk_prob")), True)
-        given.need("mlp_only_layers", given.get("mlp_only_layers") or [], [])
-        given.need("decoder_sparse_step", given.count("decoder_sparse_step", 1), 1)
+    for own in family.keys:
+        put(own.name, own.kind, given.count(own.field) if own.kind == "u32" else given.number(own.field, own.default))
+    _check_fixed(given, family)
     if family.model_type != "phi3" and (given.get("head_dim") is not None or family.architecture != "llama"):
         put("attention.key_length", "u32", head_dim)
         put("attention.value_length", "u32", head_dim)
-    if family.architecture == "llama":
+    if family.rotated:
         put("vocab_size", "u32", given.count("vocab_size"))
         put("rope.dimension_count", "u32", head_dim)
-    if family.model_type in _SLIDING:
-        _put_gemma(given, family, head_dim, slides, put)
-    elif family.model_type == "phi3":
-        window = given.get("sliding_window")
-        put("attention.sliding_window", "u32", 0 if window is None else given.count("sliding_window"))
-        partial = given.number("partial_rotary_factor", given.number("partial_rotary_factor", 1.0), rope)
-        if partial > 1:
-            what = f"partial_rotary_factor is {partial:g}, which is more than 1"
+    if family.partial:
+        share = given.number("partial_rotary_factor", given.number("partial_rotary_factor", family.partial), rope)
+        if share > 1:
+            what = f"partial_rotary_factor is {share:g}, which is more than 1"
             raise FormatError(what, where="config.json", fix="repair it")
-        put("rope.dimension_count", "u32", int(partial * head_dim))
-    elif given.get("use_sliding_window") or (family.model_type != "qwen2" and given.get("sliding_window")):
-        window = given.get("sliding_window")  # Mistral's first version: as long as nobody's context is longer
-        if not isinstance(window, int) or window < given.count("max_position_embeddings"):
-            given.need("sliding_window", window, None)
+        put("rope.dimension_count", "u32", int(share * head_dim))
+    _put_window(given, family, put)
+    if family.model_type == "qwen3_5_text":
+        _put_delta_net(given, rope, int(share * head_dim), put)
+    if family.model_type in _BIG:
+        _put_gemma(given, family, head_dim, slides, put)
+    elif family.every and slides.get("rope_theta") is not None:
+        given.need("rope_theta of sliding_attention", slides["rope_theta"], rope["rope_theta"])
     _put_scaling(given, family, rope, head_dim, put, extra)
     values["general.file_type"] = Value("u32", file_type)
     values["general.quantization_version"] = Value("u32", 2)
     return values, extra
 
 
+def _check_fixed(given: Config, family: Family) -> None:
+    """Raise Unsupported for a setting that is another in llama.cpp's code."""
+    for each in family.fixed:
+        given.need(each.field, given.get(each.field, each.value if each.default is ALIKE else each.default), each.value)
+    name = "hidden_activation" if given.get("hidden_activation") is not None else "hidden_act"
+    alike = {"gelu": "gelu_pytorch_tanh"} if family.architecture == "gemma" else {"swish": "silu"}  # of Gemma, so transformers
+    found = given.get(name, family.activation)
+    given.need(name, alike.get(found, found) if isinstance(found, str) else found, family.activation)
+    layers = given.count("num_hidden_layers")
+    if family.model_type == "smollm3" and given.get("no_rope_layers") is not None:
+        given.need("no_rope_layers", given.get("no_rope_layers"), [int((i + 1) % 4 != 0) for i in range(layers)])
+    if family.model_type == "cohere":
+        given.need("use_qk_norm", bool(given.get("use_qk_norm")), layers >= 64)
+    if family.model_type == "olmoe":
+        heads = given.count("num_attention_heads")
+        given.need("num_key_value_heads", given.count("num_key_value_heads", heads), heads)
+    if family.model_type == "exaone4" and (given.get("sliding_window") is not None) != (layers == 64):
+        given.need("sliding_window", given.get("sliding_window"), 4096 if layers == 64 else None)
+
+
+def _put_window(given: Config, family: Family, put: Any) -> None:
+    """The window of layers that slide. Raises Unsupported for one that llama.cpp would not use."""
+    window = given.get("sliding_window")
+    if family.model_type == "phi3":
+        put("attention.sliding_window", "u32", 0 if window is None else given.count("sliding_window"))
+    elif family.every:
+        layers = given.count("num_hidden_layers")
+        slides = window is not None or not family.stated
+        types = _layer_types(family, layers, slides, Config({}))
+        stated = given.get("layer_types") or types
+        if not family.stated or len(stated) != layers:
+            given.need("layer_types", stated, types)
+        if slides:
+            put("attention.sliding_window", "u32", given.count("sliding_window", 4096))
+        if slides and family.stated:
+            put(_PATTERN, "bool", [each == "sliding_attention" for each in stated])
+    elif given.get("use_sliding_window", not family.model_type.startswith("qwen2")) and window:
+        # Mistral's first version: as long as nobody's context is longer
+        if not isinstance(window, int) or window < given.count("max_position_embeddings"):
+            given.need("sliding_window", window, None)
+
+
+def _put_delta_net(given: Config, rope: Mapping[str, Any], rope_dimensions: int, put: Any) -> None:
+    """Qwen3.5's linear attention, and the shares of RoPE that images use."""
+    size, heads = given.count("linear_key_head_dim"), given.count("linear_num_value_heads")
+    given.need("linear_value_head_dim", given.count("linear_value_head_dim"), size)
+    put("ssm.inner_size", "u32", size * heads)
+    every, layers = given.count("full_attention_interval", 4), given.count("num_hidden_layers")
+    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    given.need("layer_types", given.get("layer_types") or types, types)
+    put("full_attention_interval", "u32", every)
+    sections = rope.get("mrope_section") or [11, 11, 10]
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(each) is int and each >= 0 for each in sections):
+        raise given.wrong("mrope_section", sections, "and not three whole numbers")
+    given.need("sum of mrope_section", sum(sections), rope_dimensions // 2)
+    put("rope.dimension_sections", "i32", [*sections, 0])
+
+
 def _put_gemma(given: Config, family: Family, head_dim: int, slides: Mapping[str, Any], put: Any) -> None:
     layers, width = given.count("num_hidden_layers"), given.count("hidden_size")
     scalar = _query_scalar(family.model_type, layers, width, given.count("num_attention_heads")) or head_dim
     given.need("query_pre_attn_scalar", given.number("query_pre_attn_scalar", 256), float(scalar))
-    types = _layer_types(family.model_type, layers, "config.json")
-    given.need("layer_types", given.get("layer_types") or types, types)
-    put("attention.sliding_window", "u32", given.count("sliding_window", 4096))
     if family.model_type == "gemma2":
         put("attn_logit_softcapping", "f32", given.number("attn_logit_softcapping", 50.0))
         put("final_logit_softcapping", "f32", given.number("final_logit_softcapping", 30.0))
@@ -379,6 +471,11 @@ def _put_scaling(
     given: Config, family: Family, rope: Mapping[str, Any], head_dim: int, put: Any, extra: dict[str, Floats]
 ) -> None:
     kind = rope["rope_type"]
+    if family.model_type == "ministral3":
+        given.need("rope_type", kind, "yarn")
+        given.need("mscale", rope.get("mscale"), rope.get("mscale_all_dim"))
+        for there, here in _MINISTRAL.items():
+            put(there, "f32", given.number(here, None, rope))
     if family.model_type == "phi3":
         context = given.count("max_position_embeddings")
         original = given.count("original_max_position_embeddings", context)
@@ -393,7 +490,7 @@ def _put_scaling(
         put("rope.scaling.attn_factor", "f32", factor)
         for name in ("long", "short"):
             extra[f"rope_factors_{name}.weight"] = given.numbers(f"{name}_factor", rope)
-    elif kind == "llama3" and family.architecture == "llama":
+    elif kind == "llama3" and family.scaled:
         scaling = {name: given.number(name, default, rope) for name, default in {**_LLAMA3, "factor": 8.0}.items()}
         if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
             what = (

@@ -4,8 +4,11 @@ llama.cpp stores weights as the Hub does, with three exceptions:
 
 * The rows of q and k of Llama's family are reordered within each head, because its RoPE rotates neighbours: row h·D + 2·i + j
   there is row h·D + j·D/2 + i of the Hub's.
-* The norms of Gemma's family are stored with the 1 added that its code adds when it runs.
+* The norms of Gemma and Nemotron are stored with the 1 added that their code adds when it runs.
 * The experts of a layer are one tensor of three dimensions.
+
+A new family is an entry of `FAMILIES`, if it computes what llama.cpp does. An entry in the tests of GGUF files, with a tiny
+model in `tests/zoo.py`, compares it with transformers and llama.cpp.
 """
 
 from __future__ import annotations
@@ -14,14 +17,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import field
 from types import MappingProxyType
+from typing import Any, Literal
 
 from weightsmith._base.dataclass import dataclass
 from weightsmith._models.structure.projections import MIXTRAL
 
 LAYERS = "model.layers."
+ALIKE = object()
+"""Nothing in config.json is the same as the value of llama.cpp."""
 
 _ENDS = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
-_HUB_ENDS = {here: there for there, here in _ENDS.items()}
 _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"} | {
     "attn_output": "self_attn.o_proj",
     "attn_norm": "input_layernorm",
@@ -35,6 +40,36 @@ _SANDWICH = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre
 
 
 @dataclass(frozen=True, slots=True)
+class Key:
+    """A number that both formats have.
+
+    name     of the key in the GGUF file, without the architecture
+    field    in config.json
+    kind     u32: a whole number; f32: any number; both above 0
+    default  of an f32, where config.json lacks it; None, and u32: it is required
+    """
+
+    name: str
+    field: str
+    kind: Literal["u32", "f32"] = "u32"
+    default: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A setting that llama.cpp has in its code.
+
+    field    in config.json
+    value    what llama.cpp computes with
+    default  what transformers computes with where config.json lacks it; ALIKE: the same
+    """
+
+    field: str
+    value: Any
+    default: Any = ALIKE
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A family of models, under its names in both formats.
 
@@ -43,9 +78,23 @@ class Family:
     class_name    of transformers' class, in config.json
     layer         modules of a layer: llama.cpp's name → the Hub's
     experts       modules of all experts of a layer: llama.cpp's name → the Hub's of one, with `{}` for its number
+    bare          tensors of a layer whose names have no `.weight`: llama.cpp's name → the Hub's
+    ends          modules outside of the layers: llama.cpp's name → the Hub's
     rotated       whether the rows of q and k are reordered
     shift         what is added to norms
     also          other model_types that are written as this family
+    told_by       key without which a file of the architecture is of another family
+    count         of experts, in config.json
+    keys          numbers that other families do not have
+    fixed         settings that the GGUF file does not hold
+    eps           key of the number that norms add, and its name in config.json
+    partial       share of a head that RoPE turns, where config.json does not say it; 0: all of it, always
+    every         of so many layers, the last attends to the whole context; 0: all do
+    stated        whether the file says which layers slide
+    scaled        whether Llama 3's scaled frequencies are read
+    is_read       whether files of the family are read, too
+    defaults      of transformers, on which published config.json files rely
+    activation    of the MLP
     """
 
     architecture: str
@@ -53,16 +102,39 @@ class Family:
     class_name: str
     layer: Mapping[str, str]
     experts: Mapping[str, str] = field(default_factory=dict)
+    bare: Mapping[str, str] = field(default_factory=dict)
+    ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
     rotated: bool = False
     shift: float = 0.0
     also: tuple[str, ...] = ()
+    told_by: str = ""
+    count: str = "num_experts"
+    keys: tuple[Key, ...] = ()
+    fixed: tuple[Fixed, ...] = ()
+    eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    partial: float = 0.0
+    every: int = 0
+    stated: bool = False
+    scaled: bool = False
+    is_read: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    activation: str = "silu"
 
 
 _MIXTRAL = {f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{part}_proj']}" for part in ("gate", "down", "up")}
 _QWEN_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+_ROUTER = {"ffn_gate_inp": "mlp.gate"}
+_POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_LINEARS = {name: here for name, here in _ATTENTION.items() if name != "attn_norm"}
+_LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
+_UNTIED, _TIED = Fixed("tie_word_embeddings", False), Fixed("tie_word_embeddings", True)
+_GELU = "gelu_pytorch_tanh"
 
 FAMILIES = (
-    Family("llama", "llama", "LlamaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, rotated=True, also=("mistral",)),
+    Family(
+        "llama", "llama", "LlamaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, rotated=True, also=("mistral",), scaled=True
+    ),
     Family(
         "llama",
         "mixtral",
@@ -70,29 +142,256 @@ FAMILIES = (
         {**_ATTENTION, **_AFTER, "ffn_gate_inp": "block_sparse_moe.gate"},
         experts=_MIXTRAL,
         rotated=True,
+        count="num_local_experts",
+        scaled=True,
+    ),
+    Family(
+        "mistral3",
+        "ministral3",
+        "Ministral3ForCausalLM",
+        {**_ATTENTION, **_DENSE, **_AFTER},
+        rotated=True,
     ),
     Family("qwen2", "qwen2", "Qwen2ForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}),
+    Family(
+        "qwen2moe",
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        {**_ATTENTION, **_AFTER, **_ROUTER, **_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        experts=_QWEN_EXPERTS,
+        keys=(
+            Key("expert_feed_forward_length", "moe_intermediate_size"),
+            Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+        ),
+        fixed=(Fixed("norm_topk_prob", False), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
+    ),
     Family("qwen3", "qwen3", "Qwen3ForCausalLM", {**_ATTENTION, **_NORMS, **_DENSE, **_AFTER}),
     Family(
         "qwen3moe",
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        {**_ATTENTION, **_NORMS, **_AFTER, "ffn_gate_inp": "mlp.gate"},
+        {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
         experts=_QWEN_EXPERTS,
+        keys=(Key("expert_feed_forward_length", "moe_intermediate_size"),),
+        fixed=(Fixed("norm_topk_prob", True, False), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
     ),
-    Family("gemma2", "gemma2", "Gemma2ForCausalLM", {**_ATTENTION, **_DENSE, **_SANDWICH}, shift=1.0),
-    Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", {**_ATTENTION, **_NORMS, **_DENSE, **_SANDWICH}, shift=1.0),
+    Family(
+        "gemma", "gemma", "GemmaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, shift=1.0, fixed=(_TIED,), activation=_GELU
+    ),
+    Family(
+        "qwen35",
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        {**_ATTENTION, **_NORMS, **_DENSE, "post_attention_norm": "post_attention_layernorm"}
+        | {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_conv1d": "linear_attn.conv1d"}
+        | {"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_norm": "linear_attn.norm"}
+        | {"ssm_out": "linear_attn.out_proj"},
+        bare={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+        shift=1.0,
+        keys=(
+            Key("ssm.conv_kernel", "linear_conv_kernel_dim"),
+            Key("ssm.state_size", "linear_key_head_dim"),
+            Key("ssm.group_count", "linear_num_key_heads"),
+            Key("ssm.time_step_rank", "linear_num_value_heads"),
+        ),
+        partial=0.25,
+        is_read=False,
+    ),
+    Family(
+        "gemma2",
+        "gemma2",
+        "Gemma2ForCausalLM",
+        {**_ATTENTION, **_DENSE, **_SANDWICH},
+        shift=1.0,
+        every=2,
+        activation=_GELU,
+    ),
+    Family(
+        "gemma3",
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        {**_ATTENTION, **_NORMS, **_DENSE, **_SANDWICH},
+        shift=1.0,
+        every=6,
+        defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
+        | {"rope_theta": 1e6, "vocab_size": 262_208, "tie_word_embeddings": True},
+        activation=_GELU,
+    ),
+    Family(
+        "phi2",
+        "phi",
+        "PhiForCausalLM",
+        {
+            **_LINEARS,
+            "attn_output": "self_attn.dense",
+            "attn_norm": "input_layernorm",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        ends={**_ENDS, "output_norm": "model.final_layernorm"},
+        fixed=(_UNTIED, Fixed("qk_layernorm", False)),
+        eps=_LAYER_NORM,
+        partial=0.5,
+        activation="gelu_new",
+    ),
     Family(
         "phi3",
         "phi3",
         "Phi3ForCausalLM",
         {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"}
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", **_AFTER},
+        partial=1.0,
+    ),
+    Family(
+        "smollm3",
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        {**_ATTENTION, **_DENSE, **_AFTER},
+        rotated=True,
+        fixed=(Fixed("no_rope_layer_interval", 4),),
+    ),
+    Family(
+        "olmo2",
+        "olmo2",
+        "Olmo2ForCausalLM",
+        {**_LINEARS, **_NORMS, **_DENSE, **_POST},
+        fixed=(_UNTIED,),
+    ),
+    Family(
+        "olmo2",
+        "olmo3",
+        "Olmo3ForCausalLM",
+        {**_LINEARS, **_NORMS, **_DENSE, **_POST},
+        told_by="attention.sliding_window",
+        fixed=(_UNTIED,),
+        every=4,
+        stated=True,
+    ),
+    Family(
+        "olmoe",
+        "olmoe",
+        "OlmoeForCausalLM",
+        {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
+        experts=_QWEN_EXPERTS,
+        fixed=(_UNTIED, Fixed("norm_topk_prob", False), Fixed("clip_qkv", None)),
+    ),
+    Family(
+        "granite",
+        "granite",
+        "GraniteForCausalLM",
+        {**_ATTENTION, **_DENSE, **_AFTER},
+        rotated=True,
+        keys=(
+            Key("attention.scale", "attention_multiplier", "f32", 1.0),
+            Key("embedding_scale", "embedding_multiplier", "f32", 1.0),
+            Key("residual_scale", "residual_multiplier", "f32", 1.0),
+            Key("logit_scale", "logits_scaling", "f32", 1.0),
+        ),
+    ),
+    Family(
+        "command-r",
+        "cohere",
+        "CohereForCausalLM",
+        {**_ATTENTION, **_NORMS, **_DENSE},
+        keys=(Key("logit_scale", "logit_scale", "f32", 0.0625),),
+        fixed=(_TIED, Fixed("attention_bias", False)),
+        eps=_LAYER_NORM,
+    ),
+    Family(
+        "cohere2",
+        "cohere2",
+        "Cohere2ForCausalLM",
+        {**_ATTENTION, **_DENSE},
+        keys=(Key("logit_scale", "logit_scale", "f32", 0.0625),),
+        fixed=(_TIED, Fixed("attention_bias", False)),
+        eps=_LAYER_NORM,
+        every=4,
+    ),
+    Family(
+        "starcoder2",
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        {**_ATTENTION, **_AFTER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        fixed=(Fixed("use_bias", True),),
+        eps=("attention.layer_norm_epsilon", "norm_epsilon"),
+        activation=_GELU,
+    ),
+    Family(
+        "stablelm",
+        "stablelm",
+        "StableLmForCausalLM",
+        {**_ATTENTION, **_DENSE, **_AFTER},
+        fixed=(_UNTIED, Fixed("qk_layernorm", False)),
+        eps=_LAYER_NORM,
+        partial=0.25,
+    ),
+    Family(
+        "glm4",
+        "glm4",
+        "Glm4ForCausalLM",
+        {**_ATTENTION, "post_attention_norm": "post_self_attn_layernorm", "ffn_norm": "post_attention_layernorm"}
+        | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", "post_ffw_norm": "post_mlp_layernorm"},
+        partial=0.5,
+    ),
+    Family(
+        "seed_oss",
+        "seed_oss",
+        "SeedOssForCausalLM",
+        {**_ATTENTION, **_DENSE, "post_attention_norm": "post_attention_layernorm"},
+        fixed=(Fixed("attention_out_bias", False), Fixed("mlp_bias", False)),
+    ),
+    Family(
+        "exaone4",
+        "exaone4",
+        "Exaone4ForCausalLM",
+        {**_LINEARS, **_NORMS, **_DENSE, **_POST},
+        every=4,
+        stated=True,
+        scaled=True,
+    ),
+    Family(
+        "ernie4_5",
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        {**_ATTENTION, **_DENSE, **_AFTER},
+        fixed=(Fixed("use_bias", False),),
+    ),
+    Family(
+        "hunyuan-dense",
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        {
+            **_ATTENTION,
+            **_DENSE,
+            **_AFTER,
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+        fixed=(Fixed("attention_bias", False), Fixed("mlp_bias", False)),
+    ),
+    Family(
+        "nemotron",
+        "nemotron",
+        "NemotronForCausalLM",
+        {**_ATTENTION, **_AFTER, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        shift=1.0,
+        fixed=(_UNTIED,),
+        eps=("attention.layer_norm_epsilon", "norm_eps"),
+        partial=0.5,
+        activation="relu2",
+    ),
+    Family(
+        "arcee",
+        "arcee",
+        "ArceeForCausalLM",
+        {**_ATTENTION, **_AFTER, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        rotated=True,
+        activation="relu2",
     ),
 )
-"""Every family. Of two with one architecture, the one with experts has `expert_count` in its files."""
+"""Every family. Of several with one architecture, `told_by` and the number of experts decide which one a file is of."""
 
-ARCHITECTURES = tuple(dict.fromkeys(family.architecture for family in FAMILIES))
+ARCHITECTURES = tuple(dict.fromkeys(family.architecture for family in FAMILIES if family.is_read))
 MODEL_TYPES = tuple(name for family in FAMILIES for name in (family.model_type, *family.also))
 
 
@@ -108,8 +407,9 @@ class GgufPlace:
     expert: int = -1
 
 
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)\.(weight|bias)")
 _HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
+_HUB_BARE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)")
 _EXPERT = re.compile(r"(\.experts\.)(0|[1-9][0-9]{0,5})(\.)")
 
 
@@ -120,8 +420,8 @@ def hub_name(family: Family, name: str) -> str | None:
     ('model.layers.3.self_attn.q_proj.weight', 'model.layers.0.block_sparse_moe.experts.{}.w3.weight')
     """
     module, _, kind = name.rpartition(".")
-    if module in _ENDS and kind in ("weight", "bias"):
-        return f"{_ENDS[module]}.{kind}"
+    if module in family.ends and kind in ("weight", "bias"):
+        return f"{family.ends[module]}.{kind}"
     match = _LAYER.fullmatch(name)
     inner = None if match is None else family.layer.get(match[2]) or family.experts.get(match[2])
     return None if match is None or inner is None else f"{LAYERS}{match[1]}.{inner}.{match[3]}"
@@ -133,15 +433,29 @@ def gguf_place(family: Family, name: str) -> GgufPlace | None:
     >>> gguf_place(FAMILIES[1], "model.layers.0.block_sparse_moe.experts.7.w3.weight")
     GgufPlace(name='blk.0.ffn_up_exps.weight', expert=7)
     """
-    module, _, kind = name.rpartition(".")
-    if module in _HUB_ENDS and kind in ("weight", "bias"):
-        return GgufPlace(f"{_HUB_ENDS[module]}.{kind}")
-    match = _HUB_LAYER.fullmatch(name)
+    module, _, kind = text_name(name).rpartition(".")
+    end = next((there for there, here in family.ends.items() if here == module), None)
+    if end is not None and kind in ("weight", "bias"):
+        return GgufPlace(f"{end}.{kind}")
+    if bare := _HUB_BARE.fullmatch(text_name(name)):
+        own = next((there for there, here in family.bare.items() if here == bare[2]), None)
+        if own is not None:
+            return GgufPlace(f"blk.{bare[1]}.{own}")
+    match = _HUB_LAYER.fullmatch(text_name(name))
     if match is None:
         return None
     expert, inner = _EXPERT.search(match[2]), _EXPERT.sub(r"\1{}\3", match[2])
     found = next((there for there, here in (*family.layer.items(), *family.experts.items()) if here == inner), None)
     return None if found is None else GgufPlace(f"blk.{match[1]}.{found}.{match[3]}", int(expert[2]) if expert else -1)
+
+
+def text_name(name: str) -> str:
+    """The name of a tensor in the language model alone; unchanged for one of other parts.
+
+    >>> text_name("model.language_model.layers.0.mlp.up_proj.weight"), text_name("language_model.lm_head.weight")
+    ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')
+    """
+    return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
 
 
 def is_norm(name: str) -> bool:
@@ -151,6 +465,20 @@ def is_norm(name: str) -> bool:
     (True, False)
     """
     return name.endswith("_norm.weight")
+
+
+def shift_of(family: Family, name: str) -> float:
+    """What is added to a tensor of a GGUF file."""
+    return family.shift if is_norm(name) and not name.endswith(".ssm_norm.weight") else 0.0
+
+
+def is_router(name: str) -> bool:
+    """Whether a tensor of a GGUF file is the weight of a router.
+
+    >>> is_router("blk.0.ffn_gate_inp_shexp.weight"), is_router("blk.0.ffn_gate.weight")
+    (True, False)
+    """
+    return ".ffn_gate_inp" in name
 
 
 def rotated_heads(family: Family, name: str, heads: int, kv_heads: int) -> int:

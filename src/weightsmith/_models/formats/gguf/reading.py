@@ -23,7 +23,7 @@ from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import Weights, natural_key
 from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys
-from weightsmith._models.formats.gguf.families import Family, hub_name, is_norm, rotated_heads
+from weightsmith._models.formats.gguf.families import Family, hub_name, rotated_heads, shift_of
 from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
 from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
@@ -218,7 +218,7 @@ def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str
         if heads and tensor.shape[0] % (2 * heads):
             what = f"tensor {show(tensor.name)} has {tensor.shape[0]:,} rows for {heads} heads"
             raise FormatError(what, where=str(path), fix=DAMAGED)
-        shift = family.shift if is_norm(tensor.name) else 0.0
+        shift = shift_of(family, tensor.name)
         dtype = DTYPES["F32"] if tensor.dtype.block > 1 or shift else tensor.dtype
         head_rows = tensor.shape[0] // heads if heads else 0
         found.append(StoredBlocks(TensorSpec(name, dtype, tensor.shape), path, tensor.offset, tensor.dtype, head_rows, shift))

@@ -60,17 +60,38 @@ _CASED = (
 _TEKKEN = _CASED % ("", "", r"\p{N}")
 _GPT4O = _CASED % (*["(?i:'s|'t|'re|'ve|'m|'ll|'d)?"] * 2, r"\p{N}{1,3}")
 
-_SPLITS = {_LLAMA3: "llama-bpe", QWEN2_SPLIT: "qwen2", _TEKKEN: "tekken", _GPT4O: "gpt-4o"}
-_NAMES = {
-    _LLAMA3: "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe".split(),
-    QWEN2_SPLIT: "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open".split(),
-    _TEKKEN: ["tekken"],
-    _GPT4O: "gpt-4o llama4 kanana2 talkie minimax-m2".split(),
+_QWEN35 = QWEN2_SPLIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_SEED = rf"{_WORDS}\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+"""Three splits, one after the other."""
+
+_SPLITS = {
+    (_LLAMA3,): "llama-bpe",
+    (QWEN2_SPLIT,): "qwen2",
+    (_QWEN35,): "qwen35",
+    (_TEKKEN,): "tekken",
+    (_GPT4O,): "gpt-4o",
+    (_SEED,): "seed-coder",
+    _DEEPSEEK3: "deepseek-v3",
 }
-_BY_NAME = {name: split for split, names in _NAMES.items() for name in names}
+_NAMES = {
+    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe".split(),
+    (QWEN2_SPLIT,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open".split(),
+    (_QWEN35,): ["qwen35"],
+    (_TEKKEN,): ["tekken"],
+    (_SEED,): ["seed-coder"],
+    _DEEPSEEK3: ["deepseek-v3", "hunyuan-dense", "joyai-llm"],
+    (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2".split(),
+}
+_BY_NAME = {name: splits for splits, names in _NAMES.items() for name in names}
 _DIGITS = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
 _WHOLE = frozenset("gpt-2 default phi-2 mpt olmo jais trillion jina-es jina-de jina-v1-en jina-v2-es jina-v2-de".split())
-_WHOLE_MERGES = frozenset(_NAMES[_LLAMA3]) - {"dbrx", "smaug-bpe"}
+_WHOLE_MERGES = frozenset(_NAMES[(_LLAMA3,)]) - {"dbrx", "smaug-bpe"}
 """Names of tokenizers that look a whole word up before they merge it."""
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -174,7 +195,7 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     splitter: dict[str, Any] = level
     if pre in _BY_NAME:
-        splitter = split(_BY_NAME[pre], {**level, "use_regex": False})
+        splitter = split(*_BY_NAME[pre], level={**level, "use_regex": False})
     elif pre in _DIGITS:
         splitter = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level]}
     none = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
@@ -374,9 +395,10 @@ def _pre_name(splitter: object) -> str:
             return "gpt-2"
         if len(before) == 1 and whole and before[0].get("type") == "Digits" and before[0].get("individual_digits"):
             return "smollm"
-        pattern = before[0].get("pattern") if len(before) == 1 and before[0].get("type") == "Split" else None
-        if not whole and isinstance(pattern, dict) and pattern.get("Regex") in _SPLITS:
-            return _SPLITS[pattern["Regex"]]
+        found = [each.get("pattern") if each.get("type") == "Split" else None for each in before]
+        patterns = tuple(str(each.get("Regex")) for each in found if isinstance(each, dict))
+        if not whole and len(patterns) == len(before) and patterns in _SPLITS:
+            return _SPLITS[patterns]
     raise _unknown(f"it splits text by {show(splitter)}")
 
 

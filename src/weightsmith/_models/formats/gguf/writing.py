@@ -5,6 +5,9 @@ Blocks of common types are encoded by kernels of our own, those of the others by
     gguf-q4_k      rows as blocks of Q4_K, all in one tensor
     gguf-q8_0/64   the same, with the rows of each head of 64 in the order that llama.cpp's RoPE wants
     gguf-f32+1     numbers, to which 1 is added: a norm of Gemma
+    gguf-f32-exp   -exp of numbers: how fast the states of Qwen3.5's linear attention decay
+
+The middle dimension of a depthwise convolution, [channels, 1, width], is left out.
 
 The name says all that the bytes depend on, but for importances, which a step takes from a table of its plan. The stored tensor
 has llama.cpp's name; a name says nothing about its bytes, so `outs` leaves the Hub's.
@@ -16,6 +19,7 @@ minimise the (weighted) square error of a block; they have no such bound.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Sequence
@@ -31,7 +35,7 @@ from weightsmith._base.installation import install
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
 from weightsmith._models.formats.matrices import maxima_of
-from weightsmith.abc.stored import Bytes, Rows
+from weightsmith.abc.stored import Bytes, Modules, Rows
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -46,7 +50,7 @@ NEEDS_IMPORTANCES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"})
 
 _LARGEST_SCALE = 65504
 """The largest float16."""
-_NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1)?")
+_NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,13 @@ class GgufEncoding:
     dtype      the type
     head_rows  rows of a head that are reordered; 0: none are
     shift      added to every value
+    decays     whether -exp of every value is stored
     """
 
     dtype: DType
     head_rows: int = 0
     shift: float = 0.0
+    decays: bool = False
     whole: int = 0
     product: str = ""
     vocabulary: bool = True
@@ -69,7 +75,7 @@ class GgufEncoding:
     def name(self) -> str:
         """As in plans."""
         heads = f"/{self.head_rows}" if self.head_rows else ""
-        return f"{PREFIX}{self.dtype.name.lower()}{heads}{'+1' if self.shift else ''}"
+        return f"{PREFIX}{self.dtype.name.lower()}{heads}{'+1' if self.shift else '-exp' if self.decays else ''}"
 
     @property
     def align_rows(self) -> int:
@@ -89,14 +95,17 @@ class GgufEncoding:
         return ""
 
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """One tensor of the same shape.
+        """One tensor of the same shape, without the middle dimension of a depthwise convolution.
 
         >>> print(*find("gguf-q8_0/8").outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 32))))
         q_proj.weight [64, 32] Q8_0
         """
         if why := self.refusal(spec):
             raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
-        return (TensorSpec(spec.name, self.dtype, spec.shape),)
+        shape = spec.shape
+        if len(shape) == 3 and shape[1] == 1:
+            shape = shape[0], shape[2]
+        return (TensorSpec(spec.name, self.dtype, shape),)
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
         """As `Encoding.encode`.
@@ -108,6 +117,8 @@ class GgufEncoding:
         rows = to_llama_order(rows, self.head_rows)
         if self.shift:
             rows = rows + np.float32(self.shift)
+        if self.decays:  # libm's: numpy's exp depends on the processor
+            rows = np.array([-math.exp(x) for x in rows.reshape(-1).tolist()], np.float32).reshape(rows.shape)
         if self.dtype.block == 1:
             from weightsmith._kernels.codecs import encode
 
@@ -125,7 +136,7 @@ class GgufEncoding:
             _check_finite(self.dtype, spec, part, out)
             done += count
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+    def config(self, modules: Modules) -> dict[str, Any]:
         """Nothing: the file says what its tensors are."""
         return {}
 
@@ -152,7 +163,7 @@ def find(name: str) -> GgufEncoding | None:
     dtype = None if match is None else TYPES.get(match[1].upper())
     if match is None or dtype is None:
         return None
-    return GgufEncoding(dtype, int(match[2] or 0), 1.0 if match[3] else 0.0)
+    return GgufEncoding(dtype, int(match[2] or 0), 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp")
 
 
 # ---- ggml's blocks of numbers, and llama.cpp's order of rows

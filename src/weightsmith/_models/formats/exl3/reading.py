@@ -1,18 +1,8 @@
-"""EXL3's weights: trellis codes of 1 to 8 bits, rotated in blocks of 128 x 128.
-
-X.trellis I16 [inputs / 16, outputs / 16, 16 · K]   a stream of 256 · K bits for each tile; K is a whole number here
-X.suh     F16 [inputs]                              scale of each input; older: X.su I16 [inputs / 16], a sign for each
-X.svh     F16 [outputs]                             scale of each output; older: X.sv
-X.mcg, X.mul1                                       which codebook; neither: the first one, 3inst
-
-`_kernels/trellis.py` has the decoding. Inputs and outputs are padded to multiples of 128 here; how many are part of the model
-follows from the sizes in config.json.
-"""
+"""EXL3's weights as numbers. How many of the padded inputs and outputs are part of the model follows from config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,17 +11,15 @@ import numpy.typing as npt
 from weightsmith._base.dataclass import dataclass
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.config import ending, plain_dtype, recogniser
+from weightsmith._models.formats.config import plain_dtype
 from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, read_all, read_columns, reader
-from weightsmith.abc.stored import StoredFormat, labelled
+from weightsmith._models.formats.exl3.layout import BLOCK, CODEBOOKS, Rate, padded_size, values_of
 from weightsmith.abc.tensors import Tensors
 
-BLOCK = 128
 READ_INPUTS = 4096
 """Inputs to read at a time, of 128 outputs: 512 KiB of codes of 8 bits."""
 
-_CODEBOOKS = ("mcg", "mul1")
-_PARTS = (".trellis", ".suh", ".svh", ".su", ".sv", *(f".{name}" for name in _CODEBOOKS))
+_PARTS = (".trellis", ".suh", ".svh", ".su", ".sv", *(f".{name}" for name in CODEBOOKS))
 _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -42,12 +30,12 @@ class Exl3Weight(Weight):
 
     spec      the plain weight, without padding
     stored    trellis, scales or signs of inputs and of outputs, the codebook's marker
-    bits      K
+    rate      bits
     codebook  `3inst`, `mcg` or `mul1`
     padded    outputs and inputs as stored, multiples of 128
     """
 
-    bits: int
+    rate: Rate
     codebook: str
     padded: tuple[int, int]
 
@@ -59,8 +47,8 @@ class Exl3Weight(Weight):
         from weightsmith._kernels.trellis import dequantise_trellis
 
         outputs, inputs = self.spec.shape
-        width = 16 * self.bits  # 16-bit words of a tile
-        input_scales, table = _scales(stored, self.stored[1], 0, self.padded[1]), _table(self.codebook)
+        width = self.rate.words  # 16-bit words of a tile
+        input_scales, table = _scales(stored, self.stored[1], 0, self.padded[1]), values_of(self.codebook)
         for top in range(first // inputs // BLOCK * BLOCK, -(-(first + values.size) // inputs), BLOCK):
             scales = _scales(stored, self.stored[2], top, top + BLOCK)
             columns = slice(top // 16 * width, (top + BLOCK) // 16 * width)
@@ -70,7 +58,7 @@ class Exl3Weight(Weight):
                 words = read_columns(stored, self.stored[0], self.padded[0] // 16 * width, tiles, columns).view(np.uint32)
                 dequantise_trellis(
                     words.reshape(-1),
-                    self.bits,
+                    self.rate.steps,
                     table,
                     input_scales[left:right],
                     scales,
@@ -91,23 +79,6 @@ def _scales(stored: Tensors, name: str, start: int, end: int) -> npt.NDArray[np.
     return read_all(stored, name, start, end).astype(np.float32)
 
 
-@cache
-def _table(codebook: str) -> npt.NDArray[np.float32]:
-    """float32 [65536]: the value of each state, a float16."""
-    states = np.arange(1 << 16, dtype=np.uint32)
-    if codebook == "mul1":
-        x = states * np.uint32(0x83DCD12D)
-        total = (x & 255) + (x >> 8 & 255) + (x >> 16 & 255) + (x >> 24)
-        half = (total + 0x6400).astype(np.uint16).view(np.float16).astype(np.float64)
-        factor, offset = np.array([0x1EEE, 0xC931], np.uint16).view(np.float16).astype(np.float64)
-        table: npt.NDArray[np.float32] = (half * factor + offset).astype(np.float16).astype(np.float32)
-        return table
-    x = states * np.uint32(0xCBAC1FED) if codebook == "mcg" else states * np.uint32(89226354) + np.uint32(64248484)
-    x = x & np.uint32(0x8FFF8FFF) ^ np.uint32(0x3B603B60)
-    low, high = ((x >> shift & 0xFFFF).astype(np.uint16).view(np.float16) for shift in (0, 16))
-    return (low + high).astype(np.float32)
-
-
 def weights(model: QuantisedModel) -> list[Exl3Weight]:
     sizes = _plain_sizes(model.config)
     return [_weight(model, module, sizes) for module in model.modules(".trellis")]
@@ -117,12 +88,9 @@ def _weight(model: QuantisedModel, module: str, sizes: set[int]) -> Exl3Weight:
     specs = model.specs
     trellis = model.part(f"{module}.trellis", ("I16",), (None, None, None))
     width = trellis.shape[2]
-    if width % 16 == 8:
-        what = f"tensor {show(trellis.name)} has {width / 16} bits for each weight; only whole numbers of bits are read"
-        raise model.unsupported(what)
     padded = 16 * trellis.shape[1], 16 * trellis.shape[0]
-    if width % 16 or not 1 <= width // 16 <= 8 or padded[0] % BLOCK or padded[1] % BLOCK:
-        what = f"tensor {show(trellis.name)} is {list(trellis.shape)}, not [8 · n, 8 · m, 16 · K] for a K of 1 to 8"
+    if width % 8 or not 16 <= width <= 128 or padded[0] % BLOCK or padded[1] % BLOCK:
+        what = f"tensor {show(trellis.name)} is {list(trellis.shape)}, not [8 · n, 8 · m, 16 · K] for a K of 1 to 8 in halves"
         raise model.damaged(what)
     names = [trellis.name]
     for scale, sign, size in (("suh", "su", padded[1]), ("svh", "sv", padded[0])):
@@ -130,13 +98,14 @@ def _weight(model: QuantisedModel, module: str, sizes: set[int]) -> Exl3Weight:
             names.append(model.part(f"{module}.{sign}", ("I16",), (size // 16,)).name)
         else:
             names.append(model.part(f"{module}.{scale}", ("F16",), (size,)).name)
-    codebooks = [name for name in _CODEBOOKS if f"{module}.{name}" in specs]
+    codebooks = [name for name in CODEBOOKS if f"{module}.{name}" in specs]
     if len(codebooks) > 1:
         raise model.damaged(f"tensors {show(f'{module}.mcg')} and {show(f'{module}.mul1')} name two codebooks for one weight")
     # Weights of several models may be in one file, so another marker than config.json's is legal, but not none.
-    if (codebook := model.entry.get("codebook")) in _CODEBOOKS and not codebooks:
+    if (codebook := model.entry.get("codebook")) in CODEBOOKS and not codebooks:
         model.part(f"{module}.{codebook}", (), ())
-    outputs, inputs = (_plain_size(model, n, sizes, trellis.name) for n in padded)
+    named = _named_sizes(model.config, module)
+    outputs, inputs = (_plain_size(model, n, sizes, own, trellis.name) for n, own in zip(padded, named, strict=True))
     bias = specs.get(f"{module}.bias")
     if bias is not None and bias.shape != (outputs,):
         what = (
@@ -147,7 +116,7 @@ def _weight(model: QuantisedModel, module: str, sizes: set[int]) -> Exl3Weight:
         TensorSpec(f"{module}.weight", F32, (outputs, inputs)),
         (*names, *(f"{module}.{name}" for name in codebooks)),
         plain_dtype(model.config, DTYPES["F16"]),
-        width // 16,
+        Rate(width // 8),
         codebooks[0] if codebooks else "3inst",
         padded,
     )
@@ -166,14 +135,49 @@ def _plain_sizes(config: Mapping[str, Any]) -> set[int]:
     return {n for n in sizes if isinstance(n, int) and n > 0}
 
 
-def _plain_size(model: QuantisedModel, padded: int, sizes: set[int], name: str) -> int:
-    """The size that was padded to this multiple of 128: the only known one that fits, or itself where none does."""
-    fitting = sorted(n for n in sizes if -(-n // BLOCK) * BLOCK == padded)
+def _named_sizes(config: Mapping[str, Any], module: str) -> tuple[int | None, int | None]:
+    """Outputs and inputs that a module of this name has in most models, where config.json gives them."""
+    parts = [part for part in (config, *config.values()) if isinstance(part, Mapping) and "hidden_size" in part]
+    if not parts:
+        return None, None
+    part = parts[0]
+
+    def size(key: str) -> int | None:
+        value = part.get(key)
+        return value if type(value) is int and value > 0 else None
+
+    def heads(key: str) -> int | None:
+        count, width, all_heads = size(key), size("head_dim"), size(_HEADS[0])
+        hidden = size("hidden_size")
+        if width is None and hidden is not None and all_heads is not None:
+            width = hidden // all_heads
+        return None if count is None or width is None else count * width
+
+    hidden, inner = size("hidden_size"), size("intermediate_size")
+    if "experts" in module.split("."):
+        inner = size("moe_intermediate_size") or inner
+    leaf = module.rpartition(".")[2]
+    if leaf in ("q_proj", "o_proj"):
+        own = heads(_HEADS[0]), hidden
+        return own if leaf == "q_proj" else (own[1], own[0])
+    if leaf in ("k_proj", "v_proj"):
+        return heads(_HEADS[1]) or heads(_HEADS[0]), hidden
+    if leaf in ("gate_proj", "up_proj", "w1", "w3"):
+        return inner, hidden
+    if leaf in ("down_proj", "w2"):
+        return hidden, inner
+    return (size("vocab_size"), hidden) if leaf == "lm_head" else (None, None)
+
+
+def _plain_size(model: QuantisedModel, padded: int, sizes: set[int], own: int | None, name: str) -> int:
+    """The size that was padded to this multiple of 128: its own, else the only known one that fits, or itself if none does."""
+    if own is not None and padded_size(own) == padded:
+        return own
+    fitting = sorted(n for n in sizes if padded_size(n) == padded)
     if len(fitting) > 1:
         what = f"tensor {show(name)} is padded to {padded:,}, and sizes in config.json leave open from what: {fitting}"
         raise model.unsupported(what)
     return fitting[0] if fitting else padded
 
 
-_read = reader("EXL3", _PARTS, weights)
-FORMAT = StoredFormat("exl3", "EXL3", recogniser(ending(".trellis"), "exl3"), _read, {".trellis": labelled("EXL3")})
+read = reader("EXL3", _PARTS, weights)

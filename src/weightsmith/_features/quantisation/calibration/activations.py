@@ -1,0 +1,144 @@
+"""The `activation_scales` product: scales for what enters the linear layers of a layer, and for what it caches.
+
+They follow from the largest magnitudes on a text. Layers with the same input have the same scale. So have the experts of a
+layer, for the same projection: few tokens of the text reach some of them, or none, and most kernels have one scale for all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightsmith._activations.sites import by_site
+from weightsmith._activations.states import FORWARD
+from weightsmith._activations.work import LayerWork
+from weightsmith._base.dataclass import dataclass
+from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._models.formats.compressed_tensors.activations import CACHED, INPUTS
+from weightsmith._plans import Product
+from weightsmith.abc.product import Arrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightsmith._activations.running import LayerRows
+    from weightsmith._activations.sums import Inputs
+
+
+@dataclass(frozen=True, slots=True)
+class ScalesWork(LayerWork):
+    """Settings of the product.
+
+    encoding  of the weights; "" if there are none
+    weights   names of the weights whose inputs get a scale
+    cache     name of the attention module whose keys and values get one; "" for none
+    """
+
+    encoding: str
+    weights: tuple[str, ...]
+    cache: str
+
+    @property
+    def outs(self) -> tuple[TensorSpec, ...]:
+        """The scales: one for each weight, then those of keys and values."""
+        inputs = [INPUTS[self.encoding].out(weight) for weight in self.weights]
+        return (*inputs, *(scale.out(self.cache) for scale in CACHED if self.cache))
+
+
+def attention_of(names: Iterable[str]) -> str:
+    """The module that caches its keys and values, of the tensors of a layer; "" if there is none that readers know.
+
+    >>> attention_of(["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"])
+    'model.layers.0.self_attn'
+    >>> attention_of(["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"])
+    ''
+    """
+    for name in names:
+        module, _, leaf = name.removesuffix(".weight").rpartition(".")
+        if leaf in ("k_proj", "qkv_proj") and module.endswith(".self_attn"):
+            return module
+    return ""
+
+
+def shared_site(site: str) -> str:
+    """What the inputs share a scale by: experts have the same.
+
+    >>> shared_site("model.layers.0.mlp.experts.7.gate_up")
+    'model.layers.0.mlp.experts.*.gate_up'
+    """
+    parts = site.split(".")
+    for at in range(1, len(parts)):
+        if parts[at - 1] == "experts" and parts[at].isdecimal():
+            parts[at] = "*"
+    return ".".join(parts)
+
+
+class Cached:
+    """Takes the place of a cache, and notes the largest magnitudes of keys and values. Any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.largest: list[float] = []
+
+    def update(self, keys: Tensor, values: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
+        """Return them as they are. Infinity counts for NaN, whose maximum would depend on the order."""
+        found = [float(x.abs().amax().nan_to_num(np.inf)) for x in (keys, values)]
+        with self._lock:
+            self.largest = found if not self.largest else [max(pair) for pair in zip(self.largest, found, strict=True)]
+        return keys, values
+
+
+def _compute(bench: ProductContext) -> Arrays:
+    from weightsmith._activations.running import layer_rows
+
+    work, cached = ScalesWork.of(bench.product), Cached()
+    with layer_rows(bench, work, 0, 0.7) as rows:
+        if work.cache:
+            rows = replace(rows, layer=rows.layer.with_cache(cached))
+        inputs = _inputs(rows, work.weights)
+        if not work.weights:
+            for _ in rows.each(lambda numbered: rows.layer.batch(numbered[1][None])):
+                pass
+    if work.cache and not cached.largest:
+        what = f"layer {work.layer} gives no keys and values to a cache"
+        raise Unsupported(what, where=work.base.label, fix=f"leave out the scales of the cache{work.base.instead}")
+    if not np.isfinite(cached.largest).all():
+        raise NonFinite(f"the keys or values of layer {work.layer} are NaN or infinite", where=work.base.label)
+    scales = [INPUTS[work.encoding].of(inputs[weight]) for weight in work.weights]
+    return [*scales, *(scale.of(largest) for scale, largest in zip(CACHED, cached.largest, strict=False))]
+
+
+def _inputs(rows: LayerRows, weights: Sequence[str]) -> dict[str, float]:
+    """The largest magnitude of what enters each layer, and those that share a scale with it."""
+    from weightsmith._activations.statistics.maxima import STATISTIC as MAXIMA
+    from weightsmith._activations.sums import use_sums
+
+    found: dict[str, float] = {}
+
+    def keep(_inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
+        maxima = finish(site)
+        found[site] = 0.0 if maxima is None else float(maxima.max())  # None: no token reached it
+
+    use_sums(rows, weights, keep, MAXIMA)
+    shared: dict[str, float] = {}
+    for site, largest in found.items():
+        shared[shared_site(site)] = max(largest, shared.get(shared_site(site), 0.0))
+    return {weight: shared[shared_site(site)] for site, own in by_site(weights).items() for weight in own}
+
+
+def _check(product: Product) -> str:
+    if problem := ScalesWork.check(product):
+        return problem
+    work = ScalesWork.of(product)
+    if work.weights and work.encoding not in INPUTS:
+        return f"there is no scale of activations for weights stored as {work.encoding}"
+    return "" if product.outs == work.outs else "its arrays are not those of its settings"
+
+
+KIND = ProductKind(FORWARD, compute=_compute, check=_check, device=True)

@@ -1,0 +1,33 @@
+"""Which models exllamav3 loads as EXL3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SILU, _TANH = {"hidden_act": "silu"}, {"hidden_act": "gelu_pytorch_tanh"}
+
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
+    "LlamaForCausalLM": _SILU,
+    "MistralForCausalLM": _SILU,
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": _SILU,
+    "Gemma2ForCausalLM": _TANH,
+    "Phi3ForCausalLM": _SILU,
+    "MixtralForCausalLM": _SILU,
+    "Qwen3MoeForCausalLM": {**_SILU, "norm_topk_prob": True},
+}
+"""`architectures` of config.json for which names and layout have been checked, and what config.json must say where it says it.
+
+Of Gemma3ForCausalLM, exllamav3 1.6.5 looks for tensors with names that begin with a dot.
+"""
+
+
+def contradiction(config: Mapping[str, Any]) -> str:
+    """A key of config.json with a value that exllamav3 does not load, or "". The architecture is one of `ARCHITECTURES`.
+
+    >>> contradiction({"architectures": ["LlamaForCausalLM"], "hidden_act": "gelu"})
+    'hidden_act'
+    """
+    wanted = ARCHITECTURES[config["architectures"][0]]
+    return next((key for key, value in wanted.items() if config.get(key, value) != value), "")

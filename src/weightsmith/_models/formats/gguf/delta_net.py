@@ -1,0 +1,50 @@
+"""The order of value heads in Qwen3.5's linear attention (gated delta nets).
+
+Several value heads share a key head. The Hub has those of the first key head first, then those of the second, and so on;
+llama.cpp has the first of every key head first, then the second of every one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.dataclass import dataclass
+from weightsmith._models.formats.gguf.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Rows (axis 0) or columns (axis 1) of a tensor. places: int64, where each of llama.cpp's is in the Hub's."""
+
+    axis: Literal[0, 1]
+    places: npt.NDArray[np.int64]
+
+
+_WIDE = (".attn_gate.weight", ".ssm_out.weight", ".attn_qkv.weight", ".ssm_conv1d.weight")
+_NARROW = (".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_a", ".ssm_dt.bias")
+
+
+def value_order(name: str, config: Config) -> Order | None:
+    """The order of a tensor of a GGUF file; None if it is the Hub's.
+
+    >>> heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 1, "linear_value_head_dim": 1}
+    >>> config = Config({"model_type": "qwen3_5_text", **heads})
+    >>> value_order("blk.0.ssm_a", config).places.tolist(), value_order("blk.0.attn_qkv.weight", config).places.tolist()
+    ([0, 2, 1, 3], [0, 1, 2, 3, 4, 6, 5, 7])
+    """
+    if config.get("model_type") != "qwen3_5_text" or not name.endswith((*_WIDE, *_NARROW)):
+        return None
+    keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
+    if keys == values:
+        return None
+    if values % keys:
+        raise config.wrong("linear_num_value_heads", values, f"and not a multiple of the {keys:,} key heads")
+    width = config.count("linear_value_head_dim") if name.endswith(_WIDE) else 1
+    places = np.arange(values * width).reshape(keys, values // keys, width).swapaxes(0, 1).reshape(-1)
+    if name.endswith(_WIDE[2:]):  # queries and keys come first
+        before = 2 * keys * config.count("linear_key_head_dim")
+        places = np.concatenate([np.arange(before), before + places])
+    return Order(1 if name.endswith(".ssm_out.weight") else 0, places)
