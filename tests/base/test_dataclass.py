@@ -177,6 +177,21 @@ def test_a_field_of_not_a_number_equals_itself():
     assert One(nan) == One(nan)
 
 
+def test_objects_in_order():
+    for decorate in (dataclass, ours.dataclass):
+
+        @decorate(frozen=True, order=True)
+        class Rate:
+            bits: int
+            half: bool = False
+
+        rates = [Rate(3), Rate(2, True), Rate(2)]
+        assert sorted(rates) == [Rate(2), Rate(2, True), Rate(3)]
+        assert Rate(2) <= Rate(2) < Rate(3) >= Rate(3) > Rate(2, True)
+        with pytest.raises(TypeError, match="not supported"):
+            Rate(2) < 3  # noqa: B015
+
+
 def test_nothing_is_compiled_while_a_module_is_imported():
     code = """
 import builtins, dataclasses

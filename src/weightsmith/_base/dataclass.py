@@ -7,10 +7,10 @@ the other methods are closures.
 
 from __future__ import annotations
 
+import operator
 import sys
 from dataclasses import MISSING, Field, FrozenInstanceError, fields, is_dataclass
 from dataclasses import dataclass as _standard
-from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,19 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls=None, /, **how):
-        """`dataclasses.dataclass` with `frozen`, `slots`, `eq`, `repr` and `kw_only`: the same fields, methods and messages."""
+        """`dataclasses.dataclass` with these settings: the same fields, methods and messages."""
         return (lambda cls: _made(cls, **how)) if cls is None else _made(cls, **how)
 
 
 def _made(
-    cls: Any, *, frozen: bool = False, slots: bool = False, eq: bool = True, repr: bool = True, kw_only: bool = False
+    cls: Any,
+    *,
+    frozen: bool = False,
+    slots: bool = False,
+    eq: bool = True,
+    order: bool = False,
+    repr: bool = True,
+    kw_only: bool = False,
 ) -> Any:
     own = {name for name, value in cls.__dict__.items() if value is not None}  # Python sets __hash__ to None beside an __eq__
     # The standard library compiles two methods of a frozen class, so it is told only if it looks at a base that is frozen.
@@ -35,7 +42,7 @@ def _made(
     if repr:
         methods["__repr__"] = recursive_repr()(_repr)
     if eq:
-        methods |= _comparison([each.name for each in fields(made) if each.compare])
+        methods |= _comparison([each.name for each in fields(made) if each.compare], order=order)
         if not frozen:
             methods["__hash__"] = None
     if frozen and not inherits:
@@ -112,18 +119,16 @@ def _repr(self: Any) -> str:
     return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
-def _comparison(names: list[str]) -> dict[str, Any]:
-    """`__eq__` and `__hash__` over the fields of these names."""
+def _comparison(names: list[str], *, order: bool) -> dict[str, Any]:
+    """`__eq__`, `__hash__` and, with order, `__lt__` and the others: over the fields of these names."""
     names = names * 2 if len(names) == 1 else names  # attrgetter makes a tuple of two or more
-    values = attrgetter(*names) if names else lambda instance: ()
+    values = operator.attrgetter(*names) if names else lambda instance: ()
 
-    def equal(self: Any, other: Any) -> Any:
-        return values(self) == values(other) if other.__class__ is self.__class__ else NotImplemented
+    def by(compare: Any) -> Any:
+        return lambda self, other: compare(values(self), values(other)) if other.__class__ is self.__class__ else NotImplemented
 
-    def hashed(self: Any) -> int:
-        return hash(values(self))
-
-    return {"__eq__": equal, "__hash__": hashed}
+    found = {"__eq__": by(operator.eq), "__hash__": lambda self: hash(values(self))}
+    return found | {f"__{each.__name__}__": by(each) for each in (operator.lt, operator.le, operator.gt, operator.ge) if order}
 
 
 def _refuse_setting(self: Any, name: str, value: object) -> None:
