@@ -122,7 +122,7 @@ def test_the_list_of_formats(cli: Cli) -> None:
         (("quantize", "m", "q", "--format", "fp8-dynamc"), "(did you mean 'fp8-dynamic'?)"),
         (
             ("quantize", "m", "q", "--format", "fp8-dynamic", "--bits", "4"),
-            "--bits (bits): not a setting of fp8-dynamic, which has none",
+            "--bits (bits): not a setting of fp8-dynamic, which reads --calibration (calibration),",
         ),
         (("quantize", "m", "q"), "--format"),
         (("quantize", "m", "--format", "fp8-dynamic"), "name the folder to create"),
@@ -139,7 +139,7 @@ def test_what_is_wrong_with_a_command_is_one_error(arguments: tuple[str, ...], t
 
 
 def test_an_unknown_format_in_python(model: Path) -> None:
-    with pytest.raises(PlanError, match=r"--format \(format\): must be one of fp8-dynamic, .*mlx-4bit, \.\.\., not 'fp8'"):
+    with pytest.raises(PlanError, match=r"--format \(format\): must be one of fp8-dynamic, .*awq-4bit, \.\.\., not 'fp8'"):
         weightsmith.quantize("m", "q", "fp8")
 
 

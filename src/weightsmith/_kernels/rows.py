@@ -361,7 +361,7 @@ def find_long(bits: np.ndarray, bins: np.ndarray, n: int, found: np.ndarray, mix
 
 
 @kernel
-def place_in_bin(bits: np.ndarray, bins: np.ndarray, index: int, before: int, found: np.ndarray, count: int) -> Any:
+def place_in_bin(bits: np.ndarray, bins: np.ndarray, index: Any, before: Any, found: np.ndarray, count: int) -> Any:
     """The place of an element in its bin, largest first, where found[:count] are the long elements of the row (`find_long`).
 
     before  how many of the bin have a lower index
@@ -380,7 +380,7 @@ def place_in_bin(bits: np.ndarray, bins: np.ndarray, index: int, before: int, fo
 
 
 @kernel
-def rank_of(bits: np.ndarray, n: int, index: int) -> Any:
+def rank_of(bits: np.ndarray, n: int, index: Any) -> Any:
     """The rank of one element."""
     before, after, v = bits[:index], bits[index:n], bits[index]
     count = np.uint32(0)
@@ -422,12 +422,12 @@ def mark_by_rank(
         found += np.uint64(marks[j] >> np.uint8(1))
     counted = 0
     for i in range(found):
-        j = np.int64(open_[i])
-        b = bins[j]
-        place = np.int64(places[j]) + (np.int64(counts[0, b]) if j >= half else 0)
+        at = np.int64(open_[i])
+        b = bins[at]
+        place = np.int64(places[at]) + (np.int64(counts[0, b]) if at >= half else 0)
         rank = np.int64(lows[b]) + place
         if mixed[b] == 1:
-            rank = np.int64(lows[b]) + place_in_bin(bits, bins, j, place, longs, long)
+            rank = np.int64(lows[b]) + place_in_bin(bits, bins, at, place, longs, long)
         elif mixed[b] == 2:
             if counted == MOST_COUNTED:
                 rank_by_sorting(row, n, order)
@@ -435,8 +435,8 @@ def mark_by_rank(
                     marks[k] = np.uint8(np.float64(words[k]) < chance(order[0, k], highest, step))
                 break
             counted += 1
-            rank = rank_of(bits, n, j)
-        marks[j] = np.uint8(np.float64(words[j]) < chance(rank, highest, step))
+            rank = rank_of(bits, n, at)
+        marks[at] = np.uint8(np.float64(words[at]) < chance(rank, highest, step))
     return marks
 
 

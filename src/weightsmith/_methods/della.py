@@ -17,8 +17,8 @@ inv_probability`), which preserves the expected delta. The default, as in mergek
 norm is restored.""",
     use="""Like dare_ties, but larger changes are kept more often. The authors report 1.2 points over DARE and 3.6 over TIES
 with Llama-2-13B. Results depend on the seed.""",
-    passes="""One, or two with `rescale: l1`: norms, then the result. Sorts every row, so it takes about three times as
-long as DARE.""",
+    passes="""One, or two with `rescale: l1`: norms, then the result. The first ranks elements in
+every row, so the kernels take about twice as long as those of DARE. `inv_probability` ranks all of them, and takes longer.""",
     source="Deep et al. 2024, DELLA-Merging, section 3, https://arxiv.org/abs/2406.11617",
     formula="pᵢⱼ = density - ε + 2ε rank/(n - 1);  δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base)), mᵢⱼ ~ Bernoulli(pᵢⱼ);  then as ties",
     example=example_recipe(

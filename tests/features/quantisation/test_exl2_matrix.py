@@ -444,6 +444,14 @@ def test_integers_with_a_hessian_change_the_output_less(encoding: str) -> None:
     assert error(None) > 1.35 * error(prepare(x.T @ x))
 
 
+@pytest.mark.parametrize(("name", "other"), [("w4a16-g64", "gptq-4bit-g64"), ("w8a16", "gptq-8bit")])
+def test_gptq_holds_the_numbers_of_packed_integers_with_and_without_a_hessian(name: str, other: str) -> None:
+    weight, x = random_weight(64, 256), random_inputs(256)
+    for hessian in (None, prepare(x.T @ x)):
+        found = [common.dequantise(common.quantise(weight, each, hessian), each, weight.shape) for each in (name, other)]
+        np.testing.assert_array_equal(*found)
+
+
 def test_a_weight_that_is_no_number_is_refused() -> None:
     weight = random_weight(8, 128)
     weight[1, 2] = np.inf

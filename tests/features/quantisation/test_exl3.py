@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Mapping
@@ -110,6 +111,23 @@ def test_the_stream_has_the_values_that_were_chosen(rate: Rate) -> None:
     rows = np.random.default_rng(3).standard_normal((16, 64)) * SEARCH[rate].gain
     words, values = encoded(rows, rate)
     np.testing.assert_array_equal(exl3_tiles(words.view(np.int16)[None], "mul1")[0], values)
+
+
+@pytest.mark.parametrize(
+    ("halves", "first", "digest"),
+    [
+        (4, [3656763090, 3641047023, 3353667543], "8481209d0336adb7"),
+        (5, [1099995152, 760082465, 1643643897], "08e27cc479582bd2"),
+        (8, [3972265639, 2485641153, 1028948621], "fcb2c8bbb248e62d"),
+        (12, [2749298325, 525049978, 3028481900], "577947b10ab12ca2"),
+    ],
+)
+def test_streams_stay_as_they_are(halves: int, first: list[int], digest: str) -> None:
+    """Of two tiles. The search computes with integers, so these are the streams on every machine."""
+    rows = ((np.arange(512) * 2654435761 % 1000 - 500) / 200).astype(np.float32).reshape(16, 32)
+    words, _ = encoded(rows, Rate(halves))
+    assert words[0, :3].tolist() == first
+    assert hashlib.sha256(words.astype("<u4").tobytes()).hexdigest()[:16] == digest
 
 
 BOUND = {rate.halves: 2.0 ** (-2 * rate.bits) for rate in RATES}

@@ -169,8 +169,8 @@ def _encoding(group: int) -> TransposedEncoding:
     q_proj.qzeros [2, 8] I32
     q_proj.scales [2, 64] F16
     """
-    name, functions = grouped_name("awq-4bit", group, GROUPS), (_parts, _fill, _settings)
-    parts, fill, settings = (partial(each, group) for each in functions)
+    name, parts = grouped_name("awq-4bit", group, GROUPS), partial(_parts, group)
+    fill, settings = partial(_fill, group), partial(_settings, group)
     return TransposedEncoding(name, BITS, group, parts, fill, settings, len(_PARTS))
 
 

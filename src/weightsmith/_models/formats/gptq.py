@@ -221,22 +221,26 @@ def _encoding(bits: int, group: int) -> TransposedEncoding:
     q_proj.scales [2, 64] F16
     q_proj.g_idx [256] I32
     """
-    name, functions = grouped_name(f"gptq-{bits}bit", group, GROUPS), (_parts, _fill, _settings)
-    parts, fill, settings = (partial(each, bits, group) for each in functions)
+    name, own = grouped_name(f"gptq-{bits}bit", group, GROUPS), (bits, group)
+    parts, fill, settings = partial(_parts, *own), partial(_fill, *own), partial(_settings, *own)
     return TransposedEncoding(name, bits, group, parts, fill, settings, len(_PARTS))
 
 
-def _writing(bits: int) -> Writing:
-    summary = f"{bits}-bit integers with a scale for each group, as GPTQModel stores them"
-    return Writing(f"gptq-{bits}bit", summary, _READERS[bits], {group: _encoding(bits, group) for group in GROUPS})
-
-
 _READERS = {8: "transformers, vLLM, SGLang", 4: "transformers, vLLM, SGLang, ExLlamaV2"}
-_WRITES = tuple(_writing(bits) for bits in _READERS)
+_ENCODINGS = {bits: {group: _encoding(bits, group) for group in GROUPS} for bits in _READERS}
+_WRITES = tuple(
+    Writing(
+        f"gptq-{bits}bit",
+        f"{bits}-bit integers with a scale for each group, as GPTQModel stores them",
+        _READERS[bits],
+        encodings,
+    )
+    for bits, encodings in _ENCODINGS.items()
+)
 GROUPED = {
     each.name: FixedGroups(each.bits, each.quantise, partial(_decode, each.bits, each.group))
-    for writing in _WRITES
-    for each in writing.encodings.values()
+    for encodings in _ENCODINGS.values()
+    for each in encodings.values()
 }
 """The encodings whose codes may be chosen for the inputs of a weight."""
 

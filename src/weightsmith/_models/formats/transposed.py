@@ -131,7 +131,7 @@ def parts_of(modules: Sequence[str], others: Sequence[str]) -> list[str]:
     >>> parts_of(["model.layers.1.mlp.gate"], ["model.layers.0.mlp.gate_proj"])
     ['model.layers.1.mlp.gate']
     """
-    found = {}
+    found: dict[str, None] = {}
     for name in dict.fromkeys(re.sub(r"(?<=\.experts)\..*", "", name) for name in modules):
         short = re.split(r"\.\d+\.", name)[-1]
         found[name if any(short in other for other in others) else short] = None

@@ -1,7 +1,7 @@
 """The `activation_scales` product: scales for what enters the linear layers of a layer, and for what it caches.
 
 They follow from the largest magnitudes on a text. Layers with the same input have the same scale. So have the experts of a
-layer, for the same projection: few tokens of the text reach some of them, or none, and most kernels have one scale for all.
+layer, for the same projection: few tokens of the text reach some of them, or none, and engines' FP8 kernels have one for all.
 """
 
 from __future__ import annotations

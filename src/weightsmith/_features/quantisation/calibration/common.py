@@ -79,7 +79,8 @@ def quantise(weight: Floats | matrix.Unread, encoding: str, hessian: matrix.Fact
 def dequantise(arrays: Arrays, encoding: str, shape: tuple[int, ...]) -> Floats:
     """The weight as loaders compute it: float32 [N, K]."""
     if encoding.startswith(EXL3):
-        return exl3.dequantise_matrix(of_arrays(arrays), shape, parse_exl3(encoding).rate)
+        n, k = shape
+        return exl3.dequantise_matrix(of_arrays(arrays), (n, k), parse_exl3(encoding).rate)
     if not encoding.startswith(_EXL2):
         return _GROUPED[encoding].decode(arrays)
     stored: dict[str, Any] = dict(zip(SUFFIXES, arrays, strict=True))

@@ -78,7 +78,8 @@ def _prepare(draft: PlanDraft) -> bool:
         )
         raise PlanError([Unsupported(what, where="architectures in config.json", fix=OTHER_FORMATS)])
     if key := contradiction(config):
-        what = f"exllamav3 {VERSION} loads {architecture} with {key} {ARCHITECTURES[architecture][key]!r}, not {config[key]!r}"
+        wanted = ARCHITECTURES[str(architecture)][key]
+        what = f"exllamav3 {VERSION} loads {architecture} with {key} {wanted!r}, not {config[key]!r}"
         raise PlanError([Unsupported(what, where="config.json", fix=OTHER_FORMATS)])
     specs = {step.out.name: step.out for step in draft.steps}
     structure = analyse(specs.values(), config)

@@ -125,15 +125,16 @@ def find_scales(weight: Floats, rate: Rate) -> Scales:
         norms[top : min(top + _BAND, n)] = np.square(weight[top : top + _BAND], dtype=np.float64).mean(1)
     if not np.isfinite(norms).all():
         raise NonFinite("a weight is NaN or infinite", fix="repair the model")
-    outputs = _levelled(np.sqrt(np.sqrt(norms)), np.sqrt(norms)) * _signs(len(norms), _OUTPUT_SIGNS)
-    outputs = outputs.astype(np.float16)
+    levelled = _levelled(np.sqrt(np.sqrt(norms)), np.sqrt(norms))
+    outputs: Halves = (levelled * _signs(len(norms), _OUTPUT_SIGNS)).astype(np.float16)
     factors = _inverse(outputs)[:n].astype(np.float64)
     squares = np.zeros(padded_size(k))
     for top in range(0, n, _BAND):
         squares[:k] += np.square(weight[top : top + _BAND] * factors[top : top + _BAND, None]).sum(0)
     inputs = np.sqrt(squares / len(norms))
     inputs *= np.repeat(np.sqrt((inputs.reshape(-1, BLOCK) > 0).mean(1)), BLOCK) / SEARCH[rate].gain
-    return Scales((inputs * _signs(len(inputs), _INPUT_SIGNS)).astype(np.float16), outputs)
+    signed: Halves = (inputs * _signs(len(inputs), _INPUT_SIGNS)).astype(np.float16)
+    return Scales(signed, outputs)
 
 
 def _levelled(scales: Floats64, sizes: Floats64) -> Floats64:
@@ -143,7 +144,8 @@ def _levelled(scales: Floats64, sizes: Floats64) -> Floats64:
         return found
     ratios = np.divide(sizes / mean, scales, out=np.zeros_like(scales), where=scales > 0)
     level = np.sqrt(np.square(ratios).reshape(-1, BLOCK).mean(1))
-    return scales * np.repeat(level, BLOCK)
+    found[:] = scales * np.repeat(level, BLOCK)
+    return found
 
 
 def _signs(count: int, key: int) -> npt.NDArray[np.float64]:
