@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_vocabulary

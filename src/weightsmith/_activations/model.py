@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork, StatisticWork, Work
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import read_bounded
 from weightsmith._base.tensors import DTYPES, TensorSpec

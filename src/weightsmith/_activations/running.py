@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TypeVar
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._methods.jobs.requires import usable_device

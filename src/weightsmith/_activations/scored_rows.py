@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ import numpy.typing as npt
 
 from weightsmith._activations.conversations import Conversation, conversations, rendered
 from weightsmith._activations.rows import encoded, read_pieces
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError, Unsupported
 from weightsmith._base.text import status
 from weightsmith._plans.statistics import TextSource

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from weightsmith._activations.losses import LossesWork, Reference
 from weightsmith._activations.model import TextModel, TextRun
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._plans import Product
 from weightsmith._plans.statistics import TextSource

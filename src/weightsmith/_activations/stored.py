@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import xxhash
@@ -21,7 +21,6 @@ from weightsmith._activations.model import TextModel, TextRun, prefix_of
 from weightsmith._activations.rows import BUILT_IN, text_source
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import STATISTICS, find_statistic
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, Corrupt, FormatError, NotFound, ParameterError, WeightsmithError
 from weightsmith._base.files import expand_user, show
 from weightsmith._base.strict_json import read_object

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from weightsmith._activations.decoder import Base
-from weightsmith._base.dataclass import dataclass
 from weightsmith._plans import Product
 from weightsmith._plans.codec import has_type
 from weightsmith._plans.statistics import TextSource

@@ -44,9 +44,9 @@ import difflib
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.redaction import redacted, redactor
 
 NOTHING_WRITTEN = "Nothing was written."

@@ -15,11 +15,10 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound
 from weightsmith._base.redaction import redacted
 from weightsmith._base.tensors import TensorSpec

@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import PluginError, UnknownName, nearest
 
 Kind = TypeVar("Kind")

@@ -12,9 +12,8 @@ Start here. Every other room uses these values:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from weightsmith._base.dataclass import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

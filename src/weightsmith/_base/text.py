@@ -17,10 +17,10 @@ import textwrap
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, printable, with_excerpt
 from weightsmith._base.redaction import redacted, redacted_values, redactor
 from weightsmith._base.streams import replace_streams

@@ -10,10 +10,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.options import SPOOL_BYTES
 from weightsmith._engine.active import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Task
 from weightsmith._engine.buffers import Buffers

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.heap import return_freed
 from weightsmith._engine.active import ReductionPass, Task

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import yaml
 
 from weightsmith._base.citations import cite
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import WeightsmithError, printable
 from weightsmith._base.files import exists, expand_user, read_bounded
 from weightsmith._base.redaction import redacted

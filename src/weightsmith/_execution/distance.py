@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.text import markdown_table
 from weightsmith._models.structure import analyse
 from weightsmith._plans import Plan

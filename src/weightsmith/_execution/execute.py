@@ -6,11 +6,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, ParameterError
 from weightsmith._base.options import RunOptions
 from weightsmith._execution.distance import Moved, distance_by_layer

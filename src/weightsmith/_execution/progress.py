@@ -7,12 +7,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from html import escape
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.text import count, duration, end_status, is_terminal, note, size
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ import numpy as np
 
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.work import EmbeddingWork
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, Unsupported
 from weightsmith._base.options import RunOptions, named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec

@@ -10,9 +10,9 @@ import functools
 import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError, NotFound, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object

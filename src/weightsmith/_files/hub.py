@@ -11,11 +11,10 @@ import glob
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, without_queries
 from weightsmith._base.files import show
 from weightsmith._base.redaction import know

@@ -11,12 +11,12 @@ done about it: older formats, TorchScript, whole modules, sparse and quantised t
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, RESAVE, FileState, Opener, lookalike, open_local, show, show_all
 from weightsmith._base.tensors import BY_TORCH_NAME, DType, TensorSpec

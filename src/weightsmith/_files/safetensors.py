@@ -12,12 +12,12 @@ byte of the file, and no tensor data is read.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, FileState, Opener, StoredTensor, lookalike, open_local, show
 from weightsmith._base.strict_json import parse_object

@@ -15,10 +15,9 @@ import io
 import pickletools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 

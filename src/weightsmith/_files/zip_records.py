@@ -13,9 +13,9 @@ names, cuts them at NUL, and reads a directory of any size.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from functools import partial
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import DAMAGED, RandomAccess, show
 

@@ -6,9 +6,9 @@ From these records come the registry, `weightsmith methods`, the docs pages, the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import nearest
 from weightsmith._plans import Parameters, Product, Role, Settings, Step, Value
 

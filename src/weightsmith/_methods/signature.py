@@ -12,12 +12,12 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import MethodError
 from weightsmith._methods.base import BaseRole, Method, Parameter, ParameterType, Requirement
 from weightsmith._plans import Parameters, Product, Settings, Step

@@ -15,11 +15,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import numpy as np
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import MethodError
 from weightsmith._kernels.codecs import decode, encode
 from weightsmith._methods.base import BaseRole, Method

@@ -11,11 +11,10 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, MethodError, PluginError, nearest
 from weightsmith._base.files import expand_user, read_bounded, real_path
 from weightsmith._base.plugins import Plugins

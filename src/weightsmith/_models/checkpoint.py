@@ -11,12 +11,11 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
 from weightsmith._base.files import exists, expand_user, real_path, show
 from weightsmith._base.strict_json import read_object

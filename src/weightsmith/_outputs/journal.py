@@ -12,14 +12,13 @@ import json
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CannotResume
 from weightsmith._base.files import read_all
 from weightsmith._base.strict_json import JsonError, parse

@@ -9,13 +9,13 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Corrupt, FormatError, StoreError, Unsupported
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.strict_json import parse

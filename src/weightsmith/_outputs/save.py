@@ -10,12 +10,12 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NOTHING_WRITTEN, CannotResume, Finding, OutputExists, ParameterError, StoreError
 from weightsmith._base.files import FULL, expand_user, write_all
 from weightsmith._base.options.option import parse_size

@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, legible
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.containers import CONTAINERS, SAFETENSORS, Layout

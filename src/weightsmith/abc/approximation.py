@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from weightsmith._base.dataclass import dataclass
 
 Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.int64]

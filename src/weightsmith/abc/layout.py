@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from weightsmith._base.dataclass import dataclass
 
 ATTENTION = frozenset(f"self_attn.{part}_proj.weight" for part in "qkvo")
 NORMS = frozenset({"input_layernorm.weight", "post_attention_layernorm.weight"})

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, Finding
 from weightsmith._base.files import read_bounded
 from weightsmith._base.tensors import TensorSpec

@@ -7,13 +7,12 @@ norms and routers, nor embeddings and heads for most).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding
 from weightsmith._base.tensors import TensorSpec
 from weightsmith.abc.files import FileKind

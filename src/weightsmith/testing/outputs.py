@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import Layout, make_layout

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._engine.local import Resources, Workload, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.results import Results

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest import SkipTest
 
 import numpy as np
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
 from weightsmith.abc.tensors import Tensors, read
 

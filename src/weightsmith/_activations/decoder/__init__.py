@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
-
-from weightsmith._base.dataclass import dataclass
 
 Arithmetic = Literal["float32", "bfloat16"]
 

@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.unfused import put_back, unfuse
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext

@@ -11,11 +11,11 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, nearest
 from weightsmith._base.options import GROUPS
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import typer
 
 from weightsmith._app.cli.help import Command
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.text import note
 
 

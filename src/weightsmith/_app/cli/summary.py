@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsmith._activations.work import EmbeddingWork
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.options import RunOptions
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.computed import Computed

@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weightsmith._app.cli.failures import failures, wrote
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, printable
 from weightsmith._base.options import RunOptions
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn

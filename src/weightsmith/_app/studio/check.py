@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Literal
 
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._app.cli.summary import summarise
 from weightsmith._app.studio.draft import MAX_CHARACTERS, NO_BASE, NO_MODEL, as_text
 from weightsmith._app.studio.places import Places
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import (
     CheckpointError,
     Finding,

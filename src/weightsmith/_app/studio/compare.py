@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ import numpy as np
 
 from weightsmith._app.studio.check import allowed, first_finding, model_allowed
 from weightsmith._app.studio.places import Places
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.installation import install
 from weightsmith._base.options import QuantizeSettings, RecipeOptions

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from weightsmith import _methods as methods
 from weightsmith._app.goals import GOALS, Goal
 from weightsmith._app.studio import edits
 from weightsmith._app.studio.edits import Path
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._methods.describe import doc

@@ -8,12 +8,11 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weightsmith._base import strict_json
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Busy, FormatError, StoreError
 from weightsmith._plans.codec import decode_record
 

@@ -6,10 +6,10 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
 from weightsmith._base.files import expand_user, real_path
 from weightsmith._files.copied import is_weights

@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from weightsmith._app.studio.compare import Sample
 from weightsmith._app.studio.kept import Run
 from weightsmith._app.studio.places import reference
 from weightsmith._app.studio.work import Status
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.pages import Page, charts_html
 from weightsmith._base.pages.values import finite_or_mark, safe, written
 from weightsmith._base.text import count, duration, size

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from weightsmith._app.api import merge
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Busy, WeightsmithError, report
 from weightsmith._execution.page import PAGE_NAME
 from weightsmith._execution.progress import Meter, Rates, Reading, show_progress

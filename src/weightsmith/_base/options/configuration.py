@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, nearest
 from weightsmith._base.files import open_regular
 from weightsmith._base.options.option import Option, option_records, options_of

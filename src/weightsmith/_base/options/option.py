@@ -6,12 +6,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError, PlanError, nearest
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_name
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.options.option import find_option, option, option_record
 from weightsmith._base.tensors import DTYPE_NAMES, DType

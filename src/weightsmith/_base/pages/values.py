@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 from html import escape
 from typing import Any, Literal
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import printable
 from weightsmith._base.redaction import redacted
 from weightsmith._base.text import size

@@ -19,12 +19,11 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Busy, WorkerLost
 from weightsmith._base.options import RunOptions, named
 from weightsmith._engine.local import Progress

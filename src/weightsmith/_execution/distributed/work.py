@@ -12,10 +12,10 @@ import pickle
 import socket
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError, legible
 from weightsmith._base.options import RunOptions, named
 from weightsmith._execution.execute import PRODUCTS_LABEL, PartDone, execute_part, execute_products

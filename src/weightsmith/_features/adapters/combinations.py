@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.cores import Adapted
 from weightsmith._features.adapters.factors import decompose, prefers_exact

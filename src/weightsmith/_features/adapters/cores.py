@@ -30,12 +30,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._methods.jobs.decompose import column_basis, thin_svd

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import yaml
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     Finding,

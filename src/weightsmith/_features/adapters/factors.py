@@ -20,13 +20,13 @@ import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._methods.jobs.decompose import thin_svd

@@ -10,10 +10,9 @@ modules share.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Unsupported
 from weightsmith._features.adapters.built import WEIGHT, Built, matched
 from weightsmith._features.adapters.factors import Form, Target

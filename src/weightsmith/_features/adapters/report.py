@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding
 from weightsmith._base.pages import Column, HeatMap, Table, heat_maps
 from weightsmith._base.pages.svg import heat_map, picture

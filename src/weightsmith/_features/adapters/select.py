@@ -6,9 +6,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ShapeError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import show
 from weightsmith._base.options import ExtractSettings, assignment, named, option_error

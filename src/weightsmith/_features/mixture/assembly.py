@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError, ShapeError, Unsupported, WeightsmithError
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._features.mixture.layouts.dense_config import semantics

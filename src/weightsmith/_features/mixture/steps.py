@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._features.mixture.assembly import Assembly, Dense, MatrixPlace, take

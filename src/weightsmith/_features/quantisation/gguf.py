@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,6 @@ from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import keys_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import StatisticWork
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.options import QuantizeSettings, named, option_error

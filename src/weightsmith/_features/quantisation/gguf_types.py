@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import nearest
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.gguf.families import is_norm, is_router

@@ -12,11 +12,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded
 from weightsmith._base.installation import install_package

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding
 from weightsmith._base.pages import Column, Table
 from weightsmith._base.pages.values import Block

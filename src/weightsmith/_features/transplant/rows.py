@@ -10,12 +10,12 @@ has all rows of the output.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation

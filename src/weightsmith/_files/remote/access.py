@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._files.remote.addresses import is_loopback
 from weightsmith._files.remote.environment import check_network, check_text, check_url
 

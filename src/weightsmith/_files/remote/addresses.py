@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NotFound, ParameterError
 from weightsmith._base.files import show
 

@@ -13,11 +13,10 @@ import heapq
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, StoreError
 from weightsmith._base.files import Extent
 from weightsmith._base.options import SPOOL_BYTES

@@ -12,11 +12,11 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, WeightsmithError, without_queries
 from weightsmith._base.files import show
 from weightsmith._files.remote.addresses import is_loopback

@@ -9,9 +9,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError
 
 _Result = TypeVar("_Result")

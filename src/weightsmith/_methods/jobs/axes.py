@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
-
-from weightsmith._base.dataclass import dataclass
 
 Sparsifier = Literal["none", "magnitude", "magnitude_outliers", "random", "row_rank", "groups"]
 Scope = Literal["tensor", "row", "model"]

@@ -13,12 +13,12 @@ The JSON of 4-bit weights is tensor data, and the shapes are nowhere else, so it
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import parse_object

@@ -9,8 +9,8 @@ that has no row for a format does not load it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.projections import joined_sets
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec

@@ -24,12 +24,12 @@ end of the range, because the adjusted scale may be smaller by 1/16; and the rou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import config_entries, plain_dtype

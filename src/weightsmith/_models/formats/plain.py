@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.files import Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec

@@ -8,12 +8,12 @@ Each read multiplies the values of the codes that it needs by their scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, FormatError
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec

@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError, NotFound, Unsupported
 from weightsmith._base.files import file_names, is_folder, show
 from weightsmith._base.strict_json import read_object

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, permutations, takewhile
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.lora.adapter import Adapter, Parameter, Stacked
 from weightsmith._models.sources.adapted import Update

@@ -13,10 +13,10 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, FormatError
 from weightsmith._base.files import Extent, FileState, RemoteBytes, StoredTensor, raise_open_files, read_into, show
 from weightsmith._base.tensors import DType, TensorSpec

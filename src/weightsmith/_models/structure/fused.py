@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._models.structure.configs import whole_number
 from weightsmith._models.structure.model import Structure

@@ -12,10 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import LayerError, UnknownName, nearest
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.configs import sections, whole_numbers

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import LayerError
 from weightsmith._models.structure.configs import whole_numbers
 

@@ -21,10 +21,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import LayerError
 from weightsmith._models.structure.configs import EXPERT_COUNTS, whole_number, whole_numbers
 from weightsmith._models.structure.perlayer import Remap

@@ -9,12 +9,11 @@ layers, or if it looks like one: indices 0..n-1 without gaps, repeated sub-modul
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._models.structure.configs import Path, section_at
 from weightsmith._models.structure.counts import INDEX, Count, find_counts, is_container, is_count_key, match_counts, words
 

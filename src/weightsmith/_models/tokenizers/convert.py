@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Unsupported
 from weightsmith._models.tokenizers.parts import (
     BYTE_LEVEL,

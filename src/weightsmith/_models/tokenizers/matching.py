@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._models.structure.configs import whole_numbers
 from weightsmith._models.tokenizers.files import settings_of
 from weightsmith._models.tokenizers.union import Rows, unused_row

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._files.protobuf import fields
 
 SPACE = "\u2581"

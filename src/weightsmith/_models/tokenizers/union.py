@@ -9,13 +9,13 @@ never be found at all.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Unsupported
 from weightsmith._models.tokenizers.parts import FLAGS, tokenizer_bytes
 from weightsmith._models.tokenizers.vocabulary import NO_MERGES, Added, Vocabulary, json_object, without_merges

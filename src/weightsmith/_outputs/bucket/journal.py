@@ -14,10 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import StoreError
 from weightsmith._outputs.bucket.client import Bucket, not_ours
 from weightsmith._outputs.bucket.parts import GroupKey

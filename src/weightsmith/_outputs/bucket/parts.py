@@ -11,10 +11,10 @@ through tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._files.containers import Layout, ShardLayout
 
 PART_BYTES = 8 << 20

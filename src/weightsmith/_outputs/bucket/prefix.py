@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._files.remote.addresses import parse_address
 from weightsmith._outputs.local.area import STAGING_SUFFIX

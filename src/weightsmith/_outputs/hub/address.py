@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NOTHING_WRITTEN, PushFailed, legible
 from weightsmith._outputs.local.target import absolute
 from weightsmith.abc.output import Capabilities

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._outputs.local.rename import CAPABILITIES
 from weightsmith._outputs.local.target import absolute, check_out, check_vacant
 

@@ -10,10 +10,10 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, LayerError, MismatchError, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._models.checkpoint import Checkpoint

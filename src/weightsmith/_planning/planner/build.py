@@ -6,14 +6,13 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from weightsmith import _methods as methods
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import exists, expand_user, is_folder
 from weightsmith._base.options import RecipeOptions

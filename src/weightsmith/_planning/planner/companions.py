@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, MismatchError
 from weightsmith._base.files import read_bounded, show
 from weightsmith._files.copied import holds_tokens, is_tokenizer

@@ -19,12 +19,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, LayerError, PlanError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint

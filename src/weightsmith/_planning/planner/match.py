@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure import Stack, Structure
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, PlanError, RecipeError, WeightsmithError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DType, TensorSpec

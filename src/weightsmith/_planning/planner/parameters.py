@@ -8,8 +8,8 @@ name in that model, those of a shared one at the output name.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, ParameterError, WeightsmithError
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._planning.planner.segments import Segment

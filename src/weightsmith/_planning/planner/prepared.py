@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import UnknownName, nearest
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._files.copied import MAX_COPIED_BYTES

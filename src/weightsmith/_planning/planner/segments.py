@@ -6,9 +6,8 @@ A `Segment` is a run of output layers made from the same inputs; `models` is one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, LayerError, MismatchError, ParameterError, UnknownName, WeightsmithError
 from weightsmith._methods.base import Method
 from weightsmith._models.structure import Stack, Structure

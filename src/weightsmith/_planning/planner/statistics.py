@@ -7,13 +7,12 @@ layers of a decoder; a tensor of which a text tells nothing is merged without.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._activations.statistics import find_statistic
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._methods.base import Method, Requirement

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, NotFound, ParameterError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded, show
 from weightsmith._base.tensors import TensorSpec

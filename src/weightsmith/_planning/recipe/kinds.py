@@ -10,9 +10,9 @@ A `Kind` is everything there is to know of a kind of value, so adding one is one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, SyntaxProblem, WeightsmithError
 from weightsmith._planning.recipe.nodes import Node, Pair, describe
 from weightsmith._planning.recipe.records import Recipe, Section

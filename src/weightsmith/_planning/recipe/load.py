@@ -7,13 +7,12 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import (
     Finding,
     NotFound,

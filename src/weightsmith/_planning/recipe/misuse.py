@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError, UnknownKey, Unsupported, WeightsmithError
 from weightsmith._planning.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE
 from weightsmith._planning.recipe.kinds import NOT_IN_MIXTURES, Level

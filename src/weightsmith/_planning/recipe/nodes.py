@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, SyntaxProblem, WeightsmithError
 from weightsmith._base.redaction import redacted
 from weightsmith._base.tensors import dtype_name

@@ -7,10 +7,9 @@ messages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding
 from weightsmith._base.tensors import DType
 from weightsmith._planning.recipe.values import Setting

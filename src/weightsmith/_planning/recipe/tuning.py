@@ -9,12 +9,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import yaml
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError, SyntaxProblem, WeightsmithError
 from weightsmith._planning.recipe.kinds import Schema
 from weightsmith._planning.recipe.nodes import Node, Pair, Scalar, describe, float_of

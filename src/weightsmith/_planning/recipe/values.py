@@ -11,11 +11,10 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._planning.recipe.nodes import Scalar, float_of
 
 # ---- Schedules

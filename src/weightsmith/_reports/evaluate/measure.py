@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,7 +15,6 @@ import numpy.typing as npt
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
 from weightsmith._activations.scoring import Known, Scored, scored
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
 from weightsmith._base.options import EvaluateSettings, RunOptions, assignment, lists_options, option_error, read_options
 from weightsmith._base.options.keywords import EvaluateKeywords

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from weightsmith._activations.model import PACKAGES, TextModel, base_of, result_
 from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import TOKENIZER, load_tokenizer
 from weightsmith._activations.scored_rows import Cutter
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NotFound, PlanError, WeightsmithError
 from weightsmith._base.options import QuantizeSettings, RecipeOptions
 from weightsmith._base.tensors import DTYPES

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weightsmith._activations.model import PACKAGES
 from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import TOKENS, text_source
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding, PlanError, WeightsmithError
 from weightsmith._base.options import EvaluateSettings, RunOptions
 from weightsmith._base.pages.values import Block

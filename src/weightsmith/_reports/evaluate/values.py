@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.pages import Shown
 from weightsmith._base.text import count
 from weightsmith._reports.look.models import json_values

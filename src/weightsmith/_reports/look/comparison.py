@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement
 from typing import Any, ClassVar
@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.pages import Shown
 from weightsmith._base.text import count
 from weightsmith._kernels.codecs import BLOCK

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._features.adapters.factors import rounding_noise
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES

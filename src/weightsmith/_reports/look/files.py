@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._execution.cards import read_card
 from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.checkpoint import CARD_NAME, Checkpoint

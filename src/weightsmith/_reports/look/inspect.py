@@ -7,13 +7,12 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
 from weightsmith._base.pages import Shown
 from weightsmith._base.tensors import TensorSpec

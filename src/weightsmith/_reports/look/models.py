@@ -7,10 +7,9 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import PlanError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.checkpoint import Checkpoint

@@ -10,13 +10,12 @@ sample instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.differences import SURVIVAL, survival
 from weightsmith._methods import get

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import median_low
 from typing import Any, ClassVar
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.pages import Mark, Shown
 from weightsmith._base.pages.values import finite_or_mark, written
 from weightsmith._execution.distance import share_of

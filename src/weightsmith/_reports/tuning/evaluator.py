@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from weightsmith._activations.decoder.forward import Decoder, Layer, build, grad
 from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import Resources, Workload, run

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NotFound, ParameterError, PlanError, UnknownKey, WeightsmithError
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._models.checkpoint import open_checkpoint

@@ -17,12 +17,12 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
 import xxhash
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError
 from weightsmith._base.files import open_regular
 from weightsmith._base.strict_json import JsonError, parse

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.text import count
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.values import Change, Score, mean_score, of_change, perplexity

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from weightsmith._activations.scored_rows import ScoredRows, together
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError
 from weightsmith._base.options import EvaluateSettings, RunOptions, TuneSettings
 from weightsmith._execution.progress import Meter

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._base.text import count

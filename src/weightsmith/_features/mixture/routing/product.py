@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.packages import missing
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import (
     Finding,
     NonFinite,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, SyntaxProblem, WeightsmithError
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._planning.recipe import Expert

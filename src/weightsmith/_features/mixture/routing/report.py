@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Finding
 from weightsmith._base.pages import HeatMap
 from weightsmith._base.pages.svg import heat_map, picture

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 

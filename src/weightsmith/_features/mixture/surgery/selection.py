@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import LayerError, NotFound, ParameterError, WeightsmithError
 from weightsmith._base.files import expand_user, show
 from weightsmith._base.strict_json import read_object

@@ -13,6 +13,7 @@ with probabilities s_i at equal steps; only these are quantised.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.gradients import LAST_FIRST
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weightsmith._activations.sites import is_attention, site_of
 from weightsmith._activations.states import FORWARD
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind

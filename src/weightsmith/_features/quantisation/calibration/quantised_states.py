@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from weightsmith._activations.states import check, run
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.dataclass import dataclass
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.common import dequantise, split
 from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER

@@ -13,6 +13,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,6 @@ from weightsmith._activations.decoder import Base
 from weightsmith._activations.gradients import LAST_FIRST, predict
 from weightsmith._activations.rows import rows_of
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.dataclass import dataclass
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.common import located
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, dequantise, quantise

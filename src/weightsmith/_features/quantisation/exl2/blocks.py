@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.exl2.layout import ROWS, Params, bits_of, groups_of, params, why_illegal

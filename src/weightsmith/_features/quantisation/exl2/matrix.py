@@ -17,10 +17,10 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NonFinite, ParameterError
 from weightsmith._methods.jobs.matrix import Tensor, one_thread
 from weightsmith._models.formats.exl2.layout import Floats, Group, Groups, Halves, padded

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object

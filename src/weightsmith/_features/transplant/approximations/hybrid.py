@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._features.transplant.approximations.subword import compose, piece_weights
 from weightsmith._features.transplant.pursuit import Sparse, in_parallel
 from weightsmith.abc.approximation import Approximated, Approximation, Floats, Problem

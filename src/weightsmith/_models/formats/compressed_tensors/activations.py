@@ -13,12 +13,12 @@ bf16 scales are rounded to nearest, so 448 scales may be less than the largest m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.compressed_tensors.writing import NVFP4, STATIC
 from weightsmith._models.formats.matrices import SUFFIX, bf16_scales

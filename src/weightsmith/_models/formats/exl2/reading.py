@@ -7,12 +7,12 @@ is a matrix of its own in the file, and the loader uses it, so the plain model i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec

@@ -10,13 +10,12 @@ Codes are rounded to nearest, with scales found by a search over the weights alo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec

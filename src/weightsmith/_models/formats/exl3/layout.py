@@ -15,13 +15,13 @@ K inputs and N outputs are padded to multiples of 128. With R the values of the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.tensors import DTYPES, TensorSpec
 
 Floats = npt.NDArray[np.float32]

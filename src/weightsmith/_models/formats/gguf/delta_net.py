@@ -6,12 +6,12 @@ llama.cpp has the first of every key head first, then the second of every one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._models.formats.gguf.config import Config
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._models.structure.projections import MIXTRAL
 
 LAYERS = "model.layers."

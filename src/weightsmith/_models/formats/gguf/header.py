@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, FileState, Opener, RandomAccess, lookalike, open_local, show
 from weightsmith._base.tensors import DType

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
 from weightsmith._files.containers.base import Layout, ShardLayout, TensorPlace, split

@@ -23,12 +23,12 @@ import math
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.installation import install

@@ -6,13 +6,12 @@ Statistics never include padding, so they do not depend on which prompts share a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from weightsmith._base.dataclass import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,11 +27,11 @@ experts'. Without prompts it is zero, a gate of 0.5.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from weightsmith._base.dataclass import dataclass
 from weightsmith._features.mixture.routing.gates import Sample
 
 SHRINKAGES = (0.001, 0.01, 0.1, 0.5)
