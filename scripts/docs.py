@@ -36,7 +36,7 @@ from typer.main import get_command
 
 import weightsmith
 from weightsmith._app.cli import exits, mergekit_flags
-from weightsmith._app.cli.app import app
+from weightsmith._app.cli.app import make_app
 from weightsmith._app.cli.manual import man_page
 from weightsmith._base.options import Option, find_option, option_records, options_of
 from weightsmith._base.options.configuration import settings
@@ -70,7 +70,7 @@ def pages() -> dict[Path, str]:
         DOCS / "moe-layouts.md": layouts_page([*map(LAYOUTS.get, LAYOUTS.own)]),
         KEYWORDS: keywords_module(),
     }
-    found[MAN] = man_page(get_command(app))
+    found[MAN] = man_page(get_command(make_app()))
     found |= {DOCS / "methods" / f"{method.name}.md": method_page(method) for method in methods}
     return found | filled({DOCS / name: (DOCS / name).read_text(encoding="utf-8") for name in WITH_BLOCKS}, methods)
 
@@ -185,6 +185,7 @@ def _typed(option: Option) -> str:
 
 def _commands() -> dict[str, str]:
     """The table of each command's options. What is as in `merge` is one row of the others."""
+    app = make_app()
     group = get_command(app)
     callbacks = {str(each.name or each.callback.__name__.replace("_", "-")): each.callback for each in app.registered_commands}
     own = {name: _flags(group.commands[name], getattr(callbacks[name], "flags", {})) for name in group.commands}

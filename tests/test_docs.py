@@ -451,7 +451,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 def test_the_commands_of_the_gallery_can_be_run() -> None:
     from typer.main import get_command
 
-    from weightsmith._app.cli.app import app
+    from weightsmith._app.cli.app import make_app
 
     text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
     sections = load(ROOT / "examples" / "gallery.py").sections(text)
@@ -460,7 +460,7 @@ def test_the_commands_of_the_gallery_can_be_run() -> None:
         assert f"gallery/{name}" in lines
         for line in lines.splitlines():
             program, command, *arguments = shlex.split(line, comments=True)
-            known = get_command(app).commands[command]  # type: ignore[attr-defined]
+            known = get_command(make_app()).commands[command]  # type: ignore[attr-defined]
             options = {option for parameter in known.params for option in parameter.opts}
             assert program == "weightsmith"
             assert {argument for argument in arguments if argument.startswith("-")} <= options, line
@@ -471,9 +471,9 @@ def test_the_commands_of_the_gallery_can_be_run() -> None:
 def test_every_command_is_in_the_readme_or_a_page_and_every_one_there_exists() -> None:
     from typer.main import get_command
 
-    from weightsmith._app.cli.app import app
+    from weightsmith._app.cli.app import make_app
 
-    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
+    commands = set(get_command(make_app()).commands)  # type: ignore[attr-defined]
     assert commands == {name for page in PAGES for name in re.findall(r"\bweightsmith ([a-z]+(?:-[a-z]+)*)", code(page))}
 
 

@@ -172,9 +172,9 @@ def test_the_man_page_has_every_command_and_no_warning_of_groff() -> None:
     text = page.read_text()
     from typer.main import get_command
 
-    from weightsmith._app.cli.app import app
+    from weightsmith._app.cli.app import make_app
 
-    for name in get_command(app).commands:  # type: ignore[attr-defined]
+    for name in get_command(make_app()).commands:  # type: ignore[attr-defined]
         assert f".SS weightsmith {name}".replace("-", "\\-") in text
     if shutil.which("groff") is None:
         pytest.skip("groff is not installed")

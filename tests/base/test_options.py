@@ -15,7 +15,7 @@ from typer.main import get_command
 
 import weightsmith
 from tests.cli_help import Cli, cli
-from weightsmith._app.cli.app import app
+from weightsmith._app.cli.app import make_app
 from weightsmith._base import options
 from weightsmith._base.errors import PlanError
 from weightsmith._base.options import Option, keywords
@@ -27,7 +27,7 @@ from weightsmith._features.transplant.approximations import APPROXIMATIONS
 
 __all__ = ["cli"]
 
-COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = get_command(make_app()).commands  # type: ignore[attr-defined]
 EVERY = [(record, option) for record in options.option_records() for option in options.options_of(record).values()]
 CASES = pytest.mark.parametrize(
     ("record", "option"), EVERY, ids=[f"{record.__name__}.{option.name}" for record, option in EVERY]

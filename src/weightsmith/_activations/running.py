@@ -125,7 +125,8 @@ class Rows:
 
     def check_finite(self, x: Tensor, what: str, row: int) -> None:
         """Raise NonFinite, with the layer and the row, unless all numbers have finite squares."""
-        if not bool(torch.isfinite(x.abs().max() ** 2)):
+        low, high = x.aminmax()
+        if not bool(torch.isfinite(torch.maximum(-low, high) ** 2)):
             raise NonFinite(
                 f"{what} is NaN, infinite or too large in row {row} of the text",
                 where=self.base.label,

@@ -86,6 +86,11 @@ class Inputs:
             for site, own in self.sites.items()
         ]
 
+    @property
+    def threads(self) -> int:
+        """Threads of the run."""
+        return self._rows.bench.threads
+
     def keys(self, site: str) -> list[str]:
         """What the inputs of a site are given under: its own name, and those of weights with scales; with gradients, all."""
         own = self.sites[site]

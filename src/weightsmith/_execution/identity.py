@@ -137,7 +137,8 @@ def program_files(package: Path) -> dict[str, bytes]:
             parts = path.split(".")
             named = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
             named += [f"{path}.{word.decode()}" for word in re.findall(rb"\w+", imported)]
-            named += [module for module in modules if dynamic and module.startswith(f"{path}.")]
+            if dynamic:
+                named += [module for module in modules if module.startswith(f"{path}.")]
             todo += [modules[module] for module in named if module in modules]
     return dict(sorted(found.items()))
 

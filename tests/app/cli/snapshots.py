@@ -23,7 +23,7 @@ from typer.main import get_command
 from tests.cli_help import LINEAR, make_models
 from tests.mini import write_checkpoint
 from weightsmith._app.cli import main as run_program
-from weightsmith._app.cli.app import app
+from weightsmith._app.cli.app import make_app
 from weightsmith._app.cli.help import overview, page_of, terminal_width
 
 FOLDER = Path(__file__).parent / "snapshots"
@@ -32,7 +32,7 @@ WIDTHS = (80, 120)
 
 def help_pages() -> dict[str, str]:
     """The help of the program and of each command, at both widths, by file name."""
-    program = get_command(app)
+    program = get_command(make_app())
     before = os.environ.get("COLUMNS")
     found = {}
     try:

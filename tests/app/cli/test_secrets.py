@@ -17,13 +17,13 @@ import typer
 
 from tests import fake_hub
 from tests.cli_help import LINEAR, Cli, cli, work
-from weightsmith._app.cli.app import app
+from weightsmith._app.cli.app import make_app
 from weightsmith._base import redaction
 
 __all__ = ["cli", "work"]
 
 MARK = "S3CRETmark"
-GROUP: Any = typer.main.get_command(app)
+GROUP: Any = typer.main.get_command(make_app())
 COMMANDS: dict[str, Any] = GROUP.commands
 _ENCODED = [base64.b64encode(f"{pad}{MARK}".encode()).decode().rstrip("=")[4:-2] for pad in ("", "a", "ab")]
 _FOUND = re.compile("|".join([MARK, *map(re.escape, _ENCODED)]))

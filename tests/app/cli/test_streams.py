@@ -53,7 +53,8 @@ WITHOUT_STDERR = {"merge", "preview", "inspect", "verify", "methods", "doctor"}
 DRIVER = """
 import json, os, sys
 from weightsmith._app.cli import main
-from weightsmith._app.cli.app import app
+from weightsmith._app.cli.app import make_app
+make_app()  # imports the modules of all commands
 import weightsmith._features.adapters.extract, weightsmith._execution.distributed, weightsmith._execution
 import weightsmith._kernels.compiler
 import weightsmith._reports.look.pages, weightsmith._planning.planner.reopen, weightsmith._features.transplant.plan
@@ -139,9 +140,9 @@ def _run(folder: Path, cases: list[tuple[str, int, str, list[str]]]) -> dict[str
 
 
 def test_the_table_has_every_command() -> None:
-    from weightsmith._app.cli.app import app
+    from weightsmith._app.cli.app import make_app
 
-    names = {each.name or each.callback.__name__.replace("_", "-") for each in app.registered_commands if each.callback}
+    names = {each.name or each.callback.__name__.replace("_", "-") for each in make_app().registered_commands if each.callback}
     # studio serves until Ctrl-C, the others need a model that transformers runs
     assert names == {*COMMANDS, "studio", "eval", "tune", "statistics"}
 

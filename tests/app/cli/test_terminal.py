@@ -22,7 +22,7 @@ import pytest
 from tests.cli_help import LINEAR, Cli, cli, environment, make_models
 from tests.sampling import sampled
 from weightsmith._app.cli import WORKING
-from weightsmith._app.cli.app import app
+from weightsmith._app.cli.app import make_app
 from weightsmith._base.text import end_status, note, say, status, status_line, table, wrapped
 
 __all__ = ["cli"]
@@ -281,7 +281,7 @@ SEEN = {"merge", "moe", "plan", "preview", "inspect", "diff", "quantize", "dequa
 
 
 def test_every_command_says_what_it_does_or_is_done_at_once() -> None:
-    known = {each.name or getattr(each.callback, "__name__", "") for each in app.registered_commands}
+    known = {each.name or getattr(each.callback, "__name__", "") for each in make_app().registered_commands}
     assert {name.replace("_", "-") for name in known} - set(WORKING) == {"init", "methods", "schema", "help"}
     assert sorted(STARTED) == sorted(WORKING)
 

@@ -16,6 +16,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.calibration import common
 from weightsmith._features.quantisation.exl2.matrix import (
     COPIED,
+    INVERTED,
     FactoredHessian,
     Unread,
     dequantise_matrix,
@@ -216,6 +217,18 @@ def test_the_factor_is_that_of_the_inverse() -> None:
     factor = found.factor.numpy().astype(np.float64)
     assert (np.tril(factor, -1) == 0).all()
     np.testing.assert_allclose(factor.T @ factor @ damped, np.eye(200), atol=1e-4)
+
+
+def test_a_factor_of_several_blocks_is_that_of_the_inverse_on_any_number_of_threads() -> None:
+    features = 2 * INVERTED + 70
+    x = np.random.default_rng(1).standard_normal((1500, features)).astype(np.float32)
+    hessian = x.T @ x
+    found = prepare(hessian)
+    damped = hessian[np.ix_(found.order, found.order)] + 0.12 * hessian.diagonal().mean() * np.eye(features)
+    factor = found.factor.numpy().astype(np.float64)
+    assert (np.tril(factor, -1) == 0).all()
+    np.testing.assert_allclose(factor.T @ factor @ damped, np.eye(features), atol=1e-4)
+    assert (prepare(hessian, threads=3).factor.numpy() == found.factor.numpy()).all()
 
 
 def by_rows(weight: np.ndarray, hessian: np.ndarray, groups: Groups) -> np.ndarray:

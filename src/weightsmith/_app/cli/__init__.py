@@ -47,11 +47,11 @@ def main() -> None:
         prepare_streams()
         if sys.argv[1:2] and sys.argv[1] in WORKING and not _SILENT & {*sys.argv}:
             begin_status("starting")  # before anything is imported, which takes seconds on a busy machine
-        from weightsmith._app.cli.app import app
+        from weightsmith._app.cli.app import make_app
         from weightsmith._base.heap import limit_malloc_arenas
 
         limit_malloc_arenas()
-        code = _run(app)
+        code = _run(make_app(sys.argv[1:]))
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130
     end_status()

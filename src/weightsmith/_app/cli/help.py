@@ -142,7 +142,18 @@ def misuse(error: Any) -> Finding:
 QUOTES = "'\""
 
 
-class Command(TyperCommand):
+class _Plain:
+    """A command whose parameters do without pydantic."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Typer's hook for all parameters of a command, `--help` too."""
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in found:
+            _keep_text(each)
+        return found
+
+
+class Command(_Plain, TyperCommand):
     """A command with our help page."""
 
     def get_help(self, ctx: Any) -> str:
@@ -154,12 +165,31 @@ class Command(TyperCommand):
         return f"usage: {name} {page_of(self, name).usage}"
 
 
-class Group(TyperGroup):
+class Group(_Plain, TyperGroup):
     """All commands, with our help page."""
 
     def get_help(self, ctx: Any) -> str:
         """Typer's hook for `--help`."""
         return overview(self, ctx.command_path).lines(terminal_width())
+
+
+def _keep_text(parameter: Any) -> None:
+    """Take the values of a flag, a text or a list of texts as they are. Typer imports pydantic to check them: 0.1 s."""
+    by_typer, kind = parameter.process_value, getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    if kind not in (str, bool, list[str]) or "process_value" in vars(parameter):
+        return
+    several = parameter.multiple or parameter.nargs == -1
+
+    def process(context: Any, value: Any) -> Any:
+        if value is None and not parameter.required:
+            value = () if several else None
+        elif several and isinstance(value, list | tuple) and value:
+            value = list(value)
+        elif several or type(value) is not kind:
+            return by_typer(context, value)  # a text that is missing, or no text
+        return value if parameter.callback is None else parameter.callback(context, parameter, value)
+
+    parameter.process_value = process
 
 
 def page_of(command: Any, name: str) -> HelpPage:

@@ -54,14 +54,12 @@ def write_product(folder: Path, name: str, arrays: Arrays) -> str:
 
     arrays  those of `create_product` are in the file already
 
-    The file gets its name when it is complete, because another process may be reading it.
+    The file gets its name when it is complete, because another process may be reading it. Nobody waits until it is on the disk:
+    the checksum tells a resumed run if it is.
     """
     part = _part(folder, name)
     try:
-        if maps := {id(found): found for array in arrays if (found := _map_of(array)) is not None}:
-            for found in maps.values():
-                found.flush()
-        else:
+        if all(_map_of(array) is None for array in arrays):
             folder.mkdir(exist_ok=True)
             with os.fdopen(create_file(folder, PurePosixPath(part.name)), "wb") as file:
                 for array in arrays:

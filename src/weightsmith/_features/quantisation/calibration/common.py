@@ -167,7 +167,7 @@ class Factors:
         """
         with self.room(inputs.width(site)):
             hessian = finish(site)
-            return None if hessian is None else matrix.prepare(hessian, sort=sort)
+            return None if hessian is None else matrix.prepare(hessian, sort=sort, threads=inputs.threads)
 
     @contextmanager
     def room(self, width: int) -> Iterator[None]:

@@ -152,7 +152,7 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
         hessian = sums.finish(name)
         if common.takes_plain_hessian(encoding):
             return common.quantise_plainly(weight, encoding, hessian, bench.threads)
-        return common.quantise(weight, encoding, matrix.prepare(hessian))
+        return common.quantise(weight, encoding, matrix.prepare(hessian, threads=bench.threads))
 
 
 KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)

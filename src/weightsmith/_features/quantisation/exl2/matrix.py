@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,8 @@ from weightsmith._models.formats.exl2.writing import Codes, Exl2Matrix, Places, 
 
 TILE = 128
 """Rows whose errors are passed on to all later rows in one product of matrices; more if a group is larger."""
+INVERTED = 512
+"""Rows and columns of a block of an inverse. The products of its blocks on several threads are those of one."""
 COPIED = 1024
 """Output features whose inputs are put in order at once: a multiple of 32, to which N is padded."""
 
@@ -71,17 +74,18 @@ class Unread:
         return array, pages
 
 
-def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
+def prepare(hessian: Floats, *, sort: bool = True, threads: int = 1) -> FactoredHessian:
     """Sort, damp, factorise and invert a Hessian.
 
     hessian  float32 [K, K]: Σ xxᵀ over the inputs x of a layer; any scale
     sort     False leaves features in their own order. `down_proj` of an MLP with biases needs it: the loader moves the order of
              its inputs to the outputs of gate and up, but not to their biases
+    threads  that may compute; the result does not depend on their number
 
     If the damped Hessian is not positive definite, more damping is added, up to `ATTEMPTS` times. Inputs that are always zero
     need no special case. Raises NonFinite, and ParameterError if no damping helps.
 
-    Cost: K³ / 2 multiplications in float64, and 16 K² bytes in all.
+    Cost: K³ / 3 multiplications in float64, and 16 K² bytes in all.
     """
     import torch
 
@@ -98,13 +102,39 @@ def prepare(hessian: Floats, *, sort: bool = True) -> FactoredHessian:
             work.diagonal().add_(attempt * damping)
             torch.linalg.cholesky_ex(work, out=(work, failed))
             if not failed and bool(work.diagonal().isfinite().all()):
-                inverse = torch.eye(k, dtype=torch.float64)
-                torch.linalg.solve_triangular(work, inverse, upper=False, out=inverse)
+                inverse = _inverse(work, threads)
                 del work
                 factor = torch.empty(k, k)
                 factor.numpy()[:] = inverse.numpy()[::-1, ::-1]
                 return FactoredHessian(order, factor)
     raise ParameterError(f"the Hessian of a layer is not positive definite, even with {ATTEMPTS * damping:.3g} on its diagonal")
+
+
+def _inverse(lower: Tensor, threads: int) -> Tensor:
+    """The inverse of a lower triangular matrix, float64. Columns of blocks are independent: each thread computes some."""
+    import torch
+
+    k = len(lower)
+    found = torch.zeros(k, k, dtype=torch.float64)
+    blocks = [slice(first, min(first + INVERTED, k)) for first in range(0, k, INVERTED)]
+
+    def invert(block: slice) -> None:
+        with one_thread():
+            own = torch.eye(block.stop - block.start, dtype=torch.float64)
+            torch.linalg.solve_triangular(lower[block, block].contiguous(), own, upper=False, out=own)
+            found[block, block] = own
+
+    def substitute(number: int) -> None:
+        columns = blocks[number]
+        with one_thread():
+            for block in blocks[number + 1 :]:
+                above = slice(columns.start, block.start)
+                found[block, columns] = found[block, block] @ (lower[block, above] @ found[above, columns]).neg_()
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(invert, blocks))
+        list(pool.map(substitute, range(len(blocks))))
+    return found
 
 
 def quantise_matrix(weight: Floats | Unread, hessian: FactoredHessian | None, groups: Groups) -> Exl2Matrix:
