@@ -416,6 +416,7 @@ def test_mixtures_of_experts(style: str, model: Path) -> None:
         ({"architectures": ["Gemma3ForCausalLM"]}, {}, {"bits": 4}, "'Gemma3ForCausalLM' cannot be stored as EXL3"),
         ({"hidden_act": "gelu"}, {}, {"bits": 4}, "loads LlamaForCausalLM with hidden_act 'silu', not 'gelu'"),
         ({"architectures": None}, {}, {"bits": 4}, "None cannot be stored as EXL3"),
+        ({"architectures": [["LlamaForCausalLM"]]}, {}, {"bits": 4}, "['LlamaForCausalLM'] cannot be stored as EXL3"),
         ({}, {"model.layers.0.mlp.up_proj.bias": (I,)}, {"bits": 4}, "exllamav3 cannot load the bias: its 200 numbers"),
         ({}, {}, {}, "exl3 needs the average bits per weight"),
         ({}, {}, {"bits": 0.9}, "exl3 has 1 to 8 bits per weight, not 0.9"),
