@@ -319,6 +319,18 @@ def test_models_that_transformers_cannot_build(llama: Path, tmp_path: Path) -> N
     assert "transformers cannot build a model of type 'lama'" in refusal(tmp_path / "m", "nvfp4", given_for(tmp_path))
 
 
+def test_errors_of_scales_do_not_propose_to_leave_out_the_text(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    for file in llama.iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    for format, cache, other in (("fp8-static", None, "fp8-dynamic"), ("w8a16", "fp8", "fp8-dynamic without --kv-cache")):
+        message = refusal(tmp_path / "m", format, given_for(tmp_path, kv_cache=cache))
+        assert "put the model's tokenizer.json next to its weights" in message.lower()
+        assert f"; or choose {other}" in message
+        assert "--calibration none" not in message
+
+
 @pytest.mark.slow
 def test_keys_that_are_too_large(tmp_path: Path) -> None:
     model, given = save_model(tmp_path / "m"), given_for(tmp_path, kv_cache="fp8")
