@@ -266,6 +266,8 @@ def test_scales_are_dropped_with_a_note_when_a_model_is_read(format: str, llama:
     made = weightsmith.dequantize(out, tmp_path / "plain", progress=False)
     notes = [str(each) for each in made.warnings]
     assert any("18 scale(s) of activations or of the KV cache are dropped" in note for note in notes), notes
+    note = next(each for each in weightsmith.inspect(out).notes if "are dropped" in each)
+    assert "plain weights have none; the first is 'model.layers.0." in note
     plain, before = tensors_of(tmp_path / "plain"), tensors_of(llama)
     assert plain.keys() == before.keys()
     for name, array in plain.items():
