@@ -100,8 +100,8 @@ def test_every_option_has_one_sentence_under_a_heading_that_help_knows(command: 
     for option in _options(command):
         assert option.rich_help_panel in (None, *GROUPS)
         words = option.help.partition(" [default: ")[0]
-        assert re.fullmatch(r"([A-Z]|[a-z_ ]+ only: ).*[^.]\.", words), words
-        assert not re.search(r"\. [A-Z]|if not given|may be given", words), words
+        assert re.fullmatch(r"([A-Z]|[a-z_ -]+ only: ).*[^.]\.", words), words
+        assert not re.search(r"\. [A-Z]|if not given|may be given|\( ", words), words
         assert len(re.sub(r" \(.*\)\.$", "", words)) <= 80, words  # besides a list of choices
 
 

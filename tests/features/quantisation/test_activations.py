@@ -266,6 +266,8 @@ def test_scales_are_dropped_with_a_note_when_a_model_is_read(format: str, llama:
     made = weightsmith.dequantize(out, tmp_path / "plain", progress=False)
     notes = [str(each) for each in made.warnings]
     assert any("18 scale(s) of activations or of the KV cache are dropped" in note for note in notes), notes
+    note = next(each for each in weightsmith.inspect(out).notes if "are dropped" in each)
+    assert "plain weights have none; the first is 'model.layers.0." in note
     plain, before = tensors_of(tmp_path / "plain"), tensors_of(llama)
     assert plain.keys() == before.keys()
     for name, array in plain.items():
@@ -317,6 +319,18 @@ def test_models_that_transformers_cannot_build(llama: Path, tmp_path: Path) -> N
     config = json.loads((llama / "config.json").read_text())
     (tmp_path / "m/config.json").write_text(json.dumps({**config, "model_type": "lama"}))
     assert "transformers cannot build a model of type 'lama'" in refusal(tmp_path / "m", "nvfp4", given_for(tmp_path))
+
+
+def test_errors_of_scales_do_not_propose_to_leave_out_the_text(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    for file in llama.iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    for format, cache, other in (("fp8-static", None, "fp8-dynamic"), ("w8a16", "fp8", "fp8-dynamic without --kv-cache")):
+        message = refusal(tmp_path / "m", format, given_for(tmp_path, kv_cache=cache))
+        assert "put the model's tokenizer.json next to its weights" in message.lower()
+        assert f"; or choose {other}" in message
+        assert "--calibration none" not in message
 
 
 @pytest.mark.slow

@@ -269,6 +269,14 @@ def test_a_weight_that_is_not_finite_is_an_error() -> None:
         quantise_matrix(weight, None, Rate(8))
 
 
+@pytest.mark.parametrize("largest", [1e7, 1e30])
+def test_a_weight_whose_scale_float16_does_not_hold_is_an_error(largest: float) -> None:
+    weight = np.full((128, 128), 0.02, np.float32)
+    weight[5, 7] = largest
+    with pytest.raises(NonFinite, match="too large for a scale in float16"):
+        find_scales(weight, Rate(8))
+
+
 def test_names_of_encodings() -> None:
     assert [parse(f"exl3 {rate}").rate for rate in RATES] == list(RATES)
     for name in ("exl3 4.5", "exl3 9", "exl3 0", "exl3 4.0", "exl3 "):
@@ -416,6 +424,7 @@ def test_mixtures_of_experts(style: str, model: Path) -> None:
         ({"architectures": ["Gemma3ForCausalLM"]}, {}, {"bits": 4}, "'Gemma3ForCausalLM' cannot be stored as EXL3"),
         ({"hidden_act": "gelu"}, {}, {"bits": 4}, "loads LlamaForCausalLM with hidden_act 'silu', not 'gelu'"),
         ({"architectures": None}, {}, {"bits": 4}, "None cannot be stored as EXL3"),
+        ({"architectures": [["LlamaForCausalLM"]]}, {}, {"bits": 4}, "['LlamaForCausalLM'] cannot be stored as EXL3"),
         ({}, {"model.layers.0.mlp.up_proj.bias": (I,)}, {"bits": 4}, "exllamav3 cannot load the bias: its 200 numbers"),
         ({}, {}, {}, "exl3 needs the average bits per weight"),
         ({}, {}, {"bits": 0.9}, "exl3 has 1 to 8 bits per weight, not 0.9"),

@@ -282,6 +282,15 @@ def test_a_plain_module_whose_name_is_part_of_a_quantised_one_is_refused_by_awq_
     assert not in_gptq_of_sglang(entry, "model.layers.0.mlp.gate_proj")
 
 
+@pytest.mark.parametrize("name", ["gptq-4bit", "awq-4bit"])
+def test_experts_of_which_only_some_projections_fit_are_refused(name: str, tmp_path: Path) -> None:
+    """Entries name experts as a whole, so that readers would take the quantised projections for plain ones."""
+    experts = {f"mlp.experts.0.{part}_proj": shape for part, shape in {"gate": (48, 64), "down": (64, 48)}.items()}
+    model = write_model(tmp_path / "m", layers({**ATTENTION, **experts}))
+    with pytest.raises(PlanError, match=r"model.layers.0.mlp.experts: .* for plain.* model.layers.0.mlp.experts.0.gate_proj"):
+        entry_of(model, name, group_size=32)
+
+
 def test_codes_are_packed_as_numpy_packs_them() -> None:
     from weightsmith._kernels.packed import pack_down
 

@@ -120,7 +120,8 @@ class Option:
     def sentence(self, spell: Callable[[str], str]) -> str:
         """The help text. spell: how another option is named there."""
         shown = [str(each) for each in self.choices] if not isinstance(self.choices, str) else []
-        listed = f" ({', '.join(shown[:-1])} or {shown[-1]})" if shown else ""
+        first = [", ".join(shown[:-1])] if shown[1:] else []
+        listed = f" ({' or '.join([*first, shown[-1]])})" if shown else ""
         return re.sub(r"`(\w+)`", lambda found: spell(found[1]), f"{self.help}{listed}.")
 
     def default_text(self) -> str:

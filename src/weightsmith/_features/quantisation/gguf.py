@@ -375,9 +375,16 @@ def _without_other_parts(steps: Sequence[Step], family: Family, *, several: bool
 
 
 def _in_order(step: Step, order: Order | None, draft: PlanDraft) -> Step:
-    """The step with its rows or columns in the order that llama.cpp wants. Raises Unsupported for a step that computes."""
+    """The step with its rows or columns in the order that llama.cpp wants.
+
+    Raises Unsupported for a step that computes, FormatError for a tensor of another size than config.json says.
+    """
     if order is None:
         return step
+    if (size := step.out.shape[order.axis]) != order.size:
+        kind = ("rows", "columns")[order.axis]
+        what = f"it has {size:,} {kind}, and {order.size:,} with the {order.values:,} value heads of config.json"
+        raise FormatError(what, where=step.out.name, fix="repair linear_num_value_heads and the other linear_… in config.json")
     if step.op not in (COPY, CAST):
         what = "llama.cpp has the value heads of this tensor in another order, in which a merge would have other numbers"
         fix = f"merge without {named('quantize')}, then quantise the result"
@@ -450,7 +457,8 @@ def _importances_of(draft: PlanDraft, family: Family, found: Importances) -> Imp
     for name, values in found.items():
         if place := gguf_place(family, name):
             order = value_order(place.name, config)
-            moved = values[order.places] if order is not None and order.axis == 1 else values
+            turns = order is not None and order.axis == 1 and order.size == values.size  # `_in_order` rejects another size
+            moved = values[order.places] if order is not None and turns else values
             parts.setdefault(place.name, {})[place.expert] = moved
     return {name: np.concatenate([own[i] for i in sorted(own)]) for name, own in parts.items()}
 

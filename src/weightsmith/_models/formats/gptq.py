@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import FormatError
+from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, ending, plain_dtype, recogniser
@@ -202,11 +202,18 @@ def _decode(bits: int, group: int, arrays: Arrays) -> Rows:
 
 def _settings(bits: int, group: int, modules: Modules) -> dict[str, Any]:
     """The entry of config.json. Of a model with linear modules in its layers that are plain, it says so twice: SGLang and
-    GPTQModel read `dynamic`, optimum reads `modules_in_block_to_quantize`, and vLLM both."""
+    GPTQModel read `dynamic`, optimum reads `modules_in_block_to_quantize`, and vLLM both. Raises Unsupported for a model whose
+    experts have projections of both kinds: readers ask for an expert as a whole."""
     entry: dict[str, Any] = {"quant_method": METHOD, "bits": bits, "group_size": group, "desc_act": False, "sym": True}
     entry |= {"lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32"}
     if plain := [name for name in modules.plain if name.rpartition(".")[2] != "lm_head"]:
         parts = parts_of(with_joined(plain), modules.encoded)
+        for part in parts:
+            if taken := next((name for name in modules.encoded if name.startswith(f"{part}.")), None):
+                what = f"some of its weights are not quantised, and readers of GPTQ take all for plain then, such as {taken}"
+                raise Unsupported(
+                    what, where=part, fix="choose another format, or a group size that all widths are multiples of"
+                )
         entry["dynamic"] = {rf"-:(.*\.)?{re.escape(part)}(\..*)?$": {} for part in parts}
         entry["modules_in_block_to_quantize"] = [parts_of(modules.encoded, plain)]
     return {"quantization_config": entry}

@@ -348,7 +348,7 @@ def _inspection(
         adapter=None if adapter is None else _adapter_facts(adapter),
         licence=licence(model),
         lineage=lineage(model),
-        notes=tuple(str(note) for note in model.notes),
+        notes=tuple(str(note).replace("\n  ", "; ") for note in model.notes),
         statistics=measured,
     )
 

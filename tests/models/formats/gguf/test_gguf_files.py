@@ -504,6 +504,12 @@ def refused(name: str = "q8_0", **options: Any) -> str:
             "linear_value_head_dim is 4, and llama.cpp takes 2",
         ),
         ({"model_type": "ministral3"}, "rope_type is 'default', and llama.cpp takes 'yarn'"),
+        ({"num_hidden_layers": 200_000}, "num_hidden_layers is 200000, more than 100,000"),
+        ({"model_type": "olmo3", "tie_word_embeddings": False, "layer_types": 5}, "layer_types is 5, and not a list"),
+        (
+            {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1e38}},
+            "alpha is 1e+38, with which float32 cannot hold the base of RoPE",
+        ),
         (
             {"model_type": "cohere2", "logit_scale": 1, "layer_types": ["full_attention"] * 2},
             "layer_types is ['full_attention', 'full_attention'], and llama.cpp takes",
@@ -737,6 +743,27 @@ def test_the_language_model_of_a_model_of_several_parts(name: str, tmp_path: Pat
     )
     with pytest.raises(PlanError, match=r"model\.head\.weight: llama\.cpp knows no such tensor"):
         weightsmith.plan(passthrough(str(stray)), quantize="gguf-bf16")
+
+
+@pytest.mark.slow
+def test_a_decay_that_no_float32_holds(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = with_tokenizer(zoo.save("qwen3.5", tmp_path / "m", 0), tokenizers["gpt2"])
+    with weightsmith.open_checkpoint(source) as found:
+        tensors, config = {name: found.read(name) for name in found.specs}, found.config
+    for decay in (89, 1000):
+        tensors["model.layers.0.linear_attn.A_log"][1] = decay
+        write_checkpoint(source, tensors, config)
+        with pytest.raises(NonFinite, match=rf"A_log.*: exp\({decay}\) is not a number that F32 can hold"):
+            quantize(source, tmp_path / "q", "q8_0", resume=False)
+
+
+@pytest.mark.slow
+def test_value_heads_that_the_tensors_do_not_have(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = with_tokenizer(zoo.save("qwen3.5", tmp_path / "m", 0, linear_num_value_heads=4), tokenizers["gpt2"])
+    for heads in (6, 2**31 - 2):
+        changed(source, linear_num_value_heads=heads)
+        with pytest.raises(PlanError, match=f"linear_attn.A_log: it has 4 rows, and {heads:,} with the {heads:,} value heads"):
+            weightsmith.plan(passthrough(str(source)), quantize="gguf-q8_0")
 
 
 @pytest.mark.slow

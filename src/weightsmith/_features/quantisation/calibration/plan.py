@@ -81,7 +81,11 @@ def measure_activations(
     cache = settings.kv_cache is not None
     if not calibrates and not cache and encoding not in INPUTS:
         return
-    chain = Chain(plain, settings)
+    instead = INSTEAD
+    if cache or encoding in INPUTS:  # they need a text
+        other = f"fp8-dynamic without {named('kv_cache')}" if cache else "fp8-dynamic"
+        instead = f"; or choose {other}, which needs no forward pass"
+    chain = Chain(plain, settings, instead=instead)
     if cache:
         check_cache(chain)
     if cache or not calibrates:
@@ -196,18 +200,20 @@ class Chain(TextRun):
         steps: Sequence[Step] | None = None,
         most_rows: int | None = None,
         prefix: str = "",
+        instead: str = INSTEAD,
     ) -> None:
         """
         assembled  the draft of plain tensors
         steps      of the same tensors, with the names of the model that transformers builds; None: the draft's
         most_rows  of the text that are used, if the settings or the text allow more
         prefix     of the names of the products: `MEASURING`, if a plan with others follows from them
+        instead    what else the user may do, for errors
 
         Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
         """
         draft = assembled.draft
         steps = draft.steps if steps is None else steps
-        model = result_of(draft, assembled.inputs, steps, INSTEAD)
+        model = result_of(draft, assembled.inputs, steps, instead)
         rows, tokens = settings.calibration_rows, settings.calibration_tokens
         super().__init__(model, text_for(model, settings.calibration, rows, tokens, draft.seed, most_rows), prefix)
         if settings.calibration_dtype == "bfloat16":

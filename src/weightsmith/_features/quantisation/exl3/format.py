@@ -72,13 +72,13 @@ def _prepare(draft: PlanDraft) -> bool:
         raise PlanError([Unsupported(what, where="quantize", fix=fix)])
     names = config.get("architectures")
     architecture = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         what = (
             f"{show(names if architecture is None else architecture)} cannot be stored as EXL3, only {', '.join(ARCHITECTURES)}"
         )
         raise PlanError([Unsupported(what, where="architectures in config.json", fix=OTHER_FORMATS)])
     if key := contradiction(config):
-        wanted = ARCHITECTURES[str(architecture)][key]
+        wanted = ARCHITECTURES[architecture][key]
         what = f"exllamav3 {VERSION} loads {architecture} with {key} {wanted!r}, not {config[key]!r}"
         raise PlanError([Unsupported(what, where="config.json", fix=OTHER_FORMATS)])
     specs = {step.out.name: step.out for step in draft.steps}
@@ -89,7 +89,7 @@ def _prepare(draft: PlanDraft) -> bool:
     if tied and embedding is not None:
         steps.append(renamed(embedding, _HEAD))
     if not any(is_head(step.out) for step in steps):
-        raise PlanError([Unsupported("it has no head, which exllamav3 expects", where=str(architecture), fix=OTHER_FORMATS)])
+        raise PlanError([Unsupported("it has no head, which exllamav3 expects", where=architecture, fix=OTHER_FORMATS)])
     draft.steps = steps
     return tied
 

@@ -116,7 +116,7 @@ def find_scales(weight: Floats, rate: Rate) -> Scales:
     An output's scale is the square root of its norm, so that errors are moved to outputs with large weights without being
     proportional to them: with equal weight on all outputs, that makes their sum smallest. An input's scale is its norm.
 
-    Raises NonFinite.
+    Raises NonFinite, also for a weight whose scale float16 cannot hold.
     """
     n, k = weight.shape
     norms = np.zeros(padded_size(n))
@@ -132,6 +132,9 @@ def find_scales(weight: Floats, rate: Rate) -> Scales:
         squares[:k] += np.square(weight[top : top + _BAND] * factors[top : top + _BAND, None]).sum(0)
     inputs = np.sqrt(squares / len(norms))
     inputs *= np.repeat(np.sqrt((inputs.reshape(-1, BLOCK) > 0).mean(1)), BLOCK) / SEARCH[rate].gain
+    if inputs.max() > np.finfo(np.float16).max:
+        what = "a weight is too large for a scale in float16"
+        raise NonFinite(what, fix="repair the model, or choose another format")
     signed: Halves = (inputs * _signs(len(inputs), _INPUT_SIGNS)).astype(np.float16)
     return Scales(signed, outputs)
 

@@ -21,6 +21,7 @@ from weightsmith._models.formats.gguf.layout import Value
 Floats = npt.NDArray[np.float32]
 
 _MOST = 1 << 31
+_MOST_LAYERS = 100_000
 _OTHER = "llama.cpp would compute something else. Store the model in another format, such as fp8-dynamic."
 
 _COUNTS = {
@@ -200,7 +201,7 @@ _PATTERN = "attention.sliding_window_pattern"
 
 def _layer_types(family: Family, layers: int, slides: bool, found: Values) -> list[str]:
     """What each layer attends to. slides: whether the model has a window at all."""
-    if layers > 100_000:
+    if layers > _MOST_LAYERS:
         raise FormatError(f"{layers:,} layers", where=found.where, fix=DAMAGED)
     pattern = found.get(_PATTERN) if family.stated else None
     if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):
@@ -352,13 +353,18 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
     values["general.architecture"] = Value("str", arch)
     values["general.type"] = Value("str", "model")
     heads, width = given.count("num_attention_heads"), given.count("hidden_size")
+    if (layers := given.count("num_hidden_layers")) > _MOST_LAYERS:
+        raise given.wrong("num_hidden_layers", layers, f"more than {_MOST_LAYERS:,}")
     head_dim = given.count("head_dim", max(1, width // heads))
     for there, here in _COUNTS.items():
         put(there, "u32", given.count(here, heads if here == "num_key_value_heads" else None))
     rope, slides = given.rope()
     base = given.number("rope_theta", 10_000.0, rope)
     if family.model_type == "hunyuan_v1_dense" and rope["rope_type"] == "dynamic" and rope.get("alpha") is not None:
-        base *= given.number("alpha", None, rope) ** (head_dim / (head_dim - 2)) if head_dim > 2 else 1.0
+        alpha = given.number("alpha", None, rope)
+        base *= alpha ** (head_dim / (head_dim - 2)) if head_dim > 2 else 1.0
+        if base >= 3e38:
+            raise given.wrong("alpha", alpha, f"with which float32 cannot hold the base of RoPE, {base:g}")
         rope["rope_type"] = "default"
     put("rope.freq_base", "f32", base)
     put(family.eps[0], "f32", given.number(family.eps[1], 1e-6))
@@ -425,6 +431,8 @@ def _put_window(given: Config, family: Family, put: Any) -> None:
         slides = window is not None or not family.stated
         types = _layer_types(family, layers, slides, Config({}))
         stated = given.get("layer_types") or types
+        if not isinstance(stated, list):
+            raise given.wrong("layer_types", stated, "and not a list")
         if not family.stated or len(stated) != layers:
             given.need("layer_types", stated, types)
         if slides:

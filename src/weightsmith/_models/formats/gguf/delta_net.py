@@ -17,10 +17,24 @@ from weightsmith._models.formats.gguf.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Rows (axis 0) or columns (axis 1) of a tensor. places: int64, where each of llama.cpp's is in the Hub's."""
+    """Rows (axis 0) or columns (axis 1) of a tensor: `before` that stay, then `width` for each value head."""
 
     axis: Literal[0, 1]
-    places: npt.NDArray[np.int64]
+    before: int
+    keys: int
+    values: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Rows or columns of the tensor."""
+        return self.before + self.values * self.width
+
+    @property
+    def places(self) -> npt.NDArray[np.int64]:
+        """int64 [size]: where each of llama.cpp's is in the Hub's."""
+        heads = np.arange(self.values * self.width).reshape(self.keys, self.values // self.keys, self.width)
+        return np.concatenate([np.arange(self.before), self.before + heads.swapaxes(0, 1).reshape(-1)])
 
 
 _WIDE = (".attn_gate.weight", ".ssm_out.weight", ".attn_qkv.weight", ".ssm_conv1d.weight")
@@ -43,8 +57,5 @@ def value_order(name: str, config: Config) -> Order | None:
     if values % keys:
         raise config.wrong("linear_num_value_heads", values, f"and not a multiple of the {keys:,} key heads")
     width = config.count("linear_value_head_dim") if name.endswith(_WIDE) else 1
-    places = np.arange(values * width).reshape(keys, values // keys, width).swapaxes(0, 1).reshape(-1)
-    if name.endswith(_WIDE[2:]):  # queries and keys come first
-        before = 2 * keys * config.count("linear_key_head_dim")
-        places = np.concatenate([np.arange(before), before + places])
-    return Order(1 if name.endswith(".ssm_out.weight") else 0, places)
+    before = 2 * keys * config.count("linear_key_head_dim") if name.endswith(_WIDE[2:]) else 0  # queries and keys come first
+    return Order(1 if name.endswith(".ssm_out.weight") else 0, before, keys, values, width)

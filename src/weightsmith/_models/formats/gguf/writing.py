@@ -50,6 +50,8 @@ NEEDS_IMPORTANCES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"})
 
 _LARGEST_SCALE = 65504
 """The largest float16."""
+_LARGEST_POWER = 88.7
+"""Of e, that a float32 holds."""
 _NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp)?")
 
 
@@ -118,6 +120,9 @@ class GgufEncoding:
         if self.shift:
             rows = rows + np.float32(self.shift)
         if self.decays:  # libm's: numpy's exp depends on the processor
+            if (top := rows[np.isfinite(rows)].max(initial=0)) > _LARGEST_POWER:
+                what, fix = f"exp({top:g}) is not a number that F32 can hold", "repair the model"
+                raise NonFinite(what, where=f"output tensor {show(spec.name)}", fix=fix)
             rows = np.array([-math.exp(x) for x in rows.reshape(-1).tolist()], np.float32).reshape(rows.shape)
         if self.dtype.block == 1:
             from weightsmith._kernels.codecs import encode
