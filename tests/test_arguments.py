@@ -29,6 +29,9 @@ ALLOWED = {
     "_kernels/codes.py:dequantise",
     "_kernels/packed.py:dequantise_rows",
     "_kernels/trellis.py:dequantise_trellis",
+    "_kernels/trellis_search.py:_advance",
+    "_kernels/trellis_search.py:_search",
+    "_kernels/trellis_search.py:encode_tiles",
 }
 
 

@@ -121,7 +121,7 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
     with prepare(recipe) as prepared:
         requests = [*requests_for(prepared, given, KINDS, 0), *requests_for(prepared, shorter, KINDS, 1)]
         found = computed(with_statistics(prepared, requests))
-    assert len(found) == 2 * 2 * (4 * 4 + 7)  # four inputs of linear layers, seven weights
+    assert len(found) == 2 * 2 * (5 * 4 + 7)  # four inputs of linear layers, seven weights
     for number, (name, own) in enumerate((("a", given), ("b", shorter))):
         whole = Whole(tmp_path / name, own)
         fisher = whole.fisher()
@@ -277,7 +277,7 @@ def test_a_run_is_resumed_with_the_statistics_that_it_has(tmp_path: Path, monkey
     weightsmith.run(tmp_path / "plan.json", tmp_path / "again", progress=False)
     weights = "model.safetensors"
     assert (found / weights).read_bytes() == (tmp_path / "again" / weights).read_bytes()
-    assert len(load_file(found / weights)) == 2 * (4 * 4 + 7)
+    assert len(load_file(found / weights)) == 2 * (5 * 4 + 7)
 
 
 @pytest.mark.slow

@@ -165,7 +165,7 @@ class QuantizeSettings:
         None,
         "--calibration FILE",
         "Calibration text: a file, built-in, or none",
-        unset="EXL2, EXL3, fp8-static, nvfp4, kv_cache: built-in; others: none",
+        unset="EXL2, EXL3, fp8-static, nvfp4, KV cache: built-in; others: none",
         path=True,
         more="The file is txt, jsonl or parquet; `none` rounds to nearest. See [calibration](calibration.md).",
     )

@@ -352,11 +352,11 @@ def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
     others = [each.tensor for each in dropped if each.reason == OTHER_PART]
     if others:
         what = f"{len(others):,} tensors are left out: the file holds the language model alone"
-        fix = "for images, make a mmproj file of the model in the Hub's layout: convert_hf_to_gguf.py --mmproj (llama.cpp)"
+        fix = "make a mmproj file for images with llama.cpp's convert_hf_to_gguf.py --mmproj, of the model in the Hub's layout"
         found.append(Finding(what, others[0], fix=fix))
     if predict := [each.tensor for each in dropped if each.reason == PREDICTS]:
         what = f"{len(predict):,} tensors are left out: layers that predict several tokens at a time"
-        found.append(Finding(what, predict[0], fix="nothing: the model works without them"))
+        found.append(Finding(what, predict[0], fix="use the model as it is: it works without them"))
     return found
 
 

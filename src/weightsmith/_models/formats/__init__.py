@@ -78,7 +78,7 @@ def encodings() -> dict[str, Encoding]:
     """Every encoding without a setting, by name.
 
     >>> list(encodings())[:4]
-    ['plain', 'fp8-dynamic', 'fp8-block', 'int8']
+    ['plain', 'fp8-dynamic', 'fp8-static', 'fp8-block']
     """
     return {encoding.name: encoding for each in formats() for encoding in each.encodings}
 
