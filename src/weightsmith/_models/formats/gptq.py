@@ -211,9 +211,7 @@ def _settings(bits: int, group: int, modules: Modules) -> dict[str, Any]:
         for part in parts:
             if taken := next((name for name in modules.encoded if name.startswith(f"{part}.")), None):
                 what = f"some of its weights are not quantised, and readers of GPTQ take all for plain then, such as {taken}"
-                raise Unsupported(
-                    what, where=part, fix="choose another format, or a group size that all widths are multiples of"
-                )
+                raise Unsupported(what, where=part, fix="choose another format, or a smaller group size")
         entry["dynamic"] = {rf"-:(.*\.)?{re.escape(part)}(\..*)?$": {} for part in parts}
         entry["modules_in_block_to_quantize"] = [parts_of(modules.encoded, plain)]
     return {"quantization_config": entry}

@@ -507,6 +507,10 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ({"num_hidden_layers": 200_000}, "num_hidden_layers is 200000, more than 100,000"),
         ({"model_type": "olmo3", "tie_word_embeddings": False, "layer_types": 5}, "layer_types is 5, and not a list"),
         (
+            {"model_type": "olmo3", "tie_word_embeddings": False, "layer_types": ["chunked_attention"] * 2},
+            "and not a list of sliding_attention and full_attention",
+        ),
+        (
             {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1e38}},
             "alpha is 1e+38, with which float32 cannot hold the base of RoPE",
         ),

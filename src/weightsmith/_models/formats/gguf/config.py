@@ -431,8 +431,8 @@ def _put_window(given: Config, family: Family, put: Any) -> None:
         slides = window is not None or not family.stated
         types = _layer_types(family, layers, slides, Config({}))
         stated = given.get("layer_types") or types
-        if not isinstance(stated, list):
-            raise given.wrong("layer_types", stated, "and not a list")
+        if not isinstance(stated, list) or not all(each in ("sliding_attention", "full_attention") for each in stated):
+            raise given.wrong("layer_types", stated, "and not a list of sliding_attention and full_attention")
         if not family.stated or len(stated) != layers:
             given.need("layer_types", stated, types)
         if slides:
