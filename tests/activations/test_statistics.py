@@ -126,13 +126,14 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
         whole = Whole(tmp_path / name, own)
         fisher = whole.fisher()
         count = len(KINDS)
-        grams, _, moments, _, squares = requests[count * number : count * (number + 1)]
+        grams, _, moments, _, maxima, squares = requests[count * number : count * (number + 1)]
         for i in range(2):
             for module in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
                 weight = f"model.layers.{i}.{module}.weight"
                 x = whole.entering(weight.removesuffix(".weight"))
                 assert_near(found[array_name(grams, weight)], x.T @ x)
                 assert_near(found[array_name(moments, weight)], x.square().mean(0))
+                assert_near(found[array_name(maxima, weight)], x.abs().amax(0))
                 assert_near(found[array_name(squares, weight)], fisher[weight])
 
 
