@@ -367,6 +367,7 @@ def launch(
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False)
     server = uvicorn.Server(config)
     server.run(sockets=[listening])
+    raise KeyboardInterrupt  # only Ctrl-C ends it; on a busy machine uvicorn may return instead of raising this
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
