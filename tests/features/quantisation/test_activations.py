@@ -85,7 +85,7 @@ class Seen:
             self.note(f"{name}.down", module.act_fn(gate) * up)
 
     def entering(self, module: str) -> float:
-        """Of what enters the module of a stored name."""
+        """The largest magnitude of what enters the module of a stored name."""
         module = module.replace("block_sparse_moe", "mlp")
         if ".experts." not in module:
             return self.inputs[module]

@@ -123,7 +123,7 @@ def test_the_stream_has_the_values_that_were_chosen(rate: Rate) -> None:
     ],
 )
 def test_streams_stay_as_they_are(halves: int, first: list[int], digest: str) -> None:
-    """Of two tiles. The search computes with integers, so these are the streams on every machine."""
+    """The streams of two tiles. The search computes with integers, so they are the same on every machine."""
     rows = ((np.arange(512) * 2654435761 % 1000 - 500) / 200).astype(np.float32).reshape(16, 32)
     words, _ = encoded(rows, Rate(halves))
     assert words[0, :3].tolist() == first

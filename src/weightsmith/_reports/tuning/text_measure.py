@@ -43,7 +43,7 @@ class _Group:
 
     @property
     def all_rows(self) -> list[Rows]:
-        """Of all stages."""
+        """The rows of all stages, without stages that have none."""
         return [rows for rows in self.rows if rows is not None]
 
 

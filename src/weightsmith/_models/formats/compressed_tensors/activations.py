@@ -62,7 +62,7 @@ INPUTS: Mapping[str, ActivationScale] = {
 """The scale of what enters a linear layer, by the encoding of its weight."""
 
 CACHED = (ActivationScale("k_scale", "BF16", _float8), ActivationScale("v_scale", "BF16", _float8))
-"""Of the keys and values of an attention module."""
+"""The scales of keys and values of an attention module."""
 
 CACHES: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},

@@ -51,7 +51,7 @@ NEEDS_IMPORTANCES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"})
 _LARGEST_SCALE = 65504
 """The largest float16."""
 _LARGEST_POWER = 88.7
-"""Of e, that a float32 holds."""
+"""The largest power of e that a float32 holds, rounded down."""
 _NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp)?")
 
 
