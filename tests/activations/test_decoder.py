@@ -19,7 +19,7 @@ from tests.cli_help import run_process
 from tests.mini import write_checkpoint
 from tests.zoo import HEADS, SIZES
 from weightsmith._activations.decoder import Base
-from weightsmith._activations.decoder.forward import Decoder, _Memory, build
+from weightsmith._activations.decoder.forward import Decoder, _Bfloat16, _Memory, build
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -281,3 +281,13 @@ def test_a_config_that_does_not_fit_is_one_error(tmp_path: Path, change: dict[st
         found = build(base, {name: step.out for name, step in donor.steps.items()})
     assert isinstance(found, WeightsmithError)
     assert message in str(found)
+
+
+def test_a_layer_that_multiplies_in_bfloat16_notices_a_changed_weight() -> None:
+    linear = torch.nn.Linear(8, 4).requires_grad_(False)
+    multiply, x = _Bfloat16(linear), torch.ones(3, 8)
+    for weight in (linear.weight.clone(), torch.rand(4, 8)):
+        linear.weight.copy_(weight)
+        expected = torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).float() + linear.bias
+        assert torch.equal(multiply(x), expected)
+        assert torch.equal(multiply(x), expected)

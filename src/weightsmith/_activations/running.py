@@ -26,6 +26,9 @@ from weightsmith.abc.product import Floats, ProductContext
 WORK_BYTES = 4 << 30
 """Limit of the sums that are held at once, and of what is computed of them, if the run has no limit."""
 
+ROWS_AT_ONCE = 8
+"""Rows that are shared out to the threads, unless there are more threads: threads wait for each other after each batch."""
+
 NumberedRow = tuple[int, Tensor]
 """A row's number, and its states [tokens, hidden]."""
 
@@ -100,9 +103,10 @@ class Rows:
     def batches(self, span: tuple[float, float] = (0, 1)) -> Iterator[list[NumberedRow]]:
         """The rows, some at a time, as tensors of their own. span: of the product's progress."""
         first, last = span
-        for start in range(0, len(self.states), self.bench.threads):
+        size = max(self.bench.threads, ROWS_AT_ONCE)
+        for start in range(0, len(self.states), size):
             self.progress(first + (last - first) * start / len(self.states))
-            numbers = range(start, min(start + self.bench.threads, len(self.states)))
+            numbers = range(start, min(start + size, len(self.states)))
             yield [(r, torch.from_numpy(np.array(self.states[r])).to(self.device)) for r in numbers]
             release_pages(self.states)
 

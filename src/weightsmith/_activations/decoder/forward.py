@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -188,7 +187,7 @@ class Decoder:
                     linear = {names[f"{n}.weight"]: m for n, m in layer.named_modules() if isinstance(m, nn.Linear)}
                     weights = {own: layer.get_parameter(name) for name, own in names.items()}
                     for own in narrow & linear.keys():
-                        linear[own].forward = partial(_multiply_bfloat16, linear[own])
+                        linear[own].forward = _Bfloat16(linear[own])
                     yield Layer(layer, linear, weights, *call, self._base.instead)
         finally:
             for module in layer.modules():
@@ -338,10 +337,24 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
     return Decoder(base, specs, whole, body, layers, embedding)
 
 
-def _multiply_bfloat16(linear: nn.Linear, x: Tensor) -> Tensor:
-    """What leaves a linear layer that multiplies in bfloat16: in the dtype of x. Routers remain in float32."""
-    product = nn.functional.linear(x.bfloat16(), linear.weight.bfloat16()).to(x.dtype)
-    return product if linear.bias is None else product + linear.bias
+class _Bfloat16:
+    """What leaves a linear layer that multiplies in bfloat16: in the dtype of x. Thread-safe.
+
+    The rounded weight is kept until the weight changes: rounding it takes as long as multiplying some hundred tokens.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._linear = linear
+        self._kept: tuple[Any, int, Tensor] = (None, 0, torch.empty(0))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._linear.weight, self._linear.bias
+        of, version, rounded = self._kept
+        if of is not weight or version != weight._version:
+            rounded = weight.bfloat16()
+            self._kept = weight, weight._version, rounded
+        product = nn.functional.linear(x.bfloat16(), rounded).to(x.dtype)
+        return product if bias is None else product + bias
 
 
 _MISMATCH = "the tensors do not match the model that transformers builds from config.json"

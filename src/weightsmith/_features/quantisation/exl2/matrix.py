@@ -31,6 +31,8 @@ TILE = 128
 """Rows whose errors are passed on to all later rows in one product of matrices; more if a group is larger."""
 INVERTED = 512
 """Rows and columns of a block of an inverse. The products of its blocks on several threads are those of one."""
+SORTED = 256
+"""Rows of a Hessian that are put in order at once."""
 COPIED = 1024
 """Output features whose inputs are put in order at once: a multiple of 32, to which N is padded."""
 
@@ -39,7 +41,7 @@ DAMPING = 0.12
 MIN_DAMPING = 1e-5
 ATTEMPTS = 10
 
-PREPARE_BYTES = 16
+PREPARE_BYTES = 12
 """For each number of a Hessian that `prepare` takes, besides the Hessian."""
 
 
@@ -85,7 +87,7 @@ def prepare(hessian: Floats, *, sort: bool = True, threads: int = 1) -> Factored
     If the damped Hessian is not positive definite, more damping is added, up to `ATTEMPTS` times. Inputs that are always zero
     need no special case. Raises NonFinite, and ParameterError if no damping helps.
 
-    Cost: K³ / 3 multiplications in float64, and 16 K² bytes in all.
+    Cost: K³ / 3 multiplications in float64, and 12 K² bytes besides the Hessian.
     """
     import torch
 
@@ -95,46 +97,49 @@ def prepare(hessian: Floats, *, sort: bool = True, threads: int = 1) -> Factored
     order = np.argsort(-diagonal, kind="stable") if sort else np.arange(len(diagonal))
     k, damping = len(order), max(DAMPING * float(diagonal.mean()), MIN_DAMPING)
     with one_thread():
-        work, failed = torch.empty(k, k, dtype=torch.float64), torch.empty((), dtype=torch.int32)
+        # Its columns are contiguous, as LAPACK needs them: any other matrix is copied.
+        work, failed = torch.empty(k, k, dtype=torch.float64).mT, torch.empty((), dtype=torch.int32)
         for attempt in range(1, ATTEMPTS + 1):
             # Factorised from the last feature to the first: H = R Rᵀ with R upper triangular, and U = R⁻¹.
-            work.numpy()[:] = hessian[np.ix_(order[::-1], order[::-1])]
+            for top in range(0, k, SORTED):
+                work.mT[top : top + SORTED].numpy()[:] = hessian[order[::-1][top : top + SORTED]][:, order[::-1]]
             work.diagonal().add_(attempt * damping)
             torch.linalg.cholesky_ex(work, out=(work, failed))
             if not failed and bool(work.diagonal().isfinite().all()):
-                inverse = _inverse(work, threads)
-                del work
+                _invert(work, threads)
                 factor = torch.empty(k, k)
-                factor.numpy()[:] = inverse.numpy()[::-1, ::-1]
+                factor.numpy()[:] = work.numpy()[::-1, ::-1]
                 return FactoredHessian(order, factor)
     raise ParameterError(f"the Hessian of a layer is not positive definite, even with {ATTEMPTS * damping:.3g} on its diagonal")
 
 
-def _inverse(lower: Tensor, threads: int) -> Tensor:
-    """The inverse of a lower triangular matrix, float64. Columns of blocks are independent: each thread computes some."""
+def _invert(lower: Tensor, threads: int) -> None:
+    """Invert a lower triangular matrix in place, float64, zeros above its diagonal.
+
+    Columns of blocks, from the last to the first. What is below the diagonal becomes -A · B · C: the inverse of what is to its
+    right, the column, and the inverse of the block on the diagonal. Each thread computes some blocks of the column.
+    """
     import torch
 
     k = len(lower)
-    found = torch.zeros(k, k, dtype=torch.float64)
     blocks = [slice(first, min(first + INVERTED, k)) for first in range(0, k, INVERTED)]
 
     def invert(block: slice) -> None:
         with one_thread():
             own = torch.eye(block.stop - block.start, dtype=torch.float64)
-            torch.linalg.solve_triangular(lower[block, block].contiguous(), own, upper=False, out=own)
-            found[block, block] = own
-
-    def substitute(number: int) -> None:
-        columns = blocks[number]
-        with one_thread():
-            for block in blocks[number + 1 :]:
-                above = slice(columns.start, block.start)
-                found[block, columns] = found[block, block] @ (lower[block, above] @ found[above, columns]).neg_()
+            lower[block, block] = torch.linalg.solve_triangular(lower[block, block].contiguous(), own, upper=False)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(invert, blocks))
-        list(pool.map(substitute, range(len(blocks))))
-    return found
+        for column in reversed(blocks):
+            below = lower[column.stop :, column] @ lower[column, column]
+
+            def substitute(block: slice, column: slice = column, below: Tensor = below) -> None:
+                with one_thread():
+                    left = lower[block, column.stop : block.stop]
+                    lower[block, column] = (left @ below[: block.stop - column.stop]).neg_()
+
+            list(pool.map(substitute, [block for block in blocks if block.start >= column.stop]))
 
 
 def quantise_matrix(weight: Floats | Unread, hessian: FactoredHessian | None, groups: Groups) -> Exl2Matrix:

@@ -6,17 +6,14 @@ Embeddings, norms, biases and routers are float16, and so is the head on request
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
-from weightsmith._base.files import show
-from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.exl2.blocks import HEAD, PLAIN_HEAD, Sublayer, find_blocks, shape_problems
-from weightsmith._models.formats import find_encoding
+from weightsmith._features.quantisation.unfused import check_architecture, encoded, renamed, tokenizer_notes, unfused_steps
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import (
     ARCHITECTURES,
@@ -30,9 +27,8 @@ from weightsmith._models.formats.exl2.loader import (
 )
 from weightsmith._models.formats.exl2.writing import encoding_name
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.fused import SubMatrix, fused_parts
-from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
-from weightsmith._plans import JOIN, PLAIN, Block, Plan, PlanDraft, Read, Step
+from weightsmith._models.structure.vocabulary import is_head
+from weightsmith._plans import Plan, PlanDraft, Step
 
 _HALF = "plain F16"
 _WEIGHT = ".weight"
@@ -76,24 +72,11 @@ def prepare_model(plan: Plan | PlanDraft) -> Model:
 
     Raises PlanError with what ExLlamaV2 could not load.
     """
-    config = plan.config
-    if config is None:
-        fix = "put a config.json into the folder of the model that it is taken from"
-        raise PlanError(
-            [Unsupported("the output has no config.json, without which no model is loaded", where="quantize", fix=fix)]
-        )
-    architecture = check_architecture(config)
-    specs = {step.out.name: step.out for step in plan.steps}
-    structure = analyse(specs.values(), config)
-    steps = [part for step in plan.steps for part in split(step, fused_parts(step.out, specs, structure, config))]
-    embedding = next((step for step in steps if is_embedding(step.out)), None)
-    # A head that is stored although config.json ties it may differ from the embedding, and transformers uses it then.
-    tied = not any(is_head(step.out) for step in steps) and ties(config, stores_head=False)
-    if tied and embedding is not None:
-        steps.append(renamed(embedding, "lm_head.weight"))
+    architecture = check_architecture(plan.config, ARCHITECTURES, "EXL2", OTHER_FORMATS)
+    steps, tied = unfused_steps(plan)
     split_specs = [step.out for step in steps]
     try:
-        blocks = find_blocks(split_specs, analyse(split_specs, config))
+        blocks = find_blocks(split_specs, analyse(split_specs, plan.config))
     except WeightsmithError as error:
         raise PlanError([error]) from error
     head = next((spec for spec in split_specs if is_head(spec)), None)
@@ -110,53 +93,6 @@ def prepare_model(plan: Plan | PlanDraft) -> Model:
     if problems or head is None:
         raise PlanError(problems)
     return Model(tuple(steps), blocks, head.name, tied, GEMMA3_PREFIX if architecture == GEMMA3 else "")
-
-
-def check_architecture(config: Mapping[str, Any]) -> str:
-    """The architecture of a config. Raises PlanError for one that is not in `ARCHITECTURES`: loaders would read it as Llama."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if name in ARCHITECTURES:
-        return str(name)
-    what = f"{show(name if name is not None else names)} cannot be stored as EXL2, only {', '.join(ARCHITECTURES)}"
-    raise PlanError([Unsupported(what, where="architectures in config.json", fix=OTHER_FORMATS)])
-
-
-def split(step: Step, parts: Sequence[SubMatrix]) -> list[Step]:
-    """A step for each matrix of a fused tensor; the step itself if it holds one. Raises PlanError."""
-    if not parts:
-        return [step]
-    if step.op == JOIN:
-        if [piece.out.name for piece in step.pieces] != [part.name for part in parts]:
-            what = "the merge does not compute its matrices one by one, and ExLlamaV2 stores them so"
-            raise PlanError([Unsupported(what, where=step.out.name, fix="merge first, then quantise the result")])
-        return list(step.pieces)
-    return [
-        replace(
-            step,
-            out=TensorSpec(part.name, step.out.dtype, part.shape),
-            inputs=tuple(_part_of(read, part, step.out.name) for read in step.inputs),
-        )
-        for part in parts
-    ]
-
-
-def _part_of(read: Read, part: SubMatrix, name: str) -> Read:
-    rows, cols = math.prod(part.shape[:-1]), part.shape[-1]
-    if read.view is None:
-        return replace(read, view=Block(part.offset, rows, cols, cols))
-    if isinstance(read.view, Block) and read.view.whole_rows:
-        return replace(read, view=Block(read.view.offset + part.offset, rows, cols, cols))
-    what = "it is gathered from other rows, and its matrices cannot be told apart"
-    raise PlanError([Unsupported(what, where=name, fix="merge first, then quantise the result")])
-
-
-def renamed(step: Step, name: str) -> Step:
-    """The same numbers under another name: random masks depend on names, and those of the parts stay."""
-    out = replace(step.out, name=name)
-    if step.op == JOIN or not step.merges:
-        return replace(step, out=out)
-    return Step(out, JOIN, (), pieces=(step,), role=step.role)
 
 
 # ---- the draft
@@ -180,12 +116,8 @@ def store(
         spec = step.out
         if spec.name == model.head and model.tied and head_bits == PLAIN_HEAD:
             continue
-        as_it_is = not spec.shape or not spec.dtype.floating or spec.dtype.name == "F16"
-        encoding = encodings.get(spec.name) or (PLAIN if as_it_is else _HALF)
-        step = renamed(step, model.prefix + spec.name) if model.prefix else step
-        if encoding != PLAIN:
-            step = replace(step, encoding=encoding, stored=find_encoding(encoding).outs(step.out))
-        steps.append(step)
+        named = renamed(step, model.prefix + spec.name) if model.prefix else step
+        steps.append(encoded(named, encodings.get(spec.name)))
     config = {**(draft.config or {}), **({"tie_word_embeddings": True} if model.tied else {})}
     draft.config = {**loader_config(config, gemma3=bool(model.prefix)), **quantization_config(bits, head_bits, calibration)}
     draft.steps = steps
@@ -196,9 +128,6 @@ def notes(draft: PlanDraft) -> list[Finding]:
     """Warnings about ExLlamaV2: whether it loads the model, and where its results differ from transformers'."""
     what = f"EXL2 is loaded by ExLlamaV2 {VERSION}, which is archived, and by TabbyAPI up to June 2026; TabbyAPI now takes EXL3"
     fix = "choose a gguf format for llama.cpp, Ollama and CPUs, or w4a16 or fp8-dynamic for vLLM and SGLang"
-    found = [Finding(what, "quantize", fix=fix)]
-    if "tokenizer.json" not in (*draft.carried, *draft.files):
-        fix = "make one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-        found.append(Finding("the model has no tokenizer.json, without which ExLlamaV2 does not load it", "quantize", fix=fix))
+    found = [Finding(what, "quantize", fix=fix), *tokenizer_notes(draft, "ExLlamaV2 does not load it")]
     config = loader_config(draft.config or {}, gemma3=False)
     return [*found, *(Finding(what, where, fix=fix) for what, where, fix in differences(config))]

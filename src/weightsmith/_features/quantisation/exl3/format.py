@@ -7,34 +7,27 @@ head. Names are those of transformers, with a matrix for each projection. Everyt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
-from weightsmith._base.files import show
+from weightsmith._base.errors import PlanError, Unsupported, WeightsmithError
 from weightsmith._base.options import QuantizeSettings, assignment, option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
-from weightsmith._features.quantisation.exl2.model import renamed, split
-from weightsmith._models.formats import find_encoding
+from weightsmith._features.quantisation.unfused import check_architecture, encoded, tokenizer_notes, unfused_steps
 from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate, config_entry
 from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction
 from weightsmith._models.formats.exl3.writing import encoding_name
-from weightsmith._models.structure import analyse
-from weightsmith._models.structure.fused import fused_parts
-from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith._models.structure.vocabulary import is_head
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.encode import encodable
-from weightsmith._plans import PLAIN, PlanDraft
+from weightsmith._plans import PlanDraft
 
 DEFAULT_HEAD_BITS = 6
 PLAIN_HEAD = 16
 """The other value of `head_bits`: the head is float16. A tied head is then the embedding, and is not stored again."""
 OTHER_FORMATS = "choose another format; weightsmith quantize --list shows all"
 
-_HALF = "plain F16"
-_HEAD = "lm_head.weight"
 _WEIGHT = ".weight"
 _FIRST = ("v_proj", "k_proj", "o_proj", "down_proj", "w2", "q_proj")
 """Projections that get more bits first: those with few weights, and those whose errors go straight to the residual stream."""
@@ -65,29 +58,13 @@ def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
 
 def _prepare(draft: PlanDraft) -> bool:
     """Split fused matrices, and give a tied head a step; whether it is tied. Raises PlanError: what exllamav3 cannot load."""
-    config = draft.config
-    if config is None:
-        fix = "put a config.json into the folder of the model that it is taken from"
-        what = "the output has no config.json, without which no model is loaded"
-        raise PlanError([Unsupported(what, where="quantize", fix=fix)])
-    names = config.get("architectures")
-    architecture = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        what = (
-            f"{show(names if architecture is None else architecture)} cannot be stored as EXL3, only {', '.join(ARCHITECTURES)}"
-        )
-        raise PlanError([Unsupported(what, where="architectures in config.json", fix=OTHER_FORMATS)])
+    architecture = check_architecture(draft.config, ARCHITECTURES, "EXL3", OTHER_FORMATS)
+    config = draft.config or {}
     if key := contradiction(config):
         wanted = ARCHITECTURES[architecture][key]
         what = f"exllamav3 {VERSION} loads {architecture} with {key} {wanted!r}, not {config[key]!r}"
         raise PlanError([Unsupported(what, where="config.json", fix=OTHER_FORMATS)])
-    specs = {step.out.name: step.out for step in draft.steps}
-    structure = analyse(specs.values(), config)
-    steps = [part for step in draft.steps for part in split(step, fused_parts(step.out, specs, structure, config))]
-    embedding = next((step for step in steps if is_embedding(step.out)), None)
-    tied = not any(is_head(step.out) for step in steps) and ties(config, stores_head=False)
-    if tied and embedding is not None:
-        steps.append(renamed(embedding, _HEAD))
+    steps, tied = unfused_steps(draft)
     if not any(is_head(step.out) for step in steps):
         raise PlanError([Unsupported("it has no head, which exllamav3 expects", where=architecture, fix=OTHER_FORMATS)])
     draft.steps = steps
@@ -150,11 +127,7 @@ def _store(draft: PlanDraft, rates: Mapping[str, Rate], head_bits: int, *, tied:
                 continue
             if head_bits != PLAIN_HEAD and not _padded_bias(spec, draft):
                 encodings[spec.name] = encoding_name(Rate(2 * head_bits))
-        as_it_is = not spec.shape or not spec.dtype.floating or spec.dtype.name == "F16"
-        encoding = encodings.get(spec.name) or (PLAIN if as_it_is else _HALF)
-        if encoding != PLAIN:
-            step = replace(step, encoding=encoding, stored=find_encoding(encoding).outs(spec))
-        steps.append(step)
+        steps.append(encoded(step, encodings.get(spec.name)))
     sizes = {step.out.name: step.out.size for step in draft.steps}
     bits = sum(sizes[name] * rate.bits for name, rate in rates.items()) / sum(sizes[name] for name in rates)
     draft.steps = steps
@@ -162,11 +135,7 @@ def _store(draft: PlanDraft, rates: Mapping[str, Rate], head_bits: int, *, tied:
     if tied and head_bits != PLAIN_HEAD:
         config["tie_word_embeddings"] = False
     draft.config = {**config, "quantization_config": config_entry(bits, head_bits, calibration)}
-    if "tokenizer.json" not in (*draft.carried, *draft.files):
-        fix = "make one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-        draft.warnings.append(
-            Finding("the model has no tokenizer.json, without which exllamav3 makes no text", "quantize", fix=fix)
-        )
+    draft.warnings += tokenizer_notes(draft, "exllamav3 makes no text")
 
 
 def _padded_bias(head: TensorSpec, draft: PlanDraft) -> bool:
