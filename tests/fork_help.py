@@ -88,7 +88,9 @@ class Forked:
             texts.append(file.read().decode())
             file.close()
         for name in texts.pop().split():
-            if name.startswith(("weightsmith.", "huggingface_hub.", "httpx", "httpcore", "numba.", "typer.")):
+            if name.startswith(
+                ("weightsmith.", "huggingface_hub.", "httpx", "httpcore", "numba.", "typer.", "starlette", "uvicorn")
+            ):
                 importlib.import_module(name)
         return Ran(os.waitstatus_to_exitcode(status), *texts)
 

@@ -73,6 +73,7 @@ class TestThePagesMethod(MethodTests):
         return MethodCase(files("adding-a-method.md", "unit_mean").unit_mean, {"weight": 0.5})
 
 
+@pytest.mark.slow
 def test_a_method_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     make_models(tmp_path)
     recipe = {
@@ -92,6 +93,7 @@ def test_a_method_of_an_installed_package(file_of: Text, tmp_path: Path) -> None
         weightsmith.plan(recipe)
 
 
+@pytest.mark.slow
 def test_a_product_of_an_installed_package(file_of: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsmith._methods import get
     from weightsmith._planning.planner import build

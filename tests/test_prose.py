@@ -1,4 +1,4 @@
-"""The English of pages, help texts, messages and docstrings: scripts/prose.py finds what it should, and no file gets worse."""
+"""scripts/prose.py finds what it should. `make lint` runs it on the project."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ def script() -> ModuleType:
 
 def found(text: str) -> list[str]:
     return [each.found.strip() for each in script().problems(script().Text("a.md", 1, text))]
-
-
-def test_no_file_has_more_problems_than_it_had() -> None:
-    wrong = script().over(script().found(), script().read_known())
-    assert [str(each) for each in wrong] == []
 
 
 @pytest.mark.parametrize(

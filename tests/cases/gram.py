@@ -96,7 +96,9 @@ def median(xs: Sequence[np.ndarray]) -> np.ndarray:
     """Weiszfeld's iteration until it rests; the median of an odd number of scalars."""
     if xs[0].size == 1:
         return np.median(np.stack(xs), axis=0)
-    point = np.mean(xs, axis=0)
+    mean = np.mean(xs, axis=0)
+    xs = [x - mean for x in xs]  # small numbers: rounded as they are in a model, the point would never rest
+    point = np.zeros_like(mean)
     for _ in range(2000):
         distances = np.array([np.linalg.norm(x - point) for x in xs])
         if (distances < 1e-300).any():
@@ -105,7 +107,7 @@ def median(xs: Sequence[np.ndarray]) -> np.ndarray:
         point = np.sum([x / d for x, d in zip(xs, distances, strict=True)], axis=0) / np.sum(1 / distances)
         if np.linalg.norm(point - before) < 1e-14 * distances.max():
             break
-    return point
+    return mean + point
 
 
 W3 = [{"weight": 0.5}, {"weight": 0.3}, {"weight": 0.4}]

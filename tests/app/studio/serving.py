@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import urllib.error
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli_help import environment
+from tests.fork_help import Forked
 
 SECONDS = 60.0
 
@@ -25,7 +25,7 @@ SECONDS = 60.0
 class Studio:
     """A server that runs. address: with its token; log: what it printed."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     address: str
     log: Path
 
@@ -34,7 +34,7 @@ class Studio:
         return int(self.address.partition("//")[2].rpartition(":")[2].partition("/")[0])
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
 
 
@@ -45,24 +45,37 @@ def start(
     out: str = "out",
     port: int = 0,
     hub: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> Studio:
-    """Start the command in a folder, and wait until it has printed its address. hub: the environment of a Hub; None: none."""
+    """Start the command in a folder, and wait until it has printed its address.
+
+    hub: the environment of a Hub; None: none. fresh: in a new interpreter, not in a copy of this process.
+    """
     log = root / f"log-{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "weightsmith", "studio", *folders, "--out", out, "--port", str(port), *flags]
-    command += ["--no-hub"] if hub is None else []
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=root, env=environment(**({"HF_HUB_OFFLINE": "1"} if hub is None else hub)), stdout=file, stderr=file
-        )
+    arguments = ["studio", *folders, "--out", out, "--port", str(port), *flags, *(["--no-hub"] if hub is None else [])]
+
+    def work() -> None:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        if fresh:
+            os.execv(sys.executable, [sys.executable, "-m", "weightsmith", *arguments])
+        from weightsmith._app.cli import main
+
+        sys.argv = ["weightsmith", *arguments]
+        main()
+
+    process = Forked(work, env=environment(**({"HF_HUB_OFFLINE": "1"} if hub is None else hub)), cwd=root)
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        said = log.read_text()
+        said = log.read_text() if log.exists() else ""
         if "Press Ctrl-C" in said:
             address = next(word for word in said.split() if word.startswith("http://"))
             return Studio(process, address.replace("0.0.0.0", "127.0.0.1"), log)
-        assert process.poll() is None, said
+        assert not process.ended(), said + process.wait().err
         time.sleep(0.05)
     process.kill()
+    process.wait()
     raise AssertionError(log.read_text())
 
 
@@ -78,15 +91,14 @@ def serving(root: Path, *flags: str, **options: Any) -> Iterator[Studio]:
 
 def stop(found: Studio) -> int:
     """End it as Ctrl-C does. Its exit status."""
-    if found.process.poll() is None:
-        found.process.send_signal(signal.SIGINT)
-        try:
-            found.process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.kill(found.process.pid, signal.SIGKILL)
-            found.process.wait()
-            raise
-    return found.process.returncode
+    found.process.kill(signal.SIGINT)
+    end = time.monotonic() + 20
+    while not found.process.ended():
+        if time.monotonic() > end:
+            found.kill()
+            raise AssertionError(f"Ctrl-C does not end the studio:\n{found.log.read_text()}")
+        time.sleep(0.01)
+    return found.process.wait().code
 
 
 def asked(url: str, body: object = None, **headers: str) -> tuple[int, str]:

@@ -106,6 +106,7 @@ trees = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(trees, styles, st.data())
 def test_any_way_to_write_a_recipe_is_edited_to_what_was_wanted(
     tree: dict[str, Any], style: bool | None, data: st.DataObject
@@ -135,7 +136,15 @@ def test_long_texts_are_merged_in_bounded_time() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a: 1\n---\nb: 2\n", "a: &a [1]\nb: *a\n", "- a\n", "a: [", "x", "a: " + "[" * 3000 + "]" * 3000, "%TAG ! x\n"],
+    [
+        "a: 1\n---\nb: 2\n",
+        "a: &a [1]\nb: *a\n",
+        "- a\n",
+        "a: [",
+        "x",
+        pytest.param("a: " + "[" * 3000 + "]" * 3000, marks=pytest.mark.slow),
+        "%TAG ! x\n",
+    ],
 )
 def test_what_is_not_one_plain_document_is_not_edited(text: str) -> None:
     assert not edits.can_edit(text)

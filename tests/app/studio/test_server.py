@@ -230,7 +230,7 @@ def test_changes_reach_all_who_listen(studio: Studio, root: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_and_a_port_that_is_taken(root: Path) -> None:
-    studio = start(root, out="other")
+    studio = start(root, out="other", fresh=True)
     taken = run_process("studio", "models", "--out", "third", "--port", studio.port, cwd=root)
     assert taken.code == 3
     assert "cannot serve here: Address already in use" in taken.err
