@@ -132,6 +132,7 @@ class TuneKeywords(RecipeKeywords, EvaluateKeywords, total=False):
 
 
 class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):
+    scoring_dtype: str | None
     """Those of a plan."""
 
 

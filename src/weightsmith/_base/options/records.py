@@ -597,3 +597,11 @@ def output_dtype(asked: object) -> DType | None:
     except ValueError as error:
         raise ParameterError(str(error), where="out_dtype") from None
     return found
+    scoring_dtype: str | None = option(
+        None,
+        "--scoring-dtype DTYPE",
+        "Dtype in which linear layers multiply when candidates are scored",
+        unset="bfloat16 on processors that multiply it, else float32",
+        choices=("float32", "bfloat16"),
+        more="[`gradient`](tune.md#what-it-costs) uses float32 by default. The result is always judged in float32.",
+    )

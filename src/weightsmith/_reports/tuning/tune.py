@@ -146,6 +146,8 @@ def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
             raise option_error("search", "a number that a command prints has no gradient", fix)
         if settings.objective != find_option("objective").default:
             raise option_error("objective", "it is for texts", f"leave it out: {named('command')} is the objective")
+        if settings.scoring_dtype is not None:
+            raise option_error("scoring_dtype", "it is for texts", f"leave it out: {named('command')} measures the merge")
         return
     if settings.report_command is not None:
         raise option_error("report_command", f"it is for searches with {named('command')}", "name a --report-text instead")
