@@ -389,7 +389,7 @@ def _multiplying(head: Any, arithmetic: Arithmetic) -> Iterator[Callable[[Tensor
 
 def has_bfloat16() -> bool:
     """Whether this processor has instructions for products of bfloat16 matrices, as far as torch says: AVX512-BF16 or AMX."""
-    known = getattr(torch.cpu, "get_capabilities", dict)()
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
