@@ -302,3 +302,24 @@ def test_experts_that_no_token_reaches_and_fused_weights_are_merged_too(tmp_path
                 assert all(len(leaf.statistics) == 2 for leaf in leaves)
             weightsmith.merge(asked, made / method, card=False, progress=False)
             assert all(bool(tensor.isfinite().all()) for tensor in load_file(made / method / "model.safetensors").values())
+
+
+@pytest.mark.slow
+def test_a_regression_mean_of_adapters_is_an_adapter_of_the_sum_of_their_ranks(folder: Path, tmp_path: Path) -> None:
+    asked = recipe(folder, "regmean")
+    more: Any = {"embed_lora": False, "progress": False}
+    for model, name, rank in zip(asked["models"], "ab", (2, 3), strict=True):
+        weightsmith.extract_lora(folder / name, folder / "base", tmp_path / name, max_rank=rank, **more)
+        model["model"] = f"{folder / 'base'}+{tmp_path / name}"
+    weightsmith.merge(asked, tmp_path / "out", card=False, progress=False)
+    found, base = load_file(tmp_path / "out/model.safetensors"), stored(folder / "base")
+    for rank, error in ((5, 1e-4), (4, 1e-2)):
+        lora = tmp_path / f"lora-{rank}"
+        weightsmith.extract_lora(tmp_path / "out", folder / "base", lora, max_rank=rank, **more)
+        again = {"merge_method": "passthrough", "models": [{"model": f"{folder / 'base'}+{lora}"}], "dtype": "float32"}
+        weightsmith.merge(again, tmp_path / f"again-{rank}", card=False, progress=False)
+        restored = load_file(tmp_path / f"again-{rank}/model.safetensors")
+        moved = [(found[name] - base[name]).norm() for name in WEIGHTS]
+        off = [(restored[name] - found[name]).norm() for name in WEIGHTS]
+        worst = max(float(a / b) for a, b in zip(off, moved, strict=True))
+        assert worst < error if rank == 5 else worst > error

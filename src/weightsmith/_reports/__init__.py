@@ -2,5 +2,6 @@
 
 `look/` has `inspect`, `diff` and `preview`: statistics as products of plans without output, and what they mean, in words and as
 pages. `evaluate/` has `evaluate`: how well models predict texts. `tuning/` has `tune`: values of a recipe that a text chooses.
-`judge.py` loads a model with transformers: perplexity, greedy continuation.
+`judge.py` loads a model with transformers: perplexity, greedy continuation. `command.py` runs a command of the user's that
+measures a model.
 """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -346,3 +348,32 @@ def test_a_mixture_is_evaluated_before_it_is_published(work: Path, cli: Cli) -> 
     assert "## Evaluation" in card
     assert "it grows most in layers" in card
     assert "Layers of the result" in (work / "out/report.html").read_text()
+
+
+SIZE = """import json, os, sys
+names = os.listdir(sys.argv[1])
+print(json.dumps({"n": sum(name.endswith(".safetensors") for name in names), "here": names.count("weightsmith.json")}))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_measures_folders_as_they_are_and_recipes_as_they_would_be_written(work: Path, cli: Cli) -> None:
+    """Beside a text, and alone; what was written for it is gone afterwards."""
+    Path("size.py").write_text(SIZE)
+    command = f"{shlex.quote(sys.executable)} -I -S size.py {{model}}"
+    before = sorted(path.name for path in work.iterdir())
+    found = weightsmith.evaluate("a", "ties.yml", command=command, metric="here", progress=False)
+    assert found.measured == (0, 1)
+    assert found.totals == ()
+    assert found.reading == ("The command finds 1 for ties.yml and 0 for a.",)
+    assert "by a command" in repr(found)
+    assert sorted(path.name for path in work.iterdir()) == before
+    ran = cli("eval", "a", "ties.yml", "--command", command, "--metric", "n", "--text", "t.txt", "--json")
+    assert ran.code == 0, ran.err
+    both = json.loads(ran.out)
+    assert both["measured"] == [1, 1]
+    assert len(both["totals"]) == 2
+    page = evaluation_page(found)
+    assert f"--command {shlex.quote(command)} --metric here" in str(page.blocks[-1])
+    with pytest.raises(ParameterError, match="a reference is for texts"):
+        weightsmith.evaluate("a", command=command, reference="b", progress=False)

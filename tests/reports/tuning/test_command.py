@@ -14,7 +14,7 @@ import weightsmith
 from tests.cli_help import Cli, cli
 from tests.reports.tuning.test_tune import LINEAR, trials
 from weightsmith._base.errors import OutputExists, ParameterError, StoreError, WeightsmithError
-from weightsmith._reports.tuning.command_measure import CommandFailed
+from weightsmith._reports.command import CommandFailed
 from weightsmith._reports.tuning.result import Tuning
 
 __all__ = ["cli"]

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import weightsmith
+from weightsmith._activations.decoder.forward import _multiplying
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NonFinite, PlanError
 from weightsmith._base.options import RecipeOptions
@@ -219,3 +221,38 @@ def test_numbers_have_six_digits_and_whole_ones_none(work: Path) -> None:
         assert recipe.rounded((1 / 3, 4.4)) == (0.333333, 4)
         assert recipe.rounded((0.01, 1)) == (0.1, 2)
         assert recipe.start == (0.55, 6)
+
+
+def test_products_in_bfloat16_change_losses_a_little_and_no_thread_changes_them(work: Path) -> None:
+    """As long as they are asked for; a divergence from the same model is still zero."""
+    with Candidates("r.yml", RecipeOptions()) as recipe:
+        prepared = recipe.prepare(recipe.start)
+        one, candidate = opened("r.yml", prepared), Candidate.of(prepared.plan, prepared.inputs)
+        rows = rows_of(one, 9)
+        exact, _ = Evaluator(one, Resources(threads=1)).losses(candidate, rows)
+        evaluator = Evaluator(one, Resources(threads=1), arithmetic="bfloat16")
+        found, _ = evaluator.losses(candidate, rows)
+        assert 0 < np.abs(found - exact).max() < 0.01 * exact.max()
+        threads = Evaluator(one, Resources(threads=3), arithmetic="bfloat16")
+        assert np.array_equal(threads.losses(candidate, rows)[0], found)
+        _, divergences = evaluator.losses(candidate, rows, evaluator.reference(candidate, [rows]))
+        assert divergences == pytest.approx(np.zeros(9), abs=1e-6)
+        evaluator.multiply_in("float32")
+        assert np.array_equal(evaluator.losses(candidate, rows)[0], exact)
+
+
+def test_a_head_in_bfloat16_finds_the_logits_of_the_tokens_in_float32() -> None:
+    torch.manual_seed(0)
+    head, x, tokens = torch.nn.Linear(24, 50), torch.randn(1, 7, 24), torch.tensor([3, 49, 0, 3, 7, 7, 20])
+    places = torch.arange(7)
+    with torch.no_grad():
+        exact = head(x)
+        with _multiplying(head, "bfloat16") as name:
+            rounded = head(x)
+            name(tokens)
+            found = head(x)
+        assert torch.equal(head(x), exact)
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(found[0, places, tokens], exact[0, places, tokens])
+    found[0, places, tokens] = rounded[0, places, tokens]
+    assert torch.equal(found, rounded)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weightsmith._activations.decoder import Base
+from weightsmith._activations.decoder import Arithmetic, Base
 from weightsmith._activations.decoder.unfused import put_back, unfuse
 from weightsmith._base.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.tensors import TensorSpec
@@ -197,12 +197,19 @@ class Decoder:
 
     @contextmanager
     def head(
-        self, source: ProductContext, device: str = "cpu", given: Mapping[str, Tensor] | None = None
-    ) -> Iterator[Callable[[Tensor], Tensor]]:
+        self,
+        source: ProductContext,
+        device: str = "cpu",
+        given: Mapping[str, Tensor] | None = None,
+        arithmetic: Arithmetic = "float32",
+    ) -> Iterator[Callable[..., Tensor]]:
         """The norm and the head: states, float32 [tokens, hidden] → logits, float32 [tokens, vocabulary]. Thread-safe.
 
         source  supplies weights, which must be among its steps
         given   `head_weights` to use instead of the source's, by stored name
+        arithmetic  dtype in which the head multiplies, whatever that of the layers. In bfloat16 it has no gradients. A second
+                    argument of what this gives, int64 [tokens], then names the token of each state whose logit is found in
+                    float32: the one whose loss is wanted. The others' rounding averages out in a softmax
 
         transformers' own module runs without its layers, so norms, scales, biases and caps are the model's.
 
@@ -218,9 +225,10 @@ class Decoder:
         with torch.no_grad(), _loaded(self._whole, names if given is None else {}, _Memory(source, device)):
             for name, own in names.items() if given is not None else ():
                 _register(self._whole, name, ready[own].to(device))
-            with _skipped(self._layers) as leave:
+            with _skipped(self._layers) as leave, _multiplying(self._whole.get_output_embeddings(), arithmetic) as exact:
 
-                def logits(states: Tensor) -> Tensor:
+                def logits(states: Tensor, tokens: Tensor | None = None) -> Tensor:
+                    exact(tokens)
                     with leave(states[None]):
                         found: Tensor = self._whole(inputs_embeds=states[None], use_cache=False).logits[0]
                     return found.float()
@@ -355,6 +363,43 @@ class _Bfloat16:
             self._kept = weight, weight._version, rounded
         product = nn.functional.linear(x.bfloat16(), rounded).to(x.dtype)
         return product if bias is None else product + bias
+
+
+@contextmanager
+def _multiplying(head: Any, arithmetic: Arithmetic) -> Iterator[Callable[[Tensor | None], None]]:
+    """Let a head multiply in a dtype; a module that is no linear layer is left alone.
+
+    Gives a function that takes the tokens, int64 [tokens], whose logits are found in float32 on this thread, each for its
+    state; None: of no tokens.
+    """
+    own = threading.local()
+
+    def exact(tokens: Tensor | None) -> None:
+        own.tokens = tokens
+
+    if arithmetic == "float32" or not isinstance(head, nn.Linear):
+        yield exact
+        return
+    multiply = _Bfloat16(head)
+
+    def forward(x: Tensor) -> Tensor:
+        found, tokens = multiply(x), getattr(own, "tokens", None)
+        if tokens is not None:
+            products = (x * head.weight[tokens]).sum(-1)
+            found[..., torch.arange(len(tokens)), tokens] = products if head.bias is None else products + head.bias[tokens]
+        return found
+
+    head.forward = forward
+    try:
+        yield exact
+    finally:
+        del head.forward
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor has instructions for products of bfloat16 matrices, as far as torch says: AVX512-BF16 or AMX."""
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
 _MISMATCH = "the tensors do not match the model that transformers builds from config.json"

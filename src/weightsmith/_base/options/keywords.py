@@ -108,6 +108,10 @@ class EvaluateKeywords(RunKeywords, total=False):
 
     rows: int | None
     tokens: int | None
+    command: str | None
+    metric: str | None
+    command_timeout: str | None
+    shell: bool
     work: str | os.PathLike[str] | None
 
 
@@ -123,12 +127,12 @@ class StatisticsKeywords(RunKeywords, total=False):
 class TuneKeywords(RecipeKeywords, EvaluateKeywords, total=False):
     """`TuneSettings`, and those of recipes, evaluations and runs."""
 
-    command: str | None
     report_command: str | None
     budget: int
     time: str | None
     search: str
     objective: str
+    scoring_dtype: str | None
 
 
 class PlanKeywords(RecipeKeywords, QuantizeKeywords, total=False):

@@ -501,7 +501,7 @@ class TransplantSettings:
 @option_record("evaluate", "tune", group="Texts")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateSettings:
-    """The texts that `evaluate` and `tune` score, and how they are cut."""
+    """What `evaluate` and `tune` measure models by: texts, and how they are cut; or a command."""
 
     text: tuple[str, ...] = option(
         (), "--text FILE", "Text to predict: a txt, jsonl or parquet file, or built-in (repeatable)", path=True
@@ -516,6 +516,30 @@ class EvaluateSettings:
     tokens: int | None = option(
         None, "--tokens N", "Number of tokens in each row", unset="512, or the model's maximum", least=2
     )
+    command: str | None = option(
+        None,
+        "--command COMMAND",
+        "Program that measures a model; `{model}` is its folder",
+        unset="none",
+        more="The last line that it prints is the number, unless `metric` says where it is; for `tune`, smaller is better.",
+        group="Command",
+    )
+    metric: str | None = option(
+        None,
+        "--metric KEYS",
+        "Where the number is in JSON: its keys, with slashes between them",
+        unset="in the last line, alone",
+        more="In what the command prints, or in a file that it writes into `{output}`. A minus before them changes the sign.",
+        group="Command",
+    )
+    command_timeout: str | None = option(
+        None,
+        "--command-timeout TIME",
+        "End the command after this time, such as 90s, 30m or 2h",
+        unset="no limit",
+        group="Command",
+    )
+    shell: bool = option(False, "--shell", "Run the command by a shell, for pipes and variables", group="Command")
     work: str | None = option(
         None,
         "--work FOLDER",
@@ -556,13 +580,6 @@ class TuneSettings:
         unset="the last third of the rows of each text",
         path=True,
     )
-    command: str | None = option(
-        None,
-        "--command COMMAND",
-        "Program that measures the merge; `{model}` is its folder",
-        unset="none",
-        more="In place of texts. The last line that it prints is the number; smaller is better.",
-    )
     report_command: str | None = option(
         None, "--report-command COMMAND", "Program that judges the result, once, at the end", unset="that of --command"
     )
@@ -583,6 +600,14 @@ class TuneSettings:
     )
     reference: tuple[str, ...] = option(
         (), "--reference MODEL", "Model to stay close to, for kl: one, or one for each text (repeatable)"
+    )
+    scoring_dtype: str | None = option(
+        None,
+        "--scoring-dtype DTYPE",
+        "Dtype in which linear layers multiply when candidates are scored",
+        unset="bfloat16 on processors that multiply it, else float32",
+        choices=("float32", "bfloat16"),
+        more="[`gradient`](tune.md#what-it-costs) uses float32 by default. The result is always judged in float32.",
     )
 
 

@@ -8,4 +8,5 @@ in a staging folder, so that an interrupted evaluation resumes. The reference co
     values.py   scores, with standard errors: `Evaluation`
     pages.py    what was found as a page, for --report
     result.py   the result of a merge before it is published, for --evaluate
+    commanded.py  models measured by a command of the user's
 """

@@ -17,6 +17,7 @@ from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
 from weightsmith._activations.scoring import Known, Scored, scored
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
 from weightsmith._base.options import EvaluateSettings, RunOptions, assignment, lists_options, option_error, read_options
+from weightsmith._base.options import named as named_option
 from weightsmith._base.options.keywords import EvaluateKeywords
 from weightsmith._base.text import count
 from weightsmith._engine.local import Progress
@@ -25,6 +26,8 @@ from weightsmith._execution.run import Callbacks, kept_products, staged
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Made, PlanDraft
+from weightsmith._reports.command import Command
+from weightsmith._reports.evaluate.commanded import measured
 from weightsmith._reports.evaluate.layers import LayerErrors, layer_errors, with_samples
 from weightsmith._reports.evaluate.opening import (
     Asked,
@@ -44,23 +47,28 @@ from weightsmith.abc.product import Arrays
 @lists_options("evaluate", EvaluateSettings, RunOptions, besides=("text",))
 def evaluate(
     *models: Named,
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     reference: Named | None = None,
     progress: Watching = True,
     **options: Unpack[EvaluateKeywords],
 ) -> Evaluation:
-    """Measure how well models predict texts: perplexity, bits per byte, and differences with their standard errors.
+    """Measure how well models predict texts: perplexity, bits per byte, and differences with their standard errors; or measure
+    them by a command.
 
     models     folders, Hub ids or `base+adapter`, stored in any format that weightsmith reads; or recipes, whose results are
                not written: the path of a YAML file, or a mapping
-    text       a .txt, .jsonl or .parquet file, or several; `built-in`. In a .jsonl file with `messages`, the answers are scored
+    text       a .txt, .jsonl or .parquet file, or several; `built-in`. In a .jsonl file with `messages`, the answers are
+               scored. None is needed with `command`
     reference  a model to compare the predictions with: KL divergence and agreement. It need not be one of `models`
     progress   called about ten times per second; True: a bar in terminals and notebooks, False: none
 
     Weights are used as stored, activations are float32, and the numbers do not depend on the number of threads. The reference,
     or else the first model, is the baseline of differences. An interrupted evaluation resumes with the same call.
 
-    Raises PlanError with all problems of models and texts, before tensor data is read; NonFinite.
+    With `command`, what is no folder on this disk is written to a temporary folder in `work`, and measured there.
+
+    Raises PlanError with all problems of models and texts, before tensor data is read; NonFinite; CommandFailed, a
+    WeightsmithError, for a command that fails or gives no number.
 
     Memory: one layer, its states of some rows, and the head. Disk: the states of all rows between two layers, twice.
 
@@ -92,8 +100,17 @@ def evaluation(
     """See `evaluate`. asked: models by name; compared: the first is the reference of the others."""
     if not asked:
         raise ParameterError("no model is given", fix="name one or more models or recipes")
+    command = Command.asked(settings)
+    if not settings.text and command is None:
+        fix = f"name a .txt, .jsonl or .parquet file, or a command that measures a model: {named_option('command')}"
+        raise option_error("text", "no text is given", fix)
+    if compared and not settings.text:
+        raise option_error("reference", "a reference is for texts", "name a text, or leave the reference out")
+    names, numbers = tuple(asked), dict[str, Any]()
+    if command is not None:
+        numbers = {"command": command.options, "measured": measured(asked, command, settings, running)}
     if not settings.text:
-        raise option_error("text", "no text is given", "name a .txt, .jsonl or .parquet file")
+        return Evaluation(names, (), None, ((),) * len(names), 0, (), **numbers)
     with ExitStack() as stack:
         ready = _open(asked, stack)
         tokens = _row_tokens(ready, settings)
@@ -108,9 +125,8 @@ def evaluation(
         tuple(score_of(own, first if i else None) for own, first in zip(each, losses[0], strict=True))
         for i, each in enumerate(losses)
     )
-    names = tuple(asked)
     notes = _notes(names, settings, parts, found, compared)
-    return Evaluation(names, settings.text, names[0] if compared else None, scores, tokens, notes, tuple(errors))
+    return Evaluation(names, settings.text, names[0] if compared else None, scores, tokens, notes, tuple(errors), **numbers)
 
 
 def _open(asked: Mapping[str, Asked], stack: ExitStack) -> list[Opened]:

@@ -53,13 +53,18 @@ def name_of(model: Named) -> str:
     return str(model.get("name", "recipe")) if isinstance(model, Mapping) else os.fspath(model)
 
 
+def is_recipe(model: Named) -> bool:
+    """Whether it is a recipe: a mapping, or the path of a YAML file."""
+    return isinstance(model, Mapping) or Path(model).suffix in _RECIPES
+
+
 def prepare_named(model: Named) -> Prepared:
     """The plan of a model or a recipe. Raises PlanError.
 
     The result of a recipe has the dtypes that it would be written in. Codes of a quantised model are decoded to float32, so
     that nothing is rounded.
     """
-    if isinstance(model, Mapping) or Path(model).suffix in _RECIPES:
+    if is_recipe(model):
         return prepare_any(model, RecipeOptions(), QuantizeSettings())
     return prepare_copy(model, RecipeOptions(out_dtype=DTYPES["F32"]), QuantizeSettings())
 

@@ -13,9 +13,12 @@ from weightsmith._reports.evaluate.values import Evaluation, Score, of_change
 
 def evaluation_page(found: Evaluation) -> Page:
     """Models on texts."""
-    facts: list[tuple[str, Value]] = [("tokens in a row", f"{found.row_tokens:,}")]
+    facts: list[tuple[str, Value]] = [("tokens in a row", f"{found.row_tokens:,}")] if found.texts else []
     facts += [("reference", found.reference)] if found.reference is not None else []
+    facts += [("command", found.command[1])] if found.command else []
     blocks: list[Block] = [Facts("Settings", tuple(facts))]
+    if found.measured:
+        blocks.append(_command_table(found))
     if len(found.texts) > 1:
         about = "Means over the texts; of the perplexity the geometric one."
         blocks.append(score_table("All texts", found, found.totals, about))
@@ -24,8 +27,9 @@ def evaluation_page(found: Evaluation) -> Page:
     blocks += layer_blocks(found)
     texts = [word for text in found.texts for word in ("--text", text)]
     reference = [] if found.reference is None else ["--reference", found.reference]
-    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "eval", *found.models, *texts, *reference])))
-    title = f"{', '.join(found.models[:3])}{', …' if len(found.models) > 3 else ''} on {', '.join(found.texts[:3])}"
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "eval", *found.models, *texts, *reference, *found.command])))
+    by = f"on {', '.join(found.texts[:3])}" if found.texts else "by a command"
+    title = f"{', '.join(found.models[:3])}{', …' if len(found.models) > 3 else ''} {by}"
     return Page(title, found.reading, tuple(blocks), found.to_json())
 
 
@@ -46,6 +50,14 @@ def score_table(title: str, found: Evaluation, scores: Sequence[Score], about: s
         *(Column(name, "count") for name in ("rows", "tokens", "bytes")),
     ]
     return Table(title, tuple(columns), tuple(_row(*own, found) for own in zip(found.models, scores, strict=True)), about)
+
+
+def _command_table(found: Evaluation) -> Table:
+    """What the command found."""
+    columns = Column("model"), Column("number", "number"), Column("more than the first", "number")
+    first = found.measured[0]
+    rows = zip(found.models, found.measured, strict=True)
+    return Table("By the command", columns, tuple((name, own, own - first) for name, own in rows))
 
 
 def layer_blocks(found: Evaluation) -> list[Block]:

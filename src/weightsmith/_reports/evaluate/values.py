@@ -162,13 +162,15 @@ class Evaluation(Shown):
     """The scores of models on texts. Returned by `weightsmith.evaluate`.
 
     models     as they were given; the first is the baseline
-    texts      as they were given
+    texts      as they were given; () for a command alone
     reference  the model of `divergence` and `agreement`, which is the baseline then; None without one
     scores     [model][text]
     row_tokens tokens in a row
     notes      what is not scored or not compared, in sentences
     layers     [model][layer]: error of what leaves the layer, relative to the reference's (`layers.LayerErrors`); None for the
                reference, without one, and for a model with other layers
+    command    that measured the models too, as options: `--command`, …; () without one
+    measured   its number for each model
     """
 
     models: tuple[str, ...]
@@ -178,23 +180,30 @@ class Evaluation(Shown):
     row_tokens: int
     notes: tuple[str, ...]
     layers: tuple[tuple[float, ...] | None, ...] = ()
+    command: tuple[str, ...] = ()
+    measured: tuple[float, ...] = ()
 
     page_function: ClassVar[str] = "_reports.evaluate.pages:evaluation_page"
 
     def __repr__(self) -> str:
         """Short: a dataclass's own would list every score."""
+        if not self.texts:
+            measured = (f"{name} {found:g}" for name, found in zip(self.models, self.measured, strict=True))
+            return f"<Evaluation by a command: {', '.join(measured)}>"
         scores = (f"{name} {perplexity(total.perplexity)}" for name, total in zip(self.models, self.totals, strict=True))
         return f"<Evaluation on {', '.join(self.texts)}: perplexity {', '.join(scores)}>"
 
     @cached_property
     def totals(self) -> tuple[Score, ...]:
-        """The score of each model on all texts together."""
-        return tuple(own[0] if len(own) == 1 else mean_score(own) for own in self.scores)
+        """The score of each model on all texts together; () without a text."""
+        return tuple(own[0] if len(own) == 1 else mean_score(own) for own in self.scores if own)
 
     @property
     def reading(self) -> tuple[str, ...]:
         """The conclusions, in sentences."""
-        return (*(_compared(self, i) for i in range(1, len(self.models))), *self.notes)
+        others = range(1, len(self.models))
+        by_texts = [_compared(self, i) for i in others] if self.texts else []
+        return (*by_texts, *(_by_command(self, i) for i in others if self.measured), *self.notes)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
@@ -207,7 +216,14 @@ class Evaluation(Shown):
             scores=[[asdict(score) for score in own] for own in self.scores],
             totals=[asdict(score) for score in self.totals],
             layers=self.layers,
+            command=self.command,
+            measured=self.measured,
         )
+
+
+def _by_command(found: Evaluation, i: int) -> str:
+    (a, b), (first, own) = (found.models[0], found.models[i]), (found.measured[0], found.measured[i])
+    return f"The command finds {own:g} for {b} and {first:g} for {a}."
 
 
 def _compared(found: Evaluation, i: int) -> str:

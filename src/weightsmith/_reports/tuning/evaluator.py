@@ -5,7 +5,8 @@ What the last candidate had in common is kept: tensors whose reads and parameter
 change, and the states before the first layer that has another tensor. If the model does not fit the budget, one layer at a time
 is held.
 
-A loss depends on the candidate and on its row alone: not on threads, on other rows, or on what was kept.
+A loss depends on the candidate, on its row and on the dtype of products alone: not on threads, on other rows, or on what was
+kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weightsmith._activations.decoder import Base
+from weightsmith._activations.decoder import Arithmetic, Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at
 from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
 from weightsmith._activations.running import workers
@@ -51,7 +52,7 @@ GPU_BATCH_TOKENS = 1024
 """The same on a GPU, which one thread feeds."""
 
 _Found = TypeVar("_Found")
-_Head = Callable[[Tensor], Tensor]
+_Head = Callable[..., Tensor]
 
 _NEITHER = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Keys of config.json that do not change predictions."""
@@ -134,15 +135,27 @@ class Evaluator:
     budget     bytes that may be kept for the next candidate
     """
 
-    def __init__(self, one: Opened, resources: Resources, budget: int = MEMORY_BYTES, *, allow_nonfinite: bool = False) -> None:
-        """Raises PlanError for a model that transformers cannot build, or a device that cannot be used."""
-        self.base = one.base
+    def __init__(
+        self,
+        one: Opened,
+        resources: Resources,
+        budget: int = MEMORY_BYTES,
+        *,
+        arithmetic: Arithmetic = "float32",
+        allow_nonfinite: bool = False,
+    ) -> None:
+        """
+        arithmetic  dtype in which linear layers multiply, and the head where there is no reference
+
+        Raises PlanError for a model that transformers cannot build, or a device that cannot be used.
+        """
+        self.base = replace(one.base, arithmetic=arithmetic)
         self.device = usable_device(resources.device)
         self._resources, self._allow_nonfinite = resources, allow_nonfinite
         self._specs = {step.out.name: step.out for step in one.model.steps}
         self._config = one.prepared.plan.config
         self._parts = _parts(one.model.structure, one.base, one.model.steps)
-        self._decoder = _build(one.base)
+        self._decoder = _build(self.base)
         nbytes = sum(spec.size for spec in self._specs.values()) * 4
         self._holds_model = nbytes <= budget // 2
         self._states_budget = budget - (nbytes if self._holds_model else 0)
@@ -157,6 +170,13 @@ class Evaluator:
     def holds_model(self) -> bool:
         """Whether all tensors of a candidate are held at once."""
         return self._holds_model
+
+    def multiply_in(self, arithmetic: Arithmetic) -> None:
+        """Let linear layers multiply in another dtype from now on."""
+        if arithmetic != self.base.arithmetic:
+            self.base = replace(self.base, arithmetic=arithmetic)
+            self._decoder = _build(self.base)
+            self._states.clear()
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan's model can be scored: same tensors and config.json, ignoring dtypes."""
@@ -436,12 +456,16 @@ class Evaluator:
     ) -> tuple[Numbers, Numbers | None]:
         nats = np.zeros(len(rows.scored.ids))
         divergences = None if reference is None else np.zeros(len(nats))
-        with self._decoder.head(context, self.device, given) as head, _head_of(reference, context, self.device) as other:
+        narrow = self.base.arithmetic if reference is None else "float32"  # a divergence is small beside what rounding does
+        with (
+            self._decoder.head(context, self.device, given, narrow) as head,
+            _head_of(reference, context, self.device) as other,
+        ):
 
             def measure(row: int) -> None:
                 with torch.no_grad():
                     for places, expected, targets in self._predicted(rows, row, given, reference, other):
-                        logs = head(states[row, places]).log_softmax(1)
+                        logs = head(states[row, places], targets).log_softmax(1)
                         nats[row] += float(_nats(logs, targets))
                         if divergences is not None and expected is not None:
                             divergences[row] += float(_divergence(logs, expected))
@@ -491,7 +515,7 @@ def _build(base: Base) -> Decoder:
 
 
 @contextmanager
-def _head_of(reference: Reference | None, context: ProductContext, device: str) -> Iterator[Callable[[Tensor], Tensor] | None]:
+def _head_of(reference: Reference | None, context: ProductContext, device: str) -> Iterator[_Head | None]:
     if reference is None:
         yield None
     else:

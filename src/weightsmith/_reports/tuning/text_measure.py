@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from weightsmith._activations.decoder import Arithmetic
+from weightsmith._activations.decoder.forward import has_bfloat16
 from weightsmith._activations.scored_rows import ScoredRows, together
 from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError
 from weightsmith._base.options import EvaluateSettings, RunOptions, TuneSettings
 from weightsmith._execution.progress import Meter
 from weightsmith._execution.run import resources_of
+from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
@@ -81,13 +84,16 @@ class TextMeasure:
         memory = running.max_memory_bytes
         budget = MEMORY_BYTES if memory is None else memory // 2
         resources = resources_of(first.plan, running)
-        self._evaluator = Evaluator(self._one, resources, budget, allow_nonfinite=running.allow_nonfinite)
+        arithmetic = _arithmetic(settings, usable_device(resources.device))
+        nonfinite = running.allow_nonfinite
+        self._evaluator = Evaluator(self._one, resources, budget, arithmetic=arithmetic, allow_nonfinite=nonfinite)
         numbers = [i for i, each in enumerate(candidates.tunables) if not each.is_choice]
         self._slopes = None if exact is None else Slopes(exact, self._evaluator, numbers)
         self._references = [self._open_reference(name, stack) for name in settings.reference]
         self.identity: Mapping[str, Any] = {
             "texts": self._texts.identity,
             "references": [model.state for prepared, _ in self._references for model in prepared.inputs],
+            "scoring_dtype": arithmetic,
         }
         self._groups: list[_Group] = []
         self._few_losses: list[float] = []
@@ -223,7 +229,8 @@ class TextMeasure:
         return Rows.of(together(added)) if added else None
 
     def judge(self, best: Prepared) -> Judged:
-        """Score the best candidate, the start and the base on the text of the report."""
+        """Score the best candidate, the start and the base on the text of the report: in float32, as `evaluate` does."""
+        self._evaluator.multiply_in("float32")
         wanted: dict[str, Prepared] = {"tuned": best, "start": self._first}
         scores: dict[str, list[RowLosses]] = {}
         with ExitStack() as stack:
@@ -263,6 +270,13 @@ class TextMeasure:
             return found
         found.close()
         return None
+
+
+def _arithmetic(settings: TuneSettings, device: str) -> Arithmetic:
+    """The dtype of products: float32 for slopes, and on a GPU, unless the user says otherwise."""
+    if settings.scoring_dtype is not None:
+        return "bfloat16" if settings.scoring_dtype == "bfloat16" else "float32"
+    return "bfloat16" if settings.search != "gradient" and device == "cpu" and has_bfloat16() else "float32"
 
 
 def _tokens(rows: ScoredRows) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +43,7 @@ from weightsmith._execution.progress import Meter, Reading, Silent, watched_mete
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._planning.recipe import Scalar, Source
+from weightsmith._reports.command import Command, seconds_of
 from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.command_measure import CommandMeasure
 from weightsmith._reports.tuning.evolve import evolution
@@ -113,17 +113,19 @@ def tuned(
     shown: Meter,
 ) -> Tuning:
     """See `tune`."""
-    seconds, config = _seconds(settings.time), evolution(recipe)
+    seconds, config = seconds_of("time", settings.time), evolution(recipe)
     if config is not None:
         recipe, texts = config.recipe, replace(texts, text=texts.text or config.texts)
+    Command.asked(texts)
     _check_measure(settings, texts)
     target = check_output(out)
     with ExitStack() as stack:
         candidates = stack.enter_context(Candidates(recipe, planning))
 
         def measure(first: Prepared) -> Measure:
-            if settings.command is not None:
-                return CommandMeasure(first, target.with_suffix(".candidate"), settings, running, shown)
+            if texts.command is not None:
+                beside, judge = target.with_suffix(".candidate"), settings.report_command
+                return CommandMeasure(first, beside, texts.command, judge, texts, running, shown)
             exact = None
             if settings.search == "gradient":
                 exact = stack.enter_context(Candidates(recipe, replace(planning, out_dtype=DTYPES["F32"])))
@@ -137,13 +139,15 @@ def tuned(
 
 
 def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
-    if settings.command is not None:
+    if texts.command is not None:
         wrong = {"text": texts.text, "report_text": settings.report_text, "reference": settings.reference}
         for name in [name for name, given in wrong.items() if given]:
             raise option_error(name, f"{named(name)} and {named('command')} exclude each other", "leave one of them out")
         if settings.search == "gradient":
             fix = f"use {assignment('search', 'cma')}"
             raise option_error("search", "a number that a command prints has no gradient", fix)
+        if settings.scoring_dtype is not None:
+            raise option_error("scoring_dtype", "it is for texts", f"leave it out: {named('command')} measures the merge")
         if settings.objective != find_option("objective").default:
             raise option_error("objective", "it is for texts", f"leave it out: {named('command')} is the objective")
         return
@@ -159,19 +163,6 @@ def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
     if settings.reference and len(settings.reference) not in (1, len(texts.text)):
         what = f"{len(settings.reference)} references for {len(texts.text)} texts"
         raise option_error("reference", what, "give one for all texts, or one for each")
-
-
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)", re.IGNORECASE)
-
-
-def _seconds(text: str | None) -> float:
-    """Seconds from `90s`, `30m` or `2h`."""
-    if text is None:
-        return math.inf
-    found = _TIME.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
-        raise option_error("time", f"must be a time such as 90s, 30m or 2h, not {text!r}")
-    return float(found[1]) * {"s": 1, "h": 3600}.get(found[2].lower(), 60)
 
 
 # ---- the output

@@ -1,0 +1,58 @@
+"""Models measured by a command of the user's: `weightsmith eval --command`.
+
+A folder on this disk is measured as it is. Another model, or the result of a recipe, is written to a temporary folder first.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from weightsmith._base.files import expand_user
+from weightsmith._base.options import EvaluateSettings, QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._base.text import status
+from weightsmith._execution.execute import execute
+from weightsmith._features.quantisation.formats import prepare_copy
+from weightsmith._planning.planner import Prepared
+from weightsmith._reports.command import Command
+from weightsmith._reports.evaluate.opening import Asked, is_recipe, prepare_named
+
+
+def measured(
+    asked: Mapping[str, Asked], command: Command, settings: EvaluateSettings, running: RunOptions
+) -> tuple[float, ...]:
+    """The number that a command finds for each model. Raises CommandFailed, and what writing a model raises."""
+    found = []
+    for name, model in asked.items():
+        with _folder_of(model, settings, running) as folder:
+            status(f"measuring {name} by the command")
+            found.append(command.measured(folder))
+    return tuple(found)
+
+
+@contextmanager
+def _folder_of(model: Asked, settings: EvaluateSettings, running: RunOptions) -> Iterator[Path]:
+    if not isinstance(model, Prepared | Mapping) and (folder := expand_user(model)).is_dir():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(dir=settings.work or ".", prefix=".evaluation-") as beside:
+        out = Path(beside) / "model"
+        with _prepared(model) as prepared:
+            execute(prepared, out, replace(running, report=None, push=None, evaluate=None, resume=False))
+        yield out
+
+
+@contextmanager
+def _prepared(model: Asked) -> Iterator[Prepared]:
+    """The plan of what is to be measured, in the dtypes that it would be written in."""
+    if isinstance(model, Prepared):
+        yield model
+    elif is_recipe(model):
+        with prepare_named(model) as prepared:
+            yield prepared
+    else:
+        with prepare_copy(model, RecipeOptions(), QuantizeSettings()) as prepared:
+            yield prepared
