@@ -102,7 +102,7 @@ def test_names() -> None:
         ("gguf-q4_k", TensorSpec("w", BF16, (4, 320)), "its rows of 320 are not a multiple of 256"),
         ("gguf-q8_0/64", TensorSpec("w", BF16, (96, 32)), "its 96 rows are not whole heads of 64"),
         ("gguf-f32", TensorSpec("w", DTYPES["I64"], (4,)), "it is I64"),
-        ("gguf-f32", TensorSpec("w", BF16, (2, 2, 2, 2)), "its shape is [2, 2, 2, 2]"),
+        ("gguf-f32", TensorSpec("w", BF16, (2, 1, 2, 1, 2)), "its shape is [2, 1, 2, 1, 2]"),
     ],
 )
 def test_what_is_refused(name: str, spec: TensorSpec, why: str) -> None:

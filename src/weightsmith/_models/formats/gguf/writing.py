@@ -33,7 +33,7 @@ from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.installation import install
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
-from weightsmith._models.formats.gguf.layout import TYPE_IDS
+from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS, TYPE_IDS
 from weightsmith._models.formats.matrices import maxima_of
 from weightsmith.abc.stored import Bytes, Modules, Rows
 
@@ -88,7 +88,7 @@ class GgufEncoding:
         """Accepts what has whole blocks in each row, and whole heads."""
         if not spec.dtype.floating or spec.dtype.itemsize < 2:
             return f"it is {spec.dtype}, not floating point of 16 bits or more"
-        if not spec.size or len(spec.shape) > 3:
+        if not spec.size or len(spec.shape) > MAX_DIMENSIONS:
             return f"its shape is {list(spec.shape)}"
         if self.dtype.block > 1 and (len(spec.shape) < 2 or spec.shape[-1] % self.dtype.block):
             return f"its rows of {spec.shape[-1]:,} are not a multiple of {self.dtype.block}"
@@ -105,7 +105,7 @@ class GgufEncoding:
         if why := self.refusal(spec):
             raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
         shape = spec.shape
-        if len(shape) == 3 and shape[1] == 1:
+        if len(shape) == 3 and shape[0] > 1 == shape[1]:
             shape = shape[0], shape[2]
         return (TensorSpec(spec.name, self.dtype, shape),)
 
