@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ from tests.gguf_help import BYTE_LEVEL, tokenizer_files
 from tests.mini import write_checkpoint
 from weightsmith._base.tensors import DTYPES
 
-WIDTH, INNER, HEADS, TOKENS, LAYERS = 32, 48, 4, 262, 2
+WIDTH, INNER, HEADS, TOKENS, LAYERS = 32, 48, 4, 262, 4
 BF16 = DTYPES["BF16"].numpy
 Shapes = dict[str, tuple[int, ...]]
+Model = tuple[Shapes, dict[str, Any], dict[str, Any]]
+"""Shapes of tensors, config.json, preprocessor_config.json."""
+
 TEXT = {
     "hidden_size": WIDTH,
     "intermediate_size": INNER,
@@ -70,7 +73,7 @@ def siglip(prefix: str) -> Shapes:
     return found
 
 
-def gemma3() -> tuple[Shapes, dict[str, Any], dict[str, Any]]:
+def gemma3() -> Model:
     shapes = text("language_model.model.", norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"))
     shapes |= {f"language_model.model.layers.0.self_attn.{each}_norm.weight": (8,) for each in "qk"}
     shapes |= siglip("vision_tower.vision_model.") | {"multi_modal_projector.mm_input_projection_weight": (WIDTH, WIDTH)}
@@ -85,7 +88,112 @@ def gemma3() -> tuple[Shapes, dict[str, Any], dict[str, Any]]:
     return shapes, config, {**PROCESSOR, "image_seq_length": 4}
 
 
-MODELS = {"gemma3": gemma3}
+def pixtral_tower() -> Shapes:
+    found = module("vision_tower.patch_conv", WIDTH, 3, 8, 8, bias=False) | module("vision_tower.ln_pre", WIDTH, bias=False)
+    for i in range(LAYERS):
+        layer = f"vision_tower.transformer.layers.{i}."
+        for each in "qkvo":
+            found |= module(f"{layer}attention.{each}_proj", WIDTH, WIDTH, bias=False)
+        for each in ("gate_proj", "up_proj"):
+            found |= module(f"{layer}feed_forward.{each}", INNER, WIDTH, bias=False)
+        found |= module(f"{layer}feed_forward.down_proj", WIDTH, INNER, bias=False)
+        for each in ("attention_norm", "ffn_norm"):
+            found |= module(f"{layer}{each}", WIDTH, bias=False)
+    return found
+
+
+PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 8}
+
+
+def pixtral() -> Model:
+    shapes = text("language_model.model.") | pixtral_tower()
+    for i in (1, 2):
+        shapes |= module(f"multi_modal_projector.linear_{i}", WIDTH, WIDTH)
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": 10,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**PIXTRAL, "hidden_act": "silu"},
+    }
+    return shapes, config, PROCESSOR
+
+
+def mistral3() -> Model:
+    shapes = text("language_model.model.") | pixtral_tower() | module("multi_modal_projector.norm", WIDTH, bias=False)
+    shapes |= module("multi_modal_projector.patch_merger.merging_layer", WIDTH, 4 * WIDTH, bias=False)
+    for i in (1, 2):
+        shapes |= module(f"multi_modal_projector.linear_{i}", WIDTH, WIDTH, bias=False)
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "image_token_index": 10,
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**PIXTRAL, "hidden_act": "gelu"},
+    }
+    return shapes, config, PROCESSOR
+
+
+def internvl() -> Model:
+    shapes = text("language_model.model.", bias=True)
+    tower = "vision_tower.embeddings."
+    shapes |= {f"{tower}cls_token": (1, 1, WIDTH), f"{tower}position_embeddings": (1, 17, WIDTH)}
+    shapes |= module(f"{tower}patch_embeddings.projection", WIDTH, 3, 8, 8)
+    for i in range(LAYERS):
+        layer = f"vision_tower.encoder.layer.{i}."
+        shapes |= {f"{layer}lambda_{each}": (WIDTH,) for each in (1, 2)}
+        shapes |= module(f"{layer}layernorm_before", WIDTH) | module(f"{layer}layernorm_after", WIDTH)
+        for each in "qkv":
+            shapes |= module(f"{layer}attention.{each}_proj", WIDTH, WIDTH, bias=False)
+        shapes |= module(f"{layer}attention.projection_layer", WIDTH, WIDTH)
+        shapes |= module(f"{layer}mlp.fc1", INNER, WIDTH) | module(f"{layer}mlp.fc2", WIDTH, INNER)
+    shapes |= module("multi_modal_projector.layer_norm", 4 * WIDTH)
+    shapes |= module("multi_modal_projector.linear_1", WIDTH, 4 * WIDTH) | module(
+        "multi_modal_projector.linear_2", WIDTH, WIDTH
+    )
+    config = {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "image_token_id": 10,
+        "downsample_ratio": 0.5,
+        "vision_feature_layer": -1,
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": {**VISION, "architectures": ["InternVisionModel"], "model_type": "internvl_vision"}
+        | {"image_size": [32, 32], "patch_size": [8, 8], "hidden_act": "gelu"},
+    }
+    return shapes, config, PROCESSOR
+
+
+def idefics3(name: str = "idefics3", architecture: str = "Idefics3ForConditionalGeneration") -> Model:
+    shapes = text("model.text_model.") | siglip("model.vision_model.") | {"lm_head.weight": (TOKENS, WIDTH)}
+    shapes |= {"model.connector.modality_projection.proj.weight": (WIDTH, 4 * WIDTH)}
+    config = {
+        "architectures": [architecture],
+        "model_type": name,
+        "image_token_id": 10,
+        "scale_factor": 2,
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**VISION, "model_type": f"{name}_vision"},
+    }
+    return shapes, config, {**PROCESSOR, "size": {"longest_edge": 64}}
+
+
+def smolvlm() -> Model:
+    return idefics3("smolvlm", "SmolVLMForConditionalGeneration")
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "gemma3": gemma3,
+    "pixtral": pixtral,
+    "mistral3": mistral3,
+    "internvl": internvl,
+    "idefics3": idefics3,
+    "smolvlm": smolvlm,
+}
 
 
 def tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -110,14 +218,22 @@ def save(name: str, folder: Path, seed: int = 0, *, rename: Mapping[str, str] | 
 
 def save_for_converter(name: str, folder: Path) -> Path:
     """The same under names that llama.cpp's converter looks for."""
-    return save(name, folder)
+    return save(name, folder, rename=CONVERTER.get(name))
 
 
-NEWER: dict[str, dict[str, str]] = {
-    "gemma3": {
-        "vision_tower.vision_model.": "model.vision_tower.",
+NEWER = {
+    name: {
+        "vision_tower.vision_model." if name == "gemma3" else "vision_tower.": "model.vision_tower.",
         "multi_modal_projector.": "model.multi_modal_projector.",
         "language_model.model.": "model.language_model.",
     }
+    for name in ("gemma3", "pixtral", "mistral3", "internvl")
 }
-"""Beginnings of names: those of the files above → those that transformers 5 has in memory, or writes."""
+"""Beginnings of names: those of the files above → those of transformers 5."""
+
+CONVERTER = {
+    "pixtral": {"language_model.model.": "model."},
+    "mistral3": {"language_model.model.": "model."},
+    "internvl": {"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."},
+}
+"""The same → those that the converter knows: it does not find the row of [IMG_BREAK] under `language_model.`."""

@@ -31,7 +31,7 @@ def described(path: Path) -> dict[str, Any]:
     header, data = read_gguf_header(path), path.read_bytes()
     keys = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in header.keys.items()}
     tensors = {
-        t.name: [t.dtype.name, list(t.shape), hashlib.sha256(data[t.offset : t.offset + t.nbytes]).hexdigest()[:16]]
+        t.name: f"{t.dtype} {list(t.shape)} {hashlib.sha256(data[t.offset : t.offset + t.nbytes]).hexdigest()[:16]}"
         for t in header.tensors
     }
     return {"keys": {name: keys[name] for name in sorted(keys) if name not in _NAMED}, "tensors": dict(sorted(tensors.items()))}

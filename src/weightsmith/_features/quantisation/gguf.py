@@ -39,7 +39,7 @@ from weightsmith._models.formats.gguf.delta_net import Order, value_order
 from weightsmith._models.formats.gguf.families import Family, gguf_place, is_router, rotated_heads, shift_of, text_name
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
-from weightsmith._models.formats.gguf.projectors import PROCESSOR
+from weightsmith._models.formats.gguf.projectors import PROCESSOR, TOKENIZER
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._models.structure.vocabulary import is_vocabulary
@@ -55,7 +55,7 @@ HEAD_IS_EMBEDDING = "the head is the embedding"
 
 PREDICTS = "a layer that predicts several tokens at a time is not written"
 OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
-_OTHER_PART = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|embed_vision|embed_audio)")
+_OTHER_PART = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
 """How the names of tensors begin that do not belong to the language model."""
 
 Importances = Mapping[str, npt.NDArray[np.float32]]
@@ -319,13 +319,16 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
         raise PlanError(problems)
     rows = named["token_embd.weight"].out.shape[0]
     keys |= tokenizer_keys(_files(assembled, READ), config, family, rows)
-    vision, warnings = _vision(mixture, assembled, others) if settings.mmproj else (VisionHalf(), [])
+    vision, warnings = (
+        _vision(mixture, assembled, named["token_embd.weight"], others) if others and settings.mmproj else (VisionHalf(), [])
+    )
     constants, numbers = _constants(extra, len(draft.settings))
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py")]
     held = {*copied, "config.json", *(name for name in (*draft.carried, *draft.files) if name in READ)}  # the keys say the same
     dropped += _dropped(predict, PREDICTS)
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(others, OTHER_PART)
     draft.steps, draft.settings = [*made, *constants, *vision.steps], [*draft.settings, *numbers]
+    draft.products += vision.products
     draft.dropped += dropped
     draft.carried, draft.files = copied, {}
     draft.lacking = joined([draft.lacking, lacking(((c.ref, c.files) for c in assembled.inputs), held)])
@@ -381,13 +384,11 @@ def _dropped(steps: Iterable[Step], reason: str) -> list[Dropped]:
     return [Dropped(read.model, read.tensor, reason) for step in steps for read in step.reads if read.model >= 0]
 
 
-def _vision(mixture: Mixture, assembled: Assembled, steps: Sequence[Step]) -> tuple[VisionHalf, list[Finding]]:
+def _vision(mixture: Mixture, assembled: Assembled, embedding: Step, steps: Sequence[Step]) -> tuple[VisionHalf, list[Finding]]:
     """The file for images, and the warning if there is none. steps: of parts for images and sounds."""
-    if not steps:
-        return VisionHalf(), []
-    config, width = assembled.draft.config or {}, Config(text_config(assembled.draft.config)).count("hidden_size")
+    files = _files(assembled, (*PROCESSOR, *TOKENIZER))
     try:
-        vision = vision_half(config, width, steps, _files(assembled, PROCESSOR), mixture.name)
+        vision = vision_half(assembled.draft, embedding, steps, files, mixture.name)
     except Unsupported as error:
         return VisionHalf(), [left_out(error, len(steps))]
     if vision is not None:

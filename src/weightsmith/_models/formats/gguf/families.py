@@ -454,7 +454,8 @@ def text_name(name: str) -> str:
     >>> text_name("model.language_model.layers.0.mlp.up_proj.weight"), text_name("language_model.lm_head.weight")
     ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')
     """
-    return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+    name = name.removeprefix("language_model.")
+    return name.replace("model.language_model.", "model.", 1).replace("model.text_model.", "model.", 1)
 
 
 def is_norm(name: str) -> bool:
