@@ -186,6 +186,49 @@ def smolvlm() -> Model:
     return idefics3("smolvlm", "SmolVLMForConditionalGeneration")
 
 
+def qwen2_vl() -> Model:
+    """As its first version was published: the sizes of the language model stand beside vision_config."""
+    shapes = text("model.", bias=True) | qwen_tower(bias=True)
+    for i in range(LAYERS):
+        shapes |= module(f"visual.blocks.{i}.mlp.fc1", INNER, WIDTH) | module(f"visual.blocks.{i}.mlp.fc2", WIDTH, INNER)
+    config = {
+        **QWEN,
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "vision_config": {"depth": LAYERS, "embed_dim": WIDTH, "num_heads": HEADS, "patch_size": 8, "hidden_size": WIDTH},
+    }
+    return shapes, config, PROCESSOR
+
+
+def qwen2_5_vl() -> Model:
+    shapes = text("model.", bias=True) | qwen_tower(bias=False)
+    for i in range(LAYERS):
+        block = f"visual.blocks.{i}.mlp."
+        shapes |= module(f"{block}gate_proj", INNER, WIDTH) | module(f"{block}up_proj", INNER, WIDTH)
+        shapes |= module(f"{block}down_proj", WIDTH, INNER)
+    vision = {"depth": LAYERS, "hidden_size": WIDTH, "intermediate_size": INNER, "num_heads": HEADS, "patch_size": 8}
+    config = {
+        **QWEN,
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "vision_config": {**vision, "out_hidden_size": WIDTH, "fullatt_block_indexes": [1, 3], "hidden_act": "silu"},
+    }
+    return shapes, config, PROCESSOR
+
+
+QWEN = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "tie_word_embeddings": True}
+
+
+def qwen_tower(*, bias: bool) -> Shapes:
+    found: Shapes = {"visual.patch_embed.proj.weight": (WIDTH, 3, 2, 8, 8)} | module("visual.merger.ln_q", WIDTH, bias=bias)
+    found |= module("visual.merger.mlp.0", 4 * WIDTH, 4 * WIDTH) | module("visual.merger.mlp.2", WIDTH, 4 * WIDTH)
+    for i in range(LAYERS):
+        block = f"visual.blocks.{i}."
+        found |= module(f"{block}norm1", WIDTH, bias=bias) | module(f"{block}norm2", WIDTH, bias=bias)
+        found |= module(f"{block}attn.qkv", 3 * WIDTH, WIDTH) | module(f"{block}attn.proj", WIDTH, WIDTH)
+    return found
+
+
 MODELS: dict[str, Callable[[], Model]] = {
     "gemma3": gemma3,
     "pixtral": pixtral,
@@ -193,6 +236,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "internvl": internvl,
     "idefics3": idefics3,
     "smolvlm": smolvlm,
+    "qwen2-vl": qwen2_vl,
+    "qwen2.5-vl": qwen2_5_vl,
 }
 
 
@@ -228,7 +273,7 @@ NEWER = {
         "language_model.model.": "model.language_model.",
     }
     for name in ("gemma3", "pixtral", "mistral3", "internvl")
-}
+} | {name: {"model.": "model.language_model.", "visual.": "model.visual."} for name in ("qwen2-vl", "qwen2.5-vl")}
 """Beginnings of names: those of the files above → those of transformers 5."""
 
 CONVERTER = {

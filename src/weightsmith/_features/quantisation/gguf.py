@@ -275,7 +275,7 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
     dropped, steps = _without_doubles(draft.steps, given)
-    steps, others, predict = _parts(steps, family, several="text_config" in (draft.config or {}))
+    steps, others, predict = _parts(steps, family, several=not {"text_config", "vision_config"}.isdisjoint(draft.config or {}))
     named = _named(steps, family)
     tied = "output.weight" not in named
     specs = [replace(step.out, name=name) for name, step in named.items()]
