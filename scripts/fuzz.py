@@ -1096,6 +1096,7 @@ PRODUCTS = {
     "importances": ("statistic",),
     "evaluated": ("given", "embedded_rows", "losses", "sampled_states"),
     "stored": ("stored_statistic",),
+    "images": ("token_row",),
 }
 """The plans that are mutated, and the kinds of products that each of them is there for; together all of `products.KINDS`."""
 
@@ -1103,6 +1104,7 @@ PRODUCTS = {
 def _make_products() -> None:
     """`products/NAME.json` for each of `PRODUCTS`; `m`, a model that transformers builds."""
     import weightsmith
+    from tests import vision_zoo
     from tests.calibration_help import save_model, settings
     from weightsmith._activations.model import input_of
     from weightsmith._activations.scored_rows import ScoredRows
@@ -1162,6 +1164,11 @@ def _make_products() -> None:
         text = {"model": "m", "text": "m-stats"}
         return weightsmith.plan({"merge_method": "regmean", "base_model": "m2", "models": [text]})
 
+    def images() -> Plan:
+        """A vision half that has a row of the embedding."""
+        vision_zoo.save("pixtral", Path("pixtral"))
+        return weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "pixtral"}]}, quantize="gguf-q8_0")
+
     makers: dict[str, Callable[[], Plan]] = {
         "scope": lambda: weightsmith.plan(ties),
         "active": lambda: weightsmith.plan({"merge_method": "ramplus", "base_model": "a", "models": [{"model": "b"}]}),
@@ -1183,6 +1190,7 @@ def _make_products() -> None:
         "importances": lambda: weightsmith.plan(copy, quantize="gguf-q4_k_m", **calibration),
         "evaluated": evaluated,
         "stored": stored,
+        "images": images,
     }
     Path("products").mkdir()
     for name, ops in PRODUCTS.items():

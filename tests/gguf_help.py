@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
@@ -11,6 +12,7 @@ import libgguf
 import numpy as np
 
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
+from weightsmith._models.formats.gguf.reading import open_files
 
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 PIECES = [
@@ -60,6 +62,18 @@ SIZES: dict[str, Any] = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.freq_base": 50000.0,
 }
+
+
+def tokenizer_files(keys: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of the tokenizer that a GGUF file with these keys has."""
+    tokens = len(keys["tokenizer.ggml.tokens"])
+    sizes = dict.fromkeys(("block_count", "context_length", "embedding_length", "feed_forward_length"), 1)
+    sizes |= {"attention.head_count": 1, "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-5}
+    with TemporaryDirectory() as folder:
+        tensors = {"token_embd.weight": (np.ones((tokens, 2)), "F32")}
+        found = open_files([write_gguf(Path(folder, "t.gguf"), "llama", tensors, {**sizes, **keys})], None, "t")
+        found.source.close()
+        return {name: content for name, content in found.files.items() if name.startswith("tokenizer")}
 
 
 def write_gguf(

@@ -206,6 +206,8 @@ class Encoder:
         find_encoding(active.step.encoding).encode(spec, gathered.values.reshape(spec.shape), 0, outs, _NO_NUMBERS)
         active.gathered = None
         for stored, hashed, data in zip(active.step.outs, active.hashes, outs, strict=True):
+            if stored.dtype.name == "F16" and not self._allow_nonfinite:
+                _check_stored(active.step, stored, 0, data)
             self._output.write(stored.name, 0, data)
             hashed.update(0, data)
         return sum(data.size for data in outs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -20,7 +20,7 @@ from weightsmith._base.redaction import redacted
 from weightsmith._base.text import code, markdown
 from weightsmith._engine.computed import Computed
 from weightsmith._execution.distance import Moved, to_markdown
-from weightsmith._files.containers import GGUF, PEFT, SAFETENSORS
+from weightsmith._files.containers import GGUF, PEFT, SAFETENSORS, ShardLayout
 from weightsmith._models.checkpoint import CARD_NAME, Checkpoint
 from weightsmith._plans import PLAIN, ModelInput, Plan
 
@@ -193,7 +193,9 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
         ]
         return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
     if plan.container == GGUF:
-        return f"\n## Usage\n\n```bash\nllama-cli -m {name}/{plan.layout.shards[0].name}\n```\n"
+        files = [f"{name}/{shard.name}" for shard in plan.layout.shards]
+        command = f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]}" if plan.mmproj else f"llama-cli -m {files[0]}"
+        return f"\n## Usage\n\n```bash\n{command}\n```\n"
     architecture, custom = _architecture(plan), "auto_map" in (plan.config or {})
     if not architecture.isidentifier():
         return ""
@@ -241,14 +243,21 @@ def _quantised(plan: Plan) -> str:
     if not plan.made.format:
         return ""
     if plan.container == GGUF:
-        counts = Counter(out.dtype.name for step in plan.steps for out in step.outs)
-        types = ", ".join(f"{number:,} {name}" for name, number in counts.most_common())
-        return f"\nStored as {markdown(plan.made.format)}. Types of the tensors: {types}.\n"
+        shards = plan.layout.shards
+        count = len(shards) - bool(plan.mmproj)
+        text = f"\nStored as {markdown(plan.made.format)}. Types of the tensors: {_types(shards[:count])}"
+        return text + "".join(f"; in {each.name}, for images: {_types([each])}" for each in shards[count:]) + ".\n"
     from weightsmith._features.quantisation.calibration.weights import by_weight
 
     steps = by_weight(plan).steps
     number = sum(step.family != PLAIN for step in steps)
     return f"\nQuantised: {markdown(plan.made.format)}{f' ({number:,} of {len(steps):,} tensors)' if number else ''}.\n"
+
+
+def _types(shards: Iterable[ShardLayout]) -> str:
+    """How many tensors have which type."""
+    counts = Counter(spec.dtype.name for shard in shards for spec in shard.tensors)
+    return ", ".join(f"{number:,} {name}" for name, number in counts.most_common())
 
 
 def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:

@@ -58,6 +58,7 @@ class PlanDraft:
     vocabulary: Mapping[str, Any] | None = None
     container: str = SAFETENSORS
     header: bytes = b""
+    mmproj: bytes = b""
     max_shard_bytes: int = 5_000_000_000
     seed: int = 0
     warnings: list[Finding] = field(default_factory=list)

@@ -373,6 +373,7 @@ class Plan:
     vocabulary       how the tokens of the output were found, for the summary; not used in decisions
     container        how tensors are laid out in files
     header           what these files contain besides tensors: the keys of a GGUF file
+    mmproj           the keys of a second GGUF file, for images; empty: there is none
     max_shard_bytes  maximum size of a weight file
     seed             of the random masks
     warnings         for the user
@@ -396,6 +397,7 @@ class Plan:
     vocabulary: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
     container: str = SAFETENSORS
     header: bytes = field(default=b"", metadata=OMITTED)
+    mmproj: bytes = field(default=b"", metadata=OMITTED)
     max_shard_bytes: int = 5_000_000_000
     seed: int = 0
     warnings: tuple[Finding, ...] = field(default=())
@@ -407,7 +409,7 @@ class Plan:
     def layout(self) -> Layout:
         """The position of every output byte."""
         specs = [out for step in self.steps for out in step.outs]
-        return CONTAINERS[self.container](specs, self.max_shard_bytes, self.header)
+        return CONTAINERS[self.container](specs, self.max_shard_bytes, self.header, self.mmproj)
 
     @cached_property
     def encodings(self) -> tuple[str, ...]:

@@ -200,6 +200,12 @@ class QuantizeSettings:
         "GGUF only: type of tensors whose llama.cpp name matches, such as ffn_down=Q6_K (repeatable; the last one wins)",
         more="See [GGUF](gguf.md#types-of-single-tensors).",
     )
+    mmproj: bool = option(
+        True,
+        "--mmproj/--no-mmproj",
+        "GGUF only: write a model's vision half to OUT/mmproj.gguf",
+        more="See [models for images](gguf.md#models-for-images).",
+    )
     group_size: int | None = option(
         None, "--group-size N", "Number of weights that share a scale", unset="the format's", least=1
     )

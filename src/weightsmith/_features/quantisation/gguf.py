@@ -31,6 +31,7 @@ from weightsmith._features.quantisation.calibration.plan import (
 )
 from weightsmith._features.quantisation.exl2.optimise import solve_together
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
+from weightsmith._features.quantisation.mmproj import UNUSED, VisionHalf, left_out, vision_half
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
 from weightsmith._models.formats.gguf.config import Config, family_of_config, keys_of_config, text_config
@@ -38,6 +39,7 @@ from weightsmith._models.formats.gguf.delta_net import Order, value_order
 from weightsmith._models.formats.gguf.families import Family, gguf_place, is_router, rotated_heads, shift_of, text_name
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
+from weightsmith._models.formats.gguf.projectors import PROCESSOR, TOKENIZER
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._models.structure.vocabulary import is_vocabulary
@@ -53,7 +55,7 @@ HEAD_IS_EMBEDDING = "the head is the embedding"
 
 PREDICTS = "a layer that predicts several tokens at a time is not written"
 OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
-_OTHER_PART = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|embed_vision|embed_audio)")
+_OTHER_PART = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
 """How the names of tensors begin that do not belong to the language model."""
 
 Importances = Mapping[str, npt.NDArray[np.float32]]
@@ -77,7 +79,8 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
     draft, chosen = assembled.draft, _chosen(settings)
     with _problems_of_a_plan():
         if not measures:
-            _fill(mixture, assembled, {} if settings.imatrix is None else read_imatrix(settings.imatrix), chosen)
+            importances = {} if settings.imatrix is None else read_imatrix(settings.imatrix)
+            _fill(mixture, assembled, importances, chosen, settings)
             return
         family = family_of_config(text_config(draft.config))
         chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
@@ -88,7 +91,7 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
         ends = _candidates(family, _vocabulary(draft, chain.steps(chain.layers)), chosen) if sized else {}
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
         trial = replace(assembled, draft=PlanDraft.of(draft))
-        _fill(mixture, trial, _importances_of(draft, family, ones), chosen)  # its errors, before anything is measured
+        _fill(mixture, trial, _importances_of(draft, family, ones), chosen, settings)  # its errors, before anything is measured
         if sized:
             _slots(trial.draft, settings, family, {name: kinds for own in (*tried, ends) for name, kinds in own.items()})
 
@@ -135,9 +138,9 @@ def follow(
         importances = _importances_of(assembled.draft, family, found)
         if settings.size_bytes is not None:  # the search for a target gives one
             trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
-            _fill(mixture, trial, importances, chosen)
+            _fill(mixture, trial, importances, chosen, settings)
             chosen = [*_fitting_types(trial.draft, settings, family, tried, scores), *chosen]
-        _fill(mixture, assembled, importances, chosen)
+        _fill(mixture, assembled, importances, chosen, settings)
         return {"imatrix.dat": imatrix_bytes(importances)}
 
 
@@ -199,9 +202,8 @@ def _slots(
         if place := gguf_place(family, weight):
             weights.setdefault(place.name, []).append(weight)
     slots: dict[str, _Slot] = {}
-    fixed = len(draft.header) + 4096
-    for step in draft.steps:
-        [out] = step.stored
+    fixed = len(draft.header) + len(draft.mmproj) + 4096
+    for out in (out for step in draft.steps for out in step.stored):
         fixed += len(out.name) + _HEADER_BYTES
         if out.name not in weights:
             fixed += out.nbytes
@@ -264,7 +266,7 @@ def _chosen(settings: QuantizeSettings) -> Chosen:
     return found
 
 
-def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chosen: Chosen) -> None:
+def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chosen: Chosen, settings: QuantizeSettings) -> None:
     from weightsmith._kernels.ggml import ENCODED
 
     draft = assembled.draft
@@ -273,8 +275,7 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
     dropped, steps = _without_doubles(draft.steps, given)
-    others, steps = _without_other_parts(steps, family, several="text_config" in (draft.config or {}))
-    dropped += others
+    steps, others, predict = _parts(steps, family, several=not {"text_config", "vision_config"}.isdisjoint(draft.config or {}))
     named = _named(steps, family)
     tied = "output.weight" not in named
     specs = [replace(step.out, name=name) for name, step in named.items()]
@@ -317,16 +318,22 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     if problems:
         raise PlanError(problems)
     rows = named["token_embd.weight"].out.shape[0]
-    keys |= tokenizer_keys(_tokenizer(assembled), config, family, rows)
+    keys |= tokenizer_keys(_files(assembled, READ), config, family, rows)
+    vision, warnings = (
+        _vision(mixture, assembled, named["token_embd.weight"], others) if others and settings.mmproj else (VisionHalf(), [])
+    )
     constants, numbers = _constants(extra, len(draft.settings))
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py")]
     held = {*copied, "config.json", *(name for name in (*draft.carried, *draft.files) if name in READ)}  # the keys say the same
-    draft.steps, draft.settings = [*made, *constants], [*draft.settings, *numbers]
+    dropped += _dropped(predict, PREDICTS)
+    dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(others, OTHER_PART)
+    draft.steps, draft.settings = [*made, *constants, *vision.steps], [*draft.settings, *numbers]
+    draft.products += vision.products
     draft.dropped += dropped
     draft.carried, draft.files = copied, {}
     draft.lacking = joined([draft.lacking, lacking(((c.ref, c.files) for c in assembled.inputs), held)])
-    draft.container, draft.header = GGUF, encode_metadata(keys)
-    draft.warnings += [*_unused(importances, named), *_left_out(dropped), *_changed(made, chosen)]
+    draft.container, draft.header, draft.mmproj = GGUF, encode_metadata(keys), vision.header
+    draft.warnings += [*_unused(importances, named), *_left_out(dropped), *warnings, *_changed(made, chosen)]
 
 
 def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
@@ -345,33 +352,50 @@ def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
 
 
 def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
-    """A stored head that transformers would use, if it differs from the embedding; parts for images and sounds."""
+    """A stored head that transformers would use, if it differs from the embedding; layers that predict."""
     what = "it is left out: config.json ties the head to the embedding"
     fix = "set tie_word_embeddings to false in the input's config.json if the two differ"
     found = [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == HEAD_IS_EMBEDDING]
-    others = [each.tensor for each in dropped if each.reason == OTHER_PART]
-    if others:
-        what = f"{len(others):,} tensors are left out: the file holds the language model alone"
-        fix = "make a mmproj file for images with llama.cpp's convert_hf_to_gguf.py --mmproj, of the model in the Hub's layout"
-        found.append(Finding(what, others[0], fix=fix))
     if predict := [each.tensor for each in dropped if each.reason == PREDICTS]:
         what = f"{len(predict):,} tensors are left out: layers that predict several tokens at a time"
         found.append(Finding(what, predict[0], fix="use the model as it is: it works without them"))
     return found
 
 
-def _without_other_parts(steps: Sequence[Step], family: Family, *, several: bool) -> tuple[list[Dropped], list[Step]]:
-    """The steps of the language model. several: whether config.json describes other parts, too."""
-    own, dropped = list[Step](), list[Dropped]()
+def _parts(steps: Sequence[Step], family: Family, *, several: bool) -> tuple[list[Step], list[Step], list[Step]]:
+    """The steps of the language model, of parts for images and sounds, and of layers that predict several tokens.
+
+    several  whether config.json describes other parts, too
+    """
+    own, others, predict = list[Step](), list[Step](), list[Step]()
     for step in steps:
         name = step.out.name
-        known = gguf_place(family, name) is not None
-        reason = PREDICTS if name.startswith("mtp.") else OTHER_PART if several and _OTHER_PART.search(name) else ""
-        if known or not reason:
+        if gguf_place(family, name) is not None:
             own.append(step)
+        elif name.startswith("mtp."):
+            predict.append(step)
         else:
-            dropped += [Dropped(read.model, read.tensor, reason) for read in step.reads if read.model >= 0]
-    return dropped, own
+            (others if several and _OTHER_PART.search(name) else own).append(step)
+    return own, others, predict
+
+
+def _dropped(steps: Iterable[Step], reason: str) -> list[Dropped]:
+    """What the steps would have read."""
+    return [Dropped(read.model, read.tensor, reason) for step in steps for read in step.reads if read.model >= 0]
+
+
+def _vision(mixture: Mixture, assembled: Assembled, embedding: Step, steps: Sequence[Step]) -> tuple[VisionHalf, list[Finding]]:
+    """The file for images, and the warning if there is none. steps: of parts for images and sounds."""
+    files = _files(assembled, (*PROCESSOR, *TOKENIZER))
+    try:
+        vision = vision_half(assembled.draft, embedding, steps, files, mixture.name)
+    except Unsupported as error:
+        return VisionHalf(), [left_out(error, len(steps))]
+    if vision is not None:
+        return vision, []
+    what = f"{len(steps):,} tensors are left out: the file holds the language model alone"
+    fix = "make a mmproj file for images with llama.cpp's convert_hf_to_gguf.py --mmproj, of the model in the Hub's layout"
+    return VisionHalf(), [Finding(what, steps[0].out.name, fix=fix)]
 
 
 def _in_order(step: Step, order: Order | None, draft: PlanDraft) -> Step:
@@ -503,13 +527,13 @@ def _constants(extra: Mapping[str, npt.NDArray[np.float32]], first: int) -> tupl
     return steps, settings
 
 
-def _tokenizer(assembled: Assembled) -> dict[str, bytes]:
-    """The tokenizer's files of the output."""
+def _files(assembled: Assembled, wanted: Sequence[str]) -> dict[str, bytes]:
+    """Those of some files that the output has."""
     draft = assembled.draft
     donor = assembled.inputs[draft.donor]
-    names = [name for name in READ if name in draft.carried]
+    names = [name for name in wanted if name in draft.carried]
     donor.fetch(names)
-    written = {name: data for name, data in draft.files.items() if name in READ}
+    written = {name: data for name, data in draft.files.items() if name in wanted}
     return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in names} | written
 
 
@@ -523,8 +547,8 @@ def _format(mixture: Mixture) -> Format:
     run: Callable[[Assembled, QuantizeSettings], None] = partial(apply, mixture)
     readers = "llama.cpp, Ollama, LM Studio"
     if mixture.default in ("F32", "F16", "BF16", "Q8_0"):
-        return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, frozenset({"tensor_types"}))
-    settings = CALIBRATION_SETTINGS | {"imatrix", "tensor_types", "size_bytes", "target"}
+        return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, frozenset({"tensor_types", "mmproj"}))
+    settings = CALIBRATION_SETTINGS | {"imatrix", "tensor_types", "mmproj", "size_bytes", "target"}
     return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, settings, partial(follow, mixture))
 
 

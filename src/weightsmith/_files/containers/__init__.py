@@ -1,7 +1,7 @@
 """How tensors are laid out in files, one file per kind of container. Does no I/O.
 
-A container is a function `(specs, max_shard_bytes, header) -> Layout`, which determines every offset and header byte before the
-first tensor byte is written. To add one, add a file and its name to `CONTAINERS`.
+A container is a function `(specs, max_shard_bytes, header, mmproj) -> Layout`, which determines every offset and header byte
+before the first tensor byte is written. To add one, add a file and its name to `CONTAINERS`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ GGUF = "gguf"
 PEFT = "peft"
 
 
-def _gguf_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes) -> Layout:
+def _gguf_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes, mmproj: bytes) -> Layout:
     """The stored format lays out its files; it is further down."""
-    found: Layout = import_module("weightsmith._models.formats.gguf.layout").make_layout(specs, max_shard_bytes, header)
+    found: Layout = import_module("weightsmith._models.formats.gguf.layout").make_layout(specs, max_shard_bytes, header, mmproj)
     return found
 
 
-CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, bytes], Layout]] = {
-    SAFETENSORS: lambda specs, max_shard_bytes, header: make_layout(specs, max_shard_bytes),
+CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, bytes, bytes], Layout]] = {
+    SAFETENSORS: lambda specs, max_shard_bytes, *headers: make_layout(specs, max_shard_bytes),
     GGUF: _gguf_layout,
-    PEFT: make_peft_layout,
+    PEFT: lambda specs, max_shard_bytes, *headers: make_peft_layout(specs),
 }
-"""Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, and `Plan.header`."""
+"""Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, `Plan.header` and `Plan.mmproj`."""

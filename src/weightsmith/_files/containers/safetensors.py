@@ -73,12 +73,12 @@ def make_layout(
     return Layout(tuple(shards), MappingProxyType(places), index, total)
 
 
-def make_peft_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes = b"") -> Layout:
-    """Lay out a PEFT adapter: all tensors in one file, whatever the maximum, for PEFT reads no other.
+def make_peft_layout(specs: Sequence[TensorSpec]) -> Layout:
+    """Lay out a PEFT adapter: all tensors in one file, for PEFT reads no other.
 
     Raises StoreError as `make_layout`.
 
-    >>> make_peft_layout([], 1).shards[0].name
+    >>> make_peft_layout([]).shards[0].name
     'adapter_model.safetensors'
     """
     layout = make_layout(specs, sum(spec.nbytes for spec in specs) + 1)

@@ -208,10 +208,11 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
     problems: list[WeightsmithError] = []
     arrays = {out.name: out for product in plan.products for out in product.outs}
     if plan.container == GGUF:
-        try:
-            check_keys(plan.header, Path("header"))
-        except WeightsmithError as error:
-            problems.append(FormatError(f"not a plan that can be run: {error.finding.what}", where="header", fix=_MAKE))
+        for name, header in (("header", plan.header), *([("mmproj", plan.mmproj)] if plan.mmproj else [])):
+            try:
+                check_keys(header, Path(name))
+            except WeightsmithError as error:
+                problems.append(FormatError(f"not a plan that can be run: {error.finding.what}", where=name, fix=_MAKE))
     for product in plan.products:
         where = f"product {product.name}"
         problems += [FormatError(problem, where=where, fix=_MAKE) for problem in _product_problems(product)]

@@ -19,7 +19,7 @@ BF16 = DTYPES["BF16"]
 
 
 @pytest.mark.parametrize(
-    "name", ["gguf-f32+1", "gguf-f16", "gguf-bf16/8", "gguf-q8_0", "gguf-q5_1/8", "gguf-q4_k", "gguf-iq4_nl"]
+    "name", ["gguf-f32+1", "gguf-f16", "gguf-bf16/8", "gguf-q8_0", "gguf-q5_1/8", "gguf-q4_k", "gguf-iq4_nl", "gguf-f16*2"]
 )
 class TestGguf(EncodingTests):
     @pytest.fixture
@@ -86,12 +86,25 @@ def test_each_expert_has_importances_of_its_own() -> None:
     assert whole.tobytes() != encoded("gguf-q4_k", spec, rows).tobytes()
 
 
+def test_pieces_are_tensors_of_their_own() -> None:
+    values = np.arange(6 * 3 * 2 * 2 * 2, dtype=np.float32).reshape(6, 3, 2, 2, 2)
+    for name, pieces in (("gguf-f32*3", np.split(values, 3)), ("gguf-f32*2@2", [values[:, :, i] for i in range(2)])):
+        encoding, spec = find_encoding(name), TensorSpec("w", BF16, values.shape if "@" in name else (6, 24))
+        outs = encoding.outs(spec)
+        data = [np.zeros(out.nbytes, np.uint8) for out in outs]
+        encoding.encode(spec, values.reshape(spec.shape), 0, data, np.zeros(0, np.float32))
+        for out, found, piece in zip(outs, data, pieces, strict=True):
+            assert out.size == piece.size
+            assert np.array_equal(found.view(np.float32), piece.ravel())
+    assert [out.shape for out in outs] == [(6, 3, 2, 2)] * 2
+
+
 def test_names() -> None:
-    for name in ("gguf-q4_k", "gguf-f32+1", "gguf-iq4_xs/128"):
+    for name in ("gguf-q4_k", "gguf-f32+1", "gguf-iq4_xs/128", "gguf-f16*3", "gguf-bf16*2@2"):
         encoding = find(name)
         assert encoding is not None
         assert encoding.name == name
-    for name in ("gguf-q9_k", "gguf-q4_k/0", "gguf-q4_k/1+2", "gguf-i32", "gguf-f64"):
+    for name in ("gguf-q9_k", "gguf-q4_k/0", "gguf-q4_k/1+2", "gguf-i32", "gguf-f64", "gguf-f16*1", "gguf-f16@2"):
         with pytest.raises(UnknownName):
             find_encoding(name)
 
@@ -102,7 +115,14 @@ def test_names() -> None:
         ("gguf-q4_k", TensorSpec("w", BF16, (4, 320)), "its rows of 320 are not a multiple of 256"),
         ("gguf-q8_0/64", TensorSpec("w", BF16, (96, 32)), "its 96 rows are not whole heads of 64"),
         ("gguf-f32", TensorSpec("w", DTYPES["I64"], (4,)), "it is I64"),
-        ("gguf-f32", TensorSpec("w", BF16, (2, 2, 2, 2)), "its shape is [2, 2, 2, 2]"),
+        ("gguf-f32*3", TensorSpec("w", BF16, (4, 2)), "its shape [4, 2] cannot be cut into 3 pieces along dimension 0"),
+        (
+            "gguf-f32*2@2",
+            TensorSpec("w", BF16, (4, 2, 3, 1)),
+            "its shape [4, 2, 3, 1] cannot be cut into 2 pieces along dimension 2",
+        ),
+        ("gguf-q8_0*2", TensorSpec("w", BF16, (4, 32)), "pieces are plain numbers"),
+        ("gguf-f32", TensorSpec("w", BF16, (2, 1, 2, 1, 2)), "its shape is [2, 1, 2, 1, 2]"),
     ],
 )
 def test_what_is_refused(name: str, spec: TensorSpec, why: str) -> None:

@@ -5,6 +5,7 @@ header.py     the header of a file, parsed and checked
 families.py   names of tensors and keys of each family, there and in the Hub's layout
 config.py     config.json from the keys, and the keys from config.json
 tokenizer.py  the tokenizer's files from the keys, and the keys from the tokenizer's files
+projectors.py names of tensors and keys of vision halves
 imatrix.py    llama.cpp's importance matrices
 reading.py    the tensors of files
 writing.py    the encodings: ggml's blocks of numbers, and llama.cpp's order of rows

@@ -382,15 +382,19 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
     if family.rotated:
         put("vocab_size", "u32", given.count("vocab_size"))
         put("rope.dimension_count", "u32", head_dim)
+    turned = head_dim
     if family.partial:
         share = given.number("partial_rotary_factor", given.number("partial_rotary_factor", family.partial), rope)
         if share > 1:
             what = f"partial_rotary_factor is {share:g}, which is more than 1"
             raise FormatError(what, where="config.json", fix="repair it")
-        put("rope.dimension_count", "u32", int(share * head_dim))
+        turned = int(share * head_dim)
+        put("rope.dimension_count", "u32", turned)
     _put_window(given, family, put)
     if family.model_type == "qwen3_5_text":
-        _put_delta_net(given, rope, int(share * head_dim), put)
+        _put_delta_net(given, put)
+    if family.sections:
+        _put_sections(given, family, rope, turned, put)
     if family.model_type in _BIG:
         _put_gemma(given, family, head_dim, slides, put)
     elif family.every and slides.get("rope_theta") is not None:
@@ -445,8 +449,8 @@ def _put_window(given: Config, family: Family, put: Any) -> None:
             given.need("sliding_window", window, None)
 
 
-def _put_delta_net(given: Config, rope: Mapping[str, Any], rope_dimensions: int, put: Any) -> None:
-    """Qwen3.5's linear attention, and the shares of RoPE that images use."""
+def _put_delta_net(given: Config, put: Any) -> None:
+    """Qwen3.5's linear attention."""
     size, heads = given.count("linear_key_head_dim"), given.count("linear_num_value_heads")
     given.need("linear_value_head_dim", given.count("linear_value_head_dim"), size)
     put("ssm.inner_size", "u32", size * heads)
@@ -454,10 +458,16 @@ def _put_delta_net(given: Config, rope: Mapping[str, Any], rope_dimensions: int,
     types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     given.need("layer_types", given.get("layer_types") or types, types)
     put("full_attention_interval", "u32", every)
-    sections = rope.get("mrope_section") or [11, 11, 10]
+
+
+def _put_sections(given: Config, family: Family, rope: dict[str, Any], turned: int, put: Any) -> None:
+    """The shares of RoPE that images use. turned: numbers of a head that RoPE turns."""
+    if rope["rope_type"] == "mrope":  # what older versions of transformers call it
+        rope["rope_type"] = "default"
+    sections = rope.get("mrope_section") or [*family.sections]
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(each) is int and each >= 0 for each in sections):
         raise given.wrong("mrope_section", sections, "and not three whole numbers")
-    given.need("sum of mrope_section", sum(sections), rope_dimensions // 2)
+    given.need("sum of mrope_section", sum(sections), turned // 2)
     put("rope.dimension_sections", "i32", [*sections, 0])
 
 

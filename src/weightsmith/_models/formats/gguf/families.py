@@ -88,6 +88,7 @@ class Family:
     fixed         settings that the GGUF file does not hold
     eps           key of the number that norms add, and its name in config.json
     partial       share of a head that RoPE turns, where config.json does not say it; 0: all of it, always
+    sections      numbers of a head that turn with time, height and width of an image, by default; (): all turn with the place
     every         of so many layers, the last attends to the whole context; 0: all do
     stated        whether the file says which layers slide
     scaled        whether Llama 3's scaled frequencies are read
@@ -112,6 +113,7 @@ class Family:
     fixed: tuple[Fixed, ...] = ()
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     partial: float = 0.0
+    sections: tuple[int, ...] = ()
     every: int = 0
     stated: bool = False
     scaled: bool = False
@@ -194,6 +196,16 @@ FAMILIES = (
             Key("ssm.time_step_rank", "linear_num_value_heads"),
         ),
         partial=0.25,
+        sections=(11, 11, 10),
+        is_read=False,
+    ),
+    Family(
+        "qwen2vl",
+        "qwen2_vl_text",
+        "Qwen2VLForConditionalGeneration",
+        {**_ATTENTION, **_DENSE, **_AFTER},
+        also=("qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl"),
+        sections=(16, 24, 24),
         is_read=False,
     ),
     Family(
@@ -454,7 +466,8 @@ def text_name(name: str) -> str:
     >>> text_name("model.language_model.layers.0.mlp.up_proj.weight"), text_name("language_model.lm_head.weight")
     ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')
     """
-    return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+    name = name.removeprefix("language_model.")
+    return name.replace("model.language_model.", "model.", 1).replace("model.text_model.", "model.", 1)
 
 
 def is_norm(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""GGUF files: `model.gguf`, or `model-00001-of-00007.gguf` … as llama.cpp splits them.
+"""GGUF files: `model.gguf`, or `model-00001-of-00007.gguf` … as llama.cpp splits them, and `mmproj.gguf` for images.
 
     4 bytes       GGUF
     u32, u64, u64 version 3, number of tensors, number of keys
@@ -7,7 +7,7 @@
     padding, and the tensors' bytes, each padded to a multiple of 32
 
 All numbers are little-endian. The keys describe the model and its tokenizer. They are a pure function of config.json and the
-tokenizer's files, computed when the plan is made, and part of the plan (`Plan.header`).
+tokenizer's files, computed when the plan is made, and part of the plan (`Plan.header`, `Plan.mmproj`).
 """
 
 from __future__ import annotations
@@ -90,12 +90,17 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes = bytes(8)) -> Layout:
+VISION = ("v.", "mm.")
+"""How llama.cpp's names of tensors begin that belong into `mmproj.gguf`."""
+
+
+def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes = bytes(8), mmproj: bytes = b"") -> Layout:
     """Lay out tensors in as few files as possible, in their order.
 
     specs            under the names that llama.cpp expects; unique
     max_shard_bytes  maximum bytes of tensor data per file; a larger tensor gets its own file
     header           `encode_metadata`'s bytes; of several files, the first has the keys
+    mmproj           the same for the tensors of images, which then are in one file of their own, the last; empty: there is none
 
     Raises StoreError for names, shapes and dtypes that a GGUF file cannot hold, and for a maximum of 0 or less.
 
@@ -104,14 +109,18 @@ def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes
     ('model.gguf', TensorPlace(shard=0, offset=160, nbytes=136))
     """
     _check(specs)
-    groups = split(specs, max_shard_bytes, lambda spec: _padded(spec.nbytes))
+    vision = [spec for spec in specs if mmproj and spec.name.startswith(VISION)]
+    text = [spec for spec in specs if not (mmproj and spec.name.startswith(VISION))]
+    groups = split(text, max_shard_bytes, lambda spec: _padded(spec.nbytes))
     shards: list[ShardLayout] = []
     places: dict[str, TensorPlace] = dict.fromkeys(spec.name for spec in specs)  # type: ignore[assignment]
-    for number, group in enumerate(groups):
+    for number, group in enumerate([*groups, *([vision] if vision else [])]):
         name, keys = "model.gguf", header
-        if len(groups) > 1:
+        if number == len(groups):
+            name, keys = "mmproj.gguf", mmproj
+        elif len(groups) > 1:
             name = f"model-{number + 1:05d}-of-{len(groups):05d}.gguf"
-            keys = _join(header if number == 0 else bytes(8), _split_keys(number, len(groups), len(specs)))
+            keys = _join(header if number == 0 else bytes(8), _split_keys(number, len(groups), len(text)))
         start = _start(group, keys)
         offset = len(start)
         for spec in group:

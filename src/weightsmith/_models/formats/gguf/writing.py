@@ -6,6 +6,8 @@ Blocks of common types are encoded by kernels of our own, those of the others by
     gguf-q8_0/64   the same, with the rows of each head of 64 in the order that llama.cpp's RoPE wants
     gguf-f32+1     numbers, to which 1 is added: a norm of Gemma
     gguf-f32-exp   -exp of numbers: how fast the states of Qwen3.5's linear attention decay
+    gguf-f16*3     each third of the rows in a tensor of its own: q, k and v
+    gguf-f16*2@2   each place along dimension 2 in a tensor of its own: the two frames of a convolution
 
 The middle dimension of a depthwise convolution, [channels, 1, width], is left out.
 
@@ -33,9 +35,9 @@ from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.installation import install
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
-from weightsmith._models.formats.gguf.layout import TYPE_IDS
+from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS, TYPE_IDS
 from weightsmith._models.formats.matrices import maxima_of
-from weightsmith.abc.stored import Bytes, Modules, Rows
+from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -52,7 +54,7 @@ _LARGEST_SCALE = 65504
 """The largest float16."""
 _LARGEST_POWER = 88.7
 """The largest power of e that a float32 holds, rounded down."""
-_NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp)?")
+_NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp)?(?:\*([2-9])(?:@([1-9]))?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,16 @@ class GgufEncoding:
     head_rows  rows of a head that are reordered; 0: none are
     shift      added to every value
     decays     whether -exp of every value is stored
+    pieces     number of equal pieces that are tensors of their own
+    axis       dimension that is cut into pieces; other than 0, it has a place for each, and the pieces do not have it
     """
 
     dtype: DType
     head_rows: int = 0
     shift: float = 0.0
     decays: bool = False
-    whole: int = 0
+    pieces: int = 1
+    axis: int = 0
     product: str = ""
     vocabulary: bool = True
 
@@ -77,23 +82,33 @@ class GgufEncoding:
     def name(self) -> str:
         """As in plans."""
         heads = f"/{self.head_rows}" if self.head_rows else ""
-        return f"{PREFIX}{self.dtype.name.lower()}{heads}{'+1' if self.shift else '-exp' if self.decays else ''}"
+        pieces = "" if self.pieces == 1 else f"*{self.pieces}{f'@{self.axis}' if self.axis else ''}"
+        return f"{PREFIX}{self.dtype.name.lower()}{heads}{'+1' if self.shift else '-exp' if self.decays else ''}{pieces}"
 
     @property
     def align_rows(self) -> int:
-        """A head, if its rows are reordered."""
-        return self.head_rows or 1
+        """A head, if its rows are reordered; all rows, if they are cut into pieces."""
+        return WHOLE if self.pieces > 1 else self.head_rows or 1
+
+    @property
+    def whole(self) -> int:
+        """Every piece."""
+        return self.pieces if self.pieces > 1 else 0
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts what has whole blocks in each row, and whole heads."""
         if not spec.dtype.floating or spec.dtype.itemsize < 2:
             return f"it is {spec.dtype}, not floating point of 16 bits or more"
-        if not spec.size or len(spec.shape) > 3:
+        if not spec.size or len(spec.shape) - bool(self.axis) > MAX_DIMENSIONS:
             return f"its shape is {list(spec.shape)}"
         if self.dtype.block > 1 and (len(spec.shape) < 2 or spec.shape[-1] % self.dtype.block):
             return f"its rows of {spec.shape[-1]:,} are not a multiple of {self.dtype.block}"
         if self.head_rows and (self.head_rows % 2 or spec.shape[0] % self.head_rows):
             return f"its {spec.shape[0]:,} rows are not whole heads of {self.head_rows}"
+        if self.pieces > 1 and (self.dtype.block > 1 or self.head_rows or self.shift or self.decays):
+            return "pieces are plain numbers"
+        if self.pieces > 1 and not self._cuts(spec.shape):
+            return f"its shape {list(spec.shape)} cannot be cut into {self.pieces} pieces along dimension {self.axis}"
         return ""
 
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
@@ -105,9 +120,17 @@ class GgufEncoding:
         if why := self.refusal(spec):
             raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
         shape = spec.shape
-        if len(shape) == 3 and shape[1] == 1:
+        if self.pieces > 1:
+            shape = shape[: self.axis] + shape[self.axis + 1 :] if self.axis else (shape[0] // self.pieces, *shape[1:])
+        elif len(shape) == 3 and shape[0] > 1 == shape[1]:
             shape = shape[0], shape[2]
-        return (TensorSpec(spec.name, self.dtype, shape),)
+        names = [spec.name] if self.pieces == 1 else [f"{spec.name}.{i}" for i in range(self.pieces)]
+        return tuple(TensorSpec(name, self.dtype, shape) for name in names)
+
+    def _cuts(self, shape: tuple[int, ...]) -> bool:
+        if self.axis:
+            return self.axis < len(shape) - 1 and shape[self.axis] == self.pieces
+        return len(shape) > 0 and shape[0] % self.pieces == 0
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
         """As `Encoding.encode`.
@@ -115,6 +138,10 @@ class GgufEncoding:
         numbers  importances by which the square errors of columns are weighted: [matrices · cols], of each matrix of a tensor
                  of three dimensions, or [cols]; empty: all are equal
         """
+        if self.pieces > 1:
+            for piece, out in zip(np.split(rows.reshape(spec.shape), self.pieces, self.axis), outs, strict=True):
+                _plain(self.dtype, piece, out)
+            return
         n, cols = rows.shape
         rows = to_llama_order(rows, self.head_rows)
         if self.shift:
@@ -125,9 +152,7 @@ class GgufEncoding:
                 raise NonFinite(what, where=f"output tensor {show(spec.name)}", fix=fix)
             rows = np.array([-math.exp(x) for x in rows.reshape(-1).tolist()], np.float32).reshape(rows.shape)
         if self.dtype.block == 1:
-            from weightsmith._kernels.codecs import encode
-
-            encode(np.ascontiguousarray(rows).reshape(-1), rows.size, self.dtype.code, 0, outs[0])
+            _plain(self.dtype, rows, outs[0])
             return
         height = spec.shape[-2]  # of each matrix
         done = 0
@@ -144,6 +169,13 @@ class GgufEncoding:
     def config(self, modules: Modules) -> dict[str, Any]:
         """Nothing: the file says what its tensors are."""
         return {}
+
+
+def _plain(dtype: DType, values: npt.NDArray[np.float32], out: Bytes) -> None:
+    """Numbers of any shape as plain ones of a dtype."""
+    from weightsmith._kernels.codecs import encode
+
+    encode(np.ascontiguousarray(values).reshape(-1), values.size, dtype.code, 0, out)
 
 
 def _check_finite(dtype: DType, spec: TensorSpec, rows: Rows, out: Bytes) -> None:
@@ -168,7 +200,8 @@ def find(name: str) -> GgufEncoding | None:
     dtype = None if match is None else TYPES.get(match[1].upper())
     if match is None or dtype is None:
         return None
-    return GgufEncoding(dtype, int(match[2] or 0), 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp")
+    shift, decays = 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp"
+    return GgufEncoding(dtype, int(match[2] or 0), shift, decays, int(match[4] or 1), int(match[5] or 0))
 
 
 # ---- ggml's blocks of numbers, and llama.cpp's order of rows

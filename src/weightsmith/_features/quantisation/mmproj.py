@@ -1,0 +1,167 @@
+"""The vision half of a model beside its GGUF file: `mmproj.gguf`, as llama.cpp reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weightsmith._base.errors import Finding, Unsupported
+from weightsmith._base.files import show
+from weightsmith._base.options import named
+from weightsmith._base.strict_json import parse_object
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.quantisation.gguf_types import MIXTURES
+from weightsmith._features.quantisation.token_row import TokenRow
+from weightsmith._models.formats.gguf.layout import encode_metadata
+from weightsmith._models.formats.gguf.projectors import (
+    PROCESSOR,
+    TOKENIZER,
+    Projector,
+    find_projector,
+    images_of,
+    vision_keys,
+    vision_names,
+    vision_type,
+)
+from weightsmith._models.formats.gguf.writing import PLAIN, TYPES, GgufEncoding
+from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, arrays_of, needs_of
+
+UNUSED = "llama.cpp does not use it"
+_TOKEN = "v.token_embd.img_break"
+_REPAIR = "repair it, or download it again"
+
+
+@dataclass(frozen=True, slots=True)
+class VisionHalf:
+    """What a `mmproj.gguf` is made of.
+
+    steps     for its tensors, under llama.cpp's names
+    products  that they need
+    unused    steps for tensors that llama.cpp does not use
+    header    its keys, encoded; empty: there is no such file
+    """
+
+    steps: Sequence[Step] = ()
+    products: Sequence[Product] = ()
+    unused: Sequence[Step] = ()
+    header: bytes = b""
+
+
+def vision_half(
+    draft: PlanDraft, embedding: Step, steps: Sequence[Step], files: Mapping[str, bytes], mixture: str
+) -> VisionHalf | None:
+    """The vision half of a model; None of a family whose half is not written.
+
+    embedding  the step for the language model's, before it is encoded
+    steps      for the tensors that do not belong to the language model
+    files      those of `PROCESSOR` and `TOKENIZER` that the model has
+    mixture    of the language model: `F32` and `BF16` are the vision half's type too, others leave F16
+
+    Raises FormatError for values of the files that are no numbers, Unsupported for a half that llama.cpp would not load.
+    """
+    config = draft.config or {}
+    projector = find_projector(config)
+    if projector is None:
+        return None
+    plain = mixture if mixture in PLAIN else "F16"
+    number = next(each.number for each in MIXTURES if each.name == plain)
+    images = images_of(config, projector, _processor(files))
+    keys = vision_keys(images, projector, embedding.out.shape[-1], number)
+    places = {step.out.name: vision_names(projector, step.out.name) for step in steps}
+    if unknown := [name for name, found in places.items() if found is None]:
+        raise Unsupported(f"llama.cpp knows no such tensor in the vision half of {projector.model_type}", where=unknown[0])
+    known = {name: found for name, found in places.items() if found is not None}
+    layers = images.vision.count(projector.sizes.get("block_count", "num_hidden_layers"))
+    _check_layers(layers, {name.split(".")[2] for found in known.values() for name in found if name.startswith("v.blk.")})
+    heads = images.vision.count(projector.sizes.get("attention.head_count", "num_attention_heads"))
+    made = [_stored(projector, step, known[step.out.name], heads, plain) for step in steps if known[step.out.name]]
+    products: list[Product] = []
+    if projector.token:
+        product = _row(draft, embedding, _token_id(files, projector.token))
+        products.append(product)
+        made.append(_copied(product, embedding.settings))
+    return VisionHalf(made, products, [step for step in steps if not known[step.out.name]], encode_metadata(keys))
+
+
+def _check_layers(layers: int, found: Collection[str]) -> None:
+    """Raise Unsupported unless there are tensors of each layer."""
+    if found != {str(i) for i in range(layers)}:
+        what = f"its vision_config has {layers:,} layers, and its tensors are of {len(found):,}"
+        raise Unsupported(what, where="config.json", fix="repair config.json")
+
+
+def _processor(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The files that say how images are prepared, as one. Raises FormatError for one that is no JSON object."""
+    whole: dict[str, Any] = {}
+    for name in PROCESSOR:
+        own = _object(files, name)
+        inner = own.get("image_processor")
+        whole |= own | (inner if isinstance(inner, dict) else {})
+    return whole
+
+
+def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    return parse_object(files[name], name, name, _REPAIR, unique=False, max_memory=1 << 30) if name in files else {}
+
+
+def _stored(projector: Projector, step: Step, names: Sequence[str], heads: int, plain: str) -> Step:
+    """The step, encoded for the file. Raises Unsupported for a tensor that cannot be."""
+    shape, name = step.out.shape, names[0]
+    turned = projector.rotated and name.split(".")[-2] in ("attn_q", "attn_k")
+    encoding = GgufEncoding(
+        TYPES[vision_type(projector, name, len(shape), plain)],
+        head_rows=shape[0] // heads if turned else 0,
+        shift=1.0 if name in projector.shifted else 0.0,
+        pieces=len(names),
+        axis=2 if len(names) > 1 and len(shape) == 5 else 0,  # frames of [channels, colours, frames, height, width]
+    )
+    stored = tuple(replace(out, name=name) for out, name in zip(encoding.outs(step.out), names, strict=True))
+    return replace(step, encoding=encoding.name, stored=stored)
+
+
+# ---- the row of a token
+
+
+def _row(draft: PlanDraft, embedding: Step, row: int) -> Product:
+    """The product of a row of the embedding. Raises Unsupported if it has none."""
+    if row >= embedding.out.shape[0]:
+        what = f"the embedding has {embedding.out.shape[0]:,} rows, and none for token {row:,}"
+        raise Unsupported(what, where=embedding.out.name, fix="repair the tokenizer's files")
+    return TokenRow(row).product(_TOKEN, embedding, tuple(sorted(needs_of(embedding, arrays_of(draft.products)))))
+
+
+def _copied(product: Product, settings: int) -> Step:
+    spec = TensorSpec(_TOKEN, DTYPES["F32"], product.outs[0].shape)
+    encoding = GgufEncoding(spec.dtype).name
+    return Step(spec, COPY, (Read(PRODUCTS, product.outs[0].name),), settings=settings, encoding=encoding, stored=(spec,))
+
+
+def _token_id(files: Mapping[str, bytes], token: str) -> int:
+    """The number of an added token. Raises Unsupported if there is none."""
+    for number, name in _added(files):
+        if name == token:
+            return number
+    what, fix = (
+        f"no token {show(token)}, which ends each row of an image",
+        "add the tokenizer's files of the model to its folder",
+    )
+    raise Unsupported(what, where=TOKENIZER[-1], fix=fix)
+
+
+def _added(files: Mapping[str, bytes]) -> Iterator[tuple[int, object]]:
+    """Numbers and texts of added tokens, of tokenizer_config.json first."""
+    listed = _object(files, TOKENIZER[0]).get("added_tokens_decoder")
+    for number, entry in listed.items() if isinstance(listed, dict) else ():
+        if number.isdecimal() and len(number) < 10 and isinstance(entry, dict):
+            yield int(number), entry.get("content")
+    entries = _object(files, TOKENIZER[1]).get("added_tokens")
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and type(entry.get("id")) is int and entry["id"] >= 0:
+            yield entry["id"], entry.get("content")
+
+
+def left_out(error: Unsupported, tensors: int) -> Finding:
+    """The warning for a half that cannot be written."""
+    what = f"{tensors:,} tensors for images are left out: {error.finding.what}"
+    return Finding(what, error.finding.where, fix=error.finding.fix or f"leave them out with {named('mmproj')}")

@@ -1,0 +1,215 @@
+"""The vision halves of models beside their GGUF files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weightsmith
+from tests import vision_zoo
+from tests.golden import mmproj
+from weightsmith._base.errors import PlanError
+from weightsmith._models.formats.gguf.header import read_gguf_header
+from weightsmith._outputs.places import verify
+from weightsmith._planning.planner.reopen import reopen
+from weightsmith._plans import plan_from_json
+
+GOLDEN = mmproj.load()
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def quantize(source: str, out: str, name: str = "q8_0", **options: Any) -> Path:
+    """The vision half that `quantize` writes."""
+    weightsmith.quantize(source, out, f"gguf-{name}", progress=False, **options)
+    return Path(out) / "mmproj.gguf"
+
+
+def planned(source: str, **options: Any) -> Any:
+    recipe: Any = {"merge_method": "passthrough", "models": [{"model": source}]}
+    return weightsmith.plan(recipe, **{"quantize": "gguf-q8_0", **options})
+
+
+@pytest.mark.parametrize("kind", mmproj.KINDS)
+@pytest.mark.parametrize("name", vision_zoo.MODELS)
+def test_it_is_the_file_that_llama_cpp_s_converter_writes(name: str, kind: str) -> None:
+    vision_zoo.save(name, Path("m"))
+    assert mmproj.described(quantize("m", "q", kind)) == GOLDEN[name][kind]
+
+
+def test_it_is_f16_beside_quantised_tensors() -> None:
+    vision_zoo.save("gemma3", Path("m"))
+    assert mmproj.described(quantize("m", "q", "q4_0")) == GOLDEN["gemma3"]["f16"]
+    kinds = {t.name: t.dtype.name for t in read_gguf_header(Path("q/model.gguf")).tensors}
+    assert kinds["blk.0.attn_q.weight"] == "Q4_0"
+    assert not any(name.startswith(("v.", "mm.")) for name in kinds)
+
+
+@pytest.mark.parametrize("name", vision_zoo.NEWER)
+def test_names_as_newer_versions_of_transformers_write_them(name: str) -> None:
+    vision_zoo.save(name, Path("m"))
+    vision_zoo.save(name, Path("n"), rename=vision_zoo.NEWER[name])
+    assert mmproj.described(quantize("n", "q", "f16"))["tensors"].keys() == GOLDEN[name]["f16"]["tensors"].keys()
+
+
+def test_the_language_model_is_the_same_without_it() -> None:
+    vision_zoo.save("gemma3", Path("m"))
+    quantize("m", "with")
+    assert not quantize("m", "without", mmproj=False).exists()
+    assert Path("with/model.gguf").read_bytes() == Path("without/model.gguf").read_bytes()
+    assert not planned("m", mmproj=False).warnings
+    with pytest.raises(PlanError, match="mmproj"):
+        weightsmith.quantize("m", "x", "fp8-dynamic", mmproj=False, progress=False)
+
+
+def test_the_folder_is_read_as_the_language_model() -> None:
+    vision_zoo.save("gemma3", Path("m"))
+    quantize("m", "q", "f16")
+    with weightsmith.open_checkpoint("q") as found:
+        assert found.config is not None
+        assert found.config["model_type"] == "gemma3_text"
+        assert not any("vision" in name for name in found.specs)
+        assert found.ignored == ("mmproj.gguf",)
+    again = quantize("q", "again", "f16")
+    assert not again.exists()
+    assert verify("q").tensors == len(planned("m").steps)
+
+
+def test_the_card_names_both_files() -> None:
+    vision_zoo.save("gemma3", Path("m"))
+    quantize("m", "q")
+    card = Path("q/README.md").read_text()
+    assert "llama-mtmd-cli -m q/model.gguf --mmproj q/mmproj.gguf" in card
+    assert "Types of the tensors: 7 Q8_0, 7 F32, 1 F16; in mmproj.gguf, for images: " in card
+
+
+# ---- merges, parts
+
+
+def ties(name: str) -> Any:
+    for seed, folder in enumerate(("base", "a", "b")):
+        vision_zoo.save(name, Path(folder), seed)
+    models = [{"model": each, "parameters": {"weight": 0.7, "density": 0.5}} for each in ("a", "b")]
+    return {"merge_method": "dare_ties", "base_model": "base", "models": models, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("name", vision_zoo.MODELS)
+def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str) -> None:
+    recipe = ties(name)
+    weightsmith.merge(recipe, "merged", progress=False)
+    twice = quantize("merged", "twice")
+    for threads in (1, 3):
+        weightsmith.merge(recipe, f"once{threads}", quantize="gguf-q8_0", threads=threads, progress=False)
+        for file in ("model.gguf", "mmproj.gguf"):
+            assert Path(f"once{threads}", file).read_bytes() == (twice.parent / file).read_bytes()
+
+
+def test_in_parts_and_in_another_process() -> None:
+    vision_zoo.save("gemma3", Path("m"))
+    whole = quantize("m", "whole")
+    plan = planned("m")
+    again = plan_from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    weightsmith.run(again, "parts", part=(1, 2), progress=False)
+    assert not Path("parts").exists()
+    weightsmith.run(again, "parts", part=(2, 2), progress=False)
+    weightsmith.run(again, "parts", progress=False)
+    for file in ("model.gguf", "mmproj.gguf"):
+        assert Path("parts", file).read_bytes() == (whole.parent / file).read_bytes()
+
+
+def test_a_split_model_has_one_file_for_images() -> None:
+    vision_zoo.save("gemma3", Path("m"))
+    whole = quantize("m", "whole")
+    parts = quantize("m", "parts", max_shard_bytes=6_000)
+    assert parts.read_bytes() == whole.read_bytes()
+    files = sorted(path.name for path in Path("parts").glob("model-*.gguf"))
+    assert len(files) > 1
+    counts = [len(read_gguf_header(Path("parts", file)).tensors) for file in files]
+    assert read_gguf_header(Path("parts", files[0])).keys["split.tensors.count"] == sum(counts)
+    with weightsmith.open_checkpoint("parts") as one, weightsmith.open_checkpoint("whole") as other:
+        assert one.specs.keys() == other.specs.keys()
+
+
+def test_it_counts_towards_a_size() -> None:
+    vision_zoo.save("gemma3", Path("m"))
+    nbytes = quantize("m", "q", "q4_0").stat().st_size
+    least = []
+    for wanted in (True, False):
+        with pytest.raises(PlanError, match="the file has at least") as caught:
+            planned("m", quantize="gguf-q4_k_m", size_bytes=1, mmproj=wanted)
+        least.append(int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", "")))
+    assert 0 <= least[0] - least[1] - nbytes < nbytes / 4
+
+
+# ---- what is not written
+
+
+@pytest.mark.parametrize(
+    ("vision", "words"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act is 'relu', and llama.cpp takes gelu_pytorch_tanh for granted"),
+        ({"num_hidden_layers": 3}, "its vision_config has 3 layers, and its tensors are of 4"),
+    ],
+)
+def test_settings_that_llama_cpp_does_not_know_are_warned_of(vision: dict[str, Any], words: str) -> None:
+    _, config, _ = vision_zoo.MODELS["gemma3"]()
+    vision_zoo.save("gemma3", Path("m"), vision_config={**config["vision_config"], **vision})
+    plan = planned("m")
+    assert words in str(plan.warnings[-1])
+    assert not plan.mmproj
+    assert [shard.name for shard in plan.layout.shards] == ["model.gguf"]
+
+
+def test_files_and_numbers_that_are_missing() -> None:
+    vision_zoo.save("gemma3", Path("m"))
+    Path("m/preprocessor_config.json").unlink()
+    assert "image_mean of the images is missing" in str(planned("m").warnings[-1])
+    Path("m/processor_config.json").write_text(json.dumps({"image_processor": {**vision_zoo.PROCESSOR, "image_seq_length": 4}}))
+    assert mmproj.described(quantize("m", "q", "f16")) == GOLDEN["gemma3"]["f16"]
+    for wrong in ([0.5, 0.5], 0.5, [0.5, "x", 1]):
+        Path("m/processor_config.json").write_text(json.dumps({**vision_zoo.PROCESSOR, "image_std": wrong}))
+        with pytest.raises(PlanError, match=r"image_std is .*, and not three numbers"):
+            planned("m")
+    Path("m/processor_config.json").write_text("[]")
+    with pytest.raises(PlanError, match="not a JSON object"):
+        planned("m")
+    _, config, _ = vision_zoo.MODELS["gemma3"]()
+    vision_zoo.save("gemma3", Path("m"), vision_config={**config["vision_config"], "patch_size": 0})
+    Path("m/processor_config.json").unlink()
+    with pytest.raises(PlanError, match=r"vision_config\.patch_size is 0, not a positive whole number"):
+        planned("m")
+
+
+def test_tensors_that_llama_cpp_does_not_know() -> None:
+    vision_zoo.save("gemma3", Path("m"), rename={"vision_tower.vision_model.post_layernorm": "vision_tower.other"})
+    warning = planned("m").warnings[-1]
+    assert warning.where == "vision_tower.other.bias"
+    assert "llama.cpp knows no such tensor in the vision half of gemma3" in str(warning)
+
+
+def test_tensors_that_llama_cpp_does_not_use() -> None:
+    vision_zoo.save(
+        "gemma3", Path("m"), rename={"vision_tower.vision_model.post_layernorm": "vision_tower.vision_model.head.x"}
+    )
+    plan = planned("m")
+    assert {(each.tensor, each.reason) for each in plan.dropped} == {
+        (f"vision_tower.vision_model.head.x.{kind}", "llama.cpp does not use it") for kind in ("weight", "bias")
+    }
+    assert "v.post_ln.weight" not in {out.name for step in plan.steps for out in step.outs}
+
+
+def test_a_plan_that_does_not_fit() -> None:
+    vision_zoo.save("gemma3", Path("m"))
+    plan = planned("m").to_json()
+    reopen(plan_from_json(plan)).close()
+    plan["mmproj"] = plan["mmproj"][:40]
+    with pytest.raises(PlanError, match="mmproj: not a plan that can be run"):
+        weightsmith.run(plan_from_json(plan), "q", progress=False)
+    assert not Path("q").exists()
