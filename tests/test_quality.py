@@ -54,9 +54,18 @@ def _pages(split: str, *paragraphs: str) -> dict[str, str]:
 
 
 def test_a_paragraph_of_an_earlier_split_is_dropped_wherever_its_lines_break() -> None:
-    earlier = testbed._runs(f"Before it, {SENTENCE}, and after it.")
+    earlier = testbed._contents(f"Before it, {SENTENCE}, and after it.")
     pages = _pages("eval", f"New.\n{SENTENCE.replace('five ', 'five' + chr(10))}", "one two three four five")
     assert testbed._split(pages, "eval", earlier) == "one two three four five"
+
+
+def test_a_long_line_of_an_earlier_split_is_dropped_however_few_its_words() -> None:
+    line = "encoding_table=codecs.charmap_build(decoding_table)"
+    earlier = testbed._contents(f"Of training.\n{line}\nshort line")
+    assert (
+        testbed._split(_pages("eval", f"# {line}", f"New.\n  {line}", "short line"), "eval", earlier)
+        == f"# {line}\n\nshort line"
+    )
 
 
 def test_a_page_is_in_one_split_in_every_language() -> None:

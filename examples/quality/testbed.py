@@ -9,9 +9,10 @@ Needs Debian 12 with apt: the manual pages are its packages. Gemma's terms of us
 they are for local experiments, not to be passed on.
 
 Texts. French, German and English manual pages, and the standard library of the Python that runs this. A page belongs to one
-split (train, tune, eval) by the hash of its name, in all languages. Then a paragraph of `tune` that shares ten words in a row
-with any text of `train` is dropped, and a paragraph of `eval` that shares them with `train` or `tune`: sentences and lines of
-code that several pages have, and English that is left in translated pages. No model is trained on English pages.
+split (train, tune, eval) by the hash of its name, in all languages. Then a paragraph of `tune` that has something of a text of
+`train` is dropped, and a paragraph of `eval` that has something of `train` or `tune`, in any language: ten words in a row, or a
+whole line or paragraph of 30 characters. Several pages have the same sentences, and translated pages hold English that was
+left. No model is trained on English pages.
 
 Training. LoRA of rank 8 on the seven linear layers of each decoder layer: adapters in float32, the base in bf16. They are
 added to its weights in float32, and rounded to bf16 once. The loss is the cross-entropy over the tokens that the three training
@@ -56,10 +57,12 @@ OF_A_FILE = {"train": 20_000, "tune": 2_000, "eval": 2_000}
 """Characters of a file at most, so that rows to be judged come from many files."""
 RUN = 10
 """Words in a row that a paragraph may not share with an earlier split."""
+LONG = 30
+"""Characters of a line or a paragraph that an earlier split may not have, however few its words."""
 NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "__phello__"}
 
-STEPS, ROWS, ROW_TOKENS = 100, 2, 256
-LEARNING_RATE, WARMUP_STEPS = 1e-3, 10
+STEPS, ROWS, ROW_TOKENS = 40, 2, 256
+LEARNING_RATE, WARMUP_STEPS = 1e-3, 5
 SEEDS = {"fr": 1, "de": 2, "py": 3}
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -88,7 +91,7 @@ def _save_texts(work: Path, out: Path) -> None:
         chosen = {domain: _split(pages[domain], split, earlier) for domain in DOMAINS if (domain, split) != ("en", "train")}
         for domain, text in chosen.items():
             (out / split / f"{domain}.txt").write_text(text, encoding="utf-8")
-            earlier.update(_runs(text))
+            earlier.update(_contents(text))
 
 
 def _split(pages: dict[str, str], split: str, earlier: set[int]) -> str:
@@ -99,7 +102,7 @@ def _split(pages: dict[str, str], split: str, earlier: set[int]) -> str:
     for name in names:
         if characters >= CHARACTERS[split]:
             break
-        paragraphs = [p for p in pages[name].split("\n\n") if p.strip() and earlier.isdisjoint(_runs(p))]
+        paragraphs = [p for p in pages[name].split("\n\n") if p.strip() and earlier.isdisjoint(_contents(p))]
         text = "\n\n".join(paragraphs)[: OF_A_FILE[split]]
         characters += len(text)
         kept.append(text)
@@ -115,10 +118,14 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _runs(text: str) -> set[int]:
-    """Hashes of each ten words in a row, wherever lines break. Fewer words are no run."""
+def _contents(text: str) -> set[int]:
+    """Hashes of each ten words in a row, wherever lines break, and of the lines and paragraphs of some length."""
     words = re.findall(r"\w+", text.lower())
-    return {_hash(" ".join(words[i : i + RUN])) for i in range(len(words) - RUN + 1)}
+    pieces = {" ".join(words[i : i + RUN]) for i in range(len(words) - RUN + 1)}
+    for piece in text.lower().split("\n") + text.lower().split("\n\n"):
+        if len(piece := " ".join(piece.split())) >= LONG:
+            pieces.add(piece)
+    return {_hash(piece) for piece in pieces}
 
 
 def _pages(domain: str, work: Path) -> Iterator[tuple[str, str]]:
