@@ -50,7 +50,7 @@ def _prepared(model: Asked) -> Iterator[Prepared]:
     """The plan of what is to be measured, in the dtypes that it would be written in."""
     if isinstance(model, Prepared):
         yield model
-    elif is_recipe(model):
+    elif isinstance(model, Mapping) or is_recipe(model):
         with prepare_named(model) as prepared:
             yield prepared
     else:

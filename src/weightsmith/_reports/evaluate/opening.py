@@ -53,9 +53,9 @@ def name_of(model: Named) -> str:
     return str(model.get("name", "recipe")) if isinstance(model, Mapping) else os.fspath(model)
 
 
-def is_recipe(model: Named) -> bool:
-    """Whether it is a recipe: a mapping, or the path of a YAML file."""
-    return isinstance(model, Mapping) or Path(model).suffix in _RECIPES
+def is_recipe(path: str | os.PathLike[str]) -> bool:
+    """Whether it is the path of a YAML file, and no model."""
+    return Path(path).suffix in _RECIPES
 
 
 def prepare_named(model: Named) -> Prepared:
@@ -64,7 +64,7 @@ def prepare_named(model: Named) -> Prepared:
     The result of a recipe has the dtypes that it would be written in. Codes of a quantised model are decoded to float32, so
     that nothing is rounded.
     """
-    if is_recipe(model):
+    if isinstance(model, Mapping) or is_recipe(model):
         return prepare_any(model, RecipeOptions(), QuantizeSettings())
     return prepare_copy(model, RecipeOptions(out_dtype=DTYPES["F32"]), QuantizeSettings())
 
