@@ -17,7 +17,7 @@ from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_n
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?)?", re.IGNORECASE | re.ASCII)
 
 GROUPS = (
-    *("Options", "Recipe", "Ranks", "Modules", "Token rows", "Texts", "Search"),
+    *("Options", "Recipe", "Ranks", "Modules", "Token rows", "Texts", "Command", "Search"),
     *("Output", "Quantisation", "Resources", "Remote", "Advanced", "General"),
 )
 """Headings of options in help texts, in this order. A heading that is not listed stands after the first."""
