@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ import pytest
 
 import weightsmith
 from tests.cli_help import Cli, cli, environment
+from tests.fork_help import Forked, started_cli
 from weightsmith._base.errors import NonFinite, OutputExists, PlanError, WeightsmithError
 from weightsmith._reports.tuning import tune as module
 from weightsmith._reports.tuning.evaluator import Evaluator
@@ -37,6 +34,12 @@ ARGS: dict[str, Any] = {"text": "t.txt", "report_text": "u.txt", "tokens": 32, "
 
 def tune(recipe: Any = "r.yml", out: str = "tuned.yml", **more: Any) -> Tuning:
     return weightsmith.tune(recipe, out, **{"budget": 6, **ARGS, **more})
+
+
+def started(budget: int) -> Forked:
+    """The command, for the same trials as `tune`."""
+    args = ["r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8", "--seed", "3"]
+    return started_cli("tune", *args, "--budget", budget, "--quiet", env=environment())
 
 
 def trials(path: str = "tuned.trials.jsonl") -> list[str]:
@@ -92,15 +95,13 @@ def test_the_same_call_makes_the_same_trials_with_any_number_of_threads(work: Pa
 @pytest.mark.slow
 def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
     tune(out="whole.yml", budget=12)
-    args = ["r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8", "--seed", "3"]
-    command = [sys.executable, "-m", "weightsmith", "tune", *args, "--budget", "12", "--quiet"]
     journal = Path("tuned.trials.jsonl")
     for least in (2, 5):
-        process = subprocess.Popen(command, env=environment())
+        process = started(budget=12)
         while not journal.exists() or len(journal.read_bytes().split(b"\n")) < least + 2:
-            assert process.poll() is None
+            assert not process.ended()
             time.sleep(0.005)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
         assert not Path("tuned.yml").exists()
     before = journal.read_bytes()
@@ -115,15 +116,13 @@ def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
 def test_processes_that_share_a_search_make_the_trials_of_one(work: Path) -> None:
     """Each makes some; one that is killed loses its trial alone."""
     tune(out="whole.yml", budget=24)
-    args = ["r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8", "--seed", "3"]
-    command = [sys.executable, "-m", "weightsmith", "tune", *args, "--budget", "24", "--quiet"]
     journal = Path("tuned.trials.jsonl")
-    processes = [subprocess.Popen(command, env=environment(OMP_NUM_THREADS="1")) for _ in range(3)]
+    processes = [started(budget=24) for _ in range(3)]
     while not journal.exists() or len(trials()) < 3:
         time.sleep(0.01)
     processes[0].kill()
     processes[0].wait()
-    assert [process.wait() for process in processes[1:]] == [0, 0]
+    assert [process.wait().code for process in processes[1:]] == [0, 0]
     assert sorted(trials(), key=lambda line: int(json.loads(line)["trial"])) == trials("whole.trials.jsonl")
     assert Path("tuned.yml").read_text().split("\n", 2)[2] == Path("whole.yml").read_text().split("\n", 2)[2]
 
