@@ -100,6 +100,16 @@ def forked(work: Callable[[], object], env: Mapping[str, str] | None = None, cwd
     return Forked(work, env, cwd).wait()
 
 
+def forked_code(code: str, *arguments: Any) -> Ran:
+    """What `python -c code …` leaves in a copy of this process."""
+
+    def work() -> None:
+        sys.argv = ["-c", *map(str, arguments)]
+        exec(code, {"__name__": "__main__"})
+
+    return forked(work)
+
+
 def started_cli(*arguments: Any, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Forked:
     """A copy of this process that runs `weightsmith …`."""
 
