@@ -60,7 +60,7 @@ browser:
 	@test -n "$$WEIGHTSMITH_TESTS_WITHOUT_BROWSER" || scripts/browser.sh
 
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest $(WORKERS) -m 'not slow' $(TEST_OPTIONS)
+	$(BIN)/python -m pytest $(WORKERS) -m 'not slow and not sweep' $(TEST_OPTIONS)
 
 test-sweeps: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS)

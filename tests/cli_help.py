@@ -124,10 +124,11 @@ weightsmith.moe(sys.argv[1], sys.argv[2], progress=stop, threads=1, check_loadin
 def check_killed_and_resumed(recipe: Mapping[str, Any], folder: Path, *, after: int) -> None:
     """A mixture that is killed when `after` tensors are finished resumes with them, and has the bytes of an undisturbed one."""
     import weightsmith
+    from tests.fork_help import forked_code
 
     file, out, fresh = folder / "moe.yml", folder / "out", folder / "fresh"
     file.write_text(json.dumps(recipe) + "\n")
-    killed = run_process(file, out, str(after), code=_KILLED)
+    killed = forked_code(_KILLED, file, out, after)
     assert killed.code == -signal.SIGKILL, killed.err
     assert not out.exists()
     assert weightsmith.moe(file, out).resumed >= after

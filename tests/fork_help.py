@@ -100,8 +100,18 @@ def forked(work: Callable[[], object], env: Mapping[str, str] | None = None, cwd
     return Forked(work, env, cwd).wait()
 
 
-def forked_cli(*arguments: Any, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
-    """`weightsmith …` in a copy of this process."""
+def forked_code(code: str, *arguments: Any) -> Ran:
+    """What `python -c code …` leaves in a copy of this process."""
+
+    def work() -> None:
+        sys.argv = ["-c", *map(str, arguments)]
+        exec(code, {"__name__": "__main__"})
+
+    return forked(work)
+
+
+def started_cli(*arguments: Any, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Forked:
+    """A copy of this process that runs `weightsmith …`."""
 
     def work() -> None:
         from weightsmith._app.cli import main
@@ -109,4 +119,9 @@ def forked_cli(*arguments: Any, env: Mapping[str, str] | None = None, cwd: Path 
         sys.argv = ["weightsmith", *map(str, arguments)]
         main()
 
-    return forked(work, env, cwd)
+    return Forked(work, env, cwd)
+
+
+def forked_cli(*arguments: Any, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
+    """What `weightsmith …` leaves in a copy of this process."""
+    return started_cli(*arguments, env=env, cwd=cwd).wait()

@@ -49,6 +49,7 @@ def test_flag_variable_project_own_file_and_default_in_this_order(cli: Cli, own:
     assert threads() == default
 
 
+@pytest.mark.slow
 def test_a_switch_that_a_file_turns_off_is_turned_on_by_its_flag(cli: Cli, own: Path) -> None:
     Path("weightsmith.toml").write_text("card = false\nquiet = true\nmax-memory = '1GB'\n")
     ran = cli("merge", "linear.yml", "out")

@@ -31,7 +31,7 @@ from tests.calibration_help import (
     save_model,
     settings,
 )
-from tests.cli_help import run_process
+from tests.fork_help import forked_code
 from weightsmith._activations import sums
 from weightsmith._activations.model import input_of, statistic_products, text_for
 from weightsmith._activations.statistics import Statistic
@@ -387,7 +387,7 @@ weightsmith.quantize(*sys.argv[1:3], "exl2", **given)
 def test_killed_and_run_again_it_gives_the_same_bytes(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, out = settings(tmp_path), tmp_path / "out"
     whole = weights_of(quantise(llama, tmp_path / "whole", given).out)
-    ran = run_process(llama, out, given.calibration, code=KILLED)
+    ran = forked_code(KILLED, llama, out, given.calibration)
     assert ran.code == -signal.SIGKILL, ran.err
     made: list[str] = []
     plain = layer.stages

@@ -310,6 +310,7 @@ def layer_outputs(folder: Path, text: str, tokens: int) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_the_errors_of_layers_are_those_of_transformers(work: Path) -> None:
     """Of the scored tokens: all but the first of a row. Models with other layers have none."""
     found = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
@@ -324,6 +325,7 @@ def test_the_errors_of_layers_are_those_of_transformers(work: Path) -> None:
     assert weightsmith.evaluate("a", text="t.txt", progress=False).layers == (None,)
 
 
+@pytest.mark.slow
 def test_only_the_first_rows_are_kept_for_the_errors_of_layers(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._reports.evaluate.layers.SAMPLE_BYTES", 2 * 2 * 32 * 64 * 4)
     found = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
@@ -332,6 +334,7 @@ def test_only_the_first_rows_are_kept_for_the_errors_of_layers(work: Path, monke
     np.testing.assert_allclose(np.array(found.layers[1]), wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_evaluated_before_it_is_published(work: Path, cli: Cli) -> None:
     """Beside its base; the worst layers are in summary, manifest, card and page."""
     (work / "moe.yml").write_text(

@@ -377,6 +377,7 @@ def test_task_vectors_are_compared_in_the_finite_tensors(folders: tuple[Path, Pa
     assert "contains NaN and infinities" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_statistics_are_of_the_finite_elements(folders: tuple[Path, Path], which: int) -> None:
     mine = weightsmith.inspect(folders[which], stats=True, progress=False)

@@ -132,6 +132,7 @@ def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
     to_html(page)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_report_are_those_that_torch_computes(base: Path, tmp_path: Path) -> None:
     """The first screen's, a map's, and the histogram and the singular values of the drawer, from the page's own data."""
     torch = pytest.importorskip("torch")

@@ -64,6 +64,7 @@ def rows_of(one: Opened, rows: int = 4) -> Rows:
     return Rows.of(one.cutter.rows(text_source("t.txt", rows, 32, 0, "text"), rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [MEMORY_BYTES, 60_000, 0])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_the_recipe_with_these_numbers(work: Path, name: str, budget: int) -> None:
@@ -124,6 +125,7 @@ def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monke
         assert all(".layers.1." in name for name in made)
 
 
+@pytest.mark.slow
 def test_thresholds_are_found_once_for_all_weights(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And again for another density."""
     counted = list[int]()
@@ -147,6 +149,7 @@ def test_thresholds_are_found_once_for_all_weights(work: Path, monkeypatch: pyte
     assert passes[1] == passes[3] == 0
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_threads_or_on_other_rows(work: Path) -> None:
     with Candidates("r.yml", RecipeOptions()) as recipe:
         prepared = recipe.prepare(recipe.start)
@@ -158,6 +161,7 @@ def test_losses_do_not_depend_on_threads_or_on_other_rows(work: Path) -> None:
         assert np.array_equal(many, same)
 
 
+@pytest.mark.slow
 def test_divergence_from_a_reference_is_that_of_eval(work: Path) -> None:
     Path("b.yml").write_text("merge_method: passthrough\nmodels: [{model: b}]\n")
     with Candidates("r.yml", RecipeOptions()) as recipe:
@@ -176,6 +180,7 @@ def test_divergence_from_a_reference_is_that_of_eval(work: Path) -> None:
     assert found.sum() / expected.totals[1].tokens == pytest.approx(divergence.value, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_candidate_with_other_weights_follows_one_that_failed(work: Path) -> None:
     Path("r.yml").unlink()
     text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"

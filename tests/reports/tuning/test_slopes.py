@@ -64,6 +64,7 @@ def slopes(
         return found, differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_slopes_are_those_of_the_differences_of_losses(work: Path, name: str) -> None:
     text, values = CASES[name]
@@ -73,11 +74,13 @@ def test_slopes_are_those_of_the_differences_of_losses(work: Path, name: str) ->
     np.testing.assert_allclose(found, differences, rtol=rough, atol=rough * max(map(abs, differences)))
 
 
+@pytest.mark.slow
 def test_slopes_of_a_divergence(work: Path) -> None:
     found, differences = slopes(LAYERS, CASES["layers"][1], MEMORY_BYTES, 2, kl=True)
     np.testing.assert_allclose(found, differences, rtol=0.02, atol=0.02 * max(map(abs, differences)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [60_000, 0])
 def test_slopes_depend_neither_on_threads_nor_on_memory(work: Path, budget: int) -> None:
     text, values = CASES["layers"]

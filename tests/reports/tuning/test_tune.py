@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ import pytest
 
 import weightsmith
 from tests.cli_help import Cli, cli, environment
+from tests.fork_help import Forked, started_cli
 from weightsmith._base.errors import NonFinite, OutputExists, PlanError, WeightsmithError
 from weightsmith._reports.tuning import tune as module
 from weightsmith._reports.tuning.evaluator import Evaluator
@@ -39,6 +36,12 @@ def tune(recipe: Any = "r.yml", out: str = "tuned.yml", **more: Any) -> Tuning:
     return weightsmith.tune(recipe, out, **{"budget": 6, **ARGS, **more})
 
 
+def started(budget: int) -> Forked:
+    """The command, for the same trials as `tune`."""
+    args = ["r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8", "--seed", "3"]
+    return started_cli("tune", *args, "--budget", budget, "--quiet", env=environment())
+
+
 def trials(path: str = "tuned.trials.jsonl") -> list[str]:
     return Path(path).read_text().splitlines()[1:]
 
@@ -48,6 +51,7 @@ def recipe(text: str) -> str:
     return "own.yml"
 
 
+@pytest.mark.slow
 def test_the_result_is_the_recipe_with_numbers_and_its_page(work: Path) -> None:
     found = tune(budget=10)
     text = Path("tuned.yml").read_text()
@@ -79,6 +83,7 @@ def _start() -> dict[str, Any]:
     return {"merge_method": "ties", "base_model": "a", "dtype": "bfloat16", "models": models}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", ["cma", "gradient"])
 def test_the_same_call_makes_the_same_trials_with_any_number_of_threads(work: Path, search: str) -> None:
     tune(LINEAR, "one.yml", search=search, threads=1)
@@ -92,15 +97,13 @@ def test_the_same_call_makes_the_same_trials_with_any_number_of_threads(work: Pa
 @pytest.mark.slow
 def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
     tune(out="whole.yml", budget=12)
-    args = ["r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8", "--seed", "3"]
-    command = [sys.executable, "-m", "weightsmith", "tune", *args, "--budget", "12", "--quiet"]
     journal = Path("tuned.trials.jsonl")
     for least in (2, 5):
-        process = subprocess.Popen(command, env=environment())
+        process = started(budget=12)
         while not journal.exists() or len(journal.read_bytes().split(b"\n")) < least + 2:
-            assert process.poll() is None
+            assert not process.ended()
             time.sleep(0.005)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
         assert not Path("tuned.yml").exists()
     before = journal.read_bytes()
@@ -115,19 +118,18 @@ def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
 def test_processes_that_share_a_search_make_the_trials_of_one(work: Path) -> None:
     """Each makes some; one that is killed loses its trial alone."""
     tune(out="whole.yml", budget=24)
-    args = ["r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8", "--seed", "3"]
-    command = [sys.executable, "-m", "weightsmith", "tune", *args, "--budget", "24", "--quiet"]
     journal = Path("tuned.trials.jsonl")
-    processes = [subprocess.Popen(command, env=environment(OMP_NUM_THREADS="1")) for _ in range(3)]
+    processes = [started(budget=24) for _ in range(3)]
     while not journal.exists() or len(trials()) < 3:
         time.sleep(0.01)
     processes[0].kill()
     processes[0].wait()
-    assert [process.wait() for process in processes[1:]] == [0, 0]
+    assert [process.wait().code for process in processes[1:]] == [0, 0]
     assert sorted(trials(), key=lambda line: int(json.loads(line)["trial"])) == trials("whole.trials.jsonl")
     assert Path("tuned.yml").read_text().split("\n", 2)[2] == Path("whole.yml").read_text().split("\n", 2)[2]
 
 
+@pytest.mark.slow
 def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(budget=4)
     first = trials()
@@ -141,6 +143,7 @@ def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monke
     assert len(trials()) == 7
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_best_so_far(work: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     scored, losses = list[int](), Evaluator.losses
 
@@ -166,6 +169,7 @@ def test_ctrl_c_leaves_the_best_so_far(work: Path, monkeypatch: pytest.MonkeyPat
     assert "not judged" not in Path("tuned.yml").read_text()
 
 
+@pytest.mark.slow
 def test_an_invalid_candidate_is_a_line(work: Path) -> None:
     text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
     text += "  - {model: b, parameters: {weight: {tune: [0, 1e9], start: 0.5}}}\n"
@@ -179,6 +183,7 @@ def test_an_invalid_candidate_is_a_line(work: Path) -> None:
     assert tune(recipe(text), budget=5, search="random").resumed == 5
 
 
+@pytest.mark.slow
 def test_without_a_valid_candidate_there_is_one_error_and_no_recipe(work: Path) -> None:
     text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
     text += "  - {model: b, parameters: {weight: {tune: [1e8, 1e9]}}}\n"
@@ -187,6 +192,7 @@ def test_without_a_valid_candidate_there_is_one_error_and_no_recipe(work: Path) 
     assert not Path("tuned.yml").exists()
 
 
+@pytest.mark.slow
 def test_methods_and_models_are_chosen(work: Path) -> None:
     text = "merge_method: {choice: [ties, task_arithmetic]}\nbase_model: a\nmodels:\n"
     text += "  - {model: {choice: [b, c]}, parameters: {weight: {tune: [0, 1]}}}\n"
@@ -198,6 +204,7 @@ def test_methods_and_models_are_chosen(work: Path) -> None:
     weightsmith.plan("tuned.yml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
 def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None:
     Path("v.txt").write_text("Something else entirely; " * 3 + "".join(chr(97 + i * i * 7 % 26) for i in range(700)))
@@ -212,6 +219,7 @@ def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None
     assert found.best == min(whole, key=found.objective_of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
 def test_the_gradient_of_the_objective_is_followed_and_resumed(work: Path, objective: str) -> None:
     Path("v.txt").write_text("Something else entirely; " * 3 + "".join(chr(97 + i * i * 7 % 26) for i in range(700)))
@@ -236,6 +244,7 @@ def test_the_gradient_is_for_numbers_with_fractions(work: Path) -> None:
         tune(whole, search="gradient")
 
 
+@pytest.mark.slow
 def test_more_rows_are_for_candidates_like_the_best_of_earlier_rounds(work: Path) -> None:
     found = tune(budget=16, rows=12)
     scored = [sum(value is not None for value in trial.nats[0]) for trial in found.trials]
@@ -248,6 +257,7 @@ def test_more_rows_are_for_candidates_like_the_best_of_earlier_rounds(work: Path
         assert [rows > 3 for rows in scored[first:end]] == [loss <= limit for loss in few[first:end]]
 
 
+@pytest.mark.slow
 def test_time_ends_the_search(work: Path) -> None:
     found = tune(budget=100_000, time="1s")
     assert 1 <= len(found.trials) < 1000
@@ -289,6 +299,7 @@ def test_what_cannot_be_tuned_is_one_error_and_leaves_nothing(work: Path, name: 
     assert sorted(path.name for path in work.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_ours_stays(work: Path) -> None:
     for name in ("tuned.yml", "tuned.trials.jsonl"):
         Path(name).write_text("mine\n")
@@ -304,6 +315,7 @@ def test_a_file_that_is_not_ours_stays(work: Path) -> None:
     assert Path("tuned.yml").read_text().endswith("# my own remark\n")
 
 
+@pytest.mark.slow
 def test_another_text_or_other_weights_are_another_search(work: Path) -> None:
     from tests.calibration_help import changed
 
@@ -322,6 +334,7 @@ def test_another_text_or_other_weights_are_another_search(work: Path) -> None:
     assert tune(budget=2, resume=False).resumed == 0
 
 
+@pytest.mark.slow
 def test_the_command_shows_what_it_found(work: Path, cli: Cli) -> None:
     args = ["r.yml", "tuned.yml", "--text", "t.txt", "--text", "v.txt", "--tokens", "32", "--budget", "6"]
     Path("v.txt").write_text(Path("u.txt").read_text())
