@@ -532,7 +532,10 @@ def test_tensors_tokenizers_and_numbers_that_do_not_fit(model: Path) -> None:
     assert "it splits text by" in refused()
     (model / "tokenizer.json").unlink()
     assert "no tokenizer.json, and a GGUF file contains its tokenizer" in refused()
-    assert "--imatrix (imatrix): not a setting of gguf-q8_0, which reads --tensor-type (tensor_types)" in refused(imatrix="x")
+    assert (
+        "--imatrix (imatrix): not a setting of gguf-q8_0, which reads --mmproj (mmproj), --tensor-type (tensor_types)"
+        in refused(imatrix="x")
+    )
     assert "(did you mean 'gguf-q4_k_s'?), not 'gguf-q4_k'" in refused("q4_k")
 
 
