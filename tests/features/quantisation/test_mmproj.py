@@ -112,8 +112,9 @@ def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str) -> None
             assert Path(f"once{threads}", file).read_bytes() == (twice.parent / file).read_bytes()
 
 
-def test_in_parts_and_in_another_process() -> None:
-    vision_zoo.save("gemma3", Path("m"))
+@pytest.mark.parametrize("name", ["gemma3", "pixtral", "qwen2-vl"])
+def test_in_parts_and_in_another_process(name: str) -> None:
+    vision_zoo.save(name, Path("m"))
     whole = quantize("m", "whole")
     plan = planned("m")
     again = plan_from_json(json.loads(json.dumps(plan.to_json())))
