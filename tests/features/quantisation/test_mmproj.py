@@ -237,6 +237,34 @@ def pixels(name: str, image: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("gemma3", {"hidden_act": []}, "hidden_act is [], and llama.cpp takes"),
+        ("gemma3", {"num_hidden_layers": 1 << 31}, "its vision_config has 2,147,483,648 layers"),
+        ("pixtral", {"num_attention_heads": 64}, "its 32 rows are not 64 heads"),
+        ("qwen2.5-vl", {"fullatt_block_indexes": [1, 2]}, "fullatt_block_indexes is [1, 2], and llama.cpp takes [1, 3]"),
+        ("qwen2.5-vl", {"window_size": 56}, "window_size is 56, and llama.cpp takes 112 for granted"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_warned_of(name: str, changes: dict[str, Any], words: str) -> None:
+    _, config, _ = vision_zoo.MODELS[name]()
+    vision_zoo.save(name, Path("m"), vision_config={**config["vision_config"], **changes})
+    plan = planned("m")
+    assert words in str(plan.warnings[-1])
+    assert not plan.mmproj
+
+
+def test_numbers_that_no_file_holds_are_errors() -> None:
+    _, config, _ = vision_zoo.MODELS["qwen2.5-vl"]()
+    vision_zoo.save("qwen2.5-vl", Path("q"), vision_config={**config["vision_config"], "fullatt_block_indexes": [1 << 40]})
+    with pytest.raises(PlanError, match=r"fullatt_block_indexes is .*, and not a list of layers"):
+        planned("q")
+    vision_zoo.save("internvl", Path("i"), downsample_ratio=1e-30)
+    with pytest.raises(PlanError, match="downsample_ratio is 1e-30, and not a share"):
+        planned("i")
+
+
+@pytest.mark.parametrize(
     ("vision", "words"),
     [
         ({"hidden_act": "relu"}, "hidden_act is 'relu', and llama.cpp takes gelu_pytorch_tanh for granted"),
@@ -258,7 +286,7 @@ def test_files_and_numbers_that_are_missing() -> None:
     assert "image_mean of the images is missing" in str(planned("m").warnings[-1])
     Path("m/processor_config.json").write_text(json.dumps({"image_processor": {**vision_zoo.PROCESSOR, "image_seq_length": 4}}))
     assert mmproj.described(quantize("m", "q", "f16")) == GOLDEN["gemma3"]["f16"]
-    for wrong in ([0.5, 0.5], 0.5, [0.5, "x", 1]):
+    for wrong in ([0.5, 0.5], 0.5, [0.5, "x", 1], [1, 2, 10**40]):
         Path("m/processor_config.json").write_text(json.dumps({**vision_zoo.PROCESSOR, "image_std": wrong}))
         with pytest.raises(PlanError, match=r"image_std is .*, and not three numbers"):
             planned("m")
