@@ -190,7 +190,9 @@ def qwen2_vl() -> Model:
     """As its first version was published: the sizes of the language model stand beside vision_config."""
     shapes = text("model.", bias=True) | qwen_tower(bias=True)
     for i in range(LAYERS):
-        shapes |= module(f"visual.blocks.{i}.mlp.fc1", INNER, WIDTH) | module(f"visual.blocks.{i}.mlp.fc2", WIDTH, INNER)
+        shapes |= module(f"visual.blocks.{i}.mlp.fc1", 4 * WIDTH, WIDTH) | module(
+            f"visual.blocks.{i}.mlp.fc2", WIDTH, 4 * WIDTH
+        )
     config = {
         **QWEN,
         "architectures": ["Qwen2VLForConditionalGeneration"],

@@ -194,7 +194,11 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
         return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
     if plan.container == GGUF:
         files = [f"{name}/{shard.name}" for shard in plan.layout.shards]
-        command = f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]}" if plan.mmproj else f"llama-cli -m {files[0]}"
+        command = (
+            f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]} --image photo.jpg"
+            if plan.mmproj
+            else f"llama-cli -m {files[0]}"
+        )
         return f"\n## Usage\n\n```bash\n{command}\n```\n"
     architecture, custom = _architecture(plan), "auto_map" in (plan.config or {})
     if not architecture.isidentifier():

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import weightsmith
 from tests import vision_zoo
 from tests.golden import mmproj
+from tests.mtmd import embeddings, needs_mtmd
 from weightsmith._base.errors import PlanError
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._outputs.places import verify
@@ -110,8 +112,9 @@ def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str) -> None
             assert Path(f"once{threads}", file).read_bytes() == (twice.parent / file).read_bytes()
 
 
-def test_in_parts_and_in_another_process() -> None:
-    vision_zoo.save("gemma3", Path("m"))
+@pytest.mark.parametrize("name", ["gemma3", "pixtral", "qwen2-vl"])
+def test_in_parts_and_in_another_process(name: str) -> None:
+    vision_zoo.save(name, Path("m"))
     whole = quantize("m", "whole")
     plan = planned("m")
     again = plan_from_json(json.loads(json.dumps(plan.to_json())))
@@ -148,7 +151,117 @@ def test_it_counts_towards_a_size() -> None:
     assert 0 <= least[0] - least[1] - nbytes < nbytes / 4
 
 
+def test_an_interrupted_run_is_resumed() -> None:
+    vision_zoo.save("pixtral", Path("m"))
+    whole = quantize("m", "whole")
+
+    class Stop(Exception):
+        pass
+
+    def stop(now: Any) -> None:
+        if now.tensors > 40:
+            raise Stop
+
+    with pytest.raises(Stop):
+        weightsmith.quantize("m", "q", "gguf-q8_0", progress=stop)
+    assert not Path("q").exists()
+    again = quantize("m", "q")
+    for file in ("model.gguf", "mmproj.gguf"):
+        assert (again.parent / file).read_bytes() == (whole.parent / file).read_bytes()
+
+
+# ---- what llama.cpp computes
+
+SIDES = {
+    "gemma3": 32,
+    "pixtral": 32,
+    "mistral3": 64,
+    "internvl": 32,
+    "idefics3": 32,
+    "smolvlm": 32,
+    "qwen2-vl": 64,
+    "qwen2.5-vl": 64,
+}
+"""Of images that llama.cpp does not scale."""
+
+
+@needs_mtmd
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIDES)
+def test_llama_cpp_computes_the_images_that_transformers_does(name: str) -> None:
+    import torch
+    import transformers
+
+    side, config = SIDES[name], vision_zoo.MODELS[name]()[1]
+    vision_zoo.save(name, Path("m"), vision_config={**config["vision_config"], "image_size": side})
+    Path("m/processor_config.json").write_text(json.dumps({"size": {"longest_edge": side}}))
+    mmproj_file = quantize("m", "q", "f32")
+    image = np.random.default_rng(0).integers(0, 256, (side, side, 3)).astype(np.uint8)
+    found = embeddings(mmproj_file.with_name("model.gguf"), mmproj_file, image, vision_zoo.WIDTH)
+    model = getattr(transformers, config["architectures"][0]).from_pretrained("m", dtype=torch.float32).eval()
+    if name == "internvl":  # llama.cpp has the class token at the end, so that each place is one off
+        places = model.model.vision_tower.embeddings.position_embeddings
+        places.data = torch.roll(places.data, 1, 1)
+    scaled = (image / 255 - vision_zoo.PROCESSOR["image_mean"]) / vision_zoo.PROCESSOR["image_std"]
+    with torch.inference_mode():
+        features = model.model.get_image_features(**pixels(name, torch.tensor(scaled).float().permute(2, 0, 1)))
+    features = getattr(features, "pooler_output", features)
+    theirs = torch.cat([each.reshape(-1, vision_zoo.WIDTH) for each in features]).numpy()
+    if name in ("pixtral", "mistral3"):  # a row of [IMG_BREAK] follows each row of the image but the last
+        across = round(len(theirs) ** 0.5)
+        rows = [found[i : i + across] for i in range(0, len(found), across + 1)]
+        breaks = found[across :: across + 1]
+        with weightsmith.open_checkpoint("m") as stored:
+            token = stored.read("language_model.model.embed_tokens.weight")[261].astype(np.float32)
+        assert np.abs(breaks - token).max() < 1e-6
+        found = np.concatenate(rows)
+    assert np.abs(found - theirs).max() < 0.001 * np.abs(theirs).max()
+
+
+def pixels(name: str, image: Any) -> dict[str, Any]:
+    """What transformers' classes take for an image [3, side, side]."""
+    import torch
+
+    side = image.shape[-1]
+    if name.startswith("qwen"):  # patches in the order in which four become one, the image twice
+        n = side // 16
+        cut = image.reshape(3, n, 2, 8, n, 2, 8).permute(1, 4, 2, 5, 0, 3, 6).reshape(4 * n * n, 3, 1, 8, 8)
+        patches = cut.expand(-1, -1, 2, -1, -1).reshape(4 * n * n, -1)
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 2 * n, 2 * n]])}
+    if name in ("pixtral", "mistral3"):
+        return {"pixel_values": image[None], "image_sizes": torch.tensor([[side, side]])}
+    return {"pixel_values": image[None, None] if name in ("idefics3", "smolvlm") else image[None]}
+
+
 # ---- what is not written
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("gemma3", {"hidden_act": []}, "hidden_act is [], and llama.cpp takes"),
+        ("gemma3", {"num_hidden_layers": 1 << 31}, "its vision_config has 2,147,483,648 layers"),
+        ("pixtral", {"num_attention_heads": 64}, "its 32 rows are not 64 heads"),
+        ("qwen2.5-vl", {"fullatt_block_indexes": [1, 2]}, "fullatt_block_indexes is [1, 2], and llama.cpp takes [1, 3]"),
+        ("qwen2.5-vl", {"window_size": 56}, "window_size is 56, and llama.cpp takes 112 for granted"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_warned_of(name: str, changes: dict[str, Any], words: str) -> None:
+    _, config, _ = vision_zoo.MODELS[name]()
+    vision_zoo.save(name, Path("m"), vision_config={**config["vision_config"], **changes})
+    plan = planned("m")
+    assert words in str(plan.warnings[-1])
+    assert not plan.mmproj
+
+
+def test_numbers_that_no_file_holds_are_errors() -> None:
+    _, config, _ = vision_zoo.MODELS["qwen2.5-vl"]()
+    vision_zoo.save("qwen2.5-vl", Path("q"), vision_config={**config["vision_config"], "fullatt_block_indexes": [1 << 40]})
+    with pytest.raises(PlanError, match=r"fullatt_block_indexes is .*, and not a list of layers"):
+        planned("q")
+    vision_zoo.save("internvl", Path("i"), downsample_ratio=1e-30)
+    with pytest.raises(PlanError, match="downsample_ratio is 1e-30, and not a share"):
+        planned("i")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +286,7 @@ def test_files_and_numbers_that_are_missing() -> None:
     assert "image_mean of the images is missing" in str(planned("m").warnings[-1])
     Path("m/processor_config.json").write_text(json.dumps({"image_processor": {**vision_zoo.PROCESSOR, "image_seq_length": 4}}))
     assert mmproj.described(quantize("m", "q", "f16")) == GOLDEN["gemma3"]["f16"]
-    for wrong in ([0.5, 0.5], 0.5, [0.5, "x", 1]):
+    for wrong in ([0.5, 0.5], 0.5, [0.5, "x", 1], [1, 2, 10**40]):
         Path("m/processor_config.json").write_text(json.dumps({**vision_zoo.PROCESSOR, "image_std": wrong}))
         with pytest.raises(PlanError, match=r"image_std is .*, and not three numbers"):
             planned("m")

@@ -86,7 +86,7 @@ def vision_half(
 
 def _check_layers(layers: int, found: Collection[str]) -> None:
     """Raise Unsupported unless there are tensors of each layer."""
-    if found != {str(i) for i in range(layers)}:
+    if len(found) != layers or found != {str(i) for i in range(layers)}:
         what = f"its vision_config has {layers:,} layers, and its tensors are of {len(found):,}"
         raise Unsupported(what, where="config.json", fix="repair config.json")
 
@@ -109,6 +109,8 @@ def _stored(projector: Projector, step: Step, names: Sequence[str], heads: int, 
     """The step, encoded for the file. Raises Unsupported for a tensor that cannot be."""
     shape, name = step.out.shape, names[0]
     turned = projector.rotated and name.split(".")[-2] in ("attn_q", "attn_k")
+    if turned and shape[0] % (2 * heads):
+        raise Unsupported(f"its {shape[0]:,} rows are not {heads:,} heads", where=step.out.name, fix="repair config.json")
     encoding = GgufEncoding(
         TYPES[vision_type(projector, name, len(shape), plain)],
         head_rows=shape[0] // heads if turned else 0,

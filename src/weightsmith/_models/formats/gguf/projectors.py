@@ -31,6 +31,8 @@ PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
 """Files that list added tokens."""
 
+_MOST = 1 << 16
+"""The most layers, and the largest scale."""
 _SIZES = MappingProxyType(
     {
         "image_size": "image_size",
@@ -123,6 +125,14 @@ def _gemma_scale(images: Images) -> int | None:
     return None if found in (0, 4) else found
 
 
+def _intern_scale(images: Images) -> int:
+    """How many patches become one on each side."""
+    ratio = images.whole.number("downsample_ratio", 0.5)
+    if not 1 / _MOST < ratio <= 1:
+        raise images.whole.wrong("downsample_ratio", ratio, "and not a share")
+    return int(1 / ratio)
+
+
 def _optional_count(name: str) -> Callable[[Images], int | None]:
     """A number of config.json, where it is above 0."""
     return lambda images: images.whole.count(name) if images.whole.get(name) else None
@@ -139,7 +149,7 @@ def _window_pattern(images: Images) -> int:
     """Of so many layers, the last attends to the whole image."""
     name = "fullatt_block_indexes"
     layers = images.vision.get(name)
-    if not isinstance(layers, list) or not layers or not all(type(each) is int and each >= 0 for each in layers):
+    if not isinstance(layers, list) or not layers or not all(type(each) is int and 0 <= each < _MOST for each in layers):
         raise images.vision.wrong(name, layers, "and not a list of layers")
     every = layers[0] + 1
     images.vision.need(name, layers, [every * (i + 1) - 1 for i in range(len(layers))])
@@ -284,9 +294,7 @@ PROJECTORS = (
         defaults={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
         | {"image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
         keys=(
-            ImageKey(
-                "vision.projector.scale_factor", "u32", lambda images: int(1 / images.whole.number("downsample_ratio", 0.5))
-            ),
+            ImageKey("vision.projector.scale_factor", "u32", _intern_scale),
             ImageKey("vision.preproc_min_tiles", "u32", _optional_count("min_dynamic_patch")),
             ImageKey("vision.preproc_max_tiles", "u32", _optional_count("max_dynamic_patch")),
         ),
@@ -420,7 +428,7 @@ def vision_keys(images: Images, projector: Projector, width: int, file_type: int
     values["clip.projector_type"] = Value("str", projector.name)
     values["clip.vision.attention.layer_norm_epsilon"] = Value("f32", images.vision.number("layer_norm_eps"))
     activation = images.vision.get("hidden_act")
-    if activation not in projector.activations:
+    if not isinstance(activation, str) or activation not in projector.activations:
         known = " or ".join(projector.activations)
         what = f"vision_config.hidden_act is {show(activation)}, and llama.cpp takes {known} for granted"
         raise Unsupported(what, where="config.json")
@@ -432,12 +440,17 @@ def vision_keys(images: Images, projector: Projector, width: int, file_type: int
     return values
 
 
+def _is_number(value: object) -> bool:
+    """Whether float32 holds a value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
+
+
 def _three(processor: Config, name: str) -> list[float]:
     """A number for each colour. Raises Unsupported where they are missing."""
     numbers = processor.get(name)
     if numbers is None:
         what, fix = f"{name} of the images is missing", f"add the model's {PROCESSOR[0]} to its folder"
         raise Unsupported(what, where=PROCESSOR[0], fix=fix)
-    if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(each) in (int, float) for each in numbers):
+    if not isinstance(numbers, list) or len(numbers) != 3 or not all(map(_is_number, numbers)):
         raise processor.wrong(name, numbers, "and not three numbers")
     return [float(each) for each in numbers]

@@ -1,0 +1,77 @@
+"""llama.cpp's vision halves through ctypes, as a judge.
+
+WEIGHTSMITH_LIBMTMD names a library that has llama.cpp's `mtmd`: the extension module of the PyPI package
+xllamacpp 2026.10.11549, unpacked, `xllamacpp/xllamacpp.abi3.so`.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+LIBRARY = Path(os.environ.get("WEIGHTSMITH_LIBMTMD", "/nowhere"))
+_IMAGE = 1
+
+needs_mtmd = pytest.mark.skipif(not LIBRARY.is_file(), reason="needs WEIGHTSMITH_LIBMTMD, a library with llama.cpp's mtmd")
+
+
+class _Settings(c.Structure):
+    """Settings of any kind, with their defaults."""
+
+    _fields_ = [("all", c.c_uint8 * 512)]
+
+
+class _Text(c.Structure):
+    _fields_ = [("text", c.c_char_p), ("add_special", c.c_bool), ("parse_special", c.c_bool)]
+
+
+@cache
+def _library() -> Any:
+    found = c.CDLL(str(LIBRARY))
+    found.silent = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda level, text, data: None)
+    for name in ("llama_log_set", "mtmd_helper_log_set"):
+        getattr(found, name)(found.silent, None)
+    found.llama_backend_init()
+    return found
+
+
+def _call(name: str, result: Any, *arguments: tuple[Any, Any]) -> Any:
+    """What a function returns. arguments: types and values."""
+    function = getattr(_library(), name)
+    function.restype, function.argtypes = result, [kind for kind, _ in arguments]
+    return function(*(value for _, value in arguments))
+
+
+def embeddings(model: Path, mmproj: Path, image: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.float32]:
+    """What the language model gets for an image [height, width, 3]: float32 [tokens, width]. Of pieces, the last: all of it."""
+    pointer = c.c_void_p
+    path = (c.c_char_p, str(model).encode())
+    loaded = _call("llama_model_load_from_file", pointer, path, (_Settings, _call("llama_model_default_params", _Settings)))
+    assert loaded, f"llama.cpp does not load {model}"
+    settings = (_Settings, _call("mtmd_context_params_default", _Settings))
+    context = _call("mtmd_init_from_file", pointer, (c.c_char_p, str(mmproj).encode()), (pointer, loaded), settings)
+    assert context, f"llama.cpp does not load {mmproj}"
+    pixels = np.ascontiguousarray(image)
+    sides = [(c.c_uint32, side) for side in (image.shape[1], image.shape[0])]
+    bitmaps = (pointer * 1)(_call("mtmd_bitmap_init", pointer, *sides, (pointer, pixels.ctypes.data)))
+    chunks, text = _call("mtmd_input_chunks_init", pointer), _Text(_call("mtmd_default_marker", c.c_char_p), False, True)
+    inputs = [(pointer, context), (pointer, chunks), (pointer, c.addressof(text)), (pointer, c.addressof(bitmaps))]
+    assert _call("mtmd_tokenize", c.c_int32, *inputs, (c.c_size_t, 1)) == 0
+    found = []
+    for i in range(_call("mtmd_input_chunks_size", c.c_size_t, (pointer, chunks))):
+        chunk = (pointer, _call("mtmd_input_chunks_get", pointer, (pointer, chunks), (c.c_size_t, i)))
+        if _call("mtmd_input_chunk_get_type", c.c_int, chunk) == _IMAGE:
+            assert _call("mtmd_encode_chunk", c.c_int32, (pointer, context), chunk) == 0
+            tokens = _call("mtmd_input_chunk_get_n_tokens", c.c_size_t, chunk)
+            values = _call("mtmd_get_output_embd", c.POINTER(c.c_float), (pointer, context))
+            found.append(np.ctypeslib.as_array(values, (tokens, width)).copy())
+    _call("mtmd_free", None, (pointer, context))
+    _call("llama_model_free", None, (pointer, loaded))
+    return found[-1]
