@@ -413,16 +413,8 @@ def _check_fixed(given: Config, family: Family) -> None:
     alike = {"gelu": "gelu_pytorch_tanh"} if family.architecture == "gemma" else {"swish": "silu"}  # of Gemma, so transformers
     found = given.get(name, family.activation)
     given.need(name, alike.get(found, found) if isinstance(found, str) else found, family.activation)
-    layers = given.count("num_hidden_layers")
-    if family.model_type == "smollm3" and given.get("no_rope_layers") is not None:
-        given.need("no_rope_layers", given.get("no_rope_layers"), [int((i + 1) % 4 != 0) for i in range(layers)])
-    if family.model_type == "cohere":
-        given.need("use_qk_norm", bool(given.get("use_qk_norm")), layers >= 64)
-    if family.model_type == "olmoe":
-        heads = given.count("num_attention_heads")
-        given.need("num_key_value_heads", given.count("num_key_value_heads", heads), heads)
-    if family.model_type == "exaone4" and (given.get("sliding_window") is not None) != (layers == 64):
-        given.need("sliding_window", given.get("sliding_window"), 4096 if layers == 64 else None)
+    if family.implied is not None:
+        given.need(*family.implied(given))
 
 
 def _put_window(given: Config, family: Family, put: Any) -> None:

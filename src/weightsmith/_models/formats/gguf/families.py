@@ -14,12 +14,15 @@ model in `tests/zoo.py`, compares it with transformers and llama.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weightsmith._models.structure.projections import MIXTRAL
+
+if TYPE_CHECKING:
+    from weightsmith._models.formats.gguf.config import Config
 
 LAYERS = "model.layers."
 ALIKE = object()
@@ -86,6 +89,7 @@ class Family:
     count         of experts, in config.json
     keys          numbers that other families do not have
     fixed         settings that the GGUF file does not hold
+    implied       config.json → a setting that llama.cpp infers from others: its name, what it is, what llama.cpp takes it for
     eps           key of the number that norms add, and its name in config.json
     partial       share of a head that RoPE turns, where config.json does not say it; 0: all of it, always
     sections      numbers of a head that turn with time, height and width of an image, by default; (): all turn with the place
@@ -111,6 +115,7 @@ class Family:
     count: str = "num_experts"
     keys: tuple[Key, ...] = ()
     fixed: tuple[Fixed, ...] = ()
+    implied: Callable[[Config], tuple[str, object, object]] | None = None
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     partial: float = 0.0
     sections: tuple[int, ...] = ()
@@ -131,6 +136,28 @@ _LINEARS = {name: here for name, here in _ATTENTION.items() if name != "attn_nor
 _LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 _UNTIED, _TIED = Fixed("tie_word_embeddings", False), Fixed("tie_word_embeddings", True)
 _GELU = "gelu_pytorch_tanh"
+
+
+def _rope_of_smollm3(config: Config) -> tuple[str, object, object]:
+    expected = [int((i + 1) % 4 != 0) for i in range(config.count("num_hidden_layers"))]
+    stated = config.get("no_rope_layers")
+    return "no_rope_layers", expected if stated is None else stated, expected
+
+
+def _norms_of_cohere(config: Config) -> tuple[str, object, object]:
+    return "use_qk_norm", bool(config.get("use_qk_norm")), config.count("num_hidden_layers") >= 64
+
+
+def _heads_of_olmoe(config: Config) -> tuple[str, object, object]:
+    heads = config.count("num_attention_heads")
+    return "num_key_value_heads", config.count("num_key_value_heads", heads), heads
+
+
+def _window_of_exaone4(config: Config) -> tuple[str, object, object]:
+    """Of its two sizes, the larger has a window."""
+    stated, large = config.get("sliding_window"), config.count("num_hidden_layers") == 64
+    return "sliding_window", stated, (4096 if stated is None else stated) if large else None
+
 
 FAMILIES = (
     Family(
@@ -260,6 +287,7 @@ FAMILIES = (
         {**_ATTENTION, **_DENSE, **_AFTER},
         rotated=True,
         fixed=(Fixed("no_rope_layer_interval", 4),),
+        implied=_rope_of_smollm3,
     ),
     Family(
         "olmo2",
@@ -285,6 +313,7 @@ FAMILIES = (
         {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
         experts=_QWEN_EXPERTS,
         fixed=(_UNTIED, Fixed("norm_topk_prob", False), Fixed("clip_qkv", None)),
+        implied=_heads_of_olmoe,
     ),
     Family(
         "granite",
@@ -306,6 +335,7 @@ FAMILIES = (
         {**_ATTENTION, **_NORMS, **_DENSE},
         keys=(Key("logit_scale", "logit_scale", "f32", 0.0625),),
         fixed=(_TIED, Fixed("attention_bias", False)),
+        implied=_norms_of_cohere,
         eps=_LAYER_NORM,
     ),
     Family(
@@ -356,6 +386,7 @@ FAMILIES = (
         "exaone4",
         "Exaone4ForCausalLM",
         {**_LINEARS, **_NORMS, **_DENSE, **_POST},
+        implied=_window_of_exaone4,
         every=4,
         stated=True,
         scaled=True,
