@@ -488,6 +488,10 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ),
         ({"model_type": "cohere", "tie_word_embeddings": False}, "tie_word_embeddings is False, and llama.cpp takes True"),
         ({"model_type": "olmo2"}, "tie_word_embeddings is True, and llama.cpp takes False"),
+        (
+            {"model_type": "olmoe", "tie_word_embeddings": False, "num_experts": 2, "num_experts_per_tok": 1},
+            "num_key_value_heads is 2, and llama.cpp takes 4",
+        ),
         ({"model_type": "exaone4", "sliding_window": 32}, "sliding_window is 32, and llama.cpp takes None"),
         ({"model_type": "seed_oss", "mlp_bias": True}, "mlp_bias is True, and llama.cpp takes False"),
         ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "num_experts is None, not a positive whole number"),
