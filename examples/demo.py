@@ -126,7 +126,8 @@ def _rows(verdicts: dict[str, Verdict], recorded: dict[str, float]) -> list[tupl
 
 
 def _table(lines: list[tuple[str, ...]]) -> Table:
-    table = Table(caption="recorded: measured before, the merges and the stack as made by mergekit 0.1.5")
+    by = "by mergekit 0.1.5 (with --quick: by weightsmith)"
+    table = Table(caption=f"recorded: measured before, the merges and the stack as made {by}")
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if i else "left")
     for line in lines:

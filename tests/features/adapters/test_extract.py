@@ -335,6 +335,7 @@ def test_a_tied_embedding_that_differs_is_saved_as_embedding_and_head(tmp_path: 
         assert any("lora_embedding_A" in name for name in tensors_of(made.out)) == embed_lora
 
 
+@pytest.mark.slow
 def test_more_tokens_are_saved_whole_with_the_tokenizer(tmp_path: Path) -> None:
     tensors = {n: a.astype(BF16) for n, a in base_tensors().items()}
     for name in ENDS:

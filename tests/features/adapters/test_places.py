@@ -138,6 +138,7 @@ def test_a_config_without_architectures_is_that_of_the_class_that_fits(name: str
     assert {own: key for own, (key, _) in stated["names"].items()} == {own: own for own in names}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_names_are_known_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     config, names = headers("llama")

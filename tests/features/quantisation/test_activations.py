@@ -286,6 +286,7 @@ def refusal(model: Path, format: str, given: QuantizeSettings) -> str:
     return str(finding)
 
 
+@pytest.mark.slow
 def test_settings_that_contradict_each_other(llama: Path, tmp_path: Path) -> None:
     none = QuantizeSettings(calibration="none")
     assert "fp8-static needs a text" in refusal(llama, "fp8-static", none)

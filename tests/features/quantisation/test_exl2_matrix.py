@@ -219,6 +219,7 @@ def test_the_factor_is_that_of_the_inverse() -> None:
     np.testing.assert_allclose(factor.T @ factor @ damped, np.eye(200), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_factor_of_several_blocks_is_that_of_the_inverse_on_any_number_of_threads() -> None:
     features = 2 * INVERTED + 70
     x = np.random.default_rng(1).standard_normal((1500, features)).astype(np.float32)

@@ -134,6 +134,7 @@ BOUND = {rate.halves: 2.0 ** (-2 * rate.bits) for rate in RATES}
 """Below this no code of so many bits can get, with normally distributed numbers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "most"), [(1, 1.12), (2, 1.13), (2.5, 1.13), (3, 1.14), (4, 1.2), (5, 1.24), (6, 1.32)])
 def test_the_error_is_close_to_the_least_that_is_possible(bits: float, most: float) -> None:
     """64 tiles; their errors have a standard deviation of 1 %. The best scalar code has 1.5 to 2.5 times the bound."""
@@ -208,6 +209,7 @@ def loss_of(found: np.ndarray, weight: np.ndarray, hessian: np.ndarray) -> float
     return float(np.einsum("ij,jk,ik->", error, hessian, error) / np.einsum("ij,jk,ik->", wide, hessian, wide))
 
 
+@pytest.mark.slow
 def test_rows_and_columns_of_zeros_stay_zeros() -> None:
     weight = weight_of(100, 140)
     weight[7], weight[:, 9] = 0, 0
@@ -219,6 +221,7 @@ def test_rows_and_columns_of_zeros_stay_zeros() -> None:
     assert not dequantise_matrix(quantise_matrix(zeros, None, Rate(8)), zeros.shape, Rate(8)).any()
 
 
+@pytest.mark.slow
 def test_the_inputs_of_a_layer_make_its_outputs_better() -> None:
     weight, hessian = weight_of(128, 256), inputs_of(256)
     plain, better = (
@@ -246,12 +249,14 @@ def test_the_factor_is_that_of_the_rotated_hessian() -> None:
     assert np.abs(inner * (1 - blocks)).max() < 1e-3 * np.abs(inner).max()
 
 
+@pytest.mark.slow
 def test_threads_do_not_change_a_matrix() -> None:
     weight, hessian = weight_of(1100, 128), inputs_of(128)
     one, three = (quantise_matrix(weight, hessian, Rate(16), threads).words for threads in (1, 3))
     np.testing.assert_array_equal(one, three)
 
 
+@pytest.mark.slow
 def test_a_hessian_with_inputs_that_are_always_zero() -> None:
     weight, hessian = weight_of(128, 128), inputs_of(128)
     hessian[5], hessian[:, 5] = 0, 0
@@ -287,6 +292,7 @@ def test_names_of_encodings() -> None:
 # ---- models
 
 
+@pytest.mark.slow
 def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
     ran = cli("quantize", "m", "q", "--format", "exl3", "--bits", "4", "--calibration", "none", "--quiet")
     assert ran.code == 0
@@ -321,6 +327,7 @@ def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
         np.testing.assert_array_equal(decoded[step.out.name], expected.astype(decoded[step.out.name].dtype), step.out.name)
 
 
+@pytest.mark.slow
 def test_a_merge_gives_the_same_bytes_as_merging_first(model: Path, tmp_path: Path) -> None:
     other = {name: (-array.astype(np.float32)).astype(array.dtype) * 2 for name, array in tensors_of("m").items()}
     write_checkpoint(tmp_path / "n", other, LLAMA)
@@ -331,6 +338,7 @@ def test_a_merge_gives_the_same_bytes_as_merging_first(model: Path, tmp_path: Pa
     assert Path("direct/model.safetensors").read_bytes() == Path("q/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_it_has_the_same_bytes(model: Path) -> None:
     def stop(progress: weightsmith.Progress) -> None:
         if progress.tensors >= 4:

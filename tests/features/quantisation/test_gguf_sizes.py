@@ -32,6 +32,7 @@ def kinds(path: Path) -> dict[str, str]:
     return {tensor.name: tensor.dtype.name for tensor in read_gguf_header(path).tensors}
 
 
+@pytest.mark.slow
 def test_the_types_of_a_plan_are_those_of_least_loss_that_fit(tmp_path: Path) -> None:
     """A weight that matters more gets more bits, the embedding and the head too."""
     model = save_model(tmp_path / "m")
@@ -50,6 +51,7 @@ def test_the_types_of_a_plan_are_those_of_least_loss_that_fit(tmp_path: Path) ->
     assert (tmp_path / "q" / "imatrix.dat").is_file()
 
 
+@pytest.mark.slow
 def test_all_that_fits_is_chosen_and_types_that_are_asked_for_stay(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m")
     more = {"calibration_rows": 30, "calibration_tokens": 32}  # of few tokens, errors cancel by chance
@@ -60,6 +62,7 @@ def test_all_that_fits_is_chosen_and_types_that_are_asked_for_stay(tmp_path: Pat
     assert {found["token_embd.weight"], found["output.weight"]} == {"Q8_0"}
 
 
+@pytest.mark.slow
 def test_what_an_error_is_depends_on_the_importances() -> None:
     rng = np.random.default_rng(0)
     weight, inputs = rng.standard_normal((64, 256)).astype(np.float32), rng.standard_normal((500, 256)).astype(np.float32)
