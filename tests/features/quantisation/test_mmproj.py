@@ -15,6 +15,7 @@ from tests.golden import mmproj
 from tests.mtmd import embeddings, needs_mtmd
 from weightsmith._base.errors import PlanError
 from weightsmith._models.formats.gguf.header import read_gguf_header
+from weightsmith._models.formats.gguf.projectors import PROJECTORS, Projector
 from weightsmith._outputs.places import verify
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import plan_from_json
@@ -326,3 +327,20 @@ def test_a_plan_that_does_not_fit() -> None:
     with pytest.raises(PlanError, match="mmproj: not a plan that can be run"):
         weightsmith.run(plan_from_json(plan), "q", progress=False)
     assert not Path("q").exists()
+
+
+OWN = {"image_size": 560, "layer_norm_eps": None}
+"""What llama.cpp's converter adds where transformers has no such setting."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("projector", PROJECTORS, ids=lambda each: each.model_type)
+def test_defaults_are_those_of_transformers(projector: Projector) -> None:
+    from transformers import CONFIG_MAPPING
+
+    vision = {"vision_config": {"model_type": projector.vision_type}} if projector.vision_type else {}
+    theirs = CONFIG_MAPPING[projector.model_type](**vision).vision_config.to_dict()
+    for name, value in projector.defaults.items():
+        known = theirs.get(name, OWN.get(name))
+        known = known[0] if isinstance(known, list) and name != "fullatt_block_indexes" else known
+        assert known in (value, None), name
