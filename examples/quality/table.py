@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE))
 from judge import DOMAINS  # noqa: E402
 from measured import Measured, Row, Texts, ask, line, mean, table  # noqa: E402
 from smollm2 import BASE, FINE_TUNES, build_models  # noqa: E402
-from testbed import build_testbed  # noqa: E402
+from testbed import STEPS, build_testbed  # noqa: E402
 
 import weightsmith  # noqa: E402
 from weightsmith._reports.judge import Judge  # noqa: E402
@@ -63,7 +63,7 @@ class Testbed:
 
 TESTBEDS = {
     "smollm2": Testbed(lambda work: build_models(work / "models", EXAMPLES / "testbed"), lambda work: EXAMPLES / "testbed"),
-    "gemma": Testbed(build_testbed, lambda work: work / "texts", "gemma", rows=4),
+    "gemma": Testbed(build_testbed, lambda work: work / "texts", "gemma", rows=2),
 }
 
 
@@ -128,6 +128,9 @@ def page() -> str:
         "{CARRIED}": lambda: carried(first, second, both),
         "{SPEARMAN}": lambda: f"{spearman(*means):.2f}",
         "{RECIPES}": lambda: str(len(both)),
+        "{SOURCES}": lambda: str(len(sources()) - len(PARENTS)),
+        "{ROWS}": lambda: str(TESTBEDS["gemma"].rows),
+        "{STEPS}": lambda: str(STEPS),
     }
     text = (HERE / "page.md").read_text(encoding="utf-8")
     for name, make in tables.items():

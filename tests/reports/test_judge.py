@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +29,22 @@ def test_a_text_of_one_token_has_no_perplexity() -> None:
         Judge(_Model(), _Tokenizer((2,))).rows("x")
 
 
+def test_losses_are_those_of_rows_and_perplexity_is_of_their_mean() -> None:
+    judge = Judge(_Model(), _Tokenizer(()))
+    text = "x" * (2 * ROW_TOKENS)
+    assert judge.losses(text) == [10.0, 10.0 + ROW_TOKENS]
+    assert judge.losses(text, 1) == [10.0]
+    assert judge.perplexity(text, 1) == pytest.approx(math.exp(10))
+
+
 class _Model:
+    """Its loss is the first token of the row."""
+
     def eval(self) -> _Model:
         return self
+
+    def __call__(self, input_ids: Any, labels: Any) -> Any:
+        return SimpleNamespace(loss=labels[0, 0].double())
 
 
 class _Tokenizer:
