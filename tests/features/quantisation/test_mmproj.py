@@ -67,6 +67,7 @@ def test_the_language_model_is_the_same_without_it() -> None:
     assert not quantize("m", "without", mmproj=False).exists()
     assert Path("with/model.gguf").read_bytes() == Path("without/model.gguf").read_bytes()
     assert not planned("m", mmproj=False).warnings
+    assert [plan.lacking for plan in (planned("m"), planned("m", mmproj=False))] == [{}, {"m": ("preprocessor_config.json",)}]
     with pytest.raises(PlanError, match="mmproj"):
         weightsmith.quantize("m", "x", "fp8-dynamic", mmproj=False, progress=False)
 

@@ -324,7 +324,8 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     )
     constants, numbers = _constants(extra, len(draft.settings))
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py")]
-    held = {*copied, "config.json", *(name for name in (*draft.carried, *draft.files) if name in READ)}  # the keys say the same
+    said = {"config.json", *READ, *(PROCESSOR if vision.header else ())}  # the keys say the same
+    held = {*copied, "config.json", *said.intersection((*draft.carried, *draft.files))}
     dropped += _dropped(predict, PREDICTS)
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(others, OTHER_PART)
     draft.steps, draft.settings = [*made, *constants, *vision.steps], [*draft.settings, *numbers]
