@@ -34,13 +34,14 @@ from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixt
 from weightsmith._features.quantisation.mmproj import UNUSED, VisionHalf, left_out, vision_half
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
-from weightsmith._models.formats.gguf.config import Config, family_of_config, keys_of_config, text_config
+from weightsmith._models.formats.gguf.config import family_of_config, keys_of_config, text_config
 from weightsmith._models.formats.gguf.delta_net import Order, value_order
 from weightsmith._models.formats.gguf.families import Family, gguf_place, is_router, rotated_heads, shift_of, text_name
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.projectors import PROCESSOR, TOKENIZER
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
+from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Assembled

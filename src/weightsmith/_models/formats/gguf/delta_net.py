@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._models.formats.gguf.config import Config
+from weightsmith._models.formats.gguf.values import Config
 
 
 @dataclass(frozen=True, slots=True)

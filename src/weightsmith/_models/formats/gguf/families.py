@@ -17,12 +17,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.structure.projections import MIXTRAL
-
-if TYPE_CHECKING:
-    from weightsmith._models.formats.gguf.config import Config
 
 LAYERS = "model.layers."
 ALIKE = object()

@@ -21,9 +21,9 @@ from typing import Any
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
-from weightsmith._models.formats.gguf.config import Config
 from weightsmith._models.formats.gguf.families import ALIKE, Fixed
 from weightsmith._models.formats.gguf.layout import Value, ValueType
+from weightsmith._models.formats.gguf.values import Config
 
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 """Files that say how images are prepared. The later one wins."""

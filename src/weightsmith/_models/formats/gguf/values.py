@@ -1,0 +1,86 @@
+"""Values of config.json and of a GGUF file's keys, checked as they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.files import show
+
+Floats = npt.NDArray[np.float32]
+
+_MOST = 1 << 31
+_OTHER = "llama.cpp would compute something else. Store the model in another format, such as fp8-dynamic."
+
+
+class Values:
+    """Values of one file, checked as they are taken: of config.json, or the keys that begin with `prefix`."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json", fix: str = "repair it", prefix: str = "") -> None:
+        self._values, self.where, self._fix, self._prefix = values, where, fix, prefix
+
+    def get(self, name: str, default: Any = None, within: Mapping[str, Any] | None = None) -> Any:
+        """A value, if it is not null; `within` another mapping."""
+        value = (self._values if within is None else within).get(self._prefix + name)
+        return default if value is None else value
+
+    def wrong(self, name: str, value: object, wanted: str) -> FormatError:
+        """The error of a value that is not `wanted`."""
+        return FormatError(f"{self._prefix}{name} is {show(value)}, {wanted}", where=self.where, fix=self._fix)
+
+    def count(self, name: str, default: int | None = None, within: Mapping[str, Any] | None = None) -> int:
+        """A number from 1 to 2^31."""
+        value = self.get(name, default, within)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # one for each layer, and all are equal
+        if type(value) is not int or not 0 < value <= _MOST:
+            raise self.wrong(name, value, "not a positive whole number")
+        return value
+
+    def number(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
+        """A number above 0 that float32 holds."""
+        value = self.get(name, default, within)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3e38:
+            raise self.wrong(name, value, "and not a positive number")
+        return float(value)
+
+    def float32(self, name: str, default: float | None = None) -> float:
+        """As `number`, with the fewest digits that give the same float32."""
+        return float(str(np.float32(self.number(name, default))))
+
+    def __contains__(self, name: str) -> bool:
+        value = self.get(name, 0)
+        return isinstance(value, np.ndarray) or value != 0
+
+
+class Config(Values):
+    """config.json of one model."""
+
+    def numbers(self, name: str, within: Mapping[str, Any]) -> Floats:
+        """A list of positive numbers: float32."""
+        values = within.get(name)
+        if not isinstance(values, list) or not values:
+            raise self.wrong(name, values, "and not a list of numbers")
+        return np.array([self.number(name, within={name: value}) for value in values], np.float32)
+
+    def rope(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The settings of RoPE in layers that attend to everything, and in those that slide, in one form."""
+        given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        given = given if isinstance(given, dict) else {}
+        full = given.get("full_attention", given if "sliding_attention" not in given else {})
+        slides = given.get("sliding_attention", {})
+        full, slides = (dict(x) if isinstance(x, dict) else {} for x in (full, slides))
+        full.setdefault("rope_theta", self._values.get("rope_theta"))
+        full["rope_type"] = full.get("rope_type") or full.get("type") or "default"
+        slides.setdefault("rope_theta", self._values.get("rope_local_base_freq"))
+        return full, slides
+
+    def need(self, name: str, found: object, expected: object) -> None:
+        """Raise Unsupported if a setting is not what llama.cpp takes for granted."""
+        if found != expected:
+            what = f"{name} is {show(found)}, and llama.cpp takes {show(expected)} for granted"
+            raise Unsupported(what, where="config.json", fix=_OTHER)
