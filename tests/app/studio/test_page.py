@@ -503,6 +503,8 @@ def test_from_start_to_a_merged_model_by_keyboard_alone(
         page = visit.page
 
         def tab_to(label: str, most: int = 120) -> None:
+            named = "(x => (x.getAttribute('aria-label') ?? x.id) === label)"
+            page.wait_for_function(f"label => [...document.querySelectorAll('[aria-label], [id]')].some{named}", arg=label)
             for _ in range(most):
                 page.keyboard.press("Tab")
                 if page.evaluate(
