@@ -585,7 +585,7 @@ def test_a_text_that_changed_after_planning_is_an_error(llama: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer takes 13 MB as float32, and its Hessians 11."""
+    """A layer takes 13 MB as float32, and its Hessians 11: three that are kept would add 72. Other tests leave 40 of noise."""
     sizes = {**TINY, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
     monkeypatch.setitem(CONFIGS, "deep", lambda: transformers.LlamaConfig(**sizes))
     folder, keep = save_model(tmp_path / "m", "deep"), Staging.keep
@@ -602,4 +602,4 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, monkeypa
     given = settings(tmp_path, bits=None, uniform=False, calibration="built-in", calibration_rows=4, calibration_tokens=64)
     quantise(folder, tmp_path / "out", given, name="w4a16")
     assert len(peaks) == 6
-    assert max(peaks[3:]) < max(peaks[:3]) + 32, peaks
+    assert max(peaks[3:]) < max(peaks[:3]) + 60, peaks
