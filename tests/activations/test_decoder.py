@@ -291,3 +291,12 @@ def test_a_layer_that_multiplies_in_bfloat16_notices_a_changed_weight() -> None:
         expected = torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).float() + linear.bias
         assert torch.equal(multiply(x), expected)
         assert torch.equal(multiply(x), expected)
+
+
+def test_a_kept_weight_in_bfloat16_does_not_hide_gradients() -> None:
+    linear = torch.nn.Linear(8, 4, bias=False)
+    multiply, x = _Bfloat16(linear), torch.rand(3, 8)
+    with torch.no_grad():
+        multiply(x)
+    [found] = torch.autograd.grad(multiply(x).sum(), linear.weight)
+    assert torch.equal(found, x.bfloat16().sum(0).float().expand(4, 8))
