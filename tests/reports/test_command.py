@@ -129,3 +129,10 @@ def test_options_that_do_not_fit(name: str) -> None:
     settings, message = WRONG[name]
     with pytest.raises(ParameterError, match=message):
         Command.asked(EvaluateSettings(**settings))
+
+
+@pytest.mark.parametrize("shell", [False, True])
+def test_a_folder_whose_name_looks_like_a_place_stays(tmp_path: Path, shell: bool) -> None:
+    (tmp_path / "{output}").mkdir()
+    code = "import sys, os; print(int(os.path.isdir(sys.argv[1]) and os.path.basename(sys.argv[1]) == '{' + 'output}'))"
+    assert command(code, shell=shell).measured(tmp_path / "{output}") == 1

@@ -89,13 +89,13 @@ class Command:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """As it is written on the command line, without a limit of its time."""
+        """The options that reproduce it on the command line, except its time limit."""
         metric = ("--metric", self.metric) if self.metric else ()
         return ("--command", self.text, *metric, *(["--shell"] if self.shell else []))
 
     @property
     def identity(self) -> list[object]:
-        """What the number depends on besides the model, as JSON values."""
+        """Everything besides the model that the number depends on, as JSON values."""
         return [self.text, self.metric, self.shell]
 
     def measured(self, model: Path) -> float:
@@ -124,17 +124,12 @@ class Command:
     def _words(self, places: Mapping[str, str]) -> list[str]:
         """The program and its arguments, with folders in place of their names."""
         if self.shell:
-            text = self.text
-            for place, folder in places.items():
-                text = text.replace(place, shlex.quote(folder))
-            return ["/bin/sh", "-c", text]
+            return ["/bin/sh", "-c", _filled(self.text, {place: shlex.quote(folder) for place, folder in places.items()})]
         try:
             words = shlex.split(self.text)
         except ValueError as error:
             raise option_error(self.name, f"the command cannot be read: {error}") from None
-        for place, folder in places.items():
-            words = [word.replace(place, folder) for word in words]
-        return words
+        return [_filled(word, places) for word in words]
 
     def _shown(self, words: Sequence[str]) -> str:
         return words[-1] if self.shell else shlex.join(words)
@@ -220,6 +215,11 @@ def seconds_of(name: str, text: str | None) -> float:
     return float(found[1]) * {"s": 1, "h": 3600}.get(found[2].lower(), 60)
 
 
+def _filled(text: str, places: Mapping[str, str]) -> str:
+    """A text with folders in place of their names. A name inside a folder's path stays."""
+    return re.sub("|".join(map(re.escape, (MODEL, OUTPUT))), lambda found: places.get(found[0], found[0]), text)
+
+
 def _end_all(running: subprocess.Popen[bytes]) -> None:
     """End a command that still runs, and the processes of its group."""
     if running.poll() is not None:
@@ -244,7 +244,7 @@ def _last_json(lines: Sequence[str]) -> Any:
 
 
 def _at(value: Any, keys: Sequence[str]) -> Any:
-    """What keys lead to; None: nothing. A number is the place in a list."""
+    """The value under a path of keys; None if there is none. A number is an index into a list."""
     for key in keys:
         if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
             value = value[int(key)]
