@@ -61,7 +61,7 @@ def test_a_paragraph_of_an_earlier_split_is_dropped_wherever_its_lines_break() -
 
 def test_a_long_line_of_an_earlier_split_is_dropped_however_few_its_words() -> None:
     line = "encoding_table=codecs.charmap_build(decoding_table)"
-    earlier = testbed._contents(f"Of training.\n{line}\nshort line")
+    earlier = testbed._contents(f"Training text.\n{line}\nshort line")
     assert (
         testbed._split(_pages("eval", f"# {line}", f"New.\n  {line}", "short line"), "eval", earlier)
         == f"# {line}\n\nshort line"

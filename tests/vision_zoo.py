@@ -187,7 +187,7 @@ def smolvlm() -> Model:
 
 
 def qwen2_vl() -> Model:
-    """As its first version was published: the sizes of the language model stand beside vision_config."""
+    """The layout of the first release: text settings are at the top level of config.json, beside vision_config."""
     shapes = text("model.", bias=True) | qwen_tower(bias=True)
     for i in range(LAYERS):
         shapes |= module(f"visual.blocks.{i}.mlp.fc1", 4 * WIDTH, WIDTH) | module(

@@ -52,7 +52,7 @@ FOLDERS = {"fr": "usr/share/man/fr", "de": "usr/share/man/de", "en": "usr/share/
 DOMAINS = ("fr", "de", "py", "en")
 SPLITS = ("train", "tune", "eval")
 CHARACTERS = {"train": 400_000, "tune": 14_000, "eval": 16_000}
-"""Of each domain. A split takes pages until it has so many."""
+"""The size of each domain in a split: pages are added until it is reached."""
 OF_A_FILE = {"train": 20_000, "tune": 2_000, "eval": 2_000}
 """Characters of a file at most, so that rows to be judged come from many files."""
 RUN = 10

@@ -259,7 +259,7 @@ def _quantised(plan: Plan) -> str:
 
 
 def _types(shards: Iterable[ShardLayout]) -> str:
-    """How many tensors have which type."""
+    """Count tensors by type: `12 F16, 3 F32`."""
     counts = Counter(spec.dtype.name for shard in shards for spec in shard.tensors)
     return ", ".join(f"{number:,} {name}" for name, number in counts.most_common())
 

@@ -184,7 +184,7 @@ SIDES = {
     "qwen2-vl": 64,
     "qwen2.5-vl": 64,
 }
-"""Of images that llama.cpp does not scale."""
+"""Side of a test image in pixels, chosen so that llama.cpp does not scale it."""
 
 
 @needs_mtmd

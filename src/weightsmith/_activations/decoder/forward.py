@@ -346,7 +346,7 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
 
 
 class _Bfloat16:
-    """What leaves a linear layer that multiplies in bfloat16: in the dtype of x. Thread-safe.
+    """The forward pass of a linear layer in bfloat16, with results in the dtype of x. Thread-safe.
 
     The rounded weight is kept until the weight changes, except where gradients of the weight are wanted: those pass through
     the rounding. Rounding takes as long as multiplying about 40 tokens.

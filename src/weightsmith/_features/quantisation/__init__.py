@@ -4,6 +4,7 @@ base.py      `Format`: the interface
 formats.py   `FORMATS`: the list of all; those that need no data; `weightsmith quantize` and `dequantize`
 gguf.py      GGUF files
 mmproj.py    the vision half beside a GGUF file
+unfused.py   a step for each matrix and the head: what EXL2 and EXL3 share
 token_row.py the product of a row of the embedding, which a vision half may have
 exl2/        EXL2: settings for each block, measurement, whole models
 exl3/        EXL3: rates, whole models, matrices encoded for their inputs

@@ -382,7 +382,7 @@ def _parts(steps: Sequence[Step], family: Family, *, several: bool) -> tuple[lis
 
 
 def _dropped(steps: Iterable[Step], reason: str) -> list[Dropped]:
-    """What the steps would have read."""
+    """The input tensors of steps that are left out."""
     return [Dropped(read.model, read.tensor, reason) for step in steps for read in step.reads if read.model >= 0]
 
 

@@ -34,7 +34,7 @@ _REPAIR = "repair it, or download it again"
 
 @dataclass(frozen=True, slots=True)
 class VisionHalf:
-    """What a `mmproj.gguf` is made of.
+    """The contents of `mmproj.gguf`.
 
     steps     for its tensors, under llama.cpp's names
     products  that they need

@@ -1,6 +1,6 @@
-"""A model with a step for each matrix and for its head, as ExLlamaV2 and exllamav3 load it. What the two formats share.
+"""A model with one step for each matrix, as ExLlamaV2 and exllamav3 load it. EXL2 and EXL3 share this.
 
-Names are those of transformers. A tied head is a step of its own: it is quantised, and the embedding is not.
+Tensors have transformers' names. A tied head gets a step of its own, because the head is quantised and the embedding is not.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.fused import SubMatrix, fused_parts
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
-from weightsmith._plans import JOIN, PLAIN, Block, Plan, PlanDraft, Read, Step
+from weightsmith._plans import JOIN, Block, Plan, PlanDraft, Read, Step
 
 TIED_HEAD = "lm_head.weight"
-"""The name of the head of a model that ties it."""
+"""Name of a head that config.json ties to the embedding."""
 
 _HALF = "plain F16"
 
 
 def check_architecture(config: Mapping[str, Any] | None, loaded: Collection[str], title: str, fix: str) -> str:
-    """The architecture of a config, if the loader knows it. Loaders read others as Llama. title: of the format.
+    """Return the architecture of a model. title: of the format.
 
-    Raises PlanError.
+    Raises PlanError for one that the loader does not know: it would be read as Llama.
     """
     if config is None:
         what = "the output has no config.json, without which no model is loaded"
@@ -43,7 +43,7 @@ def check_architecture(config: Mapping[str, Any] | None, loaded: Collection[str]
 
 
 def unfused_steps(plan: Plan | PlanDraft) -> tuple[list[Step], bool]:
-    """A step for each matrix, and for a head that is tied: it comes last; and whether it is tied. Raises PlanError."""
+    """Return one step for each matrix, and whether the head is tied. A tied head comes last. Raises PlanError."""
     config, specs = plan.config or {}, {step.out.name: step.out for step in plan.steps}
     structure = analyse(specs.values(), config)
     steps = [part for step in plan.steps for part in _split(step, fused_parts(step.out, specs, structure, config))]
@@ -56,12 +56,12 @@ def unfused_steps(plan: Plan | PlanDraft) -> tuple[list[Step], bool]:
 
 
 def encoded(step: Step, encoding: str | None) -> Step:
-    """The step with its encoding. None: float16, and integers and scalars as they are."""
+    """The step with its encoding. None stores float16, and leaves integers and scalars as they are."""
     spec = step.out
     if encoding is None and (not spec.shape or not spec.dtype.floating or spec.dtype.name == "F16"):
         return step
     encoding = encoding or _HALF
-    return step if encoding == PLAIN else replace(step, encoding=encoding, stored=find_encoding(encoding).outs(spec))
+    return replace(step, encoding=encoding, stored=find_encoding(encoding).outs(spec))
 
 
 def renamed(step: Step, name: str) -> Step:
@@ -73,7 +73,7 @@ def renamed(step: Step, name: str) -> Step:
 
 
 def tokenizer_notes(draft: PlanDraft, lack: str) -> list[Finding]:
-    """A warning if there is no tokenizer.json. lack: what its readers do not do without it."""
+    """Warn if there is no tokenizer.json. lack: what fails without it, as the end of the sentence."""
     if "tokenizer.json" in (*draft.carried, *draft.files):
         return []
     fix = "make one: AutoTokenizer.from_pretrained(…).save_pretrained(…)"

@@ -53,7 +53,7 @@ def score_table(title: str, found: Evaluation, scores: Sequence[Score], about: s
 
 
 def _command_table(found: Evaluation) -> Table:
-    """What the command found."""
+    """The command's numbers, and their differences from the first model's."""
     columns = Column("model"), Column("number", "number"), Column("more than the first", "number")
     first = found.measured[0]
     rows = zip(found.models, found.measured, strict=True)

@@ -6,6 +6,7 @@ families.py   names of tensors and keys of each family, there and in the Hub's l
 config.py     config.json from the keys, and the keys from config.json
 tokenizer.py  the tokenizer's files from the keys, and the keys from the tokenizer's files
 projectors.py names of tensors and keys of vision halves
+values.py     values of config.json and of the keys, checked
 imatrix.py    llama.cpp's importance matrices
 reading.py    the tensors of files
 writing.py    the encodings: ggml's blocks of numbers, and llama.cpp's order of rows

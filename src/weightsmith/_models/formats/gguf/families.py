@@ -87,10 +87,10 @@ class Family:
     count         of experts, in config.json
     keys          numbers that other families do not have
     fixed         settings that the GGUF file does not hold
-    implied       config.json → a setting that llama.cpp infers from others: its name, what it is, what llama.cpp takes it for
+    implied       checks a setting that llama.cpp infers from others: config.json → its name, its value, llama.cpp's value
     eps           key of the number that norms add, and its name in config.json
     partial       share of a head that RoPE turns, where config.json does not say it; 0: all of it, always
-    sections      numbers of a head that turn with time, height and width of an image, by default; (): all turn with the place
+    sections      default of mrope_section: how many pairs of a head RoPE turns by time, height and width; (): RoPE is plain
     every         of so many layers, the last attends to the whole context; 0: all do
     stated        whether the file says which layers slide
     scaled        whether Llama 3's scaled frequencies are read
@@ -152,7 +152,7 @@ def _heads_of_olmoe(config: Config) -> tuple[str, object, object]:
 
 
 def _window_of_exaone4(config: Config) -> tuple[str, object, object]:
-    """Of its two sizes, the larger has a window."""
+    """Only the larger of the two sizes, with 64 layers, has a sliding window."""
     stated, large = config.get("sliding_window"), config.count("num_hidden_layers") == 64
     return "sliding_window", stated, (4096 if stated is None else stated) if large else None
 

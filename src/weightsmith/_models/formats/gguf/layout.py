@@ -91,7 +91,7 @@ def _text(text: str) -> bytes:
 
 
 VISION = ("v.", "mm.")
-"""How llama.cpp's names of tensors begin that belong into `mmproj.gguf`."""
+"""Prefixes of the tensors that belong in `mmproj.gguf`."""
 
 
 def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes = bytes(8), mmproj: bytes = b"") -> Layout:
@@ -100,7 +100,7 @@ def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes
     specs            under the names that llama.cpp expects; unique
     max_shard_bytes  maximum bytes of tensor data per file; a larger tensor gets its own file
     header           `encode_metadata`'s bytes; of several files, the first has the keys
-    mmproj           the same for the tensors of images, which then are in one file of their own, the last; empty: there is none
+    mmproj           the same for `mmproj.gguf`, the last file, which holds the tensors for images; empty: there is no such file
 
     Raises StoreError for names, shapes and dtypes that a GGUF file cannot hold, and for a maximum of 0 or less.
 
@@ -110,7 +110,7 @@ def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes
     """
     _check(specs)
     vision = [spec for spec in specs if mmproj and spec.name.startswith(VISION)]
-    text = [spec for spec in specs if not (mmproj and spec.name.startswith(VISION))]
+    text = [spec for spec in specs if not mmproj or not spec.name.startswith(VISION)]
     groups = split(text, max_shard_bytes, lambda spec: _padded(spec.nbytes))
     shards: list[ShardLayout] = []
     places: dict[str, TensorPlace] = dict.fromkeys(spec.name for spec in specs)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The vision halves that llama.cpp reads from a file of their own, `mmproj.gguf`: names of tensors, types and keys.
+"""Vision halves in `mmproj.gguf`, a second file that llama.cpp reads: names of tensors, types and keys.
 
 llama.cpp stores the weights of a vision half as the Hub does, with these exceptions:
 
@@ -48,11 +48,11 @@ _SIZES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """What a model's files say of its vision half.
+    """The settings of a model's vision half.
 
     whole      config.json
     vision     its `vision_config`
-    processor  the files of `PROCESSOR`, as one
+    processor  the files of `PROCESSOR`, merged
     """
 
     whole: Config
@@ -119,14 +119,14 @@ class Projector:
 
 
 def _gemma_scale(images: Images) -> int | None:
-    """How many patches become one row on each side, where it is not llama.cpp's 4."""
+    """The width in patches of the square that is pooled into one row; None if it is llama.cpp's default, 4."""
     side = math.isqrt(images.processor.count("image_seq_length", 256))
     found = images.vision.count("image_size") // images.vision.count("patch_size") // side
     return None if found in (0, 4) else found
 
 
 def _intern_scale(images: Images) -> int:
-    """How many patches become one on each side."""
+    """The width in patches of the square that becomes one row."""
     ratio = images.whole.number("downsample_ratio", 0.5)
     if not 1 / _MOST < ratio <= 1:
         raise images.whole.wrong("downsample_ratio", ratio, "and not a share")
@@ -139,14 +139,14 @@ def _optional_count(name: str) -> Callable[[Images], int | None]:
 
 
 def _longest_edge(images: Images) -> int:
-    """To how many pixels images are scaled, of which squares are cut."""
+    """The longest side, in pixels, to which an image is scaled before it is cut into tiles."""
     size = images.processor.get("size")
     default = images.vision.count("image_size")
     return images.processor.count("longest_edge", default, size) if isinstance(size, dict) else default
 
 
 def _window_pattern(images: Images) -> int:
-    """Of so many layers, the last attends to the whole image."""
+    """The interval of the layers that attend to the whole image; the others attend to windows."""
     name = "fullatt_block_indexes"
     layers = images.vision.get(name)
     if not isinstance(layers, list) or not layers or not all(type(each) is int and 0 <= each < _MOST for each in layers):
@@ -394,7 +394,7 @@ def vision_type(projector: Projector, name: str, dimensions: int, plain: str) ->
 
 
 def images_of(config: Mapping[str, Any], projector: Projector, processor: Mapping[str, Any]) -> Images:
-    """What the files of a model say. processor: the files of `PROCESSOR`, as one."""
+    """Read the settings of a vision half. processor: the files of `PROCESSOR`, merged."""
     vision = {**projector.defaults, **config["vision_config"]}
     for name in ("image_size", "patch_size"):
         if isinstance(sides := vision.get(name), list) and sides and all(each == sides[0] for each in sides):
