@@ -41,7 +41,7 @@ DAMPING = 0.12
 MIN_DAMPING = 1e-5
 ATTEMPTS = 10
 
-PREPARE_BYTES = 12
+PREPARE_BYTES = 13
 """For each number of a Hessian that `prepare` takes, besides the Hessian."""
 
 
@@ -87,7 +87,7 @@ def prepare(hessian: Floats, *, sort: bool = True, threads: int = 1) -> Factored
     If the damped Hessian is not positive definite, more damping is added, up to `ATTEMPTS` times. Inputs that are always zero
     need no special case. Raises NonFinite, and ParameterError if no damping helps.
 
-    Cost: K³ / 3 multiplications in float64, and 12 K² bytes besides the Hessian.
+    Cost: K³ / 3 multiplications in float64, and 13 K² bytes besides the Hessian.
     """
     import torch
 
