@@ -33,7 +33,10 @@ export class Link {
     this.events.onmessage = event => {
       this.heard = performance.now();
       const changed = JSON.parse(event.data);
-      if (changed.studio && this.state.studio && changed.studio.id !== this.state.studio.id) delete this.state.document;
+      if (changed.studio && this.state.studio && changed.studio.id !== this.state.studio.id) {
+        delete this.state.document;
+        delete this.state.work;
+      }
       this.take(changed);
       this.check();
     };
@@ -46,8 +49,9 @@ export class Link {
   }
 
   take(changed) {
-    const now = this.state.document;
+    const { document: now, work } = this.state;
     if (changed.document && now && changed.document.version < now.version) delete changed.document;
+    if (changed.work && work && changed.work.number < work.number) delete changed.work;
     Object.assign(this.state, changed);
     if (Object.keys(changed).length) this.shown(Object.keys(changed));
   }

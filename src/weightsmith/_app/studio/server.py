@@ -270,8 +270,7 @@ def _edit(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merge(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     options = {"overwrite": given.get("overwrite") is True, "again": given.get("again") is True}
-    session.start(int(given["version"]), str(given["name"]), **options)
-    return {}
+    return {"work": session.start(int(given["version"]), str(given["name"]), **options)}
 
 
 def _cancel(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Session:
         self.board.put("studio", about | {"can_run": compare.available(), "max_new_tokens": compare.MAX_NEW_TOKENS})
         self._show_runs()
         self._publish()
-        self._show_work(self._status)
+        self.board.put("work", _shown_work(self._status))
         for work in (self._follow, self._watch, self._list_models):
             threading.Thread(target=work, name=f"weightsmith-studio-{work.__name__}", daemon=True).start()
 
@@ -248,8 +248,11 @@ class Session:
 
     # ---- merging
 
-    def start(self, version: int, name: str, *, overwrite: bool = False, again: bool = False) -> None:
-        """Begin the merge. version: of the recipe that the page shows; again: discard unfinished work of this name.
+    def start(self, version: int, name: str, *, overwrite: bool = False, again: bool = False) -> dict[str, Any]:
+        """Begin the merge, and return how it begins, for the page.
+
+        version  of the recipe that the page shows
+        again    discard unfinished work of this name
 
         Raises CannotResume for a recipe that has been changed since, Busy, PlanError, ParameterError.
         """
@@ -259,7 +262,8 @@ class Session:
             if (overwrite or again) and not self.places.alone:
                 what = "a studio that others can reach replaces no result, and discards no unfinished work"
                 raise ParameterError(what, where=name, fix="choose another name", state=NOTHING_WRITTEN)
-            self.work.start(recipe, self.places.target(name.strip()), overwrite=overwrite is True, resume=again is not True)
+            target = self.places.target(name.strip())
+            return _shown_work(self.work.start(recipe, target, overwrite=overwrite is True, resume=again is not True))
 
     def recipe(self, version: int) -> str:
         """The recipe that the page shows. Raises CannotResume if it has been changed since."""
@@ -283,18 +287,13 @@ class Session:
             status = self.work.status
             if status is not self._status:
                 self._status = status
-                self._show_work(status)
+                self.board.put("work", _shown_work(status))
                 if status.state == "done":  # a fast merge may never be seen while it runs
                     try:
                         self._ended(status)
                     except (OSError, WeightsmithError) as error:  # the next merge must be watched too
                         words = report(error) if isinstance(error, WeightsmithError) else str(error)
                         self.board.put("unsaved", show.problem(words))
-
-    def _show_work(self, status: Status) -> None:
-        share = status.reading.share if status.reading is not None else 0.0
-        name = status.out.name if status.out is not None else ""
-        self.board.put("work", {"state": status.state, "name": name, "share": round(share, 3), "html": show.status(status)})
 
     def _ended(self, status: Status) -> None:
         merged = status.merged
@@ -357,6 +356,14 @@ def _command(run: Run) -> str:
             return f"weightsmith diff --base {shlex.join([base, *others])}"
         return f"weightsmith {'diff' if others else 'inspect --stats'} {shlex.join([base, *others])}"
     return "weightsmith preview recipe.yml"
+
+
+def _shown_work(status: Status) -> dict[str, Any]:
+    """A merge, for the page."""
+    share = status.reading.share if status.reading is not None else 0.0
+    name = status.out.name if status.out is not None else ""
+    shown = {"state": status.state, "number": status.number, "name": name, "share": round(share, 3)}
+    return {**shown, "html": show.status(status)}
 
 
 def listed_methods() -> list[dict[str, str]]:

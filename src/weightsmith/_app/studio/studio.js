@@ -53,9 +53,11 @@ const actions = {
     const version = await link.settled();
     if (version === null) return;
     before = lastMerge()?.id ?? 0;
-    if (await actions.do("merge", { version, name: $("name").value, overwrite: $("overwrite").checked, again: $("again").checked })) {
-      $("overwrite").checked = $("again").checked = false;
-    }
+    const answer = await actions.do("merge", { version, name: $("name").value, overwrite: $("overwrite").checked, again: $("again").checked });
+    if (!answer) return;
+    $("overwrite").checked = $("again").checked = false;
+    // A fast merge may be over before the events tell that it began.
+    if (answer.work.number > link.state.work.number) link.take({ work: answer.work });
   },
 };
 

@@ -26,6 +26,7 @@ State = Literal["idle", "running", "cancelled", "failed", "done"]
 class Status:
     """How far a merge is.
 
+    number   of the merge, from 1 on; 0 before the first
     out      its folder; None before the first one
     doing    what is being done
     reading  the last look at the work; None if there is nothing to measure
@@ -35,6 +36,7 @@ class Status:
     """
 
     state: State = "idle"
+    number: int = 0
     out: Path | None = None
     doing: str = ""
     reading: Reading | None = None
@@ -63,16 +65,20 @@ class Work:
         with self._lock:
             return self._status
 
-    def start(self, recipe: str, out: Path, *, overwrite: bool = False, resume: bool = True) -> None:
-        """Begin a merge. recipe: YAML text that was checked; for the others see `RunOptions`. Raises Busy."""
+    def start(self, recipe: str, out: Path, *, overwrite: bool = False, resume: bool = True) -> Status:
+        """Begin a merge, and return how it begins. Raises Busy.
+
+        recipe  YAML text that was checked; for the others see `RunOptions`
+        """
         with self._lock:
             if self._status.state == "running":
                 raise Busy("a merge is running", where=str(self._status.out), fix="wait until it is done, or cancel it")
             self._cancel.clear()
-            self._status = Status("running", out, "planning")
+            started = self._status = Status("running", self._status.number + 1, out, "planning")
         given = (recipe, out, overwrite, resume)
         self._thread = threading.Thread(target=self._run, args=given, name="weightsmith-studio", daemon=True)
         self._thread.start()
+        return started
 
     def cancel(self) -> None:
         """Stop the merge at its next tile. Finished tensors are kept, and the next `start` of the same merge resumes."""
