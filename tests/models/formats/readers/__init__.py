@@ -1,0 +1,1 @@
+"""What other programs reconstruct from the checkpoints that are written."""
