@@ -6,6 +6,7 @@
 #   make browser    Chromium for the tests of pages, from the distribution's packages; WEIGHTSMITH_TESTS_WITHOUT_BROWSER=1 leaves these tests out
 #   make test-fast     the tests that take less than a tenth of a second each: two minutes
 #   make test-sweeps   stacks of every model type of transformers, as it loads them, every case of every method
+#   make test-gpu      the tests, with torch computing on an NVIDIA GPU what it computes on the CPU otherwise
 #   make test-python   the kernels as plain Python, not compiled
 #   make mutants   how many of 200 one-token mutations the tests catch (hours; MUTANTS_OPTIONS='--count 20 --rooms outputs --near' is a first look)
 #   make fuzz      every kind of input mutated in 1,000 ways: accepted or rejected, in bounded time and memory (FUZZ_OPTIONS='--cases 10000')
@@ -45,7 +46,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test browser test-fast test-sweeps test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit environment clean help
+.PHONY: demo test browser test-fast test-sweeps test-gpu test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit environment clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,6 +65,9 @@ test-fast: $(VENV)/.test
 
 test-sweeps: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS)
+
+test-gpu: $(VENV)/.test
+	WEIGHTSMITH_TESTS_DEVICE=cuda $(BIN)/python -m pytest $(WORKERS) -m 'not sweep and not cpu' $(TEST_OPTIONS)
 
 # numpy warns where numbers overflow or are none, compiled code does not.
 test-python: $(VENV)/.test

@@ -23,6 +23,12 @@ import numba.core.config  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from weightsmith._methods.jobs import requires  # noqa: E402
+
+if "WEIGHTSMITH_TESTS_DEVICE" in os.environ:
+    # Before the modules that import it by name: what a test computes on the CPU is computed on this device.
+    requires.named_device = lambda device: os.environ["WEIGHTSMITH_TESTS_DEVICE"] if device == "cpu" else device
+
 from weightsmith._kernels import compiler  # noqa: E402
 from weightsmith._planning.planner import answers, loading  # noqa: E402
 

@@ -159,6 +159,7 @@ def test_every_option_of_a_run_was_tried() -> None:
     assert {each.name for each in dataclasses.fields(RunOptions)} == {*OTHERWISE} | NOT_HERE
 
 
+@pytest.mark.cpu
 def test_the_device_matters_only_where_numbers_are_computed_on_it() -> None:
     assert identified(TIES, "cuda") == identified(TIES)
     by_matrix = TIES | {"merge_method": "tsv_m", "models": [{"model": "b"}, {"model": "c"}]}

@@ -521,6 +521,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [TSV, SPECTRUM, SCALED, STAGE], ids=["method", "spectrum", "scaled", "stage"])
 def test_whole_matrices_are_computed_on_the_device_of_the_run_whatever_torch_finds(
@@ -542,6 +543,7 @@ def test_whole_matrices_are_computed_on_the_device_of_the_run_whatever_torch_fin
     assert seen == {"cpu:0"}
 
 
+@pytest.mark.cpu
 def test_the_device_is_part_of_the_identity_where_it_changes_numbers(models: Path) -> None:
     for recipe, matters in ((TSV, True), (SPECTRUM, True), (SCALED, True), (TIES, False)):
         plan = weightsmith.plan(recipe)

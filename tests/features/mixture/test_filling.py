@@ -140,6 +140,7 @@ def test_a_base_that_is_not_finite_leaves_nothing(models: Path, tmp_path: Path) 
     assert {f.name for f in tmp_path.iterdir()} == {"a"}
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 def test_an_error_of_a_later_run_keeps_what_an_earlier_one_copied(
     models: Path, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch

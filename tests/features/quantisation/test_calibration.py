@@ -164,6 +164,7 @@ class Counted:
                 self._inside -= 1
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
 @pytest.mark.parametrize("uniform", [True, False])
@@ -328,6 +329,7 @@ def test_a_measurement_is_resumed_for_other_bits(llama: Path, tmp_path: Path, mo
     assert found == weights_of(quantise(llama, tmp_path / "b", other).out)
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 def test_a_calibration_begun_on_one_device_is_not_resumed_on_another(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -382,6 +384,7 @@ weightsmith.quantize(*sys.argv[1:3], "exl2", **given)
 """
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 def test_killed_and_run_again_it_gives_the_same_bytes(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, out = settings(tmp_path), tmp_path / "out"

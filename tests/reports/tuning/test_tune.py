@@ -94,6 +94,7 @@ def test_the_same_call_makes_the_same_trials_with_any_number_of_threads(work: Pa
         assert trials("one.trials.jsonl") != trials("three.trials.jsonl")
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
     tune(out="whole.yml", budget=12)
@@ -114,6 +115,7 @@ def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
     assert Path("tuned.yml").read_text().split("\n", 2)[2] == Path("whole.yml").read_text().split("\n", 2)[2]
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 def test_processes_that_share_a_search_make_the_trials_of_one(work: Path) -> None:
     """Each makes some; one that is killed loses its trial alone."""

@@ -25,7 +25,7 @@ from weightsmith._base.errors import ParameterError
 from weightsmith._base.heap import return_large_blocks
 from weightsmith._kernels.matrix import combine_with, copy_rows
 from weightsmith._kernels.records import Encoded, Inputs
-from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._methods.jobs.requires import load_linear_algebra, needs_torch
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
@@ -169,6 +169,7 @@ class MatrixJob(Job):
         self._held = None
         update = self._empty(self.rows, self.matrix.cols)
         with one_thread():
+            load_linear_algebra(self.matrix.device)
             deltas = Deltas(held, self.weights, self.matrix.device, from_mean=self.from_mean)
             merge = self.merge if bool(held.isfinite().all()) else mean
             update[:] = (merge(deltas) * self.factor).to("cpu", update.dtype)

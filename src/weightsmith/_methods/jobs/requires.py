@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 
 from weightsmith._base.errors import ParameterError, first_line
 from weightsmith._base.installation import install
 from weightsmith._base.options import named
+
+_loading = threading.Lock()
+_loaded: set[str] = set()
 
 
 def needs_torch() -> str:
@@ -39,8 +43,24 @@ def usable_device(device: str, dtype: str = "float32") -> str:
 
     name = named_device(device)
     try:
-        torch.empty(1, device=name, dtype=getattr(torch, dtype))
+        torch.zeros(1, device=name, dtype=getattr(torch, dtype))  # a call of CUDA by this thread, without which cuBLAS warns
     except Exception as error:  # what torch raises for unknown names and missing devices differs by build
         what = f"the device '{name}' cannot be used: {first_line(error)}"
         raise ParameterError(what, where=named("device"), fix="write cpu, or a device that torch supports") from error
+    load_linear_algebra(name)
     return name
+
+
+def load_linear_algebra(device: str) -> None:
+    """Let torch load its linear algebra for a GPU, once. Two threads that do so at the same time get a RuntimeError.
+
+    device  as torch names it, and one that torch can use
+    """
+    if not device.startswith("cuda"):
+        return
+    with _loading:
+        if device not in _loaded:
+            import torch
+
+            torch.linalg.inv(torch.ones(1, 1, device=device))
+            _loaded.add(device)
