@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from tokenizers.models import BPE
 
 import weightsmith
 from tests.calibration_help import TEXT, changed, save_model
-from tests.cli_help import Cli, cli
+from tests.cli_help import Cli, cli, run_process
 from weightsmith._base.errors import CannotResume, NonFinite, ParameterError, PlanError
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
@@ -380,3 +381,19 @@ def test_a_command_measures_folders_as_they_are_and_recipes_as_they_would_be_wri
     assert f"--command {shlex.quote(command)} --metric here" in str(page.blocks[-1])
     with pytest.raises(ParameterError, match="a reference is for texts"):
         weightsmith.evaluate("a", command=command, reference="b", progress=False)
+
+
+@pytest.mark.cpu
+@pytest.mark.slow
+def test_a_run_killed_by_its_command_is_run_again_and_leaves_nothing(work: Path) -> None:
+    Path("once.py").write_text(
+        "import os, pathlib\nif not pathlib.Path('was').exists():\n    open('was', 'w'); os.kill(os.getppid(), 9)\nprint(7)"
+    )
+    before = {path.name for path in work.iterdir()}
+    asked = ("eval", "ties.yml", "--command", f"{shlex.quote(sys.executable)} -I -S once.py {{model}}", "--json")
+    assert run_process(*asked, cwd=work).code == -signal.SIGKILL
+    [left] = {path.name for path in work.iterdir()} - before - {"was"}
+    assert left.startswith("evaluation-")
+    ran = run_process(*asked, cwd=work)
+    assert json.loads(ran.out)["measured"] == [7], ran.err
+    assert {path.name for path in work.iterdir()} == before | {"was"}

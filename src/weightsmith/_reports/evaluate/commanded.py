@@ -1,11 +1,12 @@
 """Models measured by a command of the user's: `weightsmith eval --command`.
 
-A folder on this disk is measured as it is. Another model, or the result of a recipe, is written to a temporary folder first.
+A folder on this disk is measured as it is. Another model, or the result of a recipe, is written first, and removed afterwards.
+Its folder has the same name each time, so that the next run replaces what a killed one has left.
 """
 
 from __future__ import annotations
 
-import tempfile
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,9 @@ from weightsmith._base.files import expand_user
 from weightsmith._base.options import EvaluateSettings, QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.text import status
 from weightsmith._execution.execute import execute
+from weightsmith._execution.identity import work_identity
 from weightsmith._features.quantisation.formats import prepare_copy
+from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command
 from weightsmith._reports.evaluate.opening import Asked, is_recipe, prepare_named
@@ -27,22 +30,25 @@ def measured(
     """The number that a command finds for each model. Raises CommandFailed, and what writing a model raises."""
     found = []
     for name, model in asked.items():
-        with _folder_of(model, settings, running) as folder:
+        with _folder_of(model, command, settings, running) as folder:
             status(f"measuring {name} by the command")
             found.append(command.measured(folder))
     return tuple(found)
 
 
 @contextmanager
-def _folder_of(model: Asked, settings: EvaluateSettings, running: RunOptions) -> Iterator[Path]:
+def _folder_of(model: Asked, command: Command, settings: EvaluateSettings, running: RunOptions) -> Iterator[Path]:
     if not isinstance(model, Prepared | Mapping) and (folder := expand_user(model)).is_dir():
         yield folder
         return
-    with tempfile.TemporaryDirectory(dir=settings.work or ".", prefix=".evaluation-") as beside:
-        out = Path(beside) / "model"
-        with _prepared(model) as prepared:
-            execute(prepared, out, replace(running, report=None, push=None, evaluate=None, resume=False))
+    with _prepared(model) as prepared:
+        identity = f"{work_identity(prepared.plan, prepared.inputs, running.device)} {command.identity}"
+        out = Path(settings.work or ".") / f"evaluation-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+        execute(prepared, out, replace(running, report=None, push=None, evaluate=None, overwrite=True))
+    try:
         yield out
+    finally:
+        remove_checkpoint(out)
 
 
 @contextmanager
