@@ -26,7 +26,7 @@ def bench_of(
     workload = Workload(products=plan.products[:-1])
     results = run(plan, assembly.inputs, output, workload=workload, progress=progress).results
     graph = Run(Reader(plan, assembly.inputs, results), (), (), output, Resources()).products
-    context = graph.context(product)
+    context = graph.context(product, {})
     if cancelled:
         graph.close()
     return context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from safetensors.numpy import load_file
 
 import weightsmith
 from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_model, settings
+from weightsmith._activations import states, statistic
 from weightsmith._activations.model import array_name, input_of, result_of, statistic_products, text_for
 from weightsmith._activations.statistics import STATISTICS, fisher, gram
+from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import CheckpointError, PlanError, UnknownName
 from weightsmith._base.installation import install
 from weightsmith._base.options import QuantizeSettings, RunOptions
@@ -29,7 +31,7 @@ from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, plan_from_json
 from weightsmith._plans.statistics import StatisticRequest
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext
 
 Found = dict[str, npt.NDArray[Any]]
 KINDS = tuple(STATISTICS.own)
@@ -205,6 +207,42 @@ def test_statistics_are_the_same_for_any_threads_and_memory(tmp_path: Path) -> N
         for threads, memory in ((4, None), (3, 100_000)):  # of which half is for sums: several passes over the rows
             again = computed(asked, threads, memory)
             assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in first.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, 20_000])
+def test_states_made_with_a_statistic_are_those_computed_alone(
+    memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer runs once for a statistic and the next layer's states, also where sums take several passes over the rows."""
+    recipe, given = models_of(tmp_path), settings(tmp_path)
+    alone: list[int] = []
+    run = states.run
+
+    def noted(bench: ProductContext, work: LayerWork, given: Mapping[str, Any]) -> Arrays:
+        alone.append(work.layer)
+        return run(bench, work, given)
+
+    monkeypatch.setattr(states, "run", noted)
+    with prepare(recipe) as prepared:
+        asked = with_statistics(prepared, requests_for(prepared, given, ("gram", "moments"), 0))
+        found = captured(asked, asked.plan.products, memory).arrays
+        assert alone == []
+        with monkeypatch.context() as patch:
+            patch.setattr(statistic, "made_beside", lambda *_: None)
+            wanted = captured(asked, asked.plan.products, memory).arrays
+    assert alone == [0]
+    assert {name: [a.tobytes() for a in arrays] for name, arrays in found.items()} == {
+        name: [a.tobytes() for a in arrays] for name, arrays in wanted.items()
+    }
+
+
+def test_a_gram_matrix_is_symmetric_whatever_is_above_its_diagonal() -> None:
+    x = torch.randn(30, 1200, generator=torch.Generator().manual_seed(0))
+    total = torch.full((1200, 1200), 7.0).triu(1)
+    for first in range(0, 1200, gram.TILE):
+        gram.STATISTIC.add(total, slice(first, min(first + gram.TILE, 1200)), x)
+    torch.testing.assert_close(gram.STATISTIC.finish(total, 30, 30), x.T @ x)
 
 
 @pytest.mark.slow

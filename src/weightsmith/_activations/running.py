@@ -143,7 +143,13 @@ class Rows:
 class LayerRows(Rows):
     """A layer with its weights, and the rows of states that enter it."""
 
+    number: int
     layer: Layer
+
+    def keep(self, left: Tensor, array: Floats, row: int) -> None:
+        """Put what leaves the layer into an array [rows, tokens, hidden]. Raises NonFinite."""
+        self.check_finite(left, f"the output of layer {self.number}", row)
+        array[row] = left.cpu().numpy()
 
 
 def rows_of_states(bench: ProductContext, work: LayerWork, first: float, last: float, *, back: bool = False) -> Rows:
@@ -171,4 +177,4 @@ def layer_rows(
     rows = rows_of_states(bench, work, first, last, back=back)
     decoder = decoder_of(work.base)
     with decoder.layer(work.layer, bench, rows.states.shape[1], rows.device, given) as layer:
-        yield LayerRows(rows.bench, rows.base, rows.states, rows.device, rows.progress, layer)
+        yield LayerRows(rows.bench, rows.base, rows.states, rows.device, rows.progress, work.layer, layer)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weightsmith._activations.work import LayerWork
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,17 @@ FORWARD = "measuring layer by layer"
 def compute(bench: ProductContext) -> Arrays:
     """Run a layer with the model's weights."""
     return run(bench, LayerWork.of(bench.product), {})
+
+
+def made_beside(bench: ProductContext, work: LayerWork) -> Floats | None:
+    """An array for the states that leave a layer, if they are to be computed by its own weights, and nobody has."""
+    own = LayerWork(work.base, work.packages, work.layer, work.states).to_json()
+
+    def same(product: Product) -> bool:
+        return product.op == "states" and product.settings == own and product.steps == bench.product.steps
+
+    found = bench.also(same)
+    return None if found is None else found[0]
 
 
 def run(bench: ProductContext, work: LayerWork, given: Mapping[str, Tensor]) -> Arrays:

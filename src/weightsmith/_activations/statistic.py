@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations.sites import by_site
-from weightsmith._activations.states import FORWARD
+from weightsmith._activations.states import FORWARD, made_beside
 from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._activations.work import StatisticWork
 from weightsmith._engine.products import ProductContext, ProductKind
@@ -47,8 +47,9 @@ def _compute(bench: ProductContext) -> Arrays:
                 release_pages(places[key])
 
     leaving = bench.arrays(work.gradients)[0] if statistic.gradients else None
-    with layer_rows(bench, work, 0, 0.7, back=statistic.gradients) as rows:
-        use_sums(rows, work.weights, keep, statistic, leaving=leaving)
+    after = None if statistic.gradients else made_beside(bench, work)
+    with layer_rows(bench, work, 0, 0.7 if after is None else 1, back=statistic.gradients) as rows:
+        use_sums(rows, work.weights, keep, statistic, leaving=leaving, after=after)
     return arrays
 
 

@@ -21,6 +21,7 @@ from weightsmith._activations.decoder.forward import Layer
 from weightsmith._activations.running import LayerRows, NumberedRow, budget, workers
 from weightsmith._activations.sites import by_site
 from weightsmith._activations.statistics.gram import STATISTIC as GRAM
+from weightsmith._outputs.local.products import release_pages
 from weightsmith.abc.product import Floats
 from weightsmith.abc.statistic import Statistic
 
@@ -67,18 +68,21 @@ class Inputs:
         last: str = "",
         scales: Scales | None = None,
         leaving: Floats | None = None,
+        after: Floats | None = None,
     ) -> None:
         """
         weights  the linear layers to look at, by the name of their weight
         last     the site after which the rest of the layer need not run; "" runs all of it
         scales   of the tokens of each weight: its inputs are given once more, times these, under the name of the weight
         leaving  gradients of what leaves the layer, [rows, tokens, hidden]: each weight then has its own inputs, and gradients
+        after    is filled with what leaves the layer, [rows, tokens, hidden]
         """
         self._rows = rows
         self._found = threading.local()
         self._last = last
         self._scales = scales or {}
         self._leaving = leaving
+        self._after = after
         self.sites = by_site(weights)
         self._outputs = Outputs(rows.layer, () if leaving is None else weights)
         self._hooks = [
@@ -126,7 +130,9 @@ class Inputs:
         if self._leaving is None:
             try:
                 with torch.no_grad():
-                    self._rows.layer(hidden)
+                    left = self._rows.layer(hidden)
+                if self._after is not None:
+                    self._rows.keep(left, self._after, row)
             except _StopForward:
                 pass
         for site, x in found.items():
@@ -235,18 +241,19 @@ def use_sums(
     last: str = "",
     scales: Scales | None = None,
     leaving: Floats | None = None,
+    after: Floats | None = None,
 ) -> None:
     """Call `use` for each site, on any thread: with the inputs, the site, and what gives the array of a key (`Sums.finish`).
 
     rows  run through the layer once for each of the `batches` that the product's memory allows; so `use` may not change the
           layer
     span  of the progress
-    last, scales, leaving  as for `Inputs`
+    last, scales, leaving, after  as for `Inputs`
     """
     tokens = rows.states.shape[0] * rows.states.shape[1]
 
-    def inputs_of(names: Sequence[str]) -> Inputs:
-        return Inputs(rows, names, last=last, scales=scales, leaving=leaving)
+    def inputs_of(names: Sequence[str], after: Floats | None = None) -> Inputs:
+        return Inputs(rows, names, last=last, scales=scales, leaving=leaving, after=after)
 
     every = inputs_of(weights)
     every.close()
@@ -260,11 +267,13 @@ def use_sums(
     with workers(rows.bench.threads, rows.device) as pool:
         for number, sites in enumerate(parts):
             first = span[0] + number * share
-            inputs = inputs_of([weight for site in sites for weight in every.sites[site]])
+            inputs = inputs_of([weight for site in sites for weight in every.sites[site]], None if number else after)
             sums = Sums(statistic, {k: s for site in sites for k, s in inputs.shapes(site).items()}, rows.device)
             try:
                 for some in rows.batches((first, first + share * ROWS_SHARE)):
                     sums.add(list(pool.map(inputs.of, some)), pool)
+                    if after is not None:
+                        release_pages(after)
             finally:
                 inputs.close()
             tasks = [partial(use, inputs, site, partial(sums.finish, tokens=tokens)) for site in sites]

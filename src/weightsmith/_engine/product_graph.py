@@ -178,15 +178,24 @@ class ProductGraph:
         """Whether no arrays are released sooner because of this product."""
         return self._released.isdisjoint(product.needs)
 
+    def _reads_released(self, step: Step) -> bool:
+        return not self._released.isdisjoint(self._left.get(step.out.name, ()))
+
     def _compute(self, product: Product) -> None:
         compute = find_kind(product.op).compute
         assert compute is not None
-        if product.name in self._released:
-            self._scheduler.wait_for(lambda step: not self._released.isdisjoint(self._left.get(step.out.name, ())))
-        self.done(product, compute(self.context(product)))
+        with self._lock:
+            if product.name not in self.unmade:
+                return  # another product has made it on the way
+        if product.name in self._released and not self._scheduler.wait_for(self._reads_released):
+            raise Cancelled
+        beside: dict[str, tuple[Product, Arrays]] = {}
+        found = compute(self.context(product, beside))
+        for each, arrays in ((product, found), *beside.values()):
+            self.done(each, arrays)
 
-    def context(self, product: Product) -> ProductContext:
-        """What a product that computes works with."""
+    def context(self, product: Product, beside: dict[str, tuple[Product, Arrays]]) -> ProductContext:
+        """What a product that computes works with. beside: others that it makes on the way are added, by name."""
         doing, means = find_kind(product.op).doing, self._means
         steps = {step.out.name: step for step in product.steps}
 
@@ -206,9 +215,19 @@ class ProductGraph:
             assert name in product.needs, (product.name, name)
             return self._reader.results.arrays(name)
 
-        def create() -> Arrays:
-            found = self._output.create(product)
-            return [np.zeros(out.shape, out.dtype.numpy) for out in product.outs] if found is None else found
+        def created(made: Product) -> Arrays:
+            found = self._output.create(made)
+            return [np.zeros(out.shape, out.dtype.numpy) for out in made.outs] if found is None else found
+
+        def also(wanted: Callable[[Product], bool]) -> Arrays | None:
+            with self._lock:
+                ready = [p for p in self.unmade.values() if p.name not in self._unbegun and p.name != product.name]
+            other = next((each for each in ready if find_kind(each.op).compute is not None and wanted(each)), None)
+            if other is None or other.name in beside:
+                return None
+            arrays = created(other)
+            beside[other.name] = other, arrays
+            return arrays
 
         def progress(done: int, total: int) -> None:
             check()
@@ -217,7 +236,16 @@ class ProductGraph:
 
         progress(0, 0)
         return ProductContext(
-            product, means.device, means.threads, means.memory_bytes, means.folders, make, arrays, create, progress
+            product,
+            means.device,
+            means.threads,
+            means.memory_bytes,
+            means.folders,
+            make,
+            arrays,
+            partial(created, product),
+            progress,
+            also,
         )
 
 

@@ -74,11 +74,12 @@ class Scheduler:
             self._sort(self._blocked)
             self._condition.notify_all()
 
-    def wait_for(self, steps: Callable[[Step], bool]) -> None:
-        """Wait until none of these steps has begun, or could begin; or until something fails."""
+    def wait_for(self, steps: Callable[[Step], bool]) -> bool:
+        """Wait until none of these steps has begun, or could begin; or until something fails. Returns whether nothing has."""
         with self._condition:
             while self.error is None and any(map(steps, self._under_way())):
                 self._condition.wait()
+            return self.error is None
 
     def _under_way(self) -> Iterator[Step]:
         yield from self._ready

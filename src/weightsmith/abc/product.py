@@ -82,6 +82,8 @@ class ProductContext:
     create        arrays of zeros for the result, in a file if the run has one: for results that are too large for memory
     progress      reports the work done and the total, in any units. Raises Cancelled if nobody waits for the result any more:
                   call it often
+    also          arrays of zeros for another product that could be computed at the same time, if one meets a condition: for
+                  what is found on the way. They must be filled, as its own computation would; None if there is none
     """
 
     product: Product
@@ -93,6 +95,7 @@ class ProductContext:
     arrays: Callable[[str], Arrays]
     create: Callable[[], Arrays]
     progress: Callable[[int, int], None]
+    also: Callable[[Callable[[Product], bool]], Arrays | None] = lambda _wanted: None
 
     def fill(self, arrays: Mapping[str, Floats]) -> None:
         """Fill C-contiguous arrays with whole tensors. arrays: by the names of `product.steps`, with the tensor's shape.

@@ -9,14 +9,21 @@ from typing import Any
 
 from weightsmith.abc.statistic import Statistic
 
+TILE = 512
+"""Columns that one thread sums."""
+
 
 def _add(total: Any, part: slice, x: Any) -> None:
     total[part.start :, part].addmm_(x[:, part.start :].T, x[:, part])
 
 
 def _finish(total: Any, reached: int, tokens: int) -> Any:
-    lower = total.tril(-1)
-    return total.tril_().add_(lower.T)
+    for start in range(0, len(total), TILE):
+        part, rest = slice(start, start + TILE), slice(start + TILE, None)
+        lower = total[part, part].tril(-1)
+        total[part, part].tril_().add_(lower.T)
+        total[part, rest] = total[rest, part].T
+    return total
 
 
-STATISTIC = Statistic(lambda _n, k: (k, k), _add, _finish, tile=512)
+STATISTIC = Statistic(lambda _n, k: (k, k), _add, _finish, tile=TILE)
