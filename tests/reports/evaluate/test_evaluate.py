@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -381,6 +382,39 @@ def test_a_command_measures_folders_as_they_are_and_recipes_as_they_would_be_wri
     assert f"--command {shlex.quote(command)} --metric here" in str(page.blocks[-1])
     with pytest.raises(ParameterError, match="a reference is for texts"):
         weightsmith.evaluate("a", command=command, reference="b", progress=False)
+
+
+TASK = """task: notes
+dataset_path: text
+dataset_kwargs: {data_files: {test: notes.txt}, sample_by: document}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "WEIGHTSMITH_LM_EVAL" not in os.environ, reason="needs WEIGHTSMITH_LM_EVAL, lm-evaluation-harness's program"
+)
+def test_lm_eval_measures_models_and_recipes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":  # lm_eval begins each text with the token that ends texts
+        shutil.copytree(work / name, name.upper())
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!"}
+        Path(name.upper(), "tokenizer_config.json").write_text(json.dumps(config))
+    Path("Ties.yml").write_text(TIES.replace(": a\n", ": A\n").replace(": b\n", ": B\n"))
+    Path("notes.yaml").write_text(TASK)
+    Path("notes.txt").write_text(TEXT[:120])
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    program = shlex.quote(os.environ["WEIGHTSMITH_LM_EVAL"])
+    options = "--tasks notes --include_path . --device cpu --batch_size 1 --output_path {output}"
+    command = f"{program} --model hf --model_args pretrained={{model}},dtype=float32,tokenizer={{model}} {options}"
+    metric = "results/notes/bits_per_byte,none"
+    found = weightsmith.evaluate("A", "Ties.yml", text="notes.txt", tokens=64, command=command, metric=metric, progress=False)
+    assert found.measured == pytest.approx([total.bits_per_byte for total in found.totals], rel=0.05)
 
 
 @pytest.mark.cpu
