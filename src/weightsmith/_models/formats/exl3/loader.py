@@ -1,4 +1,4 @@
-"""Which models exllamav3 loads as EXL3."""
+"""Which models exllamav3 loads as EXL3, and the config.json that it expects."""
 
 from __future__ import annotations
 
@@ -31,3 +31,17 @@ def contradiction(config: Mapping[str, Any]) -> str:
     """
     wanted = ARCHITECTURES[config["architectures"][0]]
     return next((key for key, value in wanted.items() if config.get(key, value) != value), "")
+
+
+def loader_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the keys that exllamav3 reads: for Gemma 2, `sliding_window_size` beside `sliding_window`.
+
+    Without it, exllamav3 1.6.5 gives all layers full attention.
+
+    >>> loader_config({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 4096})["sliding_window_size"]
+    4096
+    """
+    found = dict(config)
+    if config.get("architectures") == ["Gemma2ForCausalLM"] and config.get("sliding_window") is not None:
+        found.setdefault("sliding_window_size", config["sliding_window"])
+    return found
