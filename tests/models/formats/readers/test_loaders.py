@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -18,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import weightsmith
 from tests import tokenizer_help
 from tests.models.formats.readers.loaders import GENERATED, SHORT, STEPS
-from weightsmith._models.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parents[4]
 
@@ -123,11 +122,10 @@ def make(folder: Path, model: str) -> Path:
                 tensor[:] = 0.2 * values + (norm and not gemma)
                 continue
             size = 2.5 if key.startswith("lm_head") or (gemma and "embed" in key) else 3 if ".gate.weight" in key else 1
-            rows, columns = (
-                torch.exp(0.3 * torch.randn(shape, generator=random))
-                for shape in (tensor.shape[:-1] + (1,), tensor.shape[:-2] + (1, tensor.shape[-1]))
-            )
-            fan = 1 if "embed" in key and not gemma else tensor.shape[-1]
+            *stack, n, k = tensor.shape
+            spread = ((*stack, n, 1), (*stack, 1, k))
+            rows, columns = (torch.exp(0.3 * torch.randn(shape, generator=random)) for shape in spread)
+            fan = 1 if "embed" in key and not gemma else k
             tensor[:] = size * fan**-0.5 * values * rows * columns
     made.to(torch.float16).save_pretrained(folder)
     tokenizer_help.write(folder, tokenizer_help.files(TOKENIZER, bos_token="<s>", eos_token="</s>"))
@@ -258,3 +256,43 @@ def divergence(found: np.ndarray, expected: np.ndarray) -> float:
 
     theirs, ours = (torch.from_numpy(a).double().log_softmax(-1) for a in (found, expected))
     return float((ours.exp() * (ours - theirs)).sum(-1).mean())
+
+
+V_PROJ = "model.layers.1.self_attn.v_proj"
+
+
+def swap(array: np.ndarray) -> None:
+    """Exchange two of the first axis."""
+    array[[3, 100]] = array[[100, 3]]
+
+
+def double(array: np.ndarray) -> None:
+    array[1] *= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("format_", "options", "part", "damage"),
+    [
+        ("exl2", {"bits": 4.25}, "q_invperm", swap),
+        ("exl2", {"bits": 4.25}, "q_scale_max", double),
+        ("exl3", {"bits": 4}, "suh", swap),
+        ("exl3", {"bits": 4}, "svh", double),
+        ("gptq-4bit", {}, "scales", double),
+    ],
+)
+def test_one_wrong_number_exceeds_the_bound(
+    format_: str, options: dict[str, Any], part: str, damage: Callable[[np.ndarray], None], tmp_path: Path
+) -> None:
+    """The order of two inputs, or the scale of one output or one group of inputs, of one of fourteen matrices."""
+    out = quantised(tmp_path, Case("", "llama", format_, options))
+    tokens = np.array(TOKENIZER.encode(TEXT).ids)
+    expected = logits(tmp_path / "plain", tokens)
+    file = out / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    damage(tensors[f"{V_PROJ}.{part}"])
+    safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+    weightsmith.dequantize(out, tmp_path / "damaged", progress=False)
+    found = float(np.median(errors(logits(tmp_path / "damaged", tokens), expected)))
+    print(f"{format_} {part}: error {found:.4f}")
+    assert found > BOUND

@@ -22,6 +22,12 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 Of Gemma3ForCausalLM, exllamav3 1.6.5 looks for tensors with names that begin with a dot.
 """
 
+_OTHER_NAMES = (
+    ("Gemma2ForCausalLM", "sliding_window_size", "sliding_window"),
+    ("Qwen3MoeForCausalLM", "num_experts", "num_local_experts"),
+)
+"""Architecture, the key that exllamav3 reads, and the key of transformers 5 with the same value."""
+
 
 def contradiction(config: Mapping[str, Any]) -> str:
     """A key of config.json with a value that exllamav3 does not load, or "". The architecture is one of `ARCHITECTURES`.
@@ -34,14 +40,18 @@ def contradiction(config: Mapping[str, Any]) -> str:
 
 
 def loader_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the keys that exllamav3 reads: for Gemma 2, `sliding_window_size` beside `sliding_window`.
+    """config.json with the keys that exllamav3 1.6.5 reads beside those of transformers 5.
 
-    Without it, exllamav3 1.6.5 gives all layers full attention.
+    Gemma 2 gets `sliding_window_size`, without which all layers would have full attention. Qwen3-MoE gets `num_experts`.
 
     >>> loader_config({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 4096})["sliding_window_size"]
     4096
+    >>> loader_config({"architectures": ["Qwen3MoeForCausalLM"], "num_local_experts": 8})["num_experts"]
+    8
     """
     found = dict(config)
-    if config.get("architectures") == ["Gemma2ForCausalLM"] and config.get("sliding_window") is not None:
-        found.setdefault("sliding_window_size", config["sliding_window"])
+    architecture = config.get("architectures")
+    for wanted, key, other in _OTHER_NAMES:
+        if architecture == [wanted] and config.get(other) is not None:
+            found.setdefault(key, config[other])
     return found
