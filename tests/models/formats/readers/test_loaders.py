@@ -2,6 +2,8 @@
 
 Their logits are those of transformers, in float32, with the weights that weightsmith reads. What is left is the rounding of
 float16.
+
+WEIGHTSMITH_EXLLAMA_MODELS names a folder in which the models are kept for the next run.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,11 +158,13 @@ def errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def quantised(folder: Path, case: Case) -> Path:
-    """The model of a case in its format; beside it, in `plain`, with the weights that weightsmith reads."""
-    made, out = make(folder / "made", case.model), folder / "quantised"
-    settings = {**case.options, "calibration": "none"} if case.options else {}
-    weightsmith.quantize(made, out, case.format, progress=False, **settings)
-    weightsmith.dequantize(out, folder / "plain", progress=False)
+    """The model of a case in its format; beside it, in `plain`, with the weights that weightsmith reads. Made if missing."""
+    out, plain = folder / "quantised", folder / "plain"
+    if not (out / "config.json").exists():
+        settings = {**case.options, "calibration": "none"} if case.options else {}
+        weightsmith.quantize(make(folder / "made", case.model), out, case.format, progress=False, **settings)
+    if not (plain / "config.json").exists():
+        weightsmith.dequantize(out, plain, progress=False)
     return out
 
 
@@ -167,6 +172,9 @@ def run(program: str, text: Path, folders: list[Path]) -> None:
     """Run a program on models; again, in a new process, on those after one that has ended the process."""
     # float16 activations for single tokens too, in place of int8
     environment = {**os.environ, "EXL3_INT8_GEMV": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    for folder in folders:
+        for ending in ("npz", "error"):
+            (folder / f"{program}.{ending}").unlink(missing_ok=True)
     while folders:
         command = [sys.executable, "-m", "tests.models.formats.readers.loaders", program, str(text), *map(str, folders)]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
@@ -197,13 +205,17 @@ needs = {
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
     """The folder of a case, after its program has run."""
-    root = tmp_path_factory.mktemp("loaders")
+    kept = os.environ.get("WEIGHTSMITH_EXLLAMA_MODELS")
+    root = Path(kept) if kept else tmp_path_factory.mktemp("loaders")
+    root.mkdir(parents=True, exist_ok=True)
     (root / "text.txt").write_text(TEXT)
-    cases = [case for case in CASES if case.program in programs()]
-    for case in cases:
-        quantised(root / case.name, case)
-    for program in programs():
-        run(program, root / "text.txt", [root / case.name / "quantised" for case in cases if case.program == program])
+    found = sorted(programs())
+    for case in CASES:
+        if case.program in found:
+            quantised(root / case.name, case)
+    with ThreadPoolExecutor() as pool:
+        cases = [[root / case.name / "quantised" for case in CASES if case.program == program] for program in found]
+        list(pool.map(run, found, [root / "text.txt"] * len(found), cases))
     return lambda case: root / case.name
 
 
