@@ -42,6 +42,8 @@ def exllamav2(folder: Path, text: str, found: Arrays) -> None:
 
     config = ExLlamaV2Config(str(folder))
     config.max_seq_len = _CACHE
+    # Without flash-attn, 0.3.2 would give torch's attention the mask of images in place of the causal one, and fail.
+    config.no_sdpa = True
     model = ExLlamaV2(config)
     model.load()
     cache = ExLlamaV2Cache(model, max_seq_len=_CACHE)
