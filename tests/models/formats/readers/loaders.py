@@ -42,7 +42,7 @@ def exllamav2(folder: Path, text: str, found: Arrays) -> None:
 
     config = ExLlamaV2Config(str(folder))
     config.max_seq_len = _CACHE
-    # Without flash-attn, 0.3.2 would give torch's attention the mask of images in place of the causal one, and fail.
+    # Without flash-attn, 0.3.2 calls torch's attention with the mask of images, which is none: tokens would see later ones.
     config.no_sdpa = True
     model = ExLlamaV2(config)
     model.load()
