@@ -149,6 +149,15 @@ def test_a_format_that_a_program_does_not_load(tmp_path: Path) -> None:
     assert "does not load gguf-q4_k_m, only exl3" in refused(model, "gguf-q4_k_m", "exllamav3")
 
 
+def test_gptq_of_4_bits_has_the_rope_where_exllamav2_looks(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
+    model = save(tmp_path / "m", dense(256, 512, 256), rope_parameters=rope)
+    found = plan(model, "gptq-4bit").config
+    assert (found["rope_theta"], found["rope_scaling"]["rope_type"], found["rope_scaling"]["factor"]) == (5e5, "llama3", 8.0)
+    assert found["rope_parameters"] == rope
+    assert "rope_theta" not in plan(model, "w4a16").config
+
+
 def test_a_family_that_mlx_lm_does_not_have(tmp_path: Path) -> None:
     model = save(tmp_path / "m", dense(128, 128, 128), model_type="doge")
     what = "model_type in config.json: mlx-lm 0.32.2 has no models of the type doge"

@@ -397,7 +397,7 @@ def test_a_head_of_16_bits_is_float16_and_stored_once(tied: bool, model: Path) -
     assert found.config["tie_word_embeddings"] is tied
 
 
-def test_phi3_is_split(model: Path) -> None:
+def test_phi3_is_split_and_joined_again(model: Path) -> None:
     shapes = {
         name: shape for name, shape in shapes_of(LLAMA).items() if not any(p in name for p in ("q_", "k_", "v_", "gate", "up"))
     }
@@ -407,6 +407,11 @@ def test_phi3_is_split(model: Path) -> None:
     names = {name.removeprefix("model.layers.0.").removesuffix(".weight") for name in rates_of(plan(bits=4))}
     attention, mlp = {f"self_attn.{p}_proj" for p in "qkvo"}, {f"mlp.{p}_proj" for p in ("gate", "up", "down")}
     assert names == {*attention, *mlp, "lm_head"}
+    weightsmith.quantize(model, "q", "exl3", bits=4, **QUICK)
+    plain, decoded = tensors_of(model), tensors_of("q")
+    assert {name: array.shape for name, array in decoded.items()} == {name: array.shape for name, array in plain.items()}
+    for name, array in plain.items():
+        assert error_of(decoded[name].astype(np.float32), array.astype(np.float32)) < 0.1, name
 
 
 @pytest.mark.parametrize("style", ["mixtral", "qwen3"])

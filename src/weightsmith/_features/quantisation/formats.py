@@ -33,6 +33,8 @@ from weightsmith._features.quantisation.exl3 import format as exl3
 from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
+from weightsmith._models.formats.engines import formats_of
+from weightsmith._models.formats.exl2.loader import rope_config
 from weightsmith._planning.planner import Assembled, Prepared, build
 from weightsmith._planning.planner.encode import encodable, quantise
 from weightsmith._plans import Made, PlanDraft, Step
@@ -76,6 +78,8 @@ def _grouped(writing: Writing, *, caches: bool) -> Format:
         draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
         group = asked or max(groups, key=lambda group: len(encodable(draft, names[group])))
         quantise(draft, names[group])
+        if writing.name in formats_of("exllamav2"):
+            draft.config = rope_config(draft.config or {})
         if asked is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
             draft.warn(what, "quantize")

@@ -28,6 +28,7 @@ from weightsmith._models.formats.config import (
     unsupported,
     without_entries,
 )
+from weightsmith._models.structure.projections import FUSED
 from weightsmith.abc.stored import Config, Wrapped
 from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
 
@@ -65,6 +66,51 @@ class Weight(ABC):
 
         Raises FormatError for stored values that no weight can have; the source adds where.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedWeight(Weight):
+    """A weight whose rows are those of others. parts: from its first row to its last."""
+
+    parts: tuple[Weight, ...]
+
+    @property
+    def preferred_rows(self) -> int:
+        return max(part.preferred_rows for part in self.parts)
+
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        top, start, end = 0, first, first + values.size
+        for part in self.parts:
+            bottom = top + part.spec.size
+            if top <= start < min(bottom, end):
+                stop = min(end, bottom)
+                part.decode(stored, start - top, values[start - first : stop - first])
+                start = stop
+            top = bottom
+
+
+def join_projections(weights: Sequence[Weight]) -> list[Weight]:
+    """Weights as Phi-3 has them: `qkv_proj` and `gate_up_proj` in place of their parts.
+
+    Parts are joined where all are there, with the same inputs.
+    """
+    by_name = {weight.spec.name: weight for weight in weights}
+    found, used = [], set()
+    for name in by_name:
+        head, _, leaf = name.removesuffix(".weight").rpartition(".")
+        for whole, leaves in FUSED.items():
+            names = [f"{head}.{each}.weight" for each in leaves]
+            if leaf != leaves[0] or not all(each in by_name for each in names):
+                continue
+            parts = tuple(by_name[each] for each in names)
+            if len({part.spec.shape[1] for part in parts}) == 1:
+                shape = sum(part.spec.shape[0] for part in parts), parts[0].spec.shape[1]
+                tensors = tuple(each for part in parts for each in part.stored)
+                found.append(
+                    JoinedWeight(TensorSpec(f"{head}.{whole}.weight", F32, shape), tensors, parts[0].natural_dtype, parts)
+                )
+                used.update(names)
+    return [*found, *(weight for name, weight in by_name.items() if name not in used)]
 
 
 class DecodedTensors:

@@ -16,7 +16,7 @@ from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
 from weightsmith._features.quantisation.unfused import check_architecture, encoded, tokenizer_notes, unfused_steps
 from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate, config_entry
-from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction
+from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction, loader_config
 from weightsmith._models.formats.exl3.writing import encoding_name
 from weightsmith._models.structure.vocabulary import is_head
 from weightsmith._planning.planner import Assembled
@@ -131,7 +131,7 @@ def _store(draft: PlanDraft, rates: Mapping[str, Rate], head_bits: int, *, tied:
     sizes = {step.out.name: step.out.size for step in draft.steps}
     bits = sum(sizes[name] * rate.bits for name, rate in rates.items()) / sum(sizes[name] for name in rates)
     draft.steps = steps
-    config = dict(draft.config or {})
+    config = loader_config(draft.config or {})
     if tied and head_bits != PLAIN_HEAD:
         config["tie_word_embeddings"] = False
     draft.config = {**config, "quantization_config": config_entry(bits, head_bits, calibration)}

@@ -84,10 +84,10 @@ def quantization_config(bits: float, head_bits: int, calibration: Mapping[str, A
     return {"quantization_config": {**described, "calibration": dict(calibration)}}
 
 
-def loader_config(config: Mapping[str, Any], *, gemma3: bool) -> dict[str, Any]:
-    """config.json with the keys that ExLlamaV2 reads: `rope_theta` and `rope_scaling` beside `rope_parameters`.
+def rope_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with `rope_theta` and `rope_scaling`, which ExLlamaV2 reads, beside transformers 5's `rope_parameters`.
 
-    >>> loader_config({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}, gemma3=False)["rope_theta"]
+    >>> rope_config({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}})["rope_theta"]
     100000.0
     """
     found = dict(config)
@@ -103,6 +103,12 @@ def loader_config(config: Mapping[str, Any], *, gemma3: bool) -> dict[str, Any]:
             found["rope_scaling"] = {"rope_type": kind, **{k: v for k, v in main.items() if k not in dropped}}
             if kind == "longrope" and "original_max_position_embeddings" in main:  # ExLlamaV2 asserts that it is there
                 found.setdefault("original_max_position_embeddings", main["original_max_position_embeddings"])
+    return found
+
+
+def loader_config(config: Mapping[str, Any], *, gemma3: bool) -> dict[str, Any]:
+    """config.json as ExLlamaV2 reads it: see `rope_config`, and for Gemma 3 the beginning of this file."""
+    found = rope_config(config)
     if not gemma3:
         return found
     text = {key: value for key, value in found.items() if key != "architectures"}

@@ -17,7 +17,16 @@ from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, damaged
-from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, read_columns, transposed_rows
+from weightsmith._models.formats.decoded import (
+    F32,
+    QuantisedModel,
+    Weight,
+    bands,
+    join_projections,
+    read_all,
+    read_columns,
+    transposed_rows,
+)
 from weightsmith._models.formats.exl2.layout import (
     ROWS,
     SUFFIXES,
@@ -29,7 +38,6 @@ from weightsmith._models.formats.exl2.layout import (
     why_illegal,
 )
 from weightsmith._models.formats.exl2.loader import GEMMA3_PREFIX, text_config
-from weightsmith._models.structure.projections import FUSED
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors
 
@@ -129,25 +137,16 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Exl2Weight(Weight):
-    """One weight. modules: the matrices that it consists of, from its first row to its last."""
+    """One weight. module: the matrix that holds it."""
 
-    modules: tuple[Module, ...]
+    module: Module
 
     @property
     def preferred_rows(self) -> int:
         return transposed_rows(*self.spec.shape)
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        k = self.spec.shape[1]
-        top, start = 0, first
-        end = first + values.size
-        for module in self.modules:
-            bottom = top + module.outputs
-            if start < bottom * k and start < end:
-                stop = min(end, bottom * k)
-                _decode(stored, module, start - top * k, values[start - first : stop - first], k)
-                start = stop
-            top = bottom
+        _decode(stored, self.module, first, values, self.spec.shape[1])
 
 
 def _decode(stored: Tensors, module: Module, first: int, values: npt.NDArray[np.float32], k: int) -> None:
@@ -174,15 +173,12 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
         prefix, config = GEMMA3_PREFIX, text
     model = QuantisedModel(stored, config, where)
     modules = {name: _module(model, name) for name in model.modules(".q_weight")}
-    joined = _joined(modules) if config.get("architectures") == ["Phi3ForCausalLM"] else {}
-    parts = {part for names in joined.values() for part in names}
-    joined |= {name: (name,) for name in modules if name not in parts}
-    weights = []
-    for name, names in joined.items():
-        chosen, k = tuple(modules[part][0] for part in names), modules[names[0]][1]
-        tensors = tuple(f"{part}.{suffix}" for part in names for suffix in SUFFIXES)
-        spec = TensorSpec(f"{name}.weight".removeprefix(prefix), F32, (sum(module.outputs for module in chosen), k))
-        weights.append(Exl2Weight(spec, tensors, DTYPES["F16"], chosen))
+    weights: list[Weight] = []
+    for name, (module, k) in modules.items():
+        spec = TensorSpec(f"{name}.weight".removeprefix(prefix), F32, (module.outputs, k))
+        weights.append(Exl2Weight(spec, tuple(f"{name}.{suffix}" for suffix in SUFFIXES), DTYPES["F16"], module))
+    if config.get("architectures") == ["Phi3ForCausalLM"]:
+        weights = join_projections(weights)
     derived = [name for name in stored.specs if name.endswith(_DERIVED) and name.rpartition(".")[0] in modules]
     wrapped = model.decoded(weights, "EXL2", _PARTS, derived, prefix)
     plain = dict(wrapped.config or {})
@@ -221,15 +217,3 @@ def _outputs(specs: Mapping[str, TensorSpec], name: str, cols: int, config: Mapp
     tokens: list[Any] = [spec.shape[0] for spec in specs.values() if spec.name.endswith(_EMBEDDING) and spec.shape]
     tokens.append(config.get("vocab_size"))
     return next((n for n in tokens if type(n) is int and 0 < n and padded(n) == cols), cols)
-
-
-def _joined(modules: Mapping[str, tuple[Module, int]]) -> dict[str, tuple[str, ...]]:
-    """Fused module → the modules that it consists of, where all of them are stored and have the same inputs."""
-    found = {}
-    for name in modules:
-        head, _, leaf = name.rpartition(".")
-        for whole, leaves in FUSED.items():
-            names = tuple(f"{head}.{each}" for each in leaves)
-            if leaf == leaves[0] and all(each in modules for each in names) and len({modules[each][1] for each in names}) == 1:
-                found[f"{head}.{whole}"] = names
-    return found

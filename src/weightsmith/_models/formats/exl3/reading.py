@@ -1,8 +1,11 @@
-"""EXL3's weights as numbers. How many of the padded inputs and outputs are part of the model follows from config.json."""
+"""EXL3's weights as numbers. How many of the padded inputs and outputs are part of the model follows from config.json.
+
+Names are those of the Hugging Face model, but for Phi-3, whose projections are joined again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,7 @@ import numpy.typing as npt
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import plain_dtype
-from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, read_all, read_columns, reader
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, join_projections, read_all, read_columns, reader
 from weightsmith._models.formats.exl3.layout import BLOCK, CODEBOOKS, Rate, padded_size, values_of
 from weightsmith.abc.tensors import Tensors
 
@@ -79,9 +82,10 @@ def _scales(stored: Tensors, name: str, start: int, end: int) -> npt.NDArray[np.
     return read_all(stored, name, start, end).astype(np.float32)
 
 
-def weights(model: QuantisedModel) -> list[Exl3Weight]:
+def weights(model: QuantisedModel) -> Sequence[Weight]:
     sizes = _plain_sizes(model.config)
-    return [_weight(model, module, sizes) for module in model.modules(".trellis")]
+    found = [_weight(model, module, sizes) for module in model.modules(".trellis")]
+    return join_projections(found) if model.config.get("architectures") == ["Phi3ForCausalLM"] else found
 
 
 def _weight(model: QuantisedModel, module: str, sizes: set[int]) -> Exl3Weight:
