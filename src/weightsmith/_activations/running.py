@@ -27,8 +27,8 @@ WORK_BYTES = 4 << 30
 """Limit of the sums that are held at once, and of what is computed of them, if the run has no limit."""
 
 ROWS_AT_ONCE = 4
-"""Rows that are shared out to the threads, unless there are more threads. Threads wait for each other after each batch, and what
-enters the linear layers is in memory for each row of it.
+"""Rows that are shared out to the threads, unless there are more threads. Threads wait for each other after each batch, and
+memory holds what enters the linear layers in each row of it.
 """
 
 NumberedRow = tuple[int, Tensor]

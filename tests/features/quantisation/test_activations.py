@@ -18,12 +18,15 @@ from safetensors.torch import load_file, save_file
 
 import weightsmith
 from tests.calibration_help import changed, interrupted, prepared_for, quantise, rows_for, save_model, settings
+from weightsmith._activations import states
+from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, PlanError
 from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._features.quantisation.calibration.activations import shared_site
 from weightsmith._features.quantisation.calibration.weights import by_weight
+from weightsmith.abc.product import Arrays, ProductContext
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -197,6 +200,24 @@ def test_transformers_multiplies_what_the_scales_say(name: str, format: str, tmp
 
 
 # ---- the same bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache", ["", "fp8"])
+def test_a_layer_runs_once_for_its_scales_and_the_next_layer(
+    kv_cache: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With scales of the cache it runs twice: attention that fills a cache may round otherwise."""
+    alone: list[int] = []
+    run = states.run
+
+    def noted(bench: ProductContext, work: LayerWork, given: Any) -> Arrays:
+        alone.append(work.layer)
+        return run(bench, work, given)
+
+    monkeypatch.setattr(states, "run", noted)
+    quantise(llama, tmp_path / "out", given_for(tmp_path, kv_cache=kv_cache or None), name="fp8-static")
+    assert alone == ([0] if kv_cache else [])
 
 
 @pytest.mark.slow

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsmith._activations.sites import by_site
-from weightsmith._activations.states import FORWARD
+from weightsmith._activations.states import FORWARD, made_beside
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.formats.compressed_tensors.activations import CACHED, INPUTS
 from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,10 +97,11 @@ def _compute(bench: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
 
     work, cached = ScalesWork.of(bench.product), Cached()
-    with layer_rows(bench, work, 0, 0.7) as rows:
+    after = made_beside(bench, work) if work.weights and not work.cache else None  # with a cache, attention may round otherwise
+    with layer_rows(bench, work, 0, 0.7 if after is None else 1) as rows:
         if work.cache:
             rows = replace(rows, layer=rows.layer.with_cache(cached))
-        inputs = _inputs(rows, work.weights)
+        inputs = _inputs(rows, work.weights, after)
         if not work.weights:
             for _ in rows.each(lambda numbered: rows.layer.batch(numbered[1][None])):
                 pass
@@ -113,8 +114,8 @@ def _compute(bench: ProductContext) -> Arrays:
     return [*scales, *(scale.of(largest) for scale, largest in zip(CACHED, cached.largest, strict=False))]
 
 
-def _inputs(rows: LayerRows, weights: Sequence[str]) -> dict[str, float]:
-    """The largest magnitude of what enters each layer, and those that share a scale with it."""
+def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> dict[str, float]:
+    """The largest magnitude of what enters each layer, and those that share a scale with it. after: as for `use_sums`."""
     from weightsmith._activations.statistics.maxima import STATISTIC as MAXIMA
     from weightsmith._activations.sums import use_sums
 
@@ -124,7 +125,7 @@ def _inputs(rows: LayerRows, weights: Sequence[str]) -> dict[str, float]:
         maxima = finish(site)
         found[site] = 0.0 if maxima is None else float(maxima.max())  # None: no token reached it
 
-    use_sums(rows, weights, keep, MAXIMA)
+    use_sums(rows, weights, keep, MAXIMA, after=after)
     shared: dict[str, float] = {}
     for site, largest in found.items():
         shared[shared_site(site)] = max(largest, shared.get(shared_site(site), 0.0))
