@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from safetensors.numpy import load_file
 
 import weightsmith
 from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_model, settings
-from weightsmith._activations import states, statistic
+from weightsmith._activations import gradients, states
 from weightsmith._activations.model import array_name, input_of, result_of, statistic_products, text_for
 from weightsmith._activations.statistics import STATISTICS, fisher, gram
-from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import CheckpointError, PlanError, UnknownName
 from weightsmith._base.installation import install
 from weightsmith._base.options import QuantizeSettings, RunOptions
@@ -211,27 +210,34 @@ def test_statistics_are_the_same_for_any_threads_and_memory(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 20_000])
-def test_states_made_with_a_statistic_are_those_computed_alone(
-    memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kinds", "alone"), [(["gram", "moments"], []), (["fisher"], ["states 1", "states 2"])])
+def test_what_is_made_with_a_statistic_is_as_if_computed_alone(
+    kinds: list[str], alone: list[str], memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer runs once for a statistic and the next layer's states, also where sums take several passes over the rows."""
+    """A layer runs once for a statistic and the next states or gradients, also where sums take several passes over the rows."""
     recipe, given = models_of(tmp_path), settings(tmp_path)
-    alone: list[int] = []
-    run = states.run
+    made: list[str] = []
 
-    def noted(bench: ProductContext, work: LayerWork, given: Mapping[str, Any]) -> Arrays:
-        alone.append(work.layer)
-        return run(bench, work, given)
+    def noted(module: Any, name: str) -> None:
+        compute = getattr(module, name)
 
-    monkeypatch.setattr(states, "run", noted)
+        def run(bench: ProductContext, *more: Any) -> Arrays:
+            made.append(bench.product.name.partition(": ")[2])
+            return compute(bench, *more)
+
+        monkeypatch.setattr(module, name, run)
+
+    noted(states, "run")
+    noted(gradients, "_of_layer")
     with prepare(recipe) as prepared:
-        asked = with_statistics(prepared, requests_for(prepared, given, ("gram", "moments"), 0))
+        asked = with_statistics(prepared, requests_for(prepared, given, kinds, 0))
         found = captured(asked, asked.plan.products, memory).arrays
-        assert alone == []
-        with monkeypatch.context() as patch:
-            patch.setattr(statistic, "made_beside", lambda *_: None)
-            wanted = captured(asked, asked.plan.products, memory).arrays
-    assert alone == [0]
+        assert made == alone
+        made.clear()
+        for module in (states, gradients):
+            monkeypatch.setattr(module, "made_beside", lambda *_: None)
+        wanted = captured(asked, asked.plan.products, memory).arrays
+    assert len(made) == len(alone) + 1
     assert {name: [a.tobytes() for a in arrays] for name, arrays in found.items()} == {
         name: [a.tobytes() for a in arrays] for name, arrays in wanted.items()
     }
@@ -276,7 +282,7 @@ def test_products_are_computed_layer_by_layer_and_what_nothing_needs_is_left_out
     assert {product.name for product in other.products}.isdisjoint(product.name for product in forward)
     assert made == [
         *("states 0", "moments 0", "states 1", "moments 1", "states 2"),
-        *("gradients 2", "gradients 1", "fisher 1", "fisher 0"),
+        *("gradients 2", "fisher 1", "gradients 1", "fisher 0"),
     ]
     assert [product.name.partition(": ")[2] for product in forward] == ["states 0", "moments 0", "states 1", "moments 1"]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightsmith._activations.work import GradientWork
+from weightsmith._activations.work import GradientWork, LayerWork
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
@@ -159,6 +159,23 @@ def _of_layer(bench: ProductContext, work: GradientWork) -> Arrays:
         finally:
             outputs.close()
     return [gradients, norms, squares]
+
+
+def made_beside(bench: ProductContext, layer: LayerWork, leaving: str) -> Floats | None:
+    """An array for the gradients of what enters a layer, if they are to be computed, of no weights, and nobody has.
+
+    leaving  the product of those of what leaves it
+    """
+
+    def same(product: Product) -> bool:
+        if product.op != "gradients" or product.steps != bench.product.steps:
+            return False
+        work = GradientWork.of(product)
+        own = GradientWork(layer.base, layer.packages, layer.layer, layer.states, leaving, work.weights, work.seed)
+        return work == own and not work.weights
+
+    found = bench.also(same)
+    return None if found is None else found[0]
 
 
 def shapes_of(states: tuple[int, ...], weights: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

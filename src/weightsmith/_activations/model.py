@@ -267,7 +267,9 @@ class TextRun:
         products.append(gradients)
         for layer in reversed(range(self.layers)):
             leaving, gradients = gradients, self.gradients(layer, states[layer], gradients, weights(layer))
-            products += [gradients, *measure(layer, states[layer], gradients, leaving)]
+            measured = list(measure(layer, states[layer], gradients, leaving))
+            alone = [product for product in measured if gradients.name not in product.needs]  # they may make the gradients, too
+            products += [*alone, gradients, *(product for product in measured if product not in alone)]
         return _needed([*products, *after(states[0], gradients, states[-1])])
 
     def add_to(self, draft: PlanDraft, products: Iterable[Product]) -> None:

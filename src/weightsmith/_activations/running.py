@@ -148,10 +148,10 @@ class LayerRows(Rows):
     number: int
     layer: Layer
 
-    def keep(self, left: Tensor, array: Floats, row: int) -> None:
-        """Put what leaves the layer into an array [rows, tokens, hidden]. Raises NonFinite."""
-        self.check_finite(left, f"the output of layer {self.number}", row)
-        array[row] = left.cpu().numpy()
+    def keep(self, found: Tensor, array: Floats, row: int, what: str) -> None:
+        """Put what was found for a row into an array [rows, tokens, hidden]. Raises NonFinite, with what it is of the layer."""
+        self.check_finite(found, f"{what} of layer {self.number}", row)
+        array[row] = found.cpu().numpy()
 
 
 def rows_of_states(bench: ProductContext, work: LayerWork, first: float, last: float, *, back: bool = False) -> Rows:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from weightsmith._activations import gradients, states
 from weightsmith._activations.sites import by_site
-from weightsmith._activations.states import FORWARD, made_beside
+from weightsmith._activations.states import FORWARD
 from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._activations.work import StatisticWork
 from weightsmith._engine.products import ProductContext, ProductKind
@@ -47,9 +48,9 @@ def _compute(bench: ProductContext) -> Arrays:
                 release_pages(places[key])
 
     leaving = bench.arrays(work.gradients)[0] if statistic.gradients else None
-    after = None if statistic.gradients else made_beside(bench, work)
-    with layer_rows(bench, work, 0, 0.7 if after is None else 1, back=statistic.gradients) as rows:
-        use_sums(rows, work.weights, keep, statistic, leaving=leaving, after=after)
+    beside = gradients.made_beside(bench, work, work.gradients) if statistic.gradients else states.made_beside(bench, work)
+    with layer_rows(bench, work, 0, 0.7 if beside is None else 1, back=statistic.gradients) as rows:
+        use_sums(rows, work.weights, keep, statistic, leaving=leaving, beside=beside)
     return arrays
 
 

@@ -68,21 +68,21 @@ class Inputs:
         last: str = "",
         scales: Scales | None = None,
         leaving: Floats | None = None,
-        after: Floats | None = None,
+        beside: Floats | None = None,
     ) -> None:
         """
         weights  the linear layers to look at, by the name of their weight
         last     the site after which the rest of the layer need not run; "" runs all of it
         scales   of the tokens of each weight: its inputs are given once more, times these, under the name of the weight
         leaving  gradients of what leaves the layer, [rows, tokens, hidden]: each weight then has its own inputs, and gradients
-        after    is filled with what leaves the layer, [rows, tokens, hidden]
+        beside   is filled with what leaves the layer, or, with `leaving`, with the gradients of what enters it
         """
         self._rows = rows
         self._found = threading.local()
         self._last = last
         self._scales = scales or {}
         self._leaving = leaving
-        self._after = after
+        self._beside = beside
         self.sites = by_site(weights)
         self._outputs = Outputs(rows.layer, () if leaving is None else weights)
         self._hooks = [
@@ -131,8 +131,8 @@ class Inputs:
             try:
                 with torch.no_grad():
                     left = self._rows.layer(hidden)
-                if self._after is not None:
-                    self._rows.keep(left, self._after, row)
+                if self._beside is not None:
+                    self._rows.keep(left, self._beside, row, "the output")
             except _StopForward:
                 pass
         for site, x in found.items():
@@ -152,7 +152,11 @@ class Inputs:
         with torch.enable_grad():
             left = self._rows.layer(hidden.requires_grad_())
             given = torch.from_numpy(np.array(leaving[row])).to(hidden.device)
-            found = torch.autograd.grad(left, list(outputs.values()), given) if outputs else ()
+            entering = [] if self._beside is None else [hidden]
+            asked = [*entering, *outputs.values()]
+            found = list(torch.autograd.grad(left, asked, given)) if asked else []
+        if self._beside is not None:
+            self._rows.keep(found.pop(0), self._beside, row, "the gradient")
         gradients = {weight: g.reshape(-1, g.shape[-1]) for weight, g in zip(outputs, found, strict=True)}
         for weight, g in gradients.items():
             if len(g):
@@ -241,19 +245,19 @@ def use_sums(
     last: str = "",
     scales: Scales | None = None,
     leaving: Floats | None = None,
-    after: Floats | None = None,
+    beside: Floats | None = None,
 ) -> None:
     """Call `use` for each site, on any thread: with the inputs, the site, and what gives the array of a key (`Sums.finish`).
 
     rows  run through the layer once for each of the `batches` that the product's memory allows; so `use` may not change the
           layer
     span  of the progress
-    last, scales, leaving, after  as for `Inputs`
+    last, scales, leaving, beside  as for `Inputs`
     """
     tokens = rows.states.shape[0] * rows.states.shape[1]
 
-    def inputs_of(names: Sequence[str], after: Floats | None = None) -> Inputs:
-        return Inputs(rows, names, last=last, scales=scales, leaving=leaving, after=after)
+    def inputs_of(names: Sequence[str], beside: Floats | None = None) -> Inputs:
+        return Inputs(rows, names, last=last, scales=scales, leaving=leaving, beside=beside)
 
     every = inputs_of(weights)
     every.close()
@@ -267,13 +271,13 @@ def use_sums(
     with workers(rows.bench.threads, rows.device) as pool:
         for number, sites in enumerate(parts):
             first = span[0] + number * share
-            inputs = inputs_of([weight for site in sites for weight in every.sites[site]], None if number else after)
+            inputs = inputs_of([weight for site in sites for weight in every.sites[site]], None if number else beside)
             sums = Sums(statistic, {k: s for site in sites for k, s in inputs.shapes(site).items()}, rows.device)
             try:
                 for some in rows.batches((first, first + share * ROWS_SHARE)):
                     sums.add(list(pool.map(inputs.of, some)), pool)
-                    if after is not None:
-                        release_pages(after)
+                    if beside is not None:
+                        release_pages(beside)
             finally:
                 inputs.close()
             tasks = [partial(use, inputs, site, partial(sums.finish, tokens=tokens)) for site in sites]

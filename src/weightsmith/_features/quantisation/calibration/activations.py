@@ -125,7 +125,7 @@ def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> di
         maxima = finish(site)
         found[site] = 0.0 if maxima is None else float(maxima.max())  # None: no token reached it
 
-    use_sums(rows, weights, keep, MAXIMA, after=after)
+    use_sums(rows, weights, keep, MAXIMA, beside=after)
     shared: dict[str, float] = {}
     for site, largest in found.items():
         shared[shared_site(site)] = max(largest, shared.get(shared_site(site), 0.0))
