@@ -36,6 +36,17 @@ DEEPSEEK = {
     "v_head_dim": 8,
     "qk_nope_head_dim": 8,
 }
+GROUPED = {
+    **HEADS,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+}
+"""Experts with the settings of DeepSeek."""
+GLM_MOE = {**GROUPED, "num_mtp_layers": 0}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -128,6 +139,14 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV3Config",
         DEEPSEEK,
     ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        "Dots1Config",
+        {**GROUPED, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
+        | {"norm_topk_prob": True, "sliding_window": None},
+    ),
+    "glm4-moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "routed_scaling_factor": 1.5, "use_qk_norm": True}),
+    "glm4-moe-bias": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "attention_bias": True, "norm_topk_prob": False}),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mamba": (
         "MambaForCausalLM",
@@ -238,6 +257,9 @@ def save_as(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):  # which experts are taken depends on it
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,15 @@ from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
 from weightsmith._models.formats.gguf.config import family_of_config, keys_of_config, text_config
 from weightsmith._models.formats.gguf.delta_net import Order, value_order
-from weightsmith._models.formats.gguf.families import Family, gguf_place, is_router, rotated_heads, shift_of, text_name
+from weightsmith._models.formats.gguf.families import (
+    Family,
+    gguf_place,
+    is_router,
+    predicts,
+    rotated_heads,
+    shift_of,
+    text_name,
+)
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.projectors import PROCESSOR, TOKENIZER
@@ -276,11 +285,14 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
     dropped, steps = _without_doubles(draft.steps, given)
-    steps, others, predict = _parts(steps, family, several=not {"text_config", "vision_config"}.isdisjoint(draft.config or {}))
+    layers, heads = given.count("num_hidden_layers"), given.count("num_attention_heads")
+    last = layers if family.predicting and given.count(family.predicting, 0, least=0) else math.inf
+    steps, others, predict = _parts(
+        steps, family, last, several=not {"text_config", "vision_config"}.isdisjoint(draft.config or {})
+    )
     named = _named(steps, family)
     tied = "output.weight" not in named
     specs = [replace(step.out, name=name) for name, step in named.items()]
-    layers, heads = given.count("num_hidden_layers"), given.count("num_attention_heads")
     kv_heads = given.count("num_key_value_heads", heads)
     experts = keys.get(f"{family.architecture}.expert_count")
     shape = Shape(
@@ -364,18 +376,19 @@ def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
     return found
 
 
-def _parts(steps: Sequence[Step], family: Family, *, several: bool) -> tuple[list[Step], list[Step], list[Step]]:
+def _parts(steps: Sequence[Step], family: Family, layers: float, *, several: bool) -> tuple[list[Step], list[Step], list[Step]]:
     """The steps of the language model, of parts for images and sounds, and of layers that predict several tokens.
 
+    layers   of the language model; those behind them predict
     several  whether config.json describes other parts, too
     """
     own, others, predict = list[Step](), list[Step](), list[Step]()
     for step in steps:
         name = step.out.name
-        if gguf_place(family, name) is not None:
-            own.append(step)
-        elif name.startswith("mtp."):
+        if predicts(name, layers):
             predict.append(step)
+        elif gguf_place(family, name) is not None:
+            own.append(step)
         else:
             (others if several and _OTHER_PART.search(name) else own).append(step)
     return own, others, predict

@@ -184,6 +184,9 @@ FAMILIES = {
     "ministral3": "MISTRAL3",
     "qwen2-vl": "QWEN2VL",
     "qwen2.5-vl": "QWEN2VL",
+    "dots1": "DOTS1",
+    "glm4-moe": "GLM4_MOE",
+    "glm4-moe-bias": "GLM4_MOE",
 }
 WRITTEN_ONLY = {"qwen3.5", "qwen2-vl", "qwen2.5-vl"}
 OWN: dict[str, dict[str, Any]] = {
@@ -221,10 +224,8 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             plain = here.read(tensor).astype(np.float32)
             shift = 1 if "gemma" in name and "norm" in tensor else 0
             assert np.array_equal(back.read(tensor), (plain + np.float32(shift)) - np.float32(shift)), tensor
-            their_name = known.get_name(
-                tensor.removesuffix(".weight").removesuffix(".bias").replace(".experts.0.", ".experts.")
-            )
-            assert ".experts." in tensor or f"{their_name}.{tensor.rpartition('.')[2]}" in stored(path)
+            module, _, kind = tensor.replace("_correction_bias", "_correction.bias").rpartition(".")
+            assert ".experts." in tensor or f"{known.get_name(module)}.{kind}" in stored(path)
         import transformers
 
         configs = [transformers.AutoConfig.from_pretrained(folder.folder).to_dict() for folder in (here, back)]
@@ -435,6 +436,49 @@ def test_types_that_need_importances(model: Path, tokenizers: dict[str, Path]) -
     assert "--imatrix FILE" in str(caught.value)
     assert len(caught.value.problems) == 5
     assert weightsmith.plan(passthrough("m"), quantize="gguf-iq2_xs").encodings  # rows of 64 and 96 fall back to IQ4_NL
+
+
+# ---- layers that predict several tokens at a time
+
+
+@pytest.mark.slow
+def test_layers_that_predict_are_left_out(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    """Those behind the model's own, as its config.json counts them; in a GGUF file, too."""
+    source = zoo.save("glm4-moe", tmp_path / "m", 1)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    own = stored(quantize(source, tmp_path / "plain", "f32"))
+    with weightsmith.open_checkpoint(source) as found:
+        config = {**(found.config or {}), "num_nextn_predict_layers": 1}
+        tensors = {name: found.read(name) for name in found.specs}
+    more = {name.replace(".2.", ".3."): values for name, values in tensors.items() if name.startswith("model.layers.2.")}
+    more |= {"model.layers.3.eh_proj.weight": np.ones((32, 64), BF16), "model.layers.3.enorm.weight": np.ones(32, BF16)}
+    write_checkpoint(source, {**tensors, **more}, config)
+    plan = weightsmith.plan(passthrough(str(source)), quantize="gguf-f32")
+    assert {each.tensor for each in plan.dropped} == set(more)
+    assert f"{len(more)} tensors are left out: layers that predict several tokens at a time" in str(plan.warnings[-1])
+    assert stored(quantize(source, tmp_path / "q", "f32")) == own
+    changed(source, num_nextn_predict_layers=0)
+    with pytest.raises(PlanError, match=r"layers\.3\.eh_proj\.weight: llama\.cpp knows no such tensor"):
+        weightsmith.plan(passthrough(str(source)), quantize="gguf-f32")
+
+    reader = gguf.GGUFReader(tmp_path / "q" / "model.gguf")
+    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    keys = {name.removeprefix("glm4moe."): value for name, value in keys.items() if name != "general.architecture"}
+    there = {each.name: (np.array(each.data), "F32") for each in reader.tensors}
+    there |= {name.replace("blk.2.", "blk.3."): values for name, values in there.items() if name.startswith("blk.2.")}
+    there["blk.3.nextn.eh_proj.weight"] = np.ones((32, 64), np.float32), "F32"
+    path = write_gguf(tmp_path / "theirs.gguf", "glm4moe", there, {**keys, "block_count": 4, "nextn_predict_layers": 1})
+    with weightsmith.open_checkpoint(path) as found:
+        assert set(found.specs) == set(tensors)
+        assert found.config is not None
+        assert (found.config["num_hidden_layers"], found.config["num_nextn_predict_layers"]) == (3, 0)
+        assert "layers that predict several tokens at a time" in str(found.notes[-1])
+    path = write_gguf(tmp_path / "theirs.gguf", "glm4moe", there, {**keys, "nextn_predict_layers": 3})
+    with pytest.raises(FormatError, match="nextn_predict_layers is 3, and there are no other layers"):
+        weightsmith.open_checkpoint(path)
+    path = write_gguf(tmp_path / "theirs.gguf", "glm4moe", there, {**keys, "expert_gating_func": 1})
+    with pytest.raises(Unsupported, match=r"glm4moe\.expert_gating_func is 1, which config\.json cannot say"):
+        weightsmith.open_checkpoint(path)
 
 
 # ---- what is refused
@@ -721,6 +765,24 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
     assert stored(ours) == stored(theirs)
     keys = [{name: str(value) for name, value in read_gguf_header(path).keys.items()} for path in (ours, theirs)]
     assert keys[0] == keys[1]
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dots1", "glm4-moe"])
+def test_llama_cpp_gives_the_same_types_to_experts(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", vocab_size=262, **WIDE)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    plain = quantize(source, tmp_path / "f32", "f32")
+    for mixture in ("Q4_K_M", "Q2_K"):
+        assert llama_cpp.quantize(plain, tmp_path / "theirs.gguf", NUMBERS[mixture])
+        ours = stored(quantize(source, tmp_path / mixture, mixture.lower()))
+        theirs = stored(tmp_path / "theirs.gguf")
+        assert {n: kind for n, (kind, _, _) in ours.items()} == {n: kind for n, (kind, _, _) in theirs.items()}, mixture
+        assert ours == theirs
 
 
 @pytest.mark.slow

@@ -7,14 +7,14 @@ model has otherwise is rejected when a GGUF file of it is planned, because llama
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
-from weightsmith._models.formats.gguf.families import ALIKE, ARCHITECTURES, FAMILIES, MODEL_TYPES, Family
+from weightsmith._models.formats.gguf.families import ALIKE, ARCHITECTURES, FAMILIES, MODEL_TYPES, Family, Key
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.values import Config, Floats, Values
 
@@ -71,6 +71,15 @@ def token_id(keys: Mapping[str, Any], name: str, tokens: int, where: str) -> int
     return value
 
 
+def predicting_layers(keys: Mapping[str, Any], family: Family, where: str) -> int:
+    """How many of the last layers of a GGUF file predict several tokens at a time. Raises FormatError."""
+    found = Values(keys, where, DAMAGED, f"{family.architecture}.")
+    several = found.count("nextn_predict_layers", 0, least=0)
+    if several >= found.count("block_count"):
+        raise found.wrong("nextn_predict_layers", several, "and there are no other layers")
+    return several
+
+
 def config_of_keys(
     keys: Mapping[str, Any],
     family: Family,
@@ -94,6 +103,9 @@ def config_of_keys(
     vocabulary = shapes["token_embd.weight"][0]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, "dtype": dtype}
     config |= {here: found.count(there) for there, here in _COUNTS.items()}
+    config["num_hidden_layers"] -= predicting_layers(keys, family, where)
+    if family.predicting:
+        config[family.predicting] = 0
     config["vocab_size"] = vocabulary
     config[family.eps[1]] = found.float32(family.eps[0])
     config["rope_theta"] = found.float32("rope.freq_base", 10_000.0)
@@ -110,9 +122,13 @@ def config_of_keys(
     if family.experts:
         config[family.count] = found.count("expert_count")
         config["num_experts_per_tok"] = found.count("expert_used_count")
-    for own in family.keys:
-        config[own.field] = found.count(own.name) if own.kind == "u32" else found.float32(own.name, own.default)
+    config |= {own.field: _value(found, own, own.name, found.float32) for own in family.keys}
+    for there, constant in family.constants.items():
+        if found.get(there, constant) != constant:
+            what = f"{family.architecture}.{there} is {show(found.get(there))}, which config.json cannot say"
+            raise Unsupported(what, where=where, fix="Use the original checkpoint.")
     config |= {each.field: each.value for each in family.fixed if each.field not in config}
+    config |= {here: any(name.endswith(f".{there}") for name in shapes) for here, there in family.present.items()}
     if family.model_type == "llama":
         config["attention_bias"] = _all_or_none(shapes, ("attn_q", "attn_k", "attn_v", "attn_output"), where)
         config["mlp_bias"] = _all_or_none(shapes, ("ffn_gate", "ffn_up", "ffn_down"), where)
@@ -129,6 +145,13 @@ def config_of_keys(
         if (token := token_id(keys, key, vocabulary, where)) is not None:
             config[f"{name}_token_id"] = token
     return config
+
+
+def _value(values: Values, key: Key, name: str, number: Callable[[str, float | None], float]) -> int | float | bool:
+    """The value of a key, checked. name: of the key in either format; number: how an f32 is taken."""
+    if key.kind == "bool":
+        return values.truth(name, key.default)
+    return number(name, key.default) if key.kind == "f32" else values.count(name, key.default, least=key.least)
 
 
 def _all_or_none(shapes: Mapping[str, tuple[int, ...]], modules: Sequence[str], where: str) -> bool:
@@ -301,7 +324,9 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         )  # either is written
         put("expert_used_count", "u32", given.count("num_experts_per_tok"))
     for own in family.keys:
-        put(own.name, own.kind, given.count(own.field) if own.kind == "u32" else given.number(own.field, own.default))
+        put(own.name, own.kind, _value(given, own, own.field, given.number))
+    for there, constant in family.constants.items():
+        put(there, "u32", constant)
     _check_fixed(given, family)
     if family.model_type != "phi3" and (given.get("head_dim") is not None or family.architecture != "llama"):
         put("attention.key_length", "u32", head_dim)
@@ -362,10 +387,18 @@ def _put_window(given: Config, family: Family, put: Any) -> None:
             put("attention.sliding_window", "u32", given.count("sliding_window", 4096))
         if slides and family.stated:
             put(_PATTERN, "bool", [each == "sliding_attention" for each in stated])
-    elif given.get("use_sliding_window", not family.model_type.startswith("qwen2")) and window:
+    elif given.get("use_sliding_window", not family.model_type.startswith("qwen2")) and window and _any_slides(given):
         # Mistral's first version: as long as nobody's context is longer
         if not isinstance(window, int) or window < given.count("max_position_embeddings"):
             given.need("sliding_window", window, None)
+
+
+def _any_slides(given: Config) -> bool:
+    """Whether a layer of a model with a window uses it."""
+    types = given.get("layer_types")
+    if types is not None:
+        return types != ["full_attention"] * given.count("num_hidden_layers")
+    return given.count("max_window_layers", 0, least=0) < given.count("num_hidden_layers")
 
 
 def _put_delta_net(given: Config, put: Any) -> None:

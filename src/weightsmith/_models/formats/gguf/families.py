@@ -13,6 +13,7 @@ model in `tests/zoo.py`, compares it with transformers and llama.cpp.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,18 +42,20 @@ _SANDWICH = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A number that both formats have.
+    """A number or truth value that both formats have.
 
     name     of the key in the GGUF file, without the architecture
     field    in config.json
-    kind     u32: a whole number; f32: any number; both above 0
-    default  of an f32, where config.json lacks it; None, and u32: it is required
+    kind     u32: a whole number; f32: any number above 0; bool
+    default  where config.json or the file lacks it; None: it is required
+    least    the smallest u32
     """
 
     name: str
     field: str
-    kind: Literal["u32", "f32"] = "u32"
+    kind: Literal["u32", "f32", "bool"] = "u32"
     default: float | None = None
+    least: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,11 @@ class Family:
     told_by       key without which a file of the architecture is of another family
     count         of experts, in config.json
     keys          numbers that other families do not have
+    constants     numbers that the GGUF file holds, and config.json does not: they are those of the family
     fixed         settings that the GGUF file does not hold
+    present       settings of config.json that say whether layers have a tensor: name → llama.cpp's name of the tensor
     implied       checks a setting that llama.cpp infers from others: config.json → its name, its value, llama.cpp's value
+    predicting    config.json's number of layers behind the others, which predict several tokens at a time; "": there are none
     eps           key of the number that norms add, and its name in config.json
     partial       share of a head that RoPE turns, where config.json does not say it; 0: all of it, always
     sections      default of mrope_section: how many pairs of a head RoPE turns by time, height and width; (): RoPE is plain
@@ -112,8 +118,11 @@ class Family:
     told_by: str = ""
     count: str = "num_experts"
     keys: tuple[Key, ...] = ()
+    constants: Mapping[str, int] = field(default_factory=dict)
     fixed: tuple[Fixed, ...] = ()
+    present: Mapping[str, str] = field(default_factory=dict)
     implied: Callable[[Config], tuple[str, object, object]] | None = None
+    predicting: str = ""
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     partial: float = 0.0
     sections: tuple[int, ...] = ()
@@ -129,6 +138,20 @@ _MIXTRAL = {f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{part
 _QWEN_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
 _ROUTER = {"ffn_gate_inp": "mlp.gate"}
+_SEVERAL_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_BIASED_ROUTER = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_DEEPSEEK_KEYS = (
+    Key("expert_feed_forward_length", "moe_intermediate_size"),
+    Key("expert_shared_count", "n_shared_experts", least=0),
+    Key("leading_dense_block_count", "first_k_dense_replace", least=0),
+    Key("expert_weights_scale", "routed_scaling_factor", "f32", 1.0),
+    Key("expert_weights_norm", "norm_topk_prob", "bool"),
+    Key("expert_group_count", "n_group", default=1),
+    Key("expert_group_used_count", "topk_group", default=1),
+)
+"""What the experts of DeepSeek, and of models with the same settings, have."""
+_PREDICTING = "num_nextn_predict_layers"
+_SIGMOID = {"expert_gating_func": 2}
 _POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LINEARS = {name: here for name, here in _ATTENTION.items() if name != "attn_norm"}
 _LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
@@ -146,7 +169,7 @@ def _norms_of_cohere(config: Config) -> tuple[str, object, object]:
     return "use_qk_norm", bool(config.get("use_qk_norm")), config.count("num_hidden_layers") >= 64
 
 
-def _heads_of_olmoe(config: Config) -> tuple[str, object, object]:
+def _as_many_kv_heads(config: Config) -> tuple[str, object, object]:
     heads = config.count("num_attention_heads")
     return "num_key_value_heads", config.count("num_key_value_heads", heads), heads
 
@@ -200,6 +223,33 @@ FAMILIES = (
         experts=_QWEN_EXPERTS,
         keys=(Key("expert_feed_forward_length", "moe_intermediate_size"),),
         fixed=(Fixed("norm_topk_prob", True, False), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
+    ),
+    Family(
+        "dots1",
+        "dots1",
+        "Dots1ForCausalLM",
+        {**_ATTENTION, **_NORMS, **_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
+        experts=_QWEN_EXPERTS,
+        bare=_BIASED_ROUTER,
+        count="n_routed_experts",
+        keys=_DEEPSEEK_KEYS,
+        constants=_SIGMOID,
+        fixed=(_UNTIED, Fixed("attention_bias", False)),
+        implied=_as_many_kv_heads,
+    ),
+    Family(
+        "glm4moe",
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {**_ATTENTION, **_NORMS, **_DENSE, **_ROUTER, **_SEVERAL_SHARED, "post_attention_norm": "post_attention_layernorm"},
+        experts=_QWEN_EXPERTS,
+        bare=_BIASED_ROUTER,
+        count="n_routed_experts",
+        keys=_DEEPSEEK_KEYS,
+        constants=_SIGMOID,
+        present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+        predicting=_PREDICTING,
+        partial=0.5,
     ),
     Family(
         "gemma", "gemma", "GemmaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, shift=1.0, fixed=(_TIED,), activation=_GELU
@@ -311,7 +361,7 @@ FAMILIES = (
         {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
         experts=_QWEN_EXPERTS,
         fixed=(_UNTIED, Fixed("norm_topk_prob", False), Fixed("clip_qkv", None)),
-        implied=_heads_of_olmoe,
+        implied=_as_many_kv_heads,
     ),
     Family(
         "granite",
@@ -450,6 +500,8 @@ class GgufPlace:
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)\.(weight|bias)")
 _HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
 _HUB_BARE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)")
+_NUMBER = re.compile(r"(?:blk|model\.layers)\.(0|[1-9][0-9]{0,5})\.")
+_BARE = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)")
 _EXPERT = re.compile(r"(\.experts\.)(0|[1-9][0-9]{0,5})(\.)")
 
 
@@ -462,6 +514,9 @@ def hub_name(family: Family, name: str) -> str | None:
     module, _, kind = name.rpartition(".")
     if module in family.ends and kind in ("weight", "bias"):
         return f"{family.ends[module]}.{kind}"
+    bare = _BARE.fullmatch(name)
+    if bare is not None and bare[2] in family.bare:
+        return f"{LAYERS}{bare[1]}.{family.bare[bare[2]]}"
     match = _LAYER.fullmatch(name)
     inner = None if match is None else family.layer.get(match[2]) or family.experts.get(match[2])
     return None if match is None or inner is None else f"{LAYERS}{match[1]}.{inner}.{match[3]}"
@@ -487,6 +542,18 @@ def gguf_place(family: Family, name: str) -> GgufPlace | None:
     expert, inner = _EXPERT.search(match[2]), _EXPERT.sub(r"\1{}\3", match[2])
     found = next((there for there, here in (*family.layer.items(), *family.experts.items()) if here == inner), None)
     return None if found is None else GgufPlace(f"blk.{match[1]}.{found}.{match[3]}", int(expert[2]) if expert else -1)
+
+
+def predicts(name: str, layers: float = math.inf) -> bool:
+    """Whether a tensor, under either name, belongs to a layer behind the `layers` of the model: it predicts several tokens.
+
+    layers  infinity if only the name tells
+
+    >>> predicts("blk.2.attn_q.weight", 2), predicts("model.layers.1.mlp.up_proj.weight", 2), predicts("mtp.fc.weight", 2)
+    (True, False, True)
+    """
+    match = _NUMBER.match(text_name(name))
+    return name.startswith(("mtp.", "model.mtp")) or (match is not None and int(match[1]) >= layers)
 
 
 def text_name(name: str) -> str:

@@ -80,7 +80,9 @@ _SPLITS = {
     _DEEPSEEK3: "deepseek-v3",
 }
 _NAMES = {
-    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe".split(),
+    (_LLAMA3,): (
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 chatglm-bpe"
+    ).split(),
     (QWEN2_SPLIT,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open".split(),
     (_QWEN35,): ["qwen35"],
     (_TEKKEN,): ["tekken"],
@@ -91,7 +93,7 @@ _NAMES = {
 _BY_NAME = {name: splits for splits, names in _NAMES.items() for name in names}
 _DIGITS = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
 _WHOLE = frozenset("gpt-2 default phi-2 mpt olmo jais trillion jina-es jina-de jina-v1-en jina-v2-es jina-v2-de".split())
-_WHOLE_MERGES = frozenset(_NAMES[(_LLAMA3,)]) - {"dbrx", "smaug-bpe"}
+_WHOLE_MERGES = frozenset(_NAMES[(_LLAMA3,)]) - {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}
 """Names of tokenizers that look a whole word up before they merge it."""
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

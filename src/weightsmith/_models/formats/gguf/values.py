@@ -32,13 +32,13 @@ class Values:
         """The error of a value that is not `wanted`."""
         return FormatError(f"{self._prefix}{name} is {show(value)}, {wanted}", where=self.where, fix=self._fix)
 
-    def count(self, name: str, default: int | None = None, within: Mapping[str, Any] | None = None) -> int:
-        """A number from 1 to 2^31."""
+    def count(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None, *, least: int = 1) -> int:
+        """A number from `least` to 2^31."""
         value = self.get(name, default, within)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()  # one for each layer, and all are equal
-        if type(value) is not int or not 0 < value <= _MOST:
-            raise self.wrong(name, value, "not a positive whole number")
+        if type(value) is not int or not least <= value <= _MOST:
+            raise self.wrong(name, value, "not a positive whole number" if least else "and not a whole number from 0 on")
         return value
 
     def number(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
@@ -51,6 +51,13 @@ class Values:
     def float32(self, name: str, default: float | None = None) -> float:
         """As `number`, with the fewest digits that give the same float32."""
         return float(str(np.float32(self.number(name, default))))
+
+    def truth(self, name: str, default: float | None = None) -> bool:
+        """True or false."""
+        value = self.get(name, None if default is None else bool(default))
+        if type(value) is not bool:
+            raise self.wrong(name, value, "and not true or false")
+        return value
 
     def __contains__(self, name: str) -> bool:
         value = self.get(name, 0)
