@@ -139,6 +139,14 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV3Config",
         DEEPSEEK,
     ),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"}),
+    "glm4-moe-lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", {**DEEPSEEK, "n_shared_experts": 1}),
+    "granite-moe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", {**SIZES, "num_local_experts": 4}),
+    "granite-moe-shared": (
+        "GraniteMoeSharedForCausalLM",
+        "GraniteMoeSharedConfig",
+        {**SIZES, "num_local_experts": 4, "shared_intermediate_size": 40},
+    ),
     "dots1": (
         "Dots1ForCausalLM",
         "Dots1Config",

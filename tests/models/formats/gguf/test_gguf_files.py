@@ -185,10 +185,17 @@ FAMILIES = {
     "qwen2-vl": "QWEN2VL",
     "qwen2.5-vl": "QWEN2VL",
     "dots1": "DOTS1",
+    "glm4-moe-lite": "DEEPSEEK2",
+    "granite-moe": "GRANITE_MOE",
+    "granite-moe-shared": "GRANITE_MOE",
+    "deepseek-v2": "DEEPSEEK2",
+    "deepseek-v3": "DEEPSEEK2",
     "glm4-moe": "GLM4_MOE",
     "glm4-moe-bias": "GLM4_MOE",
 }
-WRITTEN_ONLY = {"qwen3.5", "qwen2-vl", "qwen2.5-vl"}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+WRITTEN_ONLY = {"glm4-moe-lite", "qwen3.5", "qwen2-vl", "qwen2.5-vl"}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
@@ -199,9 +206,14 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 8},
     "qwen2-vl": {"text_config": {**zoo.ZOO["qwen2-vl"][2]["text_config"], "vocab_size": 262}},
     "qwen2.5-vl": {"text_config": {**zoo.ZOO["qwen2.5-vl"][2]["text_config"], "vocab_size": 262}},
-    "granite": {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "deepseek-v2": {"num_hidden_layers": 27},
+    "deepseek-v3": {"num_mtp_layers": 0, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3, "routed_scaling_factor": 2.5}
+    | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared"), GRANITE),
 }
+IN_PARTS = ("deepseek-v3", "granite-moe-shared")
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
+    "glm4-moe-lite": {"first_k_dense_replace": 1},
     "qwen3.5": {"linear_num_value_heads": 6},
     "hunyuan-dense": {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}},
 }
@@ -225,7 +237,8 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             shift = 1 if "gemma" in name and "norm" in tensor else 0
             assert np.array_equal(back.read(tensor), (plain + np.float32(shift)) - np.float32(shift)), tensor
             module, _, kind = tensor.replace("_correction_bias", "_correction.bias").rpartition(".")
-            assert ".experts." in tensor or f"{known.get_name(module)}.{kind}" in stored(path)
+            in_parts = any(tensor.endswith(cut.name) for family in families.FAMILIES for cut in family.cuts)
+            assert ".experts." in tensor or in_parts or f"{known.get_name(module)}.{kind}" in stored(path)
         import transformers
 
         configs = [transformers.AutoConfig.from_pretrained(folder.folder).to_dict() for folder in (here, back)]
@@ -436,6 +449,54 @@ def test_types_that_need_importances(model: Path, tokenizers: dict[str, Path]) -
     assert "--imatrix FILE" in str(caught.value)
     assert len(caught.value.problems) == 5
     assert weightsmith.plan(passthrough("m"), quantize="gguf-iq2_xs").encodings  # rows of 64 and 96 fall back to IQ4_NL
+
+
+# ---- tensors that llama.cpp stores in parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize("kind", ["ties", "passthrough"])
+def test_a_merge_of_what_is_stored_in_parts_is_the_merge_then_quantised(
+    name: str, kind: str, tmp_path: Path, tokenizers: dict[str, Path]
+) -> None:
+    for seed, each in enumerate(("base", "a", "b")):
+        source = zoo.save(name, tmp_path / each, seed, vocab_size=262)
+        (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    models = [{"model": str(tmp_path / each), "parameters": {"weight": 0.5, "density": 0.4}} for each in ("a", "b")]
+    recipe: dict[str, Any] = {"merge_method": "ties", "base_model": str(tmp_path / "base"), "models": models}
+    if kind == "passthrough":
+        recipe = passthrough(str(tmp_path / "a"))
+    merge: Callable[..., Any] = weightsmith.merge
+    merge({**recipe, "dtype": "bfloat16"}, tmp_path / "merged", progress=False)
+    twice = quantize(tmp_path / "merged", tmp_path / "twice", "q8_0").read_bytes()
+    merge({**recipe, "dtype": "bfloat16"}, tmp_path / "once", quantize="gguf-q8_0", progress=False)
+    assert (tmp_path / "once/model.gguf").read_bytes() == twice
+
+
+@pytest.mark.slow
+def test_parts_that_do_not_fit_together(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = zoo.save("granite-moe", tmp_path / "m", 1)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    reader = gguf.GGUFReader(quantize(source, tmp_path / "q", "f32"))
+    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    keys = {name.removeprefix("granitemoe."): value for name, value in keys.items() if name != "general.architecture"}
+    there = {each.name: (np.array(each.data), "F32") for each in reader.tensors}
+    name = "blk.1.ffn_up_exps.weight"
+    for values in (there[name][0][:, 1:], there[name][0][1:], there[name][0][0], None):
+        wrong = {**there, name: (values, "F32")}
+        if values is None:
+            del wrong[name]
+        words = (
+            "is missing, and there are other parts of" if values is None else "parts of '.*input_linear.weight' have the shapes"
+        )
+        with pytest.raises(FormatError, match=words):
+            weightsmith.open_checkpoint(write_gguf(tmp_path / "a.gguf", "granitemoe", wrong, keys))
+    source = zoo.save("deepseek-v3", tmp_path / "d", 1)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    changed(source, qk_nope_head_dim=7)
+    with pytest.raises(PlanError, match=r"its 64 rows are not 7 \+ 8, once or several times"):
+        quantize(source, tmp_path / "q", "f32", resume=False)
 
 
 # ---- layers that predict several tokens at a time
@@ -768,13 +829,14 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
+WIDE_TOO: dict[str, dict[str, Any]] = {"deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256}}
 
 
 @needs_llama_cpp
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dots1", "glm4-moe"])
+@pytest.mark.parametrize("name", ["dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared"])
 def test_llama_cpp_gives_the_same_types_to_experts(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
-    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", vocab_size=262, **WIDE)
+    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **{"vocab_size": 262, **WIDE, **WIDE_TOO.get(name, {})})
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
     plain = quantize(source, tmp_path / "f32", "f32")
     for mixture in ("Q4_K_M", "Q2_K"):

@@ -51,9 +51,11 @@ def family_of_keys(keys: Mapping[str, Any], where: str) -> Family:
     experts = keys.get(f"{architecture}.expert_count")
     with_experts = isinstance(experts, np.ndarray) or bool(experts)
     readable = [each for each in FAMILIES if each.is_read]
-    alike = [each for each in readable if each.architecture == architecture and bool(each.experts) == with_experts]
+    alike = [each for each in readable if each.architecture == architecture and bool(each.count) == with_experts]
+    found = Values(keys, where, DAMAGED, f"{architecture}.")
     for family in sorted(alike, key=lambda each: not each.told_by):
-        if not family.told_by or family.told_by in Values(keys, where, DAMAGED, f"{architecture}."):
+        constant = family.constants.get(family.told_by)
+        if not family.told_by or (family.told_by in found and constant in (None, found.get(family.told_by))):
             return family
     what = f"a GGUF file of the architecture {show(architecture)}{' with experts' if with_experts else ''}"
     fix = f"Use the model's original checkpoint. GGUF files of these are read: {', '.join(ARCHITECTURES)}."
@@ -113,13 +115,13 @@ def config_of_keys(
     heads = config["num_attention_heads"]
     width = max(1, config["hidden_size"] // heads)
     rope_dimensions = found.count("rope.dimension_count", width)
-    if family.model_type != "phi3":
+    if family.widths:
         width = config["head_dim"] = found.count("attention.key_length", width if family.partial else rope_dimensions)
         if width != found.count("attention.value_length", width):
             raise Unsupported("heads of k and v of different widths", where=where, fix="Use the original checkpoint.")
     if family.partial and (share := rope_dimensions / width) != family.partial:
         config["partial_rotary_factor"] = share
-    if family.experts:
+    if family.count:
         config[family.count] = found.count("expert_count")
         config["num_experts_per_tok"] = found.count("expert_used_count")
     config |= {own.field: _value(found, own, own.name, found.float32) for own in family.keys}
@@ -141,6 +143,8 @@ def config_of_keys(
         config |= _gemma(family, config, found)
     if scaling := _scaling(family, config, found, factors):
         config["rope_scaling"] = scaling
+    if family.take is not None:
+        family.take(found, config)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (token := token_id(keys, key, vocabulary, where)) is not None:
             config[f"{name}_token_id"] = token
@@ -318,7 +322,7 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         rope["rope_type"] = "default"
     put("rope.freq_base", "f32", base)
     put(family.eps[0], "f32", given.number(family.eps[1], 1e-6))
-    if family.experts:
+    if family.count:
         put(
             "expert_count", "u32", given.count(family.count, given.get("num_local_experts", given.get("num_experts")))
         )  # either is written
@@ -328,7 +332,7 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
     for there, constant in family.constants.items():
         put(there, "u32", constant)
     _check_fixed(given, family)
-    if family.model_type != "phi3" and (given.get("head_dim") is not None or family.architecture != "llama"):
+    if family.widths and (given.get("head_dim") is not None or family.architecture != "llama"):
         put("attention.key_length", "u32", head_dim)
         put("attention.value_length", "u32", head_dim)
     if family.rotated:
@@ -343,8 +347,8 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         turned = int(share * head_dim)
         put("rope.dimension_count", "u32", turned)
     _put_window(given, family, put)
-    if family.model_type == "qwen3_5_text":
-        _put_delta_net(given, put)
+    if family.put is not None:
+        family.put(given, put)
     if family.sections:
         _put_sections(given, family, rope, turned, put)
     if family.model_type in _BIG:
@@ -397,19 +401,8 @@ def _any_slides(given: Config) -> bool:
     """Whether a layer of a model with a window uses it."""
     types = given.get("layer_types")
     if types is not None:
-        return types != ["full_attention"] * given.count("num_hidden_layers")
+        return bool(types != ["full_attention"] * given.count("num_hidden_layers"))
     return given.count("max_window_layers", 0, least=0) < given.count("num_hidden_layers")
-
-
-def _put_delta_net(given: Config, put: Any) -> None:
-    """Qwen3.5's linear attention."""
-    size, heads = given.count("linear_key_head_dim"), given.count("linear_num_value_heads")
-    given.need("linear_value_head_dim", given.count("linear_value_head_dim"), size)
-    put("ssm.inner_size", "u32", size * heads)
-    every, layers = given.count("full_attention_interval", 4), given.count("num_hidden_layers")
-    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    given.need("layer_types", given.get("layer_types") or types, types)
-    put("full_attention_interval", "u32", every)
 
 
 def _put_sections(given: Config, family: Family, rope: dict[str, Any], turned: int, put: Any) -> None:

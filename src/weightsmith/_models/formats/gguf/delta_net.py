@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import Config, Put
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +59,14 @@ def value_order(name: str, config: Config) -> Order | None:
     width = config.count("linear_value_head_dim") if name.endswith(_WIDE) else 1
     before = 2 * keys * config.count("linear_key_head_dim") if name.endswith(_WIDE[2:]) else 0  # queries and keys come first
     return Order(1 if name.endswith(".ssm_out.weight") else 0, before, keys, values, width)
+
+
+def put_delta_net(given: Config, put: Put) -> None:
+    """The keys of a GGUF file that follow from several settings. Raises FormatError, Unsupported."""
+    size, heads = given.count("linear_key_head_dim"), given.count("linear_num_value_heads")
+    given.need("linear_value_head_dim", given.count("linear_value_head_dim"), size)
+    put("ssm.inner_size", "u32", size * heads)
+    every, layers = given.count("full_attention_interval", 4), given.count("num_hidden_layers")
+    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    given.need("layer_types", given.get("layer_types") or types, types)
+    put("full_attention_interval", "u32", every)

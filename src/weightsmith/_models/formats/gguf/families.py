@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.delta_net import put_delta_net
+from weightsmith._models.formats.gguf.latent import put_latent, take_latent
+from weightsmith._models.formats.gguf.values import Config, Put, Values
 from weightsmith._models.structure.projections import MIXTRAL
 
 LAYERS = "model.layers."
@@ -73,6 +75,36 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of llama.cpp's that is a part of one of the Hub's.
+
+    name        in a layer, with its kind: `attn_k_b.weight`
+    rows        config.json's name of the number of its rows in each band; "": as many as the other parts
+    transposed  whether it is stored as [columns, rows]
+    """
+
+    name: str
+    rows: str = ""
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor of the Hub's that llama.cpp stores as several.
+
+    name     the Hub's, in a layer: `self_attn.kv_b_proj.weight`
+    parts    in the order of their rows
+    columns  the parts have all rows, and take turns with the columns
+    bands    a matrix is several bands, one after the other: a head each, or a row each
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    columns: bool = False
+    bands: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A family of models, under its names in both formats.
 
@@ -82,15 +114,18 @@ class Family:
     layer         modules of a layer: llama.cpp's name → the Hub's
     experts       modules of all experts of a layer: llama.cpp's name → the Hub's of one, with `{}` for its number
     bare          tensors of a layer whose names have no `.weight`: llama.cpp's name → the Hub's
+    cuts          tensors of a layer that llama.cpp stores in parts
     ends          modules outside of the layers: llama.cpp's name → the Hub's
     rotated       whether the rows of q and k are reordered
     shift         what is added to norms
     also          other model_types that are written as this family
-    told_by       key without which a file of the architecture is of another family
-    count         of experts, in config.json
+    told_by       key without which, or without whose constant, a file of the architecture is of another family
+    count         config.json's number of experts; "": there are none
     keys          numbers that other families do not have
     constants     numbers that the GGUF file holds, and config.json does not: they are those of the family
     fixed         settings that the GGUF file does not hold
+    put, take     set keys that follow from several settings, and the settings from these keys: `delta_net.py`, `latent.py`
+    widths        whether keys say how wide a head of keys and of values is, and both are `head_dim`
     present       settings of config.json that say whether layers have a tensor: name → llama.cpp's name of the tensor
     implied       checks a setting that llama.cpp infers from others: config.json → its name, its value, llama.cpp's value
     predicting    config.json's number of layers behind the others, which predict several tokens at a time; "": there are none
@@ -111,15 +146,19 @@ class Family:
     layer: Mapping[str, str]
     experts: Mapping[str, str] = field(default_factory=dict)
     bare: Mapping[str, str] = field(default_factory=dict)
+    cuts: tuple[Cut, ...] = ()
     ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
     rotated: bool = False
     shift: float = 0.0
     also: tuple[str, ...] = ()
     told_by: str = ""
-    count: str = "num_experts"
+    count: str = ""
     keys: tuple[Key, ...] = ()
     constants: Mapping[str, int] = field(default_factory=dict)
     fixed: tuple[Fixed, ...] = ()
+    put: Callable[[Config, Put], None] | None = None
+    take: Callable[[Values, dict[str, Any]], None] | None = None
+    widths: bool = True
     present: Mapping[str, str] = field(default_factory=dict)
     implied: Callable[[Config], tuple[str, object, object]] | None = None
     predicting: str = ""
@@ -150,6 +189,46 @@ _DEEPSEEK_KEYS = (
     Key("expert_group_used_count", "topk_group", default=1),
 )
 """What the experts of DeepSeek, and of models with the same settings, have."""
+_LATENT: dict[str, Any] = {
+    "layer": {
+        **{"attn_q": "self_attn.q_proj", "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm"},
+        **{"attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"},
+        **{"attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
+        **{**_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
+    },
+    "experts": _QWEN_EXPERTS,
+    "cuts": (
+        Cut(
+            "self_attn.kv_b_proj.weight",
+            (Part("attn_k_b.weight", "qk_nope_head_dim", transposed=True), Part("attn_v_b.weight", "v_head_dim")),
+            bands=True,
+        ),
+    ),
+    "count": "n_routed_experts",
+    "keys": _DEEPSEEK_KEYS,
+    "put": put_latent,
+    "take": take_latent,
+    "widths": False,
+}
+"""DeepSeek's models from the second version on."""
+_GRANITE_KEYS = (
+    Key("attention.scale", "attention_multiplier", "f32", 1.0),
+    Key("embedding_scale", "embedding_multiplier", "f32", 1.0),
+    Key("residual_scale", "residual_multiplier", "f32", 1.0),
+    Key("logit_scale", "logits_scaling", "f32", 1.0),
+)
+_GRANITE_MOE: dict[str, Any] = {
+    "layer": {
+        **{**_ATTENTION, **_AFTER, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+        **{"ffn_down_exps": "block_sparse_moe.output_linear", "ffn_down_shexp": "shared_mlp.output_linear"},
+    },
+    "cuts": (
+        Cut("block_sparse_moe.input_linear.weight", (Part("ffn_gate_exps.weight"), Part("ffn_up_exps.weight"))),
+        Cut("shared_mlp.input_linear.weight", (Part("ffn_gate_shexp.weight"), Part("ffn_up_shexp.weight"))),
+    ),
+    "count": "num_local_experts",
+    "rotated": True,
+}
 _PREDICTING = "num_nextn_predict_layers"
 _SIGMOID = {"expert_gating_func": 2}
 _POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -180,6 +259,12 @@ def _window_of_exaone4(config: Config) -> tuple[str, object, object]:
     return "sliding_window", stated, (4096 if stated is None else stated) if large else None
 
 
+def _groups_of_deepseek2(config: Config) -> tuple[str, object, object]:
+    """llama.cpp chooses groups by their two best experts, as DeepSeek-V3 does; V2 by the best one."""
+    groups = config.count("n_group", 1)
+    return "topk_method", "greedy" if groups == 1 else config.get("topk_method"), "greedy"
+
+
 FAMILIES = (
     Family(
         "llama", "llama", "LlamaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, rotated=True, also=("mistral",), scaled=True
@@ -208,6 +293,7 @@ FAMILIES = (
         "Qwen2MoeForCausalLM",
         {**_ATTENTION, **_AFTER, **_ROUTER, **_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
         experts=_QWEN_EXPERTS,
+        count="num_experts",
         keys=(
             Key("expert_feed_forward_length", "moe_intermediate_size"),
             Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
@@ -221,6 +307,7 @@ FAMILIES = (
         "Qwen3MoeForCausalLM",
         {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
         experts=_QWEN_EXPERTS,
+        count="num_experts",
         keys=(Key("expert_feed_forward_length", "moe_intermediate_size"),),
         fixed=(Fixed("norm_topk_prob", True, False), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
     ),
@@ -252,6 +339,27 @@ FAMILIES = (
         partial=0.5,
     ),
     Family(
+        "deepseek2",
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        **_LATENT,
+        constants={"expert_gating_func": 1},
+        fixed=(Fixed("attention_bias", False), Fixed("scoring_func", "softmax"), Fixed("norm_topk_prob", False)),
+        implied=_groups_of_deepseek2,
+    ),
+    Family(
+        "deepseek2",
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **_LATENT,
+        bare=_BIASED_ROUTER,
+        also=("glm4_moe_lite",),
+        told_by="expert_gating_func",
+        constants=_SIGMOID,
+        fixed=(Fixed("attention_bias", False), Fixed("scoring_func", "sigmoid"), Fixed("rope_interleave", True)),
+        predicting=_PREDICTING,
+    ),
+    Family(
         "gemma", "gemma", "GemmaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, shift=1.0, fixed=(_TIED,), activation=_GELU
     ),
     Family(
@@ -270,6 +378,7 @@ FAMILIES = (
             Key("ssm.group_count", "linear_num_key_heads"),
             Key("ssm.time_step_rank", "linear_num_value_heads"),
         ),
+        put=put_delta_net,
         partial=0.25,
         sections=(11, 11, 10),
         is_read=False,
@@ -327,6 +436,7 @@ FAMILIES = (
         {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"}
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", **_AFTER},
         partial=1.0,
+        widths=False,
     ),
     Family(
         "smollm3",
@@ -360,6 +470,7 @@ FAMILIES = (
         "OlmoeForCausalLM",
         {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
         experts=_QWEN_EXPERTS,
+        count="num_experts",
         fixed=(_UNTIED, Fixed("norm_topk_prob", False), Fixed("clip_qkv", None)),
         implied=_as_many_kv_heads,
     ),
@@ -369,12 +480,22 @@ FAMILIES = (
         "GraniteForCausalLM",
         {**_ATTENTION, **_DENSE, **_AFTER},
         rotated=True,
-        keys=(
-            Key("attention.scale", "attention_multiplier", "f32", 1.0),
-            Key("embedding_scale", "embedding_multiplier", "f32", 1.0),
-            Key("residual_scale", "residual_multiplier", "f32", 1.0),
-            Key("logit_scale", "logits_scaling", "f32", 1.0),
-        ),
+        keys=_GRANITE_KEYS,
+    ),
+    Family(
+        "granitemoe",
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        **_GRANITE_MOE,
+        keys=_GRANITE_KEYS,
+    ),
+    Family(
+        "granitemoe",
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        **_GRANITE_MOE,
+        keys=(*_GRANITE_KEYS, Key("expert_shared_feed_forward_length", "shared_intermediate_size")),
+        told_by="expert_shared_feed_forward_length",
     ),
     Family(
         "command-r",
@@ -542,6 +663,25 @@ def gguf_place(family: Family, name: str) -> GgufPlace | None:
     expert, inner = _EXPERT.search(match[2]), _EXPERT.sub(r"\1{}\3", match[2])
     found = next((there for there, here in (*family.layer.items(), *family.experts.items()) if here == inner), None)
     return None if found is None else GgufPlace(f"blk.{match[1]}.{found}.{match[3]}", int(expert[2]) if expert else -1)
+
+
+def cut_of(family: Family, name: str) -> tuple[Cut, str] | None:
+    """How a tensor of the Hub's layout is cut into parts, and the number of its layer; None if it is stored as one."""
+    match = _HUB_BARE.fullmatch(text_name(name))
+    found = next((cut for cut in family.cuts if match is not None and cut.name == match[2]), None)
+    return None if found is None or match is None else (found, match[1])
+
+
+def part_of(family: Family, name: str) -> tuple[Cut, str] | None:
+    """Which tensor a tensor of a GGUF file is a part of, and the number of its layer; None if it is whole."""
+    match = _BARE.fullmatch(name)
+    found = next((cut for cut in family.cuts if match is not None and match[2] in [part.name for part in cut.parts]), None)
+    return None if found is None or match is None else (found, match[1])
+
+
+def is_known(family: Family, name: str) -> bool:
+    """Whether a family has a tensor of the Hub's layout."""
+    return gguf_place(family, name) is not None or cut_of(family, name) is not None
 
 
 def predicts(name: str, layers: float = math.inf) -> bool:

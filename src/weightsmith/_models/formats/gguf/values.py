@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import show
 
 Floats = npt.NDArray[np.float32]
+Put = Callable[[str, Any, Any], None]
+"""Sets a key of a GGUF file: its name without the architecture, its kind, its value."""
 
 _MOST = 1 << 31
 _OTHER = "llama.cpp would compute something else. Store the model in another format, such as fp8-dynamic."
@@ -38,7 +40,9 @@ class Values:
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()  # one for each layer, and all are equal
         if type(value) is not int or not least <= value <= _MOST:
-            raise self.wrong(name, value, "not a positive whole number" if least else "and not a whole number from 0 on")
+            raise self.wrong(
+                name, value, "not a positive whole number" if least == 1 else f"and not a whole number from {least:,} on"
+            )
         return value
 
     def number(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
