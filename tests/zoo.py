@@ -46,6 +46,7 @@ GROUPED = {
     "moe_intermediate_size": 16,
 }
 """Experts with the settings of DeepSeek."""
+LFM2 = {**SIZES, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 GLM_MOE = {**GROUPED, "num_mtp_layers": 0}
 VISION = {
     "hidden_size": 32,
@@ -146,6 +147,18 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeSharedForCausalLM",
         "GraniteMoeSharedConfig",
         {**SIZES, "num_local_experts": 4, "shared_intermediate_size": 40},
+    ),
+    "ernie4-5-moe": (
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {**HEADS, "num_hidden_layers": 4, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+        | {"moe_layer_start_index": 1, "moe_layer_interval": 2},
+    ),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {**LFM2, "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": (
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        {**LFM2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1},
     ),
     "dots1": (
         "Dots1ForCausalLM",

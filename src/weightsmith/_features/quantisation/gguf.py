@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +55,7 @@ from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.projectors import PROCESSOR, TOKENIZER
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
-from weightsmith._models.formats.gguf.values import Config, Values
+from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Assembled
@@ -71,6 +72,8 @@ PREDICTS = "a layer that predicts several tokens at a time is not written"
 OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
 _OTHER_PART = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
 """How the names of tensors begin that do not belong to the language model."""
+
+_V = re.compile(r"blk\.([0-9]+)\.attn_(?:v|qkv)\.weight")
 
 Importances = Mapping[str, npt.NDArray[np.float32]]
 
@@ -297,16 +300,18 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     stored_as = _stored_as(steps, family, given)
     names = [spec.name for each in stored_as for spec in each.specs]
     tied = "output.weight" not in names
-    stated = Values({name: value.value for name, value in keys.items()}, prefix=f"{family.architecture}.")
-    kv_heads = stated.count("attention.head_count_kv")
+    stated: dict[str, Any] = {name.removeprefix(f"{family.architecture}."): value.value for name, value in keys.items()}
+    kv_heads = stated["attention.head_count_kv"]
+    kv_heads = kv_heads[0] if isinstance(kv_heads, list) else kv_heads
     shape = Shape(
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        experts=stated.count("expert_count", 0, least=0),
+        experts=stated.get("expert_count", 0),
         tied=tied,
         weighted=bool(importances),
         big=family.architecture == "llama" and layers == 80 and heads != kv_heads,
+        attention=tuple(sorted(int(match[1]) for name in names if (match := _V.fullmatch(name)))),
     )
     problems: list[WeightsmithError] = [
         option_error("tensor_types", f"no tensor of this model has a name that matches {pattern.pattern}", _NAMED)

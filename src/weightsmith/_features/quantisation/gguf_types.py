@@ -73,8 +73,8 @@ _FALLBACK = {
 }
 """Where the rows are no multiple of 256."""
 
-_PLAIN = (".ssm_conv1d.weight", ".ssm_a", ".ssm_dt.bias")
-"""How the names of tensors end that llama.cpp leaves as they are, besides vectors, norms and routers."""
+_PLAIN = (".ssm_conv1d.weight", ".shortconv.conv.weight")
+"""How the names of weights end that llama.cpp leaves as they are, besides vectors, norms and routers."""
 
 _TINY = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
 _IQ4 = frozenset({"IQ4_NL", "IQ4_XS"})
@@ -88,7 +88,8 @@ _LAYER = re.compile(r"blk\.([0-9]+)\.")
 class Shape:
     """What the rules look at besides names.
 
-    layers, heads, kv_heads, experts  of the model
+    layers, heads, kv_heads, experts  of the model; 0 heads of k: those of its first layer, which has no attention
+    attention  layers that have a v, in order; (): all
     tied      the embedding is the head too
     weighted  there are importances
     big       Llama's 70B, whose v is small beside q
@@ -101,11 +102,12 @@ class Shape:
     tied: bool
     weighted: bool
     big: bool
+    attention: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
         """Heads of q that share one of k."""
-        return self.heads // self.kv_heads
+        return self.heads // self.kv_heads if self.kv_heads else 0
 
 
 Chosen = Sequence[tuple[re.Pattern[str], str]]
@@ -140,7 +142,8 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     chosen  from `read_types`
     """
     name = spec.name
-    if len(spec.shape) < 2 or is_norm(name) or is_router(name) or name.endswith(_PLAIN):  # small, and they decide much
+    small = len(spec.shape) < 2 or not name.endswith(".weight")
+    if small or is_norm(name) or is_router(name) or name.endswith(_PLAIN):  # they decide much
         return "F32"
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
     if not asked and mixture.default in ("F32", "F16", "BF16"):
@@ -184,6 +187,8 @@ def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:
             return "Q5_K" if eight else "IQ3_S" if mix in ("IQ2_S", "IQ2_M") else default
         return default
     if part in ("attn_v", "attn_qkv"):
+        if i in shape.attention:  # llama.cpp counts them
+            i, n = shape.attention.index(i), len(shape.attention)
         return _of_v(mix, default, i, n, shape)
     if part in ("attn_k", "attn_q"):
         if part == "attn_k" and eight:

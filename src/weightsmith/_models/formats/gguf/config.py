@@ -28,6 +28,7 @@ _COUNTS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
+_ALIASES = {"intermediate_size": "block_ff_dim"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What all of Meta's models with scaled frequencies have; a GGUF file has only the quotients that follow."""
 _LOCAL_BASE = 10_000.0
@@ -104,7 +105,9 @@ def config_of_keys(
         raise FormatError("no tensor token_embd.weight", where=where, fix=DAMAGED)
     vocabulary = shapes["token_embd.weight"][0]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, "dtype": dtype}
-    config |= {here: found.count(there) for there, here in _COUNTS.items()}
+    config |= {here: found.count(there) for there, here in _COUNTS.items() if here != "num_key_value_heads"}
+    if not family.hybrid:
+        config["num_key_value_heads"] = found.count("attention.head_count_kv")
     config["num_hidden_layers"] -= predicting_layers(keys, family, where)
     if family.predicting:
         config[family.predicting] = 0
@@ -123,8 +126,8 @@ def config_of_keys(
         config["partial_rotary_factor"] = share
     if family.count:
         config[family.count] = found.count("expert_count")
-        config["num_experts_per_tok"] = found.count("expert_used_count")
-    config |= {own.field: _value(found, own, own.name, found.float32) for own in family.keys}
+        config[family.used] = found.count("expert_used_count")
+    config |= {own.field: _value(found, own, own.name, found.float32) for own in family.keys if not own.times}
     for there, constant in family.constants.items():
         if found.get(there, constant) != constant:
             what = f"{family.architecture}.{there} is {show(found.get(there))}, which config.json cannot say"
@@ -311,7 +314,8 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         raise given.wrong("num_hidden_layers", layers, f"more than {_MOST_LAYERS:,}")
     head_dim = given.count("head_dim", max(1, width // heads))
     for there, here in _COUNTS.items():
-        put(there, "u32", given.count(here, heads if here == "num_key_value_heads" else None))
+        default = heads if here == "num_key_value_heads" else given.get(_ALIASES.get(here, here))
+        put(there, "u32", given.count(here, default))
     rope, slides = given.rope()
     base = given.number("rope_theta", 10_000.0, rope)
     if family.model_type == "hunyuan_v1_dense" and rope["rope_type"] == "dynamic" and rope.get("alpha") is not None:
@@ -326,9 +330,13 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         put(
             "expert_count", "u32", given.count(family.count, given.get("num_local_experts", given.get("num_experts")))
         )  # either is written
-        put("expert_used_count", "u32", given.count("num_experts_per_tok"))
+        put("expert_used_count", "u32", given.count(family.used, given.get("num_experts_per_tok")))
     for own in family.keys:
-        put(own.name, own.kind, _value(given, own, own.field, given.number))
+        value = _value(given, own, own.field, given.number)
+        if not own.times:
+            put(own.name, own.kind, value)
+        elif times := given.count(own.times, least=0):
+            put(own.name, own.kind, times * value)
     for there, constant in family.constants.items():
         put(there, "u32", constant)
     _check_fixed(given, family)

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from weightsmith._models.formats.gguf.delta_net import put_delta_net
 from weightsmith._models.formats.gguf.latent import put_latent, take_latent
+from weightsmith._models.formats.gguf.shortconv import put_shortconv, take_shortconv
 from weightsmith._models.formats.gguf.values import Config, Put, Values
 from weightsmith._models.structure.projections import MIXTRAL
 
@@ -51,6 +52,7 @@ class Key:
     kind     u32: a whole number; f32: any number above 0; bool
     default  where config.json or the file lacks it; None: it is required
     least    the smallest u32
+    times    another field, by which the number is multiplied in the GGUF file; "": none
     """
 
     name: str
@@ -58,6 +60,7 @@ class Key:
     kind: Literal["u32", "f32", "bool"] = "u32"
     default: float | None = None
     least: int = 1
+    times: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,9 @@ class Family:
     also          other model_types that are written as this family
     told_by       key without which, or without whose constant, a file of the architecture is of another family
     count         config.json's number of experts; "": there are none
+    used          config.json's number of experts for a token
+    hybrid        whether some layers have no attention, and 0 heads of keys and values in the GGUF file
+    ones          tensors of a layer with a dimension of 1 that the GGUF file does not have: llama.cpp's name → its position
     keys          numbers that other families do not have
     constants     numbers that the GGUF file holds, and config.json does not: they are those of the family
     fixed         settings that the GGUF file does not hold
@@ -153,6 +159,9 @@ class Family:
     also: tuple[str, ...] = ()
     told_by: str = ""
     count: str = ""
+    used: str = "num_experts_per_tok"
+    hybrid: bool = False
+    ones: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
     constants: Mapping[str, int] = field(default_factory=dict)
     fixed: tuple[Fixed, ...] = ()
@@ -229,6 +238,22 @@ _GRANITE_MOE: dict[str, Any] = {
     "count": "num_local_experts",
     "rotated": True,
 }
+_LFM2 = {
+    **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"attn_{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"},
+    **{"shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj"},
+}
+_LFM2_DENSE = {"ffn_gate": "feed_forward.w1", "ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3"}
+_LFM2_ALL: dict[str, Any] = {
+    "ends": {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+    "ones": {"shortconv.conv.weight": 1},
+    "hybrid": True,
+    "put": put_shortconv,
+    "take": take_shortconv,
+    "eps": ("attention.layer_norm_rms_epsilon", "norm_eps"),
+    "defaults": {"rope_theta": 1e6},
+}
 _PREDICTING = "num_nextn_predict_layers"
 _SIGMOID = {"expert_gating_func": 2}
 _POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -257,6 +282,12 @@ def _window_of_exaone4(config: Config) -> tuple[str, object, object]:
     """Only the larger of the two sizes, with 64 layers, has a sliding window."""
     stated, large = config.get("sliding_window"), config.count("num_hidden_layers") == 64
     return "sliding_window", stated, (4096 if stated is None else stated) if large else None
+
+
+def _last_layer_of_ernie(config: Config) -> tuple[str, object, object]:
+    last = config.count("num_hidden_layers") - 1
+    stated = config.get("moe_layer_end_index", -1)
+    return "moe_layer_end_index", last if stated == -1 else stated, last
 
 
 def _groups_of_deepseek2(config: Config) -> tuple[str, object, object]:
@@ -561,6 +592,55 @@ FAMILIES = (
         scaled=True,
     ),
     Family(
+        "ernie4_5-moe",
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        {**_ATTENTION, **_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
+        experts=_QWEN_EXPERTS,
+        bare={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        ones={"exp_probs_b.bias": 0},
+        count="moe_num_experts",
+        used="moe_k",
+        keys=(
+            Key("expert_feed_forward_length", "moe_intermediate_size"),
+            Key("expert_shared_count", "moe_num_shared_experts", least=0),
+            Key("expert_shared_feed_forward_length", "moe_intermediate_size", times="moe_num_shared_experts"),
+            Key("interleave_moe_layer_step", "moe_layer_interval"),
+            Key("leading_dense_block_count", "moe_layer_start_index", least=0),
+        ),
+        fixed=(Fixed("use_bias", False),),
+        implied=_last_layer_of_ernie,
+    ),
+    Family(
+        "lfm2",
+        "lfm2",
+        "Lfm2ForCausalLM",
+        {**_LFM2, **_LFM2_DENSE},
+        **_LFM2_ALL,
+        keys=(Key("shortconv.l_cache", "conv_L_cache"),),
+        fixed=(Fixed("conv_bias", False),),
+    ),
+    Family(
+        "lfm2moe",
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        {**_LFM2, **_LFM2_DENSE, "ffn_gate_inp": "feed_forward.gate"},
+        **_LFM2_ALL,
+        experts={f"{name}_exps": here.replace(".", ".experts.{}.") for name, here in _LFM2_DENSE.items()},
+        bare={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        count="num_experts",
+        keys=(
+            Key("shortconv.l_cache", "conv_L_cache"),
+            Key("expert_feed_forward_length", "moe_intermediate_size"),
+            Key("leading_dense_block_count", "num_dense_layers", least=0),
+        ),
+        constants=_SIGMOID,
+        fixed=(
+            *(Fixed("conv_bias", False), Fixed("norm_topk_prob", True), Fixed("use_expert_bias", True)),
+            Fixed("routed_scaling_factor", 1.0),
+        ),
+    ),
+    Family(
         "ernie4_5",
         "ernie4_5",
         "Ernie4_5ForCausalLM",
@@ -618,7 +698,7 @@ class GgufPlace:
     expert: int = -1
 
 
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
 _HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
 _HUB_BARE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)")
 _NUMBER = re.compile(r"(?:blk|model\.layers)\.(0|[1-9][0-9]{0,5})\.")
@@ -682,6 +762,16 @@ def part_of(family: Family, name: str) -> tuple[Cut, str] | None:
 def is_known(family: Family, name: str) -> bool:
     """Whether a family has a tensor of the Hub's layout."""
     return gguf_place(family, name) is not None or cut_of(family, name) is not None
+
+
+def hub_shape(family: Family, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor of a GGUF file in the Hub's layout."""
+    match = _BARE.fullmatch(name)
+    at = None if match is None else family.ones.get(match[2])
+    if at is None:
+        return shape
+    whole = [n for n in shape if n != 1] or [1]
+    return (*whole[:at], 1, *whole[at:])
 
 
 def predicts(name: str, layers: float = math.inf) -> bool:

@@ -25,7 +25,7 @@ from weightsmith._files.hf_folder import Weights, natural_key
 from weightsmith._models.formats.decoded import DecodedTensors
 from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys, predicting_layers
 from weightsmith._models.formats.gguf.cuts import CutWeight, cut_weight
-from weightsmith._models.formats.gguf.families import Family, hub_name, part_of, predicts, rotated_heads, shift_of
+from weightsmith._models.formats.gguf.families import Family, hub_name, hub_shape, part_of, predicts, rotated_heads, shift_of
 from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
 from weightsmith._models.formats.gguf.values import Config
@@ -245,7 +245,8 @@ def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str
         shift = shift_of(family, tensor.name)
         dtype = DTYPES["F32"] if tensor.dtype.block > 1 or shift else tensor.dtype
         head_rows = tensor.shape[0] // heads if heads else 0
-        found.append(StoredBlocks(TensorSpec(name, dtype, tensor.shape), path, tensor.offset, tensor.dtype, head_rows, shift))
+        shape = hub_shape(family, tensor.name, tensor.shape)
+        found.append(StoredBlocks(TensorSpec(name, dtype, shape), path, tensor.offset, tensor.dtype, head_rows, shift))
     return found
 
 
