@@ -151,8 +151,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ernie4-5-moe": (
         "Ernie4_5_MoeForCausalLM",
         "Ernie4_5_MoeConfig",
-        {**HEADS, "num_hidden_layers": 4, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
-        | {"moe_layer_start_index": 1, "moe_layer_interval": 2},
+        {**HEADS, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
     ),
     "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {**LFM2, "block_auto_adjust_ff_dim": False}),
     "lfm2-moe": (

@@ -605,10 +605,10 @@ FAMILIES = (
             Key("expert_feed_forward_length", "moe_intermediate_size"),
             Key("expert_shared_count", "moe_num_shared_experts", least=0),
             Key("expert_shared_feed_forward_length", "moe_intermediate_size", times="moe_num_shared_experts"),
-            Key("interleave_moe_layer_step", "moe_layer_interval"),
             Key("leading_dense_block_count", "moe_layer_start_index", least=0),
         ),
-        fixed=(Fixed("use_bias", False),),
+        constants={"interleave_moe_layer_step": 1},
+        fixed=(Fixed("use_bias", False), Fixed("moe_layer_interval", 1)),
         implied=_last_layer_of_ernie,
     ),
     Family(
