@@ -47,6 +47,8 @@ GROUPED = {
 }
 """Experts with the settings of DeepSeek."""
 LFM2 = {**SIZES, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+DELTA_NET = {"head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+INTERLEAVED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
 GLM_MOE = {**GROUPED, "num_mtp_layers": 0}
 VISION = {
     "hidden_size": 32,
@@ -158,6 +160,17 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm2MoeForCausalLM",
         "Lfm2MoeConfig",
         {**LFM2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1},
+    ),
+    "qwen3-next": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**MOE, **DELTA_NET, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "num_hidden_layers": 5},
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {**MOE, **DELTA_NET, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "num_hidden_layers": 5}
+        | {"rope_parameters": INTERLEAVED},
     ),
     "dots1": (
         "Dots1ForCausalLM",

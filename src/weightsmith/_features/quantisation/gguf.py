@@ -37,7 +37,7 @@ from weightsmith._features.quantisation.mmproj import UNUSED, VisionHalf, left_o
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
 from weightsmith._models.formats.gguf.config import family_of_config, keys_of_config, text_config
-from weightsmith._models.formats.gguf.cuts import CutEncoding, Piece, part_shape, pieces_of
+from weightsmith._models.formats.gguf.cuts import CutEncoding, Pieces, part_shape, pieces_of
 from weightsmith._models.formats.gguf.delta_net import Order, value_order
 from weightsmith._models.formats.gguf.families import (
     Cut,
@@ -452,13 +452,15 @@ class _Stored:
 
     specs   under llama.cpp's names: the tensor, or its parts
     height  rows of a band, of a tensor in parts
-    pieces  what each part is of a band; (): the tensor is stored as one
+    parts   what each part is of a band; (): the tensor is stored as one
+    flat    see `Cut`
     """
 
     step: Step
     specs: list[TensorSpec]
     height: int = 0
-    pieces: tuple[Piece, ...] = ()
+    parts: tuple[Pieces, ...] = ()
+    flat: bool = False
 
 
 def _stored_as(steps: Sequence[Step], family: Family, config: Config) -> list[_Stored]:
@@ -500,16 +502,16 @@ def _in_parts(step: Step, cut: Cut, layer: str, config: Config) -> list[_Stored]
 
     Raises FormatError, and Unsupported for a merge of other matrices.
     """
-    height, pieces = pieces_of(cut, config, step.out.shape)
+    height, parts = pieces_of(cut, config, step.out.shape)
     names = [f"blk.{layer}.{part.name}" for part in cut.parts]
-    shapes = [part_shape(piece, height, step.out.shape) for piece in pieces]
+    shapes = [part_shape(pieces, height, step.out.shape, flat=cut.flat) for pieces in parts]
     specs = [TensorSpec(name, step.out.dtype, shape) for name, shape in zip(names, shapes, strict=True)]
     rows = [math.prod(piece.out.shape[:-1]) for piece in step.pieces]
     if not any(each % height for each in rows):
-        return [_Stored(step, specs, height, pieces)]
-    count = len(pieces)
-    moved = any(piece.step > 1 or piece.transposed for piece in pieces)
-    if moved or rows != [piece.rows for piece in pieces] * (len(rows) // count):
+        return [_Stored(step, specs, height, parts, cut.flat)]
+    count = len(parts)
+    moved = cut.flat or any(piece.step > 1 or piece.transposed for pieces in parts for piece in pieces)
+    if moved or rows != [piece.rows for pieces in parts for piece in pieces] * (len(rows) // count):
         what = "llama.cpp stores it in parts that the merge does not compute one by one"
         raise Unsupported(what, where=step.out.name, fix=f"merge without {named('quantize')}, then quantise the result")
     own = [replace(spec, name=f"{step.out.name}.{i}") for i, spec in enumerate(specs)]
@@ -529,8 +531,8 @@ def _encoded(
     spec, dtypes = stored.specs[0], [TYPES[kind] for kind in kinds]
     step = _in_order(stored.step, value_order(spec.name, config), draft)
     encoding: GgufEncoding | CutEncoding
-    if stored.pieces:
-        encoding = CutEncoding(stored.height, tuple(zip(dtypes, stored.pieces, strict=True)))
+    if stored.parts:
+        encoding = CutEncoding(stored.height, tuple(zip(dtypes, stored.parts, strict=True)), stored.flat)
     else:
         heads = config.count("num_attention_heads")
         turned = rotated_heads(family, spec.name, heads, config.count("num_key_value_heads", heads))

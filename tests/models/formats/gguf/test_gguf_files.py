@@ -186,6 +186,8 @@ FAMILIES = {
     "qwen2-vl": "QWEN2VL",
     "qwen2.5-vl": "QWEN2VL",
     "dots1": "DOTS1",
+    "qwen3-next": "QWEN3NEXT",
+    "qwen3.5-moe": "QWEN35MOE",
     "ernie4-5-moe": "ERNIE4_5_MOE",
     "lfm2": "LFM2",
     "lfm2-moe": "LFM2MOE",
@@ -199,7 +201,7 @@ FAMILIES = {
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
-WRITTEN_ONLY = {"glm4-moe-lite", "qwen3.5", "qwen2-vl", "qwen2.5-vl"}
+WRITTEN_ONLY = {"glm4-moe-lite", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen2-vl", "qwen2.5-vl"}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
@@ -215,7 +217,7 @@ OWN: dict[str, dict[str, Any]] = {
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared"), GRANITE),
 }
-IN_PARTS = ("deepseek-v3", "granite-moe-shared")
+IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next")
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
     "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
     "glm4-moe-lite": {"first_k_dense_replace": 1},
@@ -502,6 +504,24 @@ def test_parts_that_do_not_fit_together(tmp_path: Path, tokenizers: dict[str, Pa
     changed(source, qk_nope_head_dim=7)
     with pytest.raises(PlanError, match=r"its 64 rows are not 7 \+ 8, once or several times"):
         quantize(source, tmp_path / "q", "f32", resume=False)
+
+
+@pytest.mark.slow
+def test_experts_that_are_published_as_one_tensor(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    """Qwen3.5's: transformers loads and saves them one by one, and publishers do not."""
+    source = zoo.save("qwen3.5-moe", tmp_path / "m", 1)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    own = stored(quantize(source, tmp_path / "q", "q8_0"))
+    with weightsmith.open_checkpoint(source) as found:
+        tensors, config = {name: found.read(name) for name in found.specs}, found.config
+    for i in range(5):
+        stem = f"model.layers.{i}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{stem}.{e}.{part}_proj.weight") for e in range(4)]) for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], 1), f"{stem}.down_proj": down}
+    write_checkpoint(source, tensors, config)
+    assert stored(quantize(source, tmp_path / "fused", "q8_0")) == own
 
 
 # ---- layers that predict several tokens at a time
@@ -834,7 +854,17 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
-EXPERTS = ("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe")
+EXPERTS = (
+    "dots1",
+    "glm4-moe",
+    "deepseek-v2",
+    "deepseek-v3",
+    "granite-moe-shared",
+    "ernie4-5-moe",
+    "lfm2-moe",
+    "qwen3-next",
+    "qwen3.5-moe",
+)
 WIDE_TOO: dict[str, dict[str, Any]] = {
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": [*["conv", "conv", "full_attention"] * 3]},
     "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},

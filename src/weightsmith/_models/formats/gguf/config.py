@@ -105,7 +105,11 @@ def config_of_keys(
         raise FormatError("no tensor token_embd.weight", where=where, fix=DAMAGED)
     vocabulary = shapes["token_embd.weight"][0]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, "dtype": dtype}
-    config |= {here: found.count(there) for there, here in _COUNTS.items() if here != "num_key_value_heads"}
+    config |= {
+        here: found.count(there) for there, here in _COUNTS.items() if here not in ("num_key_value_heads", "intermediate_size")
+    }
+    if not family.count or "feed_forward_length" in found:
+        config["intermediate_size"] = found.count("feed_forward_length")
     if not family.hybrid:
         config["num_key_value_heads"] = found.count("attention.head_count_kv")
     config["num_hidden_layers"] -= predicting_layers(keys, family, where)
@@ -315,7 +319,8 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
     head_dim = given.count("head_dim", max(1, width // heads))
     for there, here in _COUNTS.items():
         default = heads if here == "num_key_value_heads" else given.get(_ALIASES.get(here, here))
-        put(there, "u32", given.count(here, default))
+        if not (family.count and here == "intermediate_size" and given.get(here, default) is None):  # all MLPs are experts
+            put(there, "u32", given.count(here, default))
     rope, slides = given.rope()
     base = given.number("rope_theta", 10_000.0, rope)
     if family.model_type == "hunyuan_v1_dense" and rope["rope_type"] == "dynamic" and rope.get("alpha") is not None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from weightsmith._models.formats.gguf.delta_net import put_delta_net
+from weightsmith._models.formats.gguf.delta_net import key_head_rows, put_delta_net
 from weightsmith._models.formats.gguf.latent import put_latent, take_latent
 from weightsmith._models.formats.gguf.shortconv import put_shortconv, take_shortconv
 from weightsmith._models.formats.gguf.values import Config, Put, Values
@@ -82,12 +82,12 @@ class Part:
     """A tensor of llama.cpp's that is a part of one of the Hub's.
 
     name        in a layer, with its kind: `attn_k_b.weight`
-    rows        config.json's name of the number of its rows in each band; "": as many as the other parts
+    rows        of each run of rows that it has of a band, by config.json; None: as many as the other parts have
     transposed  whether it is stored as [columns, rows]
     """
 
     name: str
-    rows: str = ""
+    rows: Callable[[Config], tuple[int, ...]] | None = None
     transposed: bool = False
 
 
@@ -99,12 +99,19 @@ class Cut:
     parts    in the order of their rows
     columns  the parts have all rows, and take turns with the columns
     bands    a matrix is several bands, one after the other: a head each, or a row each
+    flat     a part is one matrix: the first run of rows of all bands, then the second, and so on; else a matrix for each band
     """
 
     name: str
     parts: tuple[Part, ...]
     columns: bool = False
     bands: bool = False
+    flat: bool = False
+
+
+def _counted(name: str) -> Callable[[Config], tuple[int, ...]]:
+    """`Part.rows` of one setting."""
+    return lambda config: (config.count(name),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +192,11 @@ class Family:
 _MIXTRAL = {f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{part}_proj']}" for part in ("gate", "down", "up")}
 _QWEN_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+_SHARED_GATED = {**_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_QWEN_MOE_KEYS = (
+    Key("expert_feed_forward_length", "moe_intermediate_size"),
+    Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+)
 _ROUTER = {"ffn_gate_inp": "mlp.gate"}
 _SEVERAL_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 _BIASED_ROUTER = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
@@ -209,7 +221,10 @@ _LATENT: dict[str, Any] = {
     "cuts": (
         Cut(
             "self_attn.kv_b_proj.weight",
-            (Part("attn_k_b.weight", "qk_nope_head_dim", transposed=True), Part("attn_v_b.weight", "v_head_dim")),
+            (
+                Part("attn_k_b.weight", _counted("qk_nope_head_dim"), transposed=True),
+                Part("attn_v_b.weight", _counted("v_head_dim")),
+            ),
             bands=True,
         ),
     ),
@@ -237,6 +252,27 @@ _GRANITE_MOE: dict[str, Any] = {
     ),
     "count": "num_local_experts",
     "rotated": True,
+}
+_DELTA_NET = {
+    **{**_ATTENTION, **_NORMS, "post_attention_norm": "post_attention_layernorm"},
+    **{"ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"},
+}
+_DELTA_APART = {
+    **{"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"},
+    **{"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"},
+}
+_DELTA_KEYS = (
+    Key("ssm.conv_kernel", "linear_conv_kernel_dim"),
+    Key("ssm.state_size", "linear_key_head_dim"),
+    Key("ssm.group_count", "linear_num_key_heads"),
+    Key("ssm.time_step_rank", "linear_num_value_heads"),
+)
+_DELTA_NET_ALL: dict[str, Any] = {
+    "bare": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    "shift": 1.0,
+    "put": put_delta_net,
+    "partial": 0.25,
+    "is_read": False,
 }
 _LFM2 = {
     **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
@@ -322,13 +358,10 @@ FAMILIES = (
         "qwen2moe",
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        {**_ATTENTION, **_AFTER, **_ROUTER, **_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        {**_ATTENTION, **_AFTER, **_ROUTER, **_SHARED_GATED},
         experts=_QWEN_EXPERTS,
         count="num_experts",
-        keys=(
-            Key("expert_feed_forward_length", "moe_intermediate_size"),
-            Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
-        ),
+        keys=_QWEN_MOE_KEYS,
         fixed=(Fixed("norm_topk_prob", False), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
     ),
     Family("qwen3", "qwen3", "Qwen3ForCausalLM", {**_ATTENTION, **_NORMS, **_DENSE, **_AFTER}),
@@ -397,22 +430,44 @@ FAMILIES = (
         "qwen35",
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
-        {**_ATTENTION, **_NORMS, **_DENSE, "post_attention_norm": "post_attention_layernorm"}
-        | {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_conv1d": "linear_attn.conv1d"}
-        | {"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_norm": "linear_attn.norm"}
-        | {"ssm_out": "linear_attn.out_proj"},
-        bare={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
-        shift=1.0,
-        keys=(
-            Key("ssm.conv_kernel", "linear_conv_kernel_dim"),
-            Key("ssm.state_size", "linear_key_head_dim"),
-            Key("ssm.group_count", "linear_num_key_heads"),
-            Key("ssm.time_step_rank", "linear_num_value_heads"),
-        ),
-        put=put_delta_net,
-        partial=0.25,
+        {**_DELTA_NET, **_DELTA_APART, **_DENSE},
+        **_DELTA_NET_ALL,
+        keys=_DELTA_KEYS,
         sections=(11, 11, 10),
-        is_read=False,
+    ),
+    Family(
+        "qwen35moe",
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        {**_DELTA_NET, **_DELTA_APART, **_ROUTER, **_SHARED_GATED},
+        **{**_DELTA_NET_ALL, "bare": {**_DELTA_NET_ALL["bare"], "ffn_down_exps.weight": "mlp.experts.down_proj"}},
+        experts=_QWEN_EXPERTS,
+        cuts=(Cut("mlp.experts.gate_up_proj", (Part("ffn_gate_exps.weight"), Part("ffn_up_exps.weight"))),),
+        count="num_experts",
+        keys=(*_DELTA_KEYS, *_QWEN_MOE_KEYS),
+        sections=(11, 11, 10),
+    ),
+    Family(
+        "qwen3next",
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        {**_DELTA_NET, "ssm_ba": "linear_attn.in_proj_ba", **_DENSE, **_ROUTER, **_SHARED_GATED},
+        **_DELTA_NET_ALL,
+        experts=_QWEN_EXPERTS,
+        cuts=(
+            Cut(
+                "linear_attn.in_proj_qkvz.weight",
+                (
+                    Part("attn_qkv.weight", lambda config: key_head_rows(config)[:3]),
+                    Part("attn_gate.weight", lambda config: key_head_rows(config)[3:]),
+                ),
+                bands=True,
+                flat=True,
+            ),
+        ),
+        count="num_experts",
+        keys=(*_DELTA_KEYS, *_QWEN_MOE_KEYS),
+        fixed=(Fixed("norm_topk_prob", True), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
     ),
     Family(
         "qwen2vl",
