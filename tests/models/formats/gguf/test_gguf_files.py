@@ -186,6 +186,7 @@ FAMILIES = {
     "qwen2-vl": "QWEN2VL",
     "qwen2.5-vl": "QWEN2VL",
     "dots1": "DOTS1",
+    "gpt-oss": "GPT_OSS",
     "qwen3-next": "QWEN3NEXT",
     "qwen3.5-moe": "QWEN35MOE",
     "ernie4-5-moe": "ERNIE4_5_MOE",
@@ -213,11 +214,12 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2-vl": {"text_config": {**zoo.ZOO["qwen2-vl"][2]["text_config"], "vocab_size": 262}},
     "qwen2.5-vl": {"text_config": {**zoo.ZOO["qwen2.5-vl"][2]["text_config"], "vocab_size": 262}},
     "deepseek-v2": {"num_hidden_layers": 27},
+    "gpt-oss": {"sliding_window": 8, "num_hidden_layers": 3},
     "deepseek-v3": {"num_mtp_layers": 0, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3, "routed_scaling_factor": 2.5}
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared"), GRANITE),
 }
-IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next")
+IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss")
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
     "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
     "glm4-moe-lite": {"first_k_dense_replace": 1},
@@ -243,7 +245,9 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             plain = here.read(tensor).astype(np.float32)
             shift = 1 if "gemma" in name and "norm" in tensor else 0
             assert np.array_equal(back.read(tensor), (plain + np.float32(shift)) - np.float32(shift)), tensor
-            module, _, kind = re.sub("(correction)_bias$|(expert_bias)$", r"\1\2.bias", tensor).rpartition(".")
+            module, _, kind = re.sub(
+                "(correction)_bias$|(expert_bias)$", r"\1\2.bias", tensor.replace("sinks", "sinks.weight")
+            ).rpartition(".")
             in_parts = any(tensor.endswith(cut.name) for family in families.FAMILIES for cut in family.cuts)
             assert ".experts." in tensor or in_parts or f"{known.get_name(module)}.{kind}" in stored(path)
         import transformers
@@ -855,15 +859,8 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
 EXPERTS = (
-    "dots1",
-    "glm4-moe",
-    "deepseek-v2",
-    "deepseek-v3",
-    "granite-moe-shared",
-    "ernie4-5-moe",
-    "lfm2-moe",
-    "qwen3-next",
-    "qwen3.5-moe",
+    *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
+    *("qwen3-next", "qwen3.5-moe", "gpt-oss"),
 )
 WIDE_TOO: dict[str, dict[str, Any]] = {
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": [*["conv", "conv", "full_attention"] * 3]},
@@ -873,9 +870,7 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
 
 @needs_llama_cpp
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"]
-)
+@pytest.mark.parametrize("name", EXPERTS)
 def test_llama_cpp_gives_the_same_types_to_experts(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **{"vocab_size": 262, **WIDE, **WIDE_TOO.get(name, {})})
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())

@@ -320,6 +320,11 @@ def _window_of_exaone4(config: Config) -> tuple[str, object, object]:
     return "sliding_window", stated, (4096 if stated is None else stated) if large else None
 
 
+def _take_gpt_oss(found: Values, config: dict[str, Any]) -> None:
+    if scaling := config.get("rope_scaling"):
+        scaling["truncate"] = False  # as published; the GGUF file does not say it
+
+
 def _last_layer_of_ernie(config: Config) -> tuple[str, object, object]:
     last = config.count("num_hidden_layers") - 1
     stated = config.get("moe_layer_end_index", -1)
@@ -584,6 +589,32 @@ FAMILIES = (
         told_by="expert_shared_feed_forward_length",
     ),
     Family(
+        "gpt-oss",
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {**_ATTENTION, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        bare={"attn_sinks.weight": "self_attn.sinks", "ffn_down_exps.bias": "mlp.experts.down_proj_bias"},
+        cuts=(
+            Cut(
+                "mlp.experts.gate_up_proj",
+                (Part("ffn_gate_exps.weight", transposed=True), Part("ffn_up_exps.weight", transposed=True)),
+                columns=True,
+            ),
+            Cut("mlp.experts.down_proj", (Part("ffn_down_exps.weight", transposed=True),)),
+            Cut(
+                "mlp.experts.gate_up_proj_bias",
+                (Part("ffn_gate_exps.bias"), Part("ffn_up_exps.bias")),
+                columns=True,
+                bands=True,
+            ),
+        ),
+        count="num_local_experts",
+        keys=(Key("expert_feed_forward_length", "intermediate_size"),),
+        take=_take_gpt_oss,
+        fixed=(Fixed("attention_bias", True), Fixed("swiglu_limit", 7.0), Fixed("swiglu_alpha", 1.702)),
+        every=2,
+    ),
+    Family(
         "command-r",
         "cohere",
         "CohereForCausalLM",
@@ -770,12 +801,11 @@ def hub_name(family: Family, name: str) -> str | None:
     module, _, kind = name.rpartition(".")
     if module in family.ends and kind in ("weight", "bias"):
         return f"{family.ends[module]}.{kind}"
-    bare = _BARE.fullmatch(name)
-    if bare is not None and bare[2] in family.bare:
-        return f"{LAYERS}{bare[1]}.{family.bare[bare[2]]}"
-    match = _LAYER.fullmatch(name)
+    match, bare = _LAYER.fullmatch(name), _BARE.fullmatch(name)
     inner = None if match is None else family.layer.get(match[2]) or family.experts.get(match[2])
-    return None if match is None or inner is None else f"{LAYERS}{match[1]}.{inner}.{match[3]}"
+    if match is not None and inner is not None:
+        return f"{LAYERS}{match[1]}.{inner}.{match[3]}"
+    return f"{LAYERS}{bare[1]}.{family.bare[bare[2]]}" if bare is not None and bare[2] in family.bare else None
 
 
 def gguf_place(family: Family, name: str) -> GgufPlace | None:
