@@ -49,6 +49,7 @@ GROUPED = {
 LFM2 = {**SIZES, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 DELTA_NET = {"head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
 INTERLEAVED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
+GEMMA4 = {**HEADS, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 16}
 GLM_MOE = {**GROUPED, "num_mtp_layers": 0}
 VISION = {
     "hidden_size": 32,
@@ -172,6 +173,17 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**MOE, **DELTA_NET, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "num_hidden_layers": 5}
         | {"rope_parameters": INTERLEAVED},
     ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**GEMMA4, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+    ),
+    "gemma4-moe": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
     "dots1": (
         "Dots1ForCausalLM",
         "Dots1Config",
@@ -291,7 +303,7 @@ def save_as(
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1)
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):  # which experts are taken depends on it
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

@@ -76,6 +76,9 @@ _FALLBACK = {
 _PLAIN = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 """How the names of weights end that llama.cpp leaves as they are, besides vectors, norms and routers."""
 
+_KEPT = "per_layer_model_proj.weight"
+"""A matrix that llama.cpp leaves as it is, too: plain numbers in files of plain numbers, else F32."""
+
 _TINY = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
 _IQ4 = frozenset({"IQ4_NL", "IQ4_XS"})
 _OF_EIGHT = frozenset("Q2_K IQ3_XS IQ3_XXS Q3_K_S Q3_K_M IQ4_NL Q4_K_S Q4_K_M IQ3_S IQ3_M IQ4_XS".split())
@@ -148,6 +151,8 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
     if not asked and mixture.default in ("F32", "F16", "BF16"):
         return mixture.default
+    if name == _KEPT:
+        return "F32"
     return fitting(asked or _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape), spec.shape[-1])
 
 

@@ -186,6 +186,8 @@ FAMILIES = {
     "qwen2-vl": "QWEN2VL",
     "qwen2.5-vl": "QWEN2VL",
     "dots1": "DOTS1",
+    "gemma4": "GEMMA4",
+    "gemma4-moe": "GEMMA4",
     "gpt-oss": "GPT_OSS",
     "qwen3-next": "QWEN3NEXT",
     "qwen3.5-moe": "QWEN35MOE",
@@ -202,7 +204,7 @@ FAMILIES = {
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
-WRITTEN_ONLY = {"glm4-moe-lite", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen2-vl", "qwen2.5-vl"}
+WRITTEN_ONLY = {"gemma4", "gemma4-moe", "glm4-moe-lite", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen2-vl", "qwen2.5-vl"}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
@@ -215,6 +217,8 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2.5-vl": {"text_config": {**zoo.ZOO["qwen2.5-vl"][2]["text_config"], "vocab_size": 262}},
     "deepseek-v2": {"num_hidden_layers": 27},
     "gpt-oss": {"sliding_window": 8, "num_hidden_layers": 3},
+    "gemma4": {"sliding_window": 8, "vocab_size_per_layer_input": 262, "use_double_wide_mlp": True},
+    "gemma4-moe": {"sliding_window": 8, "final_logit_softcapping": 2.0},
     "deepseek-v3": {"num_mtp_layers": 0, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3, "routed_scaling_factor": 2.5}
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared"), GRANITE),
@@ -324,6 +328,25 @@ def test_splits_one_after_the_other_are_written_and_read(tmp_path: Path) -> None
     with llama_cpp.Judge(path) as judge:
         for text in texts:
             assert judge.tokens(text) == theirs.encode(text, add_special_tokens=False).ids
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_llama_cpp_splits_text_into_the_tokens_of_gemma_4(tmp_path: Path) -> None:
+    source = zoo.save("gemma4", tmp_path / "m", 0, vocab_size=len(PIECES), vocab_size_per_layer_input=len(PIECES))
+    for file, content in tokenizer_files({**SENTENCEPIECE, "tokenizer.ggml.add_space_prefix": False}).items():
+        (source / file).write_bytes(content)
+    import tokenizers as library
+
+    theirs = library.Tokenizer.from_file(str(source / "tokenizer.json"))
+    path = quantize(source, tmp_path / "q", "q8_0")
+    keys = read_gguf_header(path).keys
+    assert keys["tokenizer.ggml.model"] == "gemma4"
+    assert keys["tokenizer.ggml.merges"] == ["\u2581 a", "a b", "\u2581a b", "\u2581 ab", "\u2581 \u2581"]
+    assert "tokenizer.ggml.scores" not in keys
+    with llama_cpp.Judge(path) as judge:
+        for text in ("ab a b  c", " abab  ab", "a\n\nab<|x|>a b<think>", "\u00fc ab"):
+            assert judge.tokens(text) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
 # ---- straight from a merge, in parts, resumed
@@ -860,11 +883,13 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
 EXPERTS = (
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
-    *("qwen3-next", "qwen3.5-moe", "gpt-oss"),
+    *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe"),
 )
 WIDE_TOO: dict[str, dict[str, Any]] = {
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": [*["conv", "conv", "full_attention"] * 3]},
     "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},
+    "gemma4": {"num_hidden_layers": 6, "vocab_size_per_layer_input": 262},
+    "gemma4-moe": {"num_hidden_layers": 6},
 }
 
 

@@ -361,12 +361,12 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         put("rope.dimension_count", "u32", turned)
     _put_window(given, family, put)
     if family.put is not None:
-        family.put(given, put)
+        extra |= family.put(given, put) or {}
     if family.sections:
         _put_sections(given, family, rope, turned, put)
     if family.model_type in _BIG:
         _put_gemma(given, family, head_dim, slides, put)
-    elif family.every and slides.get("rope_theta") is not None:
+    elif family.every and family.rope == "default" and slides.get("rope_theta") is not None:
         given.need("rope_theta of sliding_attention", slides["rope_theta"], rope["rope_theta"])
     _put_scaling(given, family, rope, head_dim, put, extra)
     values["general.file_type"] = Value("u32", file_type)
@@ -483,5 +483,5 @@ def _put_scaling(
             for there, here in _YARN.items():
                 if rope.get(here) is not None:
                     put(there, "f32", given.number(here, None, rope))
-    elif kind != "default":
-        given.need("rope_type", kind, "default")
+    else:
+        given.need("rope_type", kind, family.rope)

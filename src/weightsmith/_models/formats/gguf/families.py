@@ -21,9 +21,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from weightsmith._models.formats.gguf.delta_net import key_head_rows, put_delta_net
+from weightsmith._models.formats.gguf.gemma4 import put_gemma4
 from weightsmith._models.formats.gguf.latent import put_latent, take_latent
 from weightsmith._models.formats.gguf.shortconv import put_shortconv, take_shortconv
-from weightsmith._models.formats.gguf.values import Config, Put, Values
+from weightsmith._models.formats.gguf.values import Config, Floats, Put, Values
 from weightsmith._models.structure.projections import MIXTRAL
 
 LAYERS = "model.layers."
@@ -137,7 +138,9 @@ class Family:
     keys          numbers that other families do not have
     constants     numbers that the GGUF file holds, and config.json does not: they are those of the family
     fixed         settings that the GGUF file does not hold
-    put, take     set keys that follow from several settings, and the settings from these keys: `delta_net.py`, `latent.py`
+    put, take     set keys that follow from several settings, and the settings from these keys: `delta_net.py`, `latent.py`, …;
+                  `put` gives the tensors that exist in GGUF files alone
+    rope          its own type of RoPE, which `put` checks; "default": there is none
     widths        whether keys say how wide a head of keys and of values is, and both are `head_dim`
     present       settings of config.json that say whether layers have a tensor: name → llama.cpp's name of the tensor
     implied       checks a setting that llama.cpp infers from others: config.json → its name, its value, llama.cpp's value
@@ -149,6 +152,7 @@ class Family:
     stated        whether the file says which layers slide
     scaled        whether Llama 3's scaled frequencies are read
     is_read       whether files of the family are read, too
+    tokenizer     llama.cpp's name of tokenizers with a fallback to bytes; those of "llama" have scores, others merges
     defaults      of transformers, on which published config.json files rely
     activation    of the MLP
     """
@@ -172,9 +176,10 @@ class Family:
     keys: tuple[Key, ...] = ()
     constants: Mapping[str, int] = field(default_factory=dict)
     fixed: tuple[Fixed, ...] = ()
-    put: Callable[[Config, Put], None] | None = None
+    put: Callable[[Config, Put], Mapping[str, Floats] | None] | None = None
     take: Callable[[Values, dict[str, Any]], None] | None = None
     widths: bool = True
+    rope: str = "default"
     present: Mapping[str, str] = field(default_factory=dict)
     implied: Callable[[Config], tuple[str, object, object]] | None = None
     predicting: str = ""
@@ -185,6 +190,7 @@ class Family:
     stated: bool = False
     scaled: bool = False
     is_read: bool = True
+    tokenizer: str = "llama"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "silu"
 
@@ -501,6 +507,36 @@ FAMILIES = (
         every=6,
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
         | {"rope_theta": 1e6, "vocab_size": 262_208, "tie_word_embeddings": True},
+        activation=_GELU,
+    ),
+    Family(
+        "gemma4",
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        {
+            **{**_ATTENTION, **_NORMS, **_DENSE, **_SANDWICH, "ffn_gate_inp": "router.proj"},
+            **{"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"},
+            **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        },
+        bare={
+            **{"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale"},
+            **{"ffn_down_exps.scale": "router.per_expert_scale", "ffn_down_exps.weight": "experts.down_proj"},
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+        },
+        ends={
+            **{**_ENDS, "per_layer_token_embd": "model.embed_tokens_per_layer"},
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        fixed=(Fixed("attention_bias", False),),
+        put=put_gemma4,
+        widths=False,
+        rope="proportional",
+        tokenizer="gemma4",
+        every=6,
+        stated=True,
+        is_read=False,
         activation=_GELU,
     ),
     Family(

@@ -96,6 +96,11 @@ _WHOLE = frozenset("gpt-2 default phi-2 mpt olmo jais trillion jina-es jina-de j
 _WHOLE_MERGES = frozenset(_NAMES[(_LLAMA3,)]) - {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}
 """Names of tokenizers that look a whole word up before they merge it."""
 
+_SHOWN = {
+    "gemma4": ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+}
+"""Tokens of special meaning that llama.cpp prints, because it reads answers by them."""
+
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -298,22 +303,24 @@ def tokenizer_keys(files: Mapping[str, bytes], config: Mapping[str, Any], family
     for entry in added:
         number, token = entry["id"], entry["content"]
         if number < rows:
-            is_control = bool(entry.get("special")) or _looks_special(token)
+            is_control = (bool(entry.get("special")) or _looks_special(token)) and token not in _SHOWN.get(family.tokenizer, ())
             tokens[number] = token if is_control else token.replace(SPACE, " ")
             types[number] = Kind.CONTROL if is_control else Kind.USER_DEFINED
     special = _special_ids(settings, config, added, model["vocab"], rows)
     if pieces and "unknown" in special:
         types[special["unknown"]] = Kind.UNKNOWN
-    values = {"tokenizer.ggml.model": Value("str", "llama" if pieces else "gpt2")}
+    values = {"tokenizer.ggml.model": Value("str", family.tokenizer if pieces else "gpt2")}
     known = set(tokens)  # none beyond the rows
     merges = [pair for pair in _pairs(model.get("merges")) if known.issuperset((*pair, "".join(pair)))]
     if pieces:
-        values["tokenizer.ggml.pre"] = Value("str", "default")
         values["tokenizer.ggml.add_space_prefix"] = Value("bool", _has_prefix(tokenizer))
+    else:
+        values["tokenizer.ggml.pre"] = Value("str", _pre_name(tokenizer.get("pre_tokenizer")))
+    if pieces and family.tokenizer == "llama":
+        values["tokenizer.ggml.pre"] = Value("str", "default")
         scores = _scores(files.get("tokenizer.model"), tokens, types, merges)
         values["tokenizer.ggml.scores"] = Value("f32", scores)
     else:
-        values["tokenizer.ggml.pre"] = Value("str", _pre_name(tokenizer.get("pre_tokenizer")))
         values["tokenizer.ggml.merges"] = Value(
             "str", [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
         )
