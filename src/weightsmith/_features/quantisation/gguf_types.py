@@ -46,6 +46,7 @@ MIXTURES = tuple(
         ("Q4_K_S", 14, "Q4_K"),
         ("Q4_1", 3, "Q4_1"),
         ("Q4_0", 2, "Q4_0"),
+        ("MXFP4_MOE", 38, "MXFP4"),
         ("IQ4_NL", 25, "IQ4_NL"),
         ("IQ4_XS", 30, "IQ4_XS"),
         ("Q3_K_L", 13, "Q3_K"),
@@ -169,6 +170,8 @@ def fitting(kind: str, cols: int) -> str:
 
 def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:
     """The type before it is known whether the rows have whole blocks."""
+    if mix == "MXFP4_MOE":
+        return "MXFP4" if "_exps." in name else "Q8_0"
     match = _LAYER.match(name)
     i, n = (int(match[1]), shape.layers) if match else (0, shape.layers)
     eight, four = shape.experts == 8, shape.group >= 4

@@ -900,7 +900,7 @@ def test_llama_cpp_gives_the_same_types_to_experts(name: str, tmp_path: Path, to
     source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **{"vocab_size": 262, **WIDE, **WIDE_TOO.get(name, {})})
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
     plain = quantize(source, tmp_path / "f32", "f32")
-    for mixture in ("Q4_K_M", "Q2_K"):
+    for mixture in ("Q4_K_M", "Q2_K", "MXFP4_MOE"):
         assert llama_cpp.quantize(plain, tmp_path / "theirs.gguf", NUMBERS[mixture])
         ours = stored(quantize(source, tmp_path / mixture, mixture.lower()))
         theirs = stored(tmp_path / "theirs.gguf")

@@ -56,7 +56,7 @@ def family_of_keys(keys: Mapping[str, Any], where: str) -> Family:
     found = Values(keys, where, DAMAGED, f"{architecture}.")
     for family in sorted(alike, key=lambda each: not each.told_by):
         constant = family.constants.get(family.told_by)
-        if not family.told_by or (family.told_by in found and constant in (None, found.get(family.told_by))):
+        if not family.told_by or (family.told_by in found and (constant is None or found.equals(family.told_by, constant))):
             return family
     what = f"a GGUF file of the architecture {show(architecture)}{' with experts' if with_experts else ''}"
     fix = f"Use the model's original checkpoint. GGUF files of these are read: {', '.join(ARCHITECTURES)}."
@@ -133,7 +133,7 @@ def config_of_keys(
         config[family.used] = found.count("expert_used_count")
     config |= {own.field: _value(found, own, own.name, found.float32) for own in family.keys if not own.times}
     for there, constant in family.constants.items():
-        if found.get(there, constant) != constant:
+        if there in found and not found.equals(there, constant):
             what = f"{family.architecture}.{there} is {show(found.get(there))}, which config.json cannot say"
             raise Unsupported(what, where=where, fix="Use the original checkpoint.")
     config |= {each.field: each.value for each in family.fixed if each.field not in config}

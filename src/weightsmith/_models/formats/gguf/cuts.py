@@ -299,6 +299,8 @@ def cut_weight(
 
 def _whole_shape(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of a tensor whose parts have these shapes, if they fit. Raises ValueError."""
+    if min(map(len, shapes)) < 2:
+        raise ValueError(shapes)
     turned = [(*s[:-2], s[-1], s[-2]) if part.transposed else s for part, s in zip(cut.parts, shapes, strict=True)]
     *before, rows, cols = turned[0]
     if cut.columns:

@@ -56,6 +56,11 @@ class Values:
         """As `number`, with the fewest digits that give the same float32."""
         return float(str(np.float32(self.number(name, default))))
 
+    def equals(self, name: str, number: int) -> bool:
+        """Whether a value is this whole number."""
+        value = self.get(name)
+        return type(value) is int and value == number
+
     def truth(self, name: str, default: float | None = None) -> bool:
         """True or false."""
         value = self.get(name, None if default is None else bool(default))
