@@ -36,6 +36,21 @@ DEEPSEEK = {
     "v_head_dim": 8,
     "qk_nope_head_dim": 8,
 }
+GROUPED = {
+    **HEADS,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+}
+"""Experts with the settings of DeepSeek."""
+LFM2 = {**SIZES, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+DELTA_NET = {"head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+INTERLEAVED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
+GEMMA4 = {**HEADS, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 16}
+GLM_MOE = {**GROUPED, "num_mtp_layers": 0}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -128,6 +143,55 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV3Config",
         DEEPSEEK,
     ),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"}),
+    "glm4-moe-lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", {**DEEPSEEK, "n_shared_experts": 1}),
+    "granite-moe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", {**SIZES, "num_local_experts": 4}),
+    "granite-moe-shared": (
+        "GraniteMoeSharedForCausalLM",
+        "GraniteMoeSharedConfig",
+        {**SIZES, "num_local_experts": 4, "shared_intermediate_size": 40},
+    ),
+    "ernie4-5-moe": (
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {**HEADS, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+    ),
+    "lfm2": ("Lfm2ForCausalLM", "Lfm2Config", {**LFM2, "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": (
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        {**LFM2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1},
+    ),
+    "qwen3-next": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**MOE, **DELTA_NET, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "num_hidden_layers": 5},
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {**MOE, **DELTA_NET, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "num_hidden_layers": 5}
+        | {"rope_parameters": INTERLEAVED},
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**GEMMA4, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+    ),
+    "gemma4-moe": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        "Dots1Config",
+        {**GROUPED, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
+        | {"norm_topk_prob": True, "sliding_window": None},
+    ),
+    "glm4-moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "routed_scaling_factor": 1.5, "use_qk_norm": True}),
+    "glm4-moe-bias": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "attention_bias": True, "norm_topk_prob": False}),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mamba": (
         "MambaForCausalLM",
@@ -238,6 +302,9 @@ def save_as(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 

@@ -203,7 +203,8 @@ class Encoder:
         if not gathered.entered(count):
             return 0
         outs = [np.empty(stored.nbytes, np.uint8) for stored in active.step.outs]
-        find_encoding(active.step.encoding).encode(spec, gathered.values.reshape(spec.shape), 0, outs, _NO_NUMBERS)
+        encoding = find_encoding(active.step.encoding)
+        encoding.encode(spec, gathered.values.reshape(spec.shape), 0, outs, self._about(active.step, encoding))
         active.gathered = None
         for stored, hashed, data in zip(active.step.outs, active.hashes, outs, strict=True):
             if stored.dtype.name == "F16" and not self._allow_nonfinite:

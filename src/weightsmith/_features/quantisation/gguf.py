@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +37,20 @@ from weightsmith._features.quantisation.mmproj import UNUSED, VisionHalf, left_o
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
 from weightsmith._models.formats.gguf.config import family_of_config, keys_of_config, text_config
+from weightsmith._models.formats.gguf.cuts import CutEncoding, Pieces, part_shape, pieces_of
 from weightsmith._models.formats.gguf.delta_net import Order, value_order
-from weightsmith._models.formats.gguf.families import Family, gguf_place, is_router, rotated_heads, shift_of, text_name
+from weightsmith._models.formats.gguf.families import (
+    Cut,
+    Family,
+    cut_of,
+    gguf_place,
+    is_known,
+    is_router,
+    predicts,
+    rotated_heads,
+    shift_of,
+    text_name,
+)
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.projectors import PROCESSOR, TOKENIZER
@@ -58,6 +72,8 @@ PREDICTS = "a layer that predicts several tokens at a time is not written"
 OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
 _OTHER_PART = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
 """How the names of tensors begin that do not belong to the language model."""
+
+_V = re.compile(r"blk\.([0-9]+)\.attn_(?:v|qkv)\.weight")
 
 Importances = Mapping[str, npt.NDArray[np.float32]]
 
@@ -276,53 +292,46 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     keys, extra = keys_of_config(config, family, mixture.number)
     given = Config(config)
     dropped, steps = _without_doubles(draft.steps, given)
-    steps, others, predict = _parts(steps, family, several=not {"text_config", "vision_config"}.isdisjoint(draft.config or {}))
-    named = _named(steps, family)
-    tied = "output.weight" not in named
-    specs = [replace(step.out, name=name) for name, step in named.items()]
     layers, heads = given.count("num_hidden_layers"), given.count("num_attention_heads")
-    kv_heads = given.count("num_key_value_heads", heads)
-    experts = keys.get(f"{family.architecture}.expert_count")
+    last = layers if family.predicting and given.count(family.predicting, 0, least=0) else math.inf
+    steps, others, predict = _parts(
+        steps, family, last, several=not {"text_config", "vision_config"}.isdisjoint(draft.config or {})
+    )
+    stored_as = _stored_as(steps, family, given)
+    names = [spec.name for each in stored_as for spec in each.specs]
+    tied = "output.weight" not in names
+    stated: dict[str, Any] = {name.removeprefix(f"{family.architecture}."): value.value for name, value in keys.items()}
+    kv_heads = stated["attention.head_count_kv"]
+    kv_heads = kv_heads[0] if isinstance(kv_heads, list) else kv_heads
     shape = Shape(
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        experts=0 if experts is None or not isinstance(experts.value, int) else experts.value,
+        experts=stated.get("expert_count", 0),
         tied=tied,
         weighted=bool(importances),
         big=family.architecture == "llama" and layers == 80 and heads != kv_heads,
+        attention=tuple(sorted(int(match[1]) for name in names if (match := _V.fullmatch(name)))),
     )
     problems: list[WeightsmithError] = [
         option_error("tensor_types", f"no tensor of this model has a name that matches {pattern.pattern}", _NAMED)
         for pattern, _ in chosen
-        if not any(pattern.search(name) for name in named)
+        if not any(pattern.search(name) for name in names)
     ]
-    kinds = [type_of(mixture, spec, shape, chosen) for spec in specs]
-    if not ENCODED.issuperset({*kinds} - {*PLAIN}):
+    kinds = [[type_of(mixture, spec, shape, chosen) for spec in each.specs] for each in stored_as]
+    if not ENCODED.issuperset({kind for own in kinds for kind in own} - {*PLAIN}):
         libgguf()
     made: list[Step] = []
-    for spec, step, kind in zip(specs, named.values(), kinds, strict=True):
-        turned = rotated_heads(family, spec.name, heads, kv_heads)
-        decays = spec.name.endswith(".ssm_a")
-        encoding = GgufEncoding(TYPES[kind], spec.shape[0] // turned if turned else 0, shift_of(family, spec.name), decays)
-        weighted = -1
+    for each, own in zip(stored_as, kinds, strict=True):
         try:
-            step = _in_order(step, value_order(spec.name, given), draft)
-            if encoding.dtype.block > 1 and (values := _importances(importances, spec, kind, mixture)) is not None:
-                weighted = len(draft.tables)
-                draft.tables.append(Table(values.astype("<f4").tobytes()))
-            stored = tuple(replace(out, name=spec.name) for out in encoding.outs(step.out))
+            made.append(_encoded(each, own, importances, mixture, draft, family, given))
         except WeightsmithError as error:
             problems.append(error)
-            continue
-        made.append(replace(step, encoding=encoding.name, stored=stored, weighted=weighted))
     if problems:
         raise PlanError(problems)
-    rows = named["token_embd.weight"].out.shape[0]
-    keys |= tokenizer_keys(_files(assembled, READ), config, family, rows)
-    vision, warnings = (
-        _vision(mixture, assembled, named["token_embd.weight"], others) if others and settings.mmproj else (VisionHalf(), [])
-    )
+    embedding = next(each.step for each in stored_as if each.specs[0].name == "token_embd.weight")
+    keys |= tokenizer_keys(_files(assembled, READ), config, family, embedding.out.shape[0])
+    vision, warnings = _vision(mixture, assembled, embedding, others) if others and settings.mmproj else (VisionHalf(), [])
     constants, numbers = _constants(extra, len(draft.settings))
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py")]
     said = {"config.json", *READ, *(PROCESSOR if vision.header else ())}  # the keys say the same
@@ -335,14 +344,13 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     draft.carried, draft.files = copied, {}
     draft.lacking = joined([draft.lacking, lacking(((c.ref, c.files) for c in assembled.inputs), held)])
     draft.container, draft.header, draft.mmproj = GGUF, encode_metadata(keys), vision.header
-    draft.warnings += [*_unused(importances, named), *_left_out(dropped), *warnings, *_changed(made, chosen)]
+    draft.warnings += [*_unused(importances, names), *_left_out(dropped), *warnings, *_changed(made, chosen)]
 
 
 def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
     """Tensors that have another type than was asked for, because of their shape."""
     found: dict[tuple[str, str], list[str]] = {}
-    for step in steps:
-        [out] = step.stored
+    for out in (out for step in steps for out in step.stored):
         asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(out.name)), out.dtype.name)
         if out.dtype.name != asked:
             found.setdefault((asked, out.dtype.name), []).append(out.name)
@@ -364,18 +372,19 @@ def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
     return found
 
 
-def _parts(steps: Sequence[Step], family: Family, *, several: bool) -> tuple[list[Step], list[Step], list[Step]]:
+def _parts(steps: Sequence[Step], family: Family, layers: float, *, several: bool) -> tuple[list[Step], list[Step], list[Step]]:
     """The steps of the language model, of parts for images and sounds, and of layers that predict several tokens.
 
+    layers   of the language model; those behind them predict
     several  whether config.json describes other parts, too
     """
     own, others, predict = list[Step](), list[Step](), list[Step]()
     for step in steps:
         name = step.out.name
-        if gguf_place(family, name) is not None:
-            own.append(step)
-        elif name.startswith("mtp."):
+        if predicts(name, layers):
             predict.append(step)
+        elif is_known(family, name):
+            own.append(step)
         else:
             (others if several and _OTHER_PART.search(name) else own).append(step)
     return own, others, predict
@@ -437,21 +446,39 @@ def _without_doubles(steps: Sequence[Step], config: Config) -> tuple[list[Droppe
     return list(dict.fromkeys(dropped)), kept
 
 
-def _named(steps: Sequence[Step], family: Family) -> dict[str, Step]:
-    """The steps under llama.cpp's names; the experts of a layer as one step. Raises PlanError with every tensor it has not."""
-    single: dict[str, Step] = {}
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A step, and what llama.cpp stores of it.
+
+    specs   under llama.cpp's names: the tensor, or its parts
+    height  rows of a band, of a tensor in parts
+    parts   what each part is of a band; (): the tensor is stored as one
+    flat    see `Cut`
+    """
+
+    step: Step
+    specs: list[TensorSpec]
+    height: int = 0
+    parts: tuple[Pieces, ...] = ()
+    flat: bool = False
+
+
+def _stored_as(steps: Sequence[Step], family: Family, config: Config) -> list[_Stored]:
+    """The steps, those of the experts of a layer as one. Raises PlanError with every tensor that llama.cpp has not."""
+    found: dict[str, list[_Stored]] = {}
     together: dict[str, dict[int, Step]] = {}
     unknown: list[WeightsmithError] = []
     for step in steps:
         place = gguf_place(family, step.out.name)
-        if place is None:
+        if cut := cut_of(family, step.out.name):
+            found[step.out.name] = _in_parts(step, *cut, config)
+        elif place is None:
             what = f"llama.cpp knows no such tensor in a model of the type {family.model_type}"
             unknown.append(Unsupported(what, where=step.out.name, fix="choose another format, such as fp8-dynamic"))
-        elif place.expert < 0:
-            single[place.name] = step
         else:
-            single.setdefault(place.name, step)
-            together.setdefault(place.name, {})[place.expert] = step
+            found.setdefault(place.name, [_Stored(step, [replace(step.out, name=place.name)])])
+            if place.expert >= 0:
+                together.setdefault(place.name, {})[place.expert] = step
     if unknown:
         raise PlanError(unknown)
     for name, experts in together.items():
@@ -463,10 +490,65 @@ def _named(steps: Sequence[Step], family: Family) -> dict[str, Step]:
         whole = re.sub(r"\.experts\.\d+\.", ".experts.", outs[0].name)
         spec = TensorSpec(whole, outs[0].dtype, (len(outs), *outs[0].shape))
         pieces = tuple(leaf for step in ordered for leaf in step.leaves)
-        single[name] = Step(spec, JOIN, (), pieces=pieces, role=ordered[0].role, layer=ordered[0].layer)
-    if "token_embd.weight" not in single:
+        joined = Step(spec, JOIN, (), pieces=pieces, role=ordered[0].role, layer=ordered[0].layer)
+        found[name] = [_Stored(joined, [replace(spec, name=name)])]
+    if "token_embd.weight" not in found:
         raise Unsupported("the model has no embedding", where="model.embed_tokens.weight", fix="choose another format")
-    return single
+    return [each for own in found.values() for each in own]
+
+
+def _in_parts(step: Step, cut: Cut, layer: str, config: Config) -> list[_Stored]:
+    """A step of a tensor that llama.cpp stores in parts, or a step for each of them if a merge makes them one by one.
+
+    Raises FormatError, and Unsupported for a merge of other matrices.
+    """
+    height, parts = pieces_of(cut, config, step.out.shape)
+    names = [f"blk.{layer}.{part.name}" for part in cut.parts]
+    shapes = [part_shape(pieces, height, step.out.shape, flat=cut.flat) for pieces in parts]
+    specs = [TensorSpec(name, step.out.dtype, shape) for name, shape in zip(names, shapes, strict=True)]
+    rows = [math.prod(piece.out.shape[:-1]) for piece in step.pieces]
+    if not any(each % height for each in rows):
+        return [_Stored(step, specs, height, parts, cut.flat)]
+    count = len(parts)
+    moved = cut.flat or any(piece.step > 1 or piece.transposed for pieces in parts for piece in pieces)
+    if moved or rows != [piece.rows for pieces in parts for piece in pieces] * (len(rows) // count):
+        what = "llama.cpp stores it in parts that the merge does not compute one by one"
+        raise Unsupported(what, where=step.out.name, fix=f"merge without {named('quantize')}, then quantise the result")
+    own = [replace(spec, name=f"{step.out.name}.{i}") for i, spec in enumerate(specs)]
+    return [_Stored(replace(step, out=out, pieces=step.pieces[i::count]), [specs[i]]) for i, out in enumerate(own)]
+
+
+def _encoded(
+    stored: _Stored,
+    kinds: Sequence[str],
+    importances: Importances,
+    mixture: Mixture,
+    draft: PlanDraft,
+    family: Family,
+    config: Config,
+) -> Step:
+    """The step of a tensor that is stored as one of these types, or in parts of these. Raises FormatError, Unsupported."""
+    spec, dtypes = stored.specs[0], [TYPES[kind] for kind in kinds]
+    step = _in_order(stored.step, value_order(spec.name, config), draft)
+    encoding: GgufEncoding | CutEncoding
+    if stored.parts:
+        encoding = CutEncoding(stored.height, tuple(zip(dtypes, stored.parts, strict=True)), stored.flat)
+    else:
+        heads = config.count("num_attention_heads")
+        turned = rotated_heads(family, spec.name, heads, config.count("num_key_value_heads", heads))
+        head_rows, decays = spec.shape[0] // turned if turned else 0, spec.name.endswith(".ssm_a")
+        encoding = GgufEncoding(dtypes[0], head_rows, shift_of(family, spec.name), decays)
+    tables, weighted = list[Floats](), -1
+    for each, kind in zip(stored.specs, kinds, strict=True):
+        values = _importances(importances, each, kind, mixture) if TYPES[kind].block > 1 else None
+        matrices = each.shape[0] if len(each.shape) == 3 else 1
+        tables.append(np.zeros(each.shape[-1] * matrices, np.float32) if values is None else values)
+    if any(table.any() for table in tables):
+        weighted = len(draft.tables)
+        draft.tables.append(Table(np.concatenate(tables).astype("<f4").tobytes()))
+    outs = encoding.outs(step.out)
+    named_outs = tuple(replace(out, name=each.name) for out, each in zip(outs, stored.specs, strict=True))
+    return replace(step, encoding=encoding.name, stored=named_outs, weighted=weighted)
 
 
 def _weighted(draft: PlanDraft, family: Family, names: Iterable[str]) -> list[TensorSpec]:

@@ -46,6 +46,7 @@ MIXTURES = tuple(
         ("Q4_K_S", 14, "Q4_K"),
         ("Q4_1", 3, "Q4_1"),
         ("Q4_0", 2, "Q4_0"),
+        ("MXFP4_MOE", 38, "MXFP4"),
         ("IQ4_NL", 25, "IQ4_NL"),
         ("IQ4_XS", 30, "IQ4_XS"),
         ("Q3_K_L", 13, "Q3_K"),
@@ -73,8 +74,11 @@ _FALLBACK = {
 }
 """Where the rows are no multiple of 256."""
 
-_PLAIN = (".ssm_conv1d.weight", ".ssm_a", ".ssm_dt.bias")
-"""How the names of tensors end that llama.cpp leaves as they are, besides vectors, norms and routers."""
+_PLAIN = (".ssm_conv1d.weight", ".shortconv.conv.weight")
+"""How the names of weights end that llama.cpp leaves as they are, besides vectors, norms and routers."""
+
+_KEPT = "per_layer_model_proj.weight"
+"""A matrix that llama.cpp leaves as it is, too: plain numbers in files of plain numbers, else F32."""
 
 _TINY = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
 _IQ4 = frozenset({"IQ4_NL", "IQ4_XS"})
@@ -88,7 +92,8 @@ _LAYER = re.compile(r"blk\.([0-9]+)\.")
 class Shape:
     """What the rules look at besides names.
 
-    layers, heads, kv_heads, experts  of the model
+    layers, heads, kv_heads, experts  of the model; 0 heads of k: those of its first layer, which has no attention
+    attention  layers that have a v, in order; (): all
     tied      the embedding is the head too
     weighted  there are importances
     big       Llama's 70B, whose v is small beside q
@@ -101,11 +106,12 @@ class Shape:
     tied: bool
     weighted: bool
     big: bool
+    attention: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
         """Heads of q that share one of k."""
-        return self.heads // self.kv_heads
+        return self.heads // self.kv_heads if self.kv_heads else 0
 
 
 Chosen = Sequence[tuple[re.Pattern[str], str]]
@@ -140,11 +146,14 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     chosen  from `read_types`
     """
     name = spec.name
-    if len(spec.shape) < 2 or is_norm(name) or is_router(name) or name.endswith(_PLAIN):  # small, and they decide much
+    small = len(spec.shape) < 2 or not name.endswith(".weight")
+    if small or is_norm(name) or is_router(name) or name.endswith(_PLAIN):  # they decide much
         return "F32"
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
     if not asked and mixture.default in ("F32", "F16", "BF16"):
         return mixture.default
+    if name == _KEPT:
+        return "F32"
     return fitting(asked or _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape), spec.shape[-1])
 
 
@@ -161,6 +170,8 @@ def fitting(kind: str, cols: int) -> str:
 
 def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:
     """The type before it is known whether the rows have whole blocks."""
+    if mix == "MXFP4_MOE":
+        return "MXFP4" if "_exps." in name else "Q8_0"
     match = _LAYER.match(name)
     i, n = (int(match[1]), shape.layers) if match else (0, shape.layers)
     eight, four = shape.experts == 8, shape.group >= 4
@@ -184,6 +195,8 @@ def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:
             return "Q5_K" if eight else "IQ3_S" if mix in ("IQ2_S", "IQ2_M") else default
         return default
     if part in ("attn_v", "attn_qkv"):
+        if i in shape.attention:  # llama.cpp counts them
+            i, n = shape.attention.index(i), len(shape.attention)
         return _of_v(mix, default, i, n, shape)
     if part in ("attn_k", "attn_q"):
         if part == "attn_k" and eight:

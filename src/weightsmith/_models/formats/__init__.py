@@ -20,6 +20,7 @@ from weightsmith.abc.stored import StoredFormat as StoredFormat
 
 NAMES = (
     "plain", "compressed_tensors", "fp8", "gptq", "awq", "bitsandbytes", "exl2", "exl3", "gguf", "mlx", "modelopt",
+    "mxfp4",
 )  # fmt: skip
 """weightsmith's formats. The first that recognises a model reads it."""
 

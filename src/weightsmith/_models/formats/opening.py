@@ -90,11 +90,6 @@ def suffixes() -> tuple[str, ...]:
     return tuple(suffix for kind in kinds() for suffix in kind.suffixes)
 
 
-def _mxfp4(name: str, specs: Specs) -> str:
-    """gpt-oss's experts, which no format reads."""
-    return "MXFP4" if name.removesuffix("_scales") + "_blocks" in specs else ""
-
-
 def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str | None:
     """What the weights are quantised with and how that shows, or None if they are plain numbers.
 
@@ -108,7 +103,7 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
         method = entry.get("quant_method") or entry.get("mode") or "unnamed method"
         bits = f", {show(entry['bits'])} bits" if "bits" in entry else ""
         return f"{show(method)}{bits} ({where} in config.json)"
-    marks = [*(mark for each in formats() for mark in each.marks.items()), ("_scales", _mxfp4)]
+    marks = [mark for each in formats() for mark in each.marks.items()]
     suffixes = tuple(suffix for suffix, _ in marks)
     for name in specs:
         if name.endswith(suffixes):

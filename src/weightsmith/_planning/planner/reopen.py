@@ -23,9 +23,10 @@ from weightsmith._methods import user_files
 from weightsmith._methods.base import Parameter
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
 from weightsmith._models.formats import find_encoding
+from weightsmith._models.formats.gguf.cuts import CutEncoding
 from weightsmith._models.formats.gguf.header import check_keys
 from weightsmith._models.formats.gguf.imatrix import are_importances
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, GgufEncoding
 from weightsmith._models.lora import open_adapter
 from weightsmith._models.structure import analyse
 from weightsmith._planning.planner.inputs import open_models
@@ -256,12 +257,14 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
         raise _wrong(step, f"{step.encoding} does not store it as the plan says")
     if any(piece.out.shape[-1:] != step.out.shape[-1:] for piece in step.pieces):
         raise _wrong(step, f"{step.encoding} stores whole rows, and its pieces have other rows")
-    if step.weighted < 0 and (kind := step.stored[0].dtype.name) in NEEDS_IMPORTANCES:
-        raise _wrong(step, f"{kind} cannot be encoded without importances")
+    if isinstance(encoding, CutEncoding) and any(_rows(piece.out) % encoding.height for piece in step.pieces):
+        raise _wrong(step, f"{step.encoding} stores whole bands of rows, and its pieces have others")
+    if step.weighted < 0 and not NEEDS_IMPORTANCES.isdisjoint(kinds := [out.dtype.name for out in step.stored]):
+        raise _wrong(step, f"{' and '.join(kinds)} cannot be encoded without importances")
     if step.weighted >= 0:
         cols, count = step.out.shape[-1], len(plan.tables[step.weighted].data) // 4
-        matrices = step.out.shape[0] if len(step.out.shape) == 3 else 1
-        if count not in (cols, cols * matrices) or encoding.product:
+        taken = encoding.importances(step.out) if isinstance(encoding, GgufEncoding | CutEncoding) else ()
+        if count not in taken:
             raise _wrong(step, f"its {count:,} importances are not one for each of {cols:,} columns")
         if not are_importances(plan.tables[step.weighted].floats):
             raise _wrong(step, "its importances are negative, not finite or too large")
@@ -269,6 +272,10 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
     fits = made is not None and (made.dtype.name, made.shape) == ("F32", (1,)) and plan.maker[name] in plan.needs(step)
     if encoding.product and not fits:
         raise _wrong(step, f"{step.encoding} needs the array {name!r} of a product")
+
+
+def _rows(spec: TensorSpec) -> int:
+    return math.prod(spec.shape[:-1])
 
 
 def _check_leaf(plan: Plan, leaf: Step, inputs: list[Checkpoint], arrays: dict[str, TensorSpec]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.resources
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable, Mapping
@@ -184,8 +185,26 @@ FAMILIES = {
     "ministral3": "MISTRAL3",
     "qwen2-vl": "QWEN2VL",
     "qwen2.5-vl": "QWEN2VL",
+    "dots1": "DOTS1",
+    "gemma4": "GEMMA4",
+    "gemma4-moe": "GEMMA4",
+    "gpt-oss": "GPT_OSS",
+    "qwen3-next": "QWEN3NEXT",
+    "qwen3.5-moe": "QWEN35MOE",
+    "ernie4-5-moe": "ERNIE4_5_MOE",
+    "lfm2": "LFM2",
+    "lfm2-moe": "LFM2MOE",
+    "glm4-moe-lite": "DEEPSEEK2",
+    "granite-moe": "GRANITE_MOE",
+    "granite-moe-shared": "GRANITE_MOE",
+    "deepseek-v2": "DEEPSEEK2",
+    "deepseek-v3": "DEEPSEEK2",
+    "glm4-moe": "GLM4_MOE",
+    "glm4-moe-bias": "GLM4_MOE",
 }
-WRITTEN_ONLY = {"qwen3.5", "qwen2-vl", "qwen2.5-vl"}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+WRITTEN_ONLY = {"gemma4", "gemma4-moe", "glm4-moe-lite", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen2-vl", "qwen2.5-vl"}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
@@ -196,9 +215,18 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 8},
     "qwen2-vl": {"text_config": {**zoo.ZOO["qwen2-vl"][2]["text_config"], "vocab_size": 262}},
     "qwen2.5-vl": {"text_config": {**zoo.ZOO["qwen2.5-vl"][2]["text_config"], "vocab_size": 262}},
-    "granite": {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "deepseek-v2": {"num_hidden_layers": 27},
+    "gpt-oss": {"sliding_window": 8, "num_hidden_layers": 3},
+    "gemma4": {"sliding_window": 8, "vocab_size_per_layer_input": 262, "use_double_wide_mlp": True},
+    "gemma4-moe": {"sliding_window": 8, "final_logit_softcapping": 2.0},
+    "deepseek-v3": {"num_mtp_layers": 0, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3, "routed_scaling_factor": 2.5}
+    | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared"), GRANITE),
 }
+IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss")
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
+    "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
+    "glm4-moe-lite": {"first_k_dense_replace": 1},
     "qwen3.5": {"linear_num_value_heads": 6},
     "hunyuan-dense": {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}},
 }
@@ -221,10 +249,11 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             plain = here.read(tensor).astype(np.float32)
             shift = 1 if "gemma" in name and "norm" in tensor else 0
             assert np.array_equal(back.read(tensor), (plain + np.float32(shift)) - np.float32(shift)), tensor
-            their_name = known.get_name(
-                tensor.removesuffix(".weight").removesuffix(".bias").replace(".experts.0.", ".experts.")
-            )
-            assert ".experts." in tensor or f"{their_name}.{tensor.rpartition('.')[2]}" in stored(path)
+            module, _, kind = re.sub(
+                "(correction)_bias$|(expert_bias)$", r"\1\2.bias", tensor.replace("sinks", "sinks.weight")
+            ).rpartition(".")
+            in_parts = any(tensor.endswith(cut.name) for family in families.FAMILIES for cut in family.cuts)
+            assert ".experts." in tensor or in_parts or f"{known.get_name(module)}.{kind}" in stored(path)
         import transformers
 
         configs = [transformers.AutoConfig.from_pretrained(folder.folder).to_dict() for folder in (here, back)]
@@ -299,6 +328,25 @@ def test_splits_one_after_the_other_are_written_and_read(tmp_path: Path) -> None
     with llama_cpp.Judge(path) as judge:
         for text in texts:
             assert judge.tokens(text) == theirs.encode(text, add_special_tokens=False).ids
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_llama_cpp_splits_text_into_the_tokens_of_gemma_4(tmp_path: Path) -> None:
+    source = zoo.save("gemma4", tmp_path / "m", 0, vocab_size=len(PIECES), vocab_size_per_layer_input=len(PIECES))
+    for file, content in tokenizer_files({**SENTENCEPIECE, "tokenizer.ggml.add_space_prefix": False}).items():
+        (source / file).write_bytes(content)
+    import tokenizers as library
+
+    theirs = library.Tokenizer.from_file(str(source / "tokenizer.json"))
+    path = quantize(source, tmp_path / "q", "q8_0")
+    keys = read_gguf_header(path).keys
+    assert keys["tokenizer.ggml.model"] == "gemma4"
+    assert keys["tokenizer.ggml.merges"] == ["\u2581 a", "a b", "\u2581a b", "\u2581 ab", "\u2581 \u2581"]
+    assert "tokenizer.ggml.scores" not in keys
+    with llama_cpp.Judge(path) as judge:
+        for text in ("ab a b  c", " abab  ab", "a\n\nab<|x|>a b<think>", "\u00fc ab"):
+            assert judge.tokens(text) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
 # ---- straight from a merge, in parts, resumed
@@ -435,6 +483,115 @@ def test_types_that_need_importances(model: Path, tokenizers: dict[str, Path]) -
     assert "--imatrix FILE" in str(caught.value)
     assert len(caught.value.problems) == 5
     assert weightsmith.plan(passthrough("m"), quantize="gguf-iq2_xs").encodings  # rows of 64 and 96 fall back to IQ4_NL
+
+
+# ---- tensors that llama.cpp stores in parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize("kind", ["ties", "passthrough"])
+def test_a_merge_of_what_is_stored_in_parts_is_the_merge_then_quantised(
+    name: str, kind: str, tmp_path: Path, tokenizers: dict[str, Path]
+) -> None:
+    for seed, each in enumerate(("base", "a", "b")):
+        source = zoo.save(name, tmp_path / each, seed, vocab_size=262)
+        (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    models = [{"model": str(tmp_path / each), "parameters": {"weight": 0.5, "density": 0.4}} for each in ("a", "b")]
+    recipe: dict[str, Any] = {"merge_method": "ties", "base_model": str(tmp_path / "base"), "models": models}
+    if kind == "passthrough":
+        recipe = passthrough(str(tmp_path / "a"))
+    merge: Callable[..., Any] = weightsmith.merge
+    merge({**recipe, "dtype": "bfloat16"}, tmp_path / "merged", progress=False)
+    twice = quantize(tmp_path / "merged", tmp_path / "twice", "q8_0").read_bytes()
+    merge({**recipe, "dtype": "bfloat16"}, tmp_path / "once", quantize="gguf-q8_0", progress=False)
+    assert (tmp_path / "once/model.gguf").read_bytes() == twice
+
+
+@pytest.mark.slow
+def test_parts_that_do_not_fit_together(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = zoo.save("granite-moe", tmp_path / "m", 1)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    reader = gguf.GGUFReader(quantize(source, tmp_path / "q", "f32"))
+    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    keys = {name.removeprefix("granitemoe."): value for name, value in keys.items() if name != "general.architecture"}
+    there = {each.name: (np.array(each.data), "F32") for each in reader.tensors}
+    name = "blk.1.ffn_up_exps.weight"
+    for values in (there[name][0][:, 1:], there[name][0][1:], there[name][0][0], None):
+        wrong = {**there, name: (values, "F32")}
+        if values is None:
+            del wrong[name]
+        words = (
+            "is missing, and there are other parts of" if values is None else "parts of '.*input_linear.weight' have the shapes"
+        )
+        with pytest.raises(FormatError, match=words):
+            weightsmith.open_checkpoint(write_gguf(tmp_path / "a.gguf", "granitemoe", wrong, keys))
+    source = zoo.save("deepseek-v3", tmp_path / "d", 1)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    changed(source, qk_nope_head_dim=7)
+    with pytest.raises(PlanError, match=r"its 64 rows are not 7 \+ 8, once or several times"):
+        quantize(source, tmp_path / "q", "f32", resume=False)
+
+
+@pytest.mark.slow
+def test_experts_that_are_published_as_one_tensor(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    """Qwen3.5's: transformers loads and saves them one by one, and publishers do not."""
+    source = zoo.save("qwen3.5-moe", tmp_path / "m", 1)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    own = stored(quantize(source, tmp_path / "q", "q8_0"))
+    with weightsmith.open_checkpoint(source) as found:
+        tensors, config = {name: found.read(name) for name in found.specs}, found.config
+    for i in range(5):
+        stem = f"model.layers.{i}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{stem}.{e}.{part}_proj.weight") for e in range(4)]) for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], 1), f"{stem}.down_proj": down}
+    write_checkpoint(source, tensors, config)
+    assert stored(quantize(source, tmp_path / "fused", "q8_0")) == own
+
+
+# ---- layers that predict several tokens at a time
+
+
+@pytest.mark.slow
+def test_layers_that_predict_are_left_out(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    """Those behind the model's own, as its config.json counts them; in a GGUF file, too."""
+    source = zoo.save("glm4-moe", tmp_path / "m", 1)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    own = stored(quantize(source, tmp_path / "plain", "f32"))
+    with weightsmith.open_checkpoint(source) as found:
+        config = {**(found.config or {}), "num_nextn_predict_layers": 1}
+        tensors = {name: found.read(name) for name in found.specs}
+    more = {name.replace(".2.", ".3."): values for name, values in tensors.items() if name.startswith("model.layers.2.")}
+    more |= {"model.layers.3.eh_proj.weight": np.ones((32, 64), BF16), "model.layers.3.enorm.weight": np.ones(32, BF16)}
+    write_checkpoint(source, {**tensors, **more}, config)
+    plan = weightsmith.plan(passthrough(str(source)), quantize="gguf-f32")
+    assert {each.tensor for each in plan.dropped} == set(more)
+    assert f"{len(more)} tensors are left out: layers that predict several tokens at a time" in str(plan.warnings[-1])
+    assert stored(quantize(source, tmp_path / "q", "f32")) == own
+    changed(source, num_nextn_predict_layers=0)
+    with pytest.raises(PlanError, match=r"layers\.3\.eh_proj\.weight: llama\.cpp knows no such tensor"):
+        weightsmith.plan(passthrough(str(source)), quantize="gguf-f32")
+
+    reader = gguf.GGUFReader(tmp_path / "q" / "model.gguf")
+    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    keys = {name.removeprefix("glm4moe."): value for name, value in keys.items() if name != "general.architecture"}
+    there = {each.name: (np.array(each.data), "F32") for each in reader.tensors}
+    there |= {name.replace("blk.2.", "blk.3."): values for name, values in there.items() if name.startswith("blk.2.")}
+    there["blk.3.nextn.eh_proj.weight"] = np.ones((32, 64), np.float32), "F32"
+    path = write_gguf(tmp_path / "theirs.gguf", "glm4moe", there, {**keys, "block_count": 4, "nextn_predict_layers": 1})
+    with weightsmith.open_checkpoint(path) as found:
+        assert set(found.specs) == set(tensors)
+        assert found.config is not None
+        assert (found.config["num_hidden_layers"], found.config["num_nextn_predict_layers"]) == (3, 0)
+        assert "layers that predict several tokens at a time" in str(found.notes[-1])
+    path = write_gguf(tmp_path / "theirs.gguf", "glm4moe", there, {**keys, "nextn_predict_layers": 3})
+    with pytest.raises(FormatError, match="nextn_predict_layers is 3, and there are no other layers"):
+        weightsmith.open_checkpoint(path)
+    path = write_gguf(tmp_path / "theirs.gguf", "glm4moe", there, {**keys, "expert_gating_func": 1})
+    with pytest.raises(Unsupported, match=r"glm4moe\.expert_gating_func is 1, which config\.json cannot say"):
+        weightsmith.open_checkpoint(path)
 
 
 # ---- what is refused
@@ -721,6 +878,34 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
     assert stored(ours) == stored(theirs)
     keys = [{name: str(value) for name, value in read_gguf_header(path).keys.items()} for path in (ours, theirs)]
     assert keys[0] == keys[1]
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
+EXPERTS = (
+    *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
+    *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe"),
+)
+WIDE_TOO: dict[str, dict[str, Any]] = {
+    "lfm2-moe": {"num_hidden_layers": 9, "layer_types": [*["conv", "conv", "full_attention"] * 3]},
+    "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},
+    "gemma4": {"num_hidden_layers": 6, "vocab_size_per_layer_input": 262},
+    "gemma4-moe": {"num_hidden_layers": 6},
+}
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+def test_llama_cpp_gives_the_same_types_to_experts(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **{"vocab_size": 262, **WIDE, **WIDE_TOO.get(name, {})})
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    plain = quantize(source, tmp_path / "f32", "f32")
+    for mixture in ("Q4_K_M", "Q2_K", "MXFP4_MOE"):
+        assert llama_cpp.quantize(plain, tmp_path / "theirs.gguf", NUMBERS[mixture])
+        ours = stored(quantize(source, tmp_path / mixture, mixture.lower()))
+        theirs = stored(tmp_path / "theirs.gguf")
+        assert {n: kind for n, (kind, _, _) in ours.items()} == {n: kind for n, (kind, _, _) in theirs.items()}, mixture
+        assert {n: data for n, (_, _, data) in ours.items()} == {n: data for n, (_, _, data) in theirs.items()}, mixture
 
 
 @pytest.mark.slow

@@ -19,7 +19,12 @@ BF16 = DTYPES["BF16"]
 
 
 @pytest.mark.parametrize(
-    "name", ["gguf-f32+1", "gguf-f16", "gguf-bf16/8", "gguf-q8_0", "gguf-q5_1/8", "gguf-q4_k", "gguf-iq4_nl", "gguf-f16*2"]
+    "name",
+    [
+        *("gguf-f32+1", "gguf-f16", "gguf-bf16/8", "gguf-q8_0", "gguf-q5_1/8", "gguf-q4_k", "gguf-iq4_nl", "gguf-f16*2"),
+        *("gguf-256:q5_0[0-128]t,q4_k[128-256]", "gguf-32:f16[0-32,0+2]t,q8_0[0-32,1+2]t", "gguf-1:f32[0-1,0+2],bf16[0-1,1+2]"),
+        *("gguf-32+:q8_0[0-8]+[16-32],f16[8-16]", "gguf-32+:q8_0[0-8],q5_0[8-32]"),
+    ],
 )
 class TestGguf(EncodingTests):
     @pytest.fixture

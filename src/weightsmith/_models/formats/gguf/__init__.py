@@ -9,13 +9,15 @@ projectors.py names of tensors and keys of vision halves
 values.py     values of config.json and of the keys, checked
 imatrix.py    llama.cpp's importance matrices
 reading.py    the tensors of files
+cuts.py       tensors that llama.cpp stores in parts
 writing.py    the encodings: ggml's blocks of numbers, and llama.cpp's order of rows
 """
 
 from __future__ import annotations
 
+from weightsmith._models.formats.gguf.cuts import find_cut
 from weightsmith._models.formats.gguf.reading import KIND
 from weightsmith._models.formats.gguf.writing import find
 from weightsmith.abc.stored import StoredFormat
 
-FORMAT = StoredFormat("gguf", "GGUF", files=(KIND,), parse=find)
+FORMAT = StoredFormat("gguf", "GGUF", files=(KIND,), parse=lambda name: find(name) or find_cut(name))

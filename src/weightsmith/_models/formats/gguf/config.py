@@ -7,14 +7,14 @@ model has otherwise is rejected when a GGUF file of it is planned, because llama
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
-from weightsmith._models.formats.gguf.families import ALIKE, ARCHITECTURES, FAMILIES, MODEL_TYPES, Family
+from weightsmith._models.formats.gguf.families import ALIKE, ARCHITECTURES, FAMILIES, MODEL_TYPES, Family, Key
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.values import Config, Floats, Values
 
@@ -28,6 +28,7 @@ _COUNTS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
+_ALIASES = {"intermediate_size": "block_ff_dim"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What all of Meta's models with scaled frequencies have; a GGUF file has only the quotients that follow."""
 _LOCAL_BASE = 10_000.0
@@ -51,9 +52,11 @@ def family_of_keys(keys: Mapping[str, Any], where: str) -> Family:
     experts = keys.get(f"{architecture}.expert_count")
     with_experts = isinstance(experts, np.ndarray) or bool(experts)
     readable = [each for each in FAMILIES if each.is_read]
-    alike = [each for each in readable if each.architecture == architecture and bool(each.experts) == with_experts]
+    alike = [each for each in readable if each.architecture == architecture and bool(each.count) == with_experts]
+    found = Values(keys, where, DAMAGED, f"{architecture}.")
     for family in sorted(alike, key=lambda each: not each.told_by):
-        if not family.told_by or family.told_by in Values(keys, where, DAMAGED, f"{architecture}."):
+        constant = family.constants.get(family.told_by)
+        if not family.told_by or (family.told_by in found and (constant is None or found.equals(family.told_by, constant))):
             return family
     what = f"a GGUF file of the architecture {show(architecture)}{' with experts' if with_experts else ''}"
     fix = f"Use the model's original checkpoint. GGUF files of these are read: {', '.join(ARCHITECTURES)}."
@@ -69,6 +72,15 @@ def token_id(keys: Mapping[str, Any], name: str, tokens: int, where: str) -> int
         what = f"tokenizer.ggml.{name}_token_id is {show(value)}, and there are {tokens:,} tokens"
         raise FormatError(what, where=where, fix=DAMAGED)
     return value
+
+
+def predicting_layers(keys: Mapping[str, Any], family: Family, where: str) -> int:
+    """How many of the last layers of a GGUF file predict several tokens at a time. Raises FormatError."""
+    found = Values(keys, where, DAMAGED, f"{family.architecture}.")
+    several = found.count("nextn_predict_layers", 0, least=0)
+    if several >= found.count("block_count"):
+        raise found.wrong("nextn_predict_layers", several, "and there are no other layers")
+    return several
 
 
 def config_of_keys(
@@ -93,7 +105,16 @@ def config_of_keys(
         raise FormatError("no tensor token_embd.weight", where=where, fix=DAMAGED)
     vocabulary = shapes["token_embd.weight"][0]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, "dtype": dtype}
-    config |= {here: found.count(there) for there, here in _COUNTS.items()}
+    config |= {
+        here: found.count(there) for there, here in _COUNTS.items() if here not in ("num_key_value_heads", "intermediate_size")
+    }
+    if not family.count or "feed_forward_length" in found:
+        config["intermediate_size"] = found.count("feed_forward_length")
+    if not family.hybrid:
+        config["num_key_value_heads"] = found.count("attention.head_count_kv")
+    config["num_hidden_layers"] -= predicting_layers(keys, family, where)
+    if family.predicting:
+        config[family.predicting] = 0
     config["vocab_size"] = vocabulary
     config[family.eps[1]] = found.float32(family.eps[0])
     config["rope_theta"] = found.float32("rope.freq_base", 10_000.0)
@@ -101,18 +122,22 @@ def config_of_keys(
     heads = config["num_attention_heads"]
     width = max(1, config["hidden_size"] // heads)
     rope_dimensions = found.count("rope.dimension_count", width)
-    if family.model_type != "phi3":
+    if family.widths:
         width = config["head_dim"] = found.count("attention.key_length", width if family.partial else rope_dimensions)
         if width != found.count("attention.value_length", width):
             raise Unsupported("heads of k and v of different widths", where=where, fix="Use the original checkpoint.")
     if family.partial and (share := rope_dimensions / width) != family.partial:
         config["partial_rotary_factor"] = share
-    if family.experts:
+    if family.count:
         config[family.count] = found.count("expert_count")
-        config["num_experts_per_tok"] = found.count("expert_used_count")
-    for own in family.keys:
-        config[own.field] = found.count(own.name) if own.kind == "u32" else found.float32(own.name, own.default)
+        config[family.used] = found.count("expert_used_count")
+    config |= {own.field: _value(found, own, own.name, found.float32) for own in family.keys if not own.times}
+    for there, constant in family.constants.items():
+        if there in found and not found.equals(there, constant):
+            what = f"{family.architecture}.{there} is {show(found.get(there))}, which config.json cannot say"
+            raise Unsupported(what, where=where, fix="Use the original checkpoint.")
     config |= {each.field: each.value for each in family.fixed if each.field not in config}
+    config |= {here: any(name.endswith(f".{there}") for name in shapes) for here, there in family.present.items()}
     if family.model_type == "llama":
         config["attention_bias"] = _all_or_none(shapes, ("attn_q", "attn_k", "attn_v", "attn_output"), where)
         config["mlp_bias"] = _all_or_none(shapes, ("ffn_gate", "ffn_up", "ffn_down"), where)
@@ -125,10 +150,19 @@ def config_of_keys(
         config |= _gemma(family, config, found)
     if scaling := _scaling(family, config, found, factors):
         config["rope_scaling"] = scaling
+    if family.take is not None:
+        family.take(found, config)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (token := token_id(keys, key, vocabulary, where)) is not None:
             config[f"{name}_token_id"] = token
     return config
+
+
+def _value(values: Values, key: Key, name: str, number: Callable[[str, float | None], float]) -> int | float | bool:
+    """The value of a key, checked. name: of the key in either format; number: how an f32 is taken."""
+    if key.kind == "bool":
+        return values.truth(name, key.default)
+    return number(name, key.default) if key.kind == "f32" else values.count(name, key.default, least=key.least)
 
 
 def _all_or_none(shapes: Mapping[str, tuple[int, ...]], modules: Sequence[str], where: str) -> bool:
@@ -284,7 +318,9 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         raise given.wrong("num_hidden_layers", layers, f"more than {_MOST_LAYERS:,}")
     head_dim = given.count("head_dim", max(1, width // heads))
     for there, here in _COUNTS.items():
-        put(there, "u32", given.count(here, heads if here == "num_key_value_heads" else None))
+        default = heads if here == "num_key_value_heads" else given.get(_ALIASES.get(here, here))
+        if not (family.count and here == "intermediate_size" and given.get(here, default) is None):  # all MLPs are experts
+            put(there, "u32", given.count(here, default))
     rope, slides = given.rope()
     base = given.number("rope_theta", 10_000.0, rope)
     if family.model_type == "hunyuan_v1_dense" and rope["rope_type"] == "dynamic" and rope.get("alpha") is not None:
@@ -295,15 +331,21 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         rope["rope_type"] = "default"
     put("rope.freq_base", "f32", base)
     put(family.eps[0], "f32", given.number(family.eps[1], 1e-6))
-    if family.experts:
+    if family.count:
         put(
             "expert_count", "u32", given.count(family.count, given.get("num_local_experts", given.get("num_experts")))
         )  # either is written
-        put("expert_used_count", "u32", given.count("num_experts_per_tok"))
+        put("expert_used_count", "u32", given.count(family.used, given.get("num_experts_per_tok")))
     for own in family.keys:
-        put(own.name, own.kind, given.count(own.field) if own.kind == "u32" else given.number(own.field, own.default))
+        value = _value(given, own, own.field, given.number)
+        if not own.times:
+            put(own.name, own.kind, value)
+        elif times := given.count(own.times, least=0):
+            put(own.name, own.kind, times * value)
+    for there, constant in family.constants.items():
+        put(there, "u32", constant)
     _check_fixed(given, family)
-    if family.model_type != "phi3" and (given.get("head_dim") is not None or family.architecture != "llama"):
+    if family.widths and (given.get("head_dim") is not None or family.architecture != "llama"):
         put("attention.key_length", "u32", head_dim)
         put("attention.value_length", "u32", head_dim)
     if family.rotated:
@@ -318,13 +360,13 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
         turned = int(share * head_dim)
         put("rope.dimension_count", "u32", turned)
     _put_window(given, family, put)
-    if family.model_type == "qwen3_5_text":
-        _put_delta_net(given, put)
+    if family.put is not None:
+        extra |= family.put(given, put) or {}
     if family.sections:
         _put_sections(given, family, rope, turned, put)
     if family.model_type in _BIG:
         _put_gemma(given, family, head_dim, slides, put)
-    elif family.every and slides.get("rope_theta") is not None:
+    elif family.every and family.rope == "default" and slides.get("rope_theta") is not None:
         given.need("rope_theta of sliding_attention", slides["rope_theta"], rope["rope_theta"])
     _put_scaling(given, family, rope, head_dim, put, extra)
     values["general.file_type"] = Value("u32", file_type)
@@ -362,21 +404,18 @@ def _put_window(given: Config, family: Family, put: Any) -> None:
             put("attention.sliding_window", "u32", given.count("sliding_window", 4096))
         if slides and family.stated:
             put(_PATTERN, "bool", [each == "sliding_attention" for each in stated])
-    elif given.get("use_sliding_window", not family.model_type.startswith("qwen2")) and window:
+    elif given.get("use_sliding_window", not family.model_type.startswith("qwen2")) and window and _any_slides(given):
         # Mistral's first version: as long as nobody's context is longer
         if not isinstance(window, int) or window < given.count("max_position_embeddings"):
             given.need("sliding_window", window, None)
 
 
-def _put_delta_net(given: Config, put: Any) -> None:
-    """Qwen3.5's linear attention."""
-    size, heads = given.count("linear_key_head_dim"), given.count("linear_num_value_heads")
-    given.need("linear_value_head_dim", given.count("linear_value_head_dim"), size)
-    put("ssm.inner_size", "u32", size * heads)
-    every, layers = given.count("full_attention_interval", 4), given.count("num_hidden_layers")
-    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    given.need("layer_types", given.get("layer_types") or types, types)
-    put("full_attention_interval", "u32", every)
+def _any_slides(given: Config) -> bool:
+    """Whether a layer of a model with a window uses it."""
+    types = given.get("layer_types")
+    if types is not None:
+        return bool(types != ["full_attention"] * given.count("num_hidden_layers"))
+    return given.count("max_window_layers", 0, least=0) < given.count("num_hidden_layers")
 
 
 def _put_sections(given: Config, family: Family, rope: dict[str, Any], turned: int, put: Any) -> None:
@@ -444,5 +483,5 @@ def _put_scaling(
             for there, here in _YARN.items():
                 if rope.get(here) is not None:
                     put(there, "f32", given.number(here, None, rope))
-    elif kind != "default":
-        given.need("rope_type", kind, "default")
+    else:
+        given.need("rope_type", kind, family.rope)

@@ -1,7 +1,7 @@
-"""The order of value heads in Qwen3.5's linear attention (gated delta nets).
+"""Qwen's linear attention (gated delta nets), and the order of its value heads.
 
 Several value heads share a key head. The Hub has those of the first key head first, then those of the second, and so on;
-llama.cpp has the first of every key head first, then the second of every one.
+of Qwen3.5, llama.cpp has the first of every key head first, then the second of every one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import Config, Put
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ _WIDE = (".attn_gate.weight", ".ssm_out.weight", ".attn_qkv.weight", ".ssm_conv1
 _NARROW = (".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_a", ".ssm_dt.bias")
 
 
+_TILED = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose value heads llama.cpp has in another order."""
+
+
 def value_order(name: str, config: Config) -> Order | None:
     """The order of a tensor of a GGUF file; None if it is the Hub's.
 
@@ -49,7 +53,7 @@ def value_order(name: str, config: Config) -> Order | None:
     >>> value_order("blk.0.ssm_a", config).places.tolist(), value_order("blk.0.attn_qkv.weight", config).places.tolist()
     ([0, 2, 1, 3], [0, 1, 2, 3, 4, 6, 5, 7])
     """
-    if config.get("model_type") != "qwen3_5_text" or not name.endswith((*_WIDE, *_NARROW)):
+    if config.get("model_type") not in _TILED or not name.endswith((*_WIDE, *_NARROW)):
         return None
     keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
     if keys == values:
@@ -59,3 +63,23 @@ def value_order(name: str, config: Config) -> Order | None:
     width = config.count("linear_value_head_dim") if name.endswith(_WIDE) else 1
     before = 2 * keys * config.count("linear_key_head_dim") if name.endswith(_WIDE[2:]) else 0  # queries and keys come first
     return Order(1 if name.endswith(".ssm_out.weight") else 0, before, keys, values, width)
+
+
+def put_delta_net(given: Config, put: Put) -> None:
+    """The keys of a GGUF file that follow from several settings. Raises FormatError, Unsupported."""
+    size, heads = given.count("linear_key_head_dim"), given.count("linear_num_value_heads")
+    given.need("linear_value_head_dim", given.count("linear_value_head_dim"), size)
+    put("ssm.inner_size", "u32", size * heads)
+    every, layers = given.count("full_attention_interval", 4), given.count("num_hidden_layers")
+    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    given.need("layer_types", given.get("layer_types") or types, types)
+    put("full_attention_interval", "u32", every)
+
+
+def key_head_rows(config: Config) -> tuple[int, int, int, int]:
+    """Rows of a key head in Qwen3-Next's `in_proj_qkvz`: of its query, its key, its values, and their gates."""
+    keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
+    if values % keys:
+        raise config.wrong("linear_num_value_heads", values, f"and not a multiple of the {keys:,} key heads")
+    size, own = config.count("linear_key_head_dim"), values // keys * config.count("linear_value_head_dim")
+    return size, size, own, own

@@ -13,13 +13,18 @@ model in `tests/zoo.py`, compares it with transformers and llama.cpp.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.delta_net import key_head_rows, put_delta_net
+from weightsmith._models.formats.gguf.gemma4 import put_gemma4
+from weightsmith._models.formats.gguf.latent import put_latent, take_latent
+from weightsmith._models.formats.gguf.shortconv import put_shortconv, take_shortconv
+from weightsmith._models.formats.gguf.values import Config, Floats, Put, Values
 from weightsmith._models.structure.projections import MIXTRAL
 
 LAYERS = "model.layers."
@@ -41,18 +46,22 @@ _SANDWICH = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A number that both formats have.
+    """A number or truth value that both formats have.
 
     name     of the key in the GGUF file, without the architecture
     field    in config.json
-    kind     u32: a whole number; f32: any number; both above 0
-    default  of an f32, where config.json lacks it; None, and u32: it is required
+    kind     u32: a whole number; f32: any number above 0; bool
+    default  where config.json or the file lacks it; None: it is required
+    least    the smallest u32
+    times    another field, by which the number is multiplied in the GGUF file; "": none
     """
 
     name: str
     field: str
-    kind: Literal["u32", "f32"] = "u32"
+    kind: Literal["u32", "f32", "bool"] = "u32"
     default: float | None = None
+    least: int = 1
+    times: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,43 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of llama.cpp's that is a part of one of the Hub's.
+
+    name        in a layer, with its kind: `attn_k_b.weight`
+    rows        of each run of rows that it has of a band, by config.json; None: as many as the other parts have
+    transposed  whether it is stored as [columns, rows]
+    """
+
+    name: str
+    rows: Callable[[Config], tuple[int, ...]] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor of the Hub's that llama.cpp stores as several.
+
+    name     the Hub's, in a layer: `self_attn.kv_b_proj.weight`
+    parts    in the order of their rows
+    columns  the parts have all rows, and take turns with the columns
+    bands    a matrix is several bands, one after the other: a head each, or a row each
+    flat     a part is one matrix: the first run of rows of all bands, then the second, and so on; else a matrix for each band
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    columns: bool = False
+    bands: bool = False
+    flat: bool = False
+
+
+def _counted(name: str) -> Callable[[Config], tuple[int, ...]]:
+    """`Part.rows` of one setting."""
+    return lambda config: (config.count(name),)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A family of models, under its names in both formats.
 
@@ -79,15 +125,26 @@ class Family:
     layer         modules of a layer: llama.cpp's name → the Hub's
     experts       modules of all experts of a layer: llama.cpp's name → the Hub's of one, with `{}` for its number
     bare          tensors of a layer whose names have no `.weight`: llama.cpp's name → the Hub's
+    cuts          tensors of a layer that llama.cpp stores in parts
     ends          modules outside of the layers: llama.cpp's name → the Hub's
     rotated       whether the rows of q and k are reordered
     shift         what is added to norms
     also          other model_types that are written as this family
-    told_by       key without which a file of the architecture is of another family
-    count         of experts, in config.json
+    told_by       key without which, or without whose constant, a file of the architecture is of another family
+    count         config.json's number of experts; "": there are none
+    used          config.json's number of experts for a token
+    hybrid        whether some layers have no attention, and 0 heads of keys and values in the GGUF file
+    ones          tensors of a layer with a dimension of 1 that the GGUF file does not have: llama.cpp's name → its position
     keys          numbers that other families do not have
+    constants     numbers that the GGUF file holds, and config.json does not: they are those of the family
     fixed         settings that the GGUF file does not hold
+    put, take     set keys that follow from several settings, and the settings from these keys: `delta_net.py`, `latent.py`, …;
+                  `put` gives the tensors that exist in GGUF files alone
+    rope          its own type of RoPE, which `put` checks; "default": there is none
+    widths        whether keys say how wide a head of keys and of values is, and both are `head_dim`
+    present       settings of config.json that say whether layers have a tensor: name → llama.cpp's name of the tensor
     implied       checks a setting that llama.cpp infers from others: config.json → its name, its value, llama.cpp's value
+    predicting    config.json's number of layers behind the others, which predict several tokens at a time; "": there are none
     eps           key of the number that norms add, and its name in config.json
     partial       share of a head that RoPE turns, where config.json does not say it; 0: all of it, always
     sections      default of mrope_section: how many pairs of a head RoPE turns by time, height and width; (): RoPE is plain
@@ -95,6 +152,7 @@ class Family:
     stated        whether the file says which layers slide
     scaled        whether Llama 3's scaled frequencies are read
     is_read       whether files of the family are read, too
+    tokenizer     llama.cpp's name of tokenizers with a fallback to bytes; those of "llama" have scores, others merges
     defaults      of transformers, on which published config.json files rely
     activation    of the MLP
     """
@@ -105,15 +163,26 @@ class Family:
     layer: Mapping[str, str]
     experts: Mapping[str, str] = field(default_factory=dict)
     bare: Mapping[str, str] = field(default_factory=dict)
+    cuts: tuple[Cut, ...] = ()
     ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
     rotated: bool = False
     shift: float = 0.0
     also: tuple[str, ...] = ()
     told_by: str = ""
-    count: str = "num_experts"
+    count: str = ""
+    used: str = "num_experts_per_tok"
+    hybrid: bool = False
+    ones: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
+    constants: Mapping[str, int] = field(default_factory=dict)
     fixed: tuple[Fixed, ...] = ()
+    put: Callable[[Config, Put], Mapping[str, Floats] | None] | None = None
+    take: Callable[[Values, dict[str, Any]], None] | None = None
+    widths: bool = True
+    rope: str = "default"
+    present: Mapping[str, str] = field(default_factory=dict)
     implied: Callable[[Config], tuple[str, object, object]] | None = None
+    predicting: str = ""
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     partial: float = 0.0
     sections: tuple[int, ...] = ()
@@ -121,6 +190,7 @@ class Family:
     stated: bool = False
     scaled: bool = False
     is_read: bool = True
+    tokenizer: str = "llama"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "silu"
 
@@ -128,7 +198,106 @@ class Family:
 _MIXTRAL = {f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{part}_proj']}" for part in ("gate", "down", "up")}
 _QWEN_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+_SHARED_GATED = {**_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_QWEN_MOE_KEYS = (
+    Key("expert_feed_forward_length", "moe_intermediate_size"),
+    Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+)
 _ROUTER = {"ffn_gate_inp": "mlp.gate"}
+_SEVERAL_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_BIASED_ROUTER = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_DEEPSEEK_KEYS = (
+    Key("expert_feed_forward_length", "moe_intermediate_size"),
+    Key("expert_shared_count", "n_shared_experts", least=0),
+    Key("leading_dense_block_count", "first_k_dense_replace", least=0),
+    Key("expert_weights_scale", "routed_scaling_factor", "f32", 1.0),
+    Key("expert_weights_norm", "norm_topk_prob", "bool"),
+    Key("expert_group_count", "n_group", default=1),
+    Key("expert_group_used_count", "topk_group", default=1),
+)
+"""What the experts of DeepSeek, and of models with the same settings, have."""
+_LATENT: dict[str, Any] = {
+    "layer": {
+        **{"attn_q": "self_attn.q_proj", "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm"},
+        **{"attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"},
+        **{"attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
+        **{**_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
+    },
+    "experts": _QWEN_EXPERTS,
+    "cuts": (
+        Cut(
+            "self_attn.kv_b_proj.weight",
+            (
+                Part("attn_k_b.weight", _counted("qk_nope_head_dim"), transposed=True),
+                Part("attn_v_b.weight", _counted("v_head_dim")),
+            ),
+            bands=True,
+        ),
+    ),
+    "count": "n_routed_experts",
+    "keys": _DEEPSEEK_KEYS,
+    "put": put_latent,
+    "take": take_latent,
+    "widths": False,
+}
+"""DeepSeek's models from the second version on."""
+_GRANITE_KEYS = (
+    Key("attention.scale", "attention_multiplier", "f32", 1.0),
+    Key("embedding_scale", "embedding_multiplier", "f32", 1.0),
+    Key("residual_scale", "residual_multiplier", "f32", 1.0),
+    Key("logit_scale", "logits_scaling", "f32", 1.0),
+)
+_GRANITE_MOE: dict[str, Any] = {
+    "layer": {
+        **{**_ATTENTION, **_AFTER, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+        **{"ffn_down_exps": "block_sparse_moe.output_linear", "ffn_down_shexp": "shared_mlp.output_linear"},
+    },
+    "cuts": (
+        Cut("block_sparse_moe.input_linear.weight", (Part("ffn_gate_exps.weight"), Part("ffn_up_exps.weight"))),
+        Cut("shared_mlp.input_linear.weight", (Part("ffn_gate_shexp.weight"), Part("ffn_up_shexp.weight"))),
+    ),
+    "count": "num_local_experts",
+    "rotated": True,
+}
+_DELTA_NET = {
+    **{**_ATTENTION, **_NORMS, "post_attention_norm": "post_attention_layernorm"},
+    **{"ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"},
+}
+_DELTA_APART = {
+    **{"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"},
+    **{"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"},
+}
+_DELTA_KEYS = (
+    Key("ssm.conv_kernel", "linear_conv_kernel_dim"),
+    Key("ssm.state_size", "linear_key_head_dim"),
+    Key("ssm.group_count", "linear_num_key_heads"),
+    Key("ssm.time_step_rank", "linear_num_value_heads"),
+)
+_DELTA_NET_ALL: dict[str, Any] = {
+    "bare": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    "shift": 1.0,
+    "put": put_delta_net,
+    "partial": 0.25,
+    "is_read": False,
+}
+_LFM2 = {
+    **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"attn_{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"},
+    **{"shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj"},
+}
+_LFM2_DENSE = {"ffn_gate": "feed_forward.w1", "ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3"}
+_LFM2_ALL: dict[str, Any] = {
+    "ends": {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+    "ones": {"shortconv.conv.weight": 1},
+    "hybrid": True,
+    "put": put_shortconv,
+    "take": take_shortconv,
+    "eps": ("attention.layer_norm_rms_epsilon", "norm_eps"),
+    "defaults": {"rope_theta": 1e6},
+}
+_PREDICTING = "num_nextn_predict_layers"
+_SIGMOID = {"expert_gating_func": 2}
 _POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LINEARS = {name: here for name, here in _ATTENTION.items() if name != "attn_norm"}
 _LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
@@ -146,7 +315,7 @@ def _norms_of_cohere(config: Config) -> tuple[str, object, object]:
     return "use_qk_norm", bool(config.get("use_qk_norm")), config.count("num_hidden_layers") >= 64
 
 
-def _heads_of_olmoe(config: Config) -> tuple[str, object, object]:
+def _as_many_kv_heads(config: Config) -> tuple[str, object, object]:
     heads = config.count("num_attention_heads")
     return "num_key_value_heads", config.count("num_key_value_heads", heads), heads
 
@@ -155,6 +324,23 @@ def _window_of_exaone4(config: Config) -> tuple[str, object, object]:
     """Only the larger of the two sizes, with 64 layers, has a sliding window."""
     stated, large = config.get("sliding_window"), config.count("num_hidden_layers") == 64
     return "sliding_window", stated, (4096 if stated is None else stated) if large else None
+
+
+def _take_gpt_oss(found: Values, config: dict[str, Any]) -> None:
+    if scaling := config.get("rope_scaling"):
+        scaling["truncate"] = False  # as published; the GGUF file does not say it
+
+
+def _last_layer_of_ernie(config: Config) -> tuple[str, object, object]:
+    last = config.count("num_hidden_layers") - 1
+    stated = config.get("moe_layer_end_index", -1)
+    return "moe_layer_end_index", last if stated == -1 else stated, last
+
+
+def _groups_of_deepseek2(config: Config) -> tuple[str, object, object]:
+    """llama.cpp chooses groups by their two best experts, as DeepSeek-V3 does; V2 by the best one."""
+    groups = config.count("n_group", 1)
+    return "topk_method", "greedy" if groups == 1 else config.get("topk_method"), "greedy"
 
 
 FAMILIES = (
@@ -183,12 +369,10 @@ FAMILIES = (
         "qwen2moe",
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        {**_ATTENTION, **_AFTER, **_ROUTER, **_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        {**_ATTENTION, **_AFTER, **_ROUTER, **_SHARED_GATED},
         experts=_QWEN_EXPERTS,
-        keys=(
-            Key("expert_feed_forward_length", "moe_intermediate_size"),
-            Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
-        ),
+        count="num_experts",
+        keys=_QWEN_MOE_KEYS,
         fixed=(Fixed("norm_topk_prob", False), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
     ),
     Family("qwen3", "qwen3", "Qwen3ForCausalLM", {**_ATTENTION, **_NORMS, **_DENSE, **_AFTER}),
@@ -198,8 +382,57 @@ FAMILIES = (
         "Qwen3MoeForCausalLM",
         {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
         experts=_QWEN_EXPERTS,
+        count="num_experts",
         keys=(Key("expert_feed_forward_length", "moe_intermediate_size"),),
         fixed=(Fixed("norm_topk_prob", True, False), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
+    ),
+    Family(
+        "dots1",
+        "dots1",
+        "Dots1ForCausalLM",
+        {**_ATTENTION, **_NORMS, **_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
+        experts=_QWEN_EXPERTS,
+        bare=_BIASED_ROUTER,
+        count="n_routed_experts",
+        keys=_DEEPSEEK_KEYS,
+        constants=_SIGMOID,
+        fixed=(_UNTIED, Fixed("attention_bias", False)),
+        implied=_as_many_kv_heads,
+    ),
+    Family(
+        "glm4moe",
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {**_ATTENTION, **_NORMS, **_DENSE, **_ROUTER, **_SEVERAL_SHARED, "post_attention_norm": "post_attention_layernorm"},
+        experts=_QWEN_EXPERTS,
+        bare=_BIASED_ROUTER,
+        count="n_routed_experts",
+        keys=_DEEPSEEK_KEYS,
+        constants=_SIGMOID,
+        present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+        predicting=_PREDICTING,
+        partial=0.5,
+    ),
+    Family(
+        "deepseek2",
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        **_LATENT,
+        constants={"expert_gating_func": 1},
+        fixed=(Fixed("attention_bias", False), Fixed("scoring_func", "softmax"), Fixed("norm_topk_prob", False)),
+        implied=_groups_of_deepseek2,
+    ),
+    Family(
+        "deepseek2",
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **_LATENT,
+        bare=_BIASED_ROUTER,
+        also=("glm4_moe_lite",),
+        told_by="expert_gating_func",
+        constants=_SIGMOID,
+        fixed=(Fixed("attention_bias", False), Fixed("scoring_func", "sigmoid"), Fixed("rope_interleave", True)),
+        predicting=_PREDICTING,
     ),
     Family(
         "gemma", "gemma", "GemmaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, shift=1.0, fixed=(_TIED,), activation=_GELU
@@ -208,21 +441,44 @@ FAMILIES = (
         "qwen35",
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
-        {**_ATTENTION, **_NORMS, **_DENSE, "post_attention_norm": "post_attention_layernorm"}
-        | {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_conv1d": "linear_attn.conv1d"}
-        | {"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b", "ssm_norm": "linear_attn.norm"}
-        | {"ssm_out": "linear_attn.out_proj"},
-        bare={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
-        shift=1.0,
-        keys=(
-            Key("ssm.conv_kernel", "linear_conv_kernel_dim"),
-            Key("ssm.state_size", "linear_key_head_dim"),
-            Key("ssm.group_count", "linear_num_key_heads"),
-            Key("ssm.time_step_rank", "linear_num_value_heads"),
-        ),
-        partial=0.25,
+        {**_DELTA_NET, **_DELTA_APART, **_DENSE},
+        **_DELTA_NET_ALL,
+        keys=_DELTA_KEYS,
         sections=(11, 11, 10),
-        is_read=False,
+    ),
+    Family(
+        "qwen35moe",
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        {**_DELTA_NET, **_DELTA_APART, **_ROUTER, **_SHARED_GATED},
+        **{**_DELTA_NET_ALL, "bare": {**_DELTA_NET_ALL["bare"], "ffn_down_exps.weight": "mlp.experts.down_proj"}},
+        experts=_QWEN_EXPERTS,
+        cuts=(Cut("mlp.experts.gate_up_proj", (Part("ffn_gate_exps.weight"), Part("ffn_up_exps.weight"))),),
+        count="num_experts",
+        keys=(*_DELTA_KEYS, *_QWEN_MOE_KEYS),
+        sections=(11, 11, 10),
+    ),
+    Family(
+        "qwen3next",
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        {**_DELTA_NET, "ssm_ba": "linear_attn.in_proj_ba", **_DENSE, **_ROUTER, **_SHARED_GATED},
+        **_DELTA_NET_ALL,
+        experts=_QWEN_EXPERTS,
+        cuts=(
+            Cut(
+                "linear_attn.in_proj_qkvz.weight",
+                (
+                    Part("attn_qkv.weight", lambda config: key_head_rows(config)[:3]),
+                    Part("attn_gate.weight", lambda config: key_head_rows(config)[3:]),
+                ),
+                bands=True,
+                flat=True,
+            ),
+        ),
+        count="num_experts",
+        keys=(*_DELTA_KEYS, *_QWEN_MOE_KEYS),
+        fixed=(Fixed("norm_topk_prob", True), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
     ),
     Family(
         "qwen2vl",
@@ -254,6 +510,36 @@ FAMILIES = (
         activation=_GELU,
     ),
     Family(
+        "gemma4",
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        {
+            **{**_ATTENTION, **_NORMS, **_DENSE, **_SANDWICH, "ffn_gate_inp": "router.proj"},
+            **{"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"},
+            **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        },
+        bare={
+            **{"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale"},
+            **{"ffn_down_exps.scale": "router.per_expert_scale", "ffn_down_exps.weight": "experts.down_proj"},
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+        },
+        ends={
+            **{**_ENDS, "per_layer_token_embd": "model.embed_tokens_per_layer"},
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        fixed=(Fixed("attention_bias", False),),
+        put=put_gemma4,
+        widths=False,
+        rope="proportional",
+        tokenizer="gemma4",
+        every=6,
+        stated=True,
+        is_read=False,
+        activation=_GELU,
+    ),
+    Family(
         "phi2",
         "phi",
         "PhiForCausalLM",
@@ -277,6 +563,7 @@ FAMILIES = (
         {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"}
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", **_AFTER},
         partial=1.0,
+        widths=False,
     ),
     Family(
         "smollm3",
@@ -310,8 +597,9 @@ FAMILIES = (
         "OlmoeForCausalLM",
         {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
         experts=_QWEN_EXPERTS,
+        count="num_experts",
         fixed=(_UNTIED, Fixed("norm_topk_prob", False), Fixed("clip_qkv", None)),
-        implied=_heads_of_olmoe,
+        implied=_as_many_kv_heads,
     ),
     Family(
         "granite",
@@ -319,12 +607,48 @@ FAMILIES = (
         "GraniteForCausalLM",
         {**_ATTENTION, **_DENSE, **_AFTER},
         rotated=True,
-        keys=(
-            Key("attention.scale", "attention_multiplier", "f32", 1.0),
-            Key("embedding_scale", "embedding_multiplier", "f32", 1.0),
-            Key("residual_scale", "residual_multiplier", "f32", 1.0),
-            Key("logit_scale", "logits_scaling", "f32", 1.0),
+        keys=_GRANITE_KEYS,
+    ),
+    Family(
+        "granitemoe",
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        **_GRANITE_MOE,
+        keys=_GRANITE_KEYS,
+    ),
+    Family(
+        "granitemoe",
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        **_GRANITE_MOE,
+        keys=(*_GRANITE_KEYS, Key("expert_shared_feed_forward_length", "shared_intermediate_size")),
+        told_by="expert_shared_feed_forward_length",
+    ),
+    Family(
+        "gpt-oss",
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {**_ATTENTION, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        bare={"attn_sinks.weight": "self_attn.sinks", "ffn_down_exps.bias": "mlp.experts.down_proj_bias"},
+        cuts=(
+            Cut(
+                "mlp.experts.gate_up_proj",
+                (Part("ffn_gate_exps.weight", transposed=True), Part("ffn_up_exps.weight", transposed=True)),
+                columns=True,
+            ),
+            Cut("mlp.experts.down_proj", (Part("ffn_down_exps.weight", transposed=True),)),
+            Cut(
+                "mlp.experts.gate_up_proj_bias",
+                (Part("ffn_gate_exps.bias"), Part("ffn_up_exps.bias")),
+                columns=True,
+                bands=True,
+            ),
         ),
+        count="num_local_experts",
+        keys=(Key("expert_feed_forward_length", "intermediate_size"),),
+        take=_take_gpt_oss,
+        fixed=(Fixed("attention_bias", True), Fixed("swiglu_limit", 7.0), Fixed("swiglu_alpha", 1.702)),
+        every=2,
     ),
     Family(
         "command-r",
@@ -390,6 +714,55 @@ FAMILIES = (
         scaled=True,
     ),
     Family(
+        "ernie4_5-moe",
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        {**_ATTENTION, **_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
+        experts=_QWEN_EXPERTS,
+        bare={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        ones={"exp_probs_b.bias": 0},
+        count="moe_num_experts",
+        used="moe_k",
+        keys=(
+            Key("expert_feed_forward_length", "moe_intermediate_size"),
+            Key("expert_shared_count", "moe_num_shared_experts", least=0),
+            Key("expert_shared_feed_forward_length", "moe_intermediate_size", times="moe_num_shared_experts"),
+            Key("leading_dense_block_count", "moe_layer_start_index", least=0),
+        ),
+        constants={"interleave_moe_layer_step": 1},
+        fixed=(Fixed("use_bias", False), Fixed("moe_layer_interval", 1)),
+        implied=_last_layer_of_ernie,
+    ),
+    Family(
+        "lfm2",
+        "lfm2",
+        "Lfm2ForCausalLM",
+        {**_LFM2, **_LFM2_DENSE},
+        **_LFM2_ALL,
+        keys=(Key("shortconv.l_cache", "conv_L_cache"),),
+        fixed=(Fixed("conv_bias", False),),
+    ),
+    Family(
+        "lfm2moe",
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        {**_LFM2, **_LFM2_DENSE, "ffn_gate_inp": "feed_forward.gate"},
+        **_LFM2_ALL,
+        experts={f"{name}_exps": here.replace(".", ".experts.{}.") for name, here in _LFM2_DENSE.items()},
+        bare={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        count="num_experts",
+        keys=(
+            Key("shortconv.l_cache", "conv_L_cache"),
+            Key("expert_feed_forward_length", "moe_intermediate_size"),
+            Key("leading_dense_block_count", "num_dense_layers", least=0),
+        ),
+        constants=_SIGMOID,
+        fixed=(
+            *(Fixed("conv_bias", False), Fixed("norm_topk_prob", True), Fixed("use_expert_bias", True)),
+            Fixed("routed_scaling_factor", 1.0),
+        ),
+    ),
+    Family(
         "ernie4_5",
         "ernie4_5",
         "Ernie4_5ForCausalLM",
@@ -447,9 +820,11 @@ class GgufPlace:
     expert: int = -1
 
 
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
 _HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
 _HUB_BARE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)")
+_NUMBER = re.compile(r"(?:blk|model\.layers)\.(0|[1-9][0-9]{0,5})\.")
+_BARE = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)")
 _EXPERT = re.compile(r"(\.experts\.)(0|[1-9][0-9]{0,5})(\.)")
 
 
@@ -462,9 +837,11 @@ def hub_name(family: Family, name: str) -> str | None:
     module, _, kind = name.rpartition(".")
     if module in family.ends and kind in ("weight", "bias"):
         return f"{family.ends[module]}.{kind}"
-    match = _LAYER.fullmatch(name)
+    match, bare = _LAYER.fullmatch(name), _BARE.fullmatch(name)
     inner = None if match is None else family.layer.get(match[2]) or family.experts.get(match[2])
-    return None if match is None or inner is None else f"{LAYERS}{match[1]}.{inner}.{match[3]}"
+    if match is not None and inner is not None:
+        return f"{LAYERS}{match[1]}.{inner}.{match[3]}"
+    return f"{LAYERS}{bare[1]}.{family.bare[bare[2]]}" if bare is not None and bare[2] in family.bare else None
 
 
 def gguf_place(family: Family, name: str) -> GgufPlace | None:
@@ -487,6 +864,47 @@ def gguf_place(family: Family, name: str) -> GgufPlace | None:
     expert, inner = _EXPERT.search(match[2]), _EXPERT.sub(r"\1{}\3", match[2])
     found = next((there for there, here in (*family.layer.items(), *family.experts.items()) if here == inner), None)
     return None if found is None else GgufPlace(f"blk.{match[1]}.{found}.{match[3]}", int(expert[2]) if expert else -1)
+
+
+def cut_of(family: Family, name: str) -> tuple[Cut, str] | None:
+    """How a tensor of the Hub's layout is cut into parts, and the number of its layer; None if it is stored as one."""
+    match = _HUB_BARE.fullmatch(text_name(name))
+    found = next((cut for cut in family.cuts if match is not None and cut.name == match[2]), None)
+    return None if found is None or match is None else (found, match[1])
+
+
+def part_of(family: Family, name: str) -> tuple[Cut, str] | None:
+    """Which tensor a tensor of a GGUF file is a part of, and the number of its layer; None if it is whole."""
+    match = _BARE.fullmatch(name)
+    found = next((cut for cut in family.cuts if match is not None and match[2] in [part.name for part in cut.parts]), None)
+    return None if found is None or match is None else (found, match[1])
+
+
+def is_known(family: Family, name: str) -> bool:
+    """Whether a family has a tensor of the Hub's layout."""
+    return gguf_place(family, name) is not None or cut_of(family, name) is not None
+
+
+def hub_shape(family: Family, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor of a GGUF file in the Hub's layout."""
+    match = _BARE.fullmatch(name)
+    at = None if match is None else family.ones.get(match[2])
+    if at is None:
+        return shape
+    whole = [n for n in shape if n != 1] or [1]
+    return (*whole[:at], 1, *whole[at:])
+
+
+def predicts(name: str, layers: float = math.inf) -> bool:
+    """Whether a tensor, under either name, belongs to a layer behind the `layers` of the model: it predicts several tokens.
+
+    layers  infinity if only the name tells
+
+    >>> predicts("blk.2.attn_q.weight", 2), predicts("model.layers.1.mlp.up_proj.weight", 2), predicts("mtp.fc.weight", 2)
+    (True, False, True)
+    """
+    match = _NUMBER.match(text_name(name))
+    return name.startswith(("mtp.", "model.mtp")) or (match is not None and int(match[1]) >= layers)
 
 
 def text_name(name: str) -> str:

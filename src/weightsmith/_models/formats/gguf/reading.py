@@ -18,14 +18,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import Weights, natural_key
-from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys
-from weightsmith._models.formats.gguf.families import Family, hub_name, rotated_heads, shift_of
+from weightsmith._models.formats.decoded import DecodedTensors
+from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys, predicting_layers
+from weightsmith._models.formats.gguf.cuts import CutWeight, cut_weight
+from weightsmith._models.formats.gguf.families import Family, hub_name, hub_shape, part_of, predicts, rotated_heads, shift_of
 from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
+from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite
 from weightsmith._models.tokenizers.files import json_bytes
@@ -134,6 +137,19 @@ class GgufTensors(FileTensors[StoredBlocks]):
         return values
 
 
+class GgufCutTensors(DecodedTensors):
+    """The tensors of GGUF files, some of which are put together from parts."""
+
+    def __init__(self, stored: GgufTensors, weights: Sequence[CutWeight], where: str) -> None:
+        super().__init__(stored, weights, [], where)
+        self._first = {weight.spec.name: weight.stored[0] for weight in weights}
+        self._blocks = stored
+
+    def stored_as(self, name: str) -> DType:
+        """The dtype of a tensor in the file; of its first part."""
+        return self._blocks.stored_as(self._first.get(name, name))
+
+
 def choose(names: Sequence[str], where: str) -> Weights | None:
     """The GGUF file of the model, or its parts; None if there is none.
 
@@ -186,13 +202,21 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     small = {name: values for header in headers.values() for name, values in header.small.items()}
     dtype = _dtype(tensors.values())
     config = config_of_keys(first.keys, family, shapes, small, dtype.torch, where)
-    stored = unite((_tensors(path, header, family, config) for path, header in headers.items()), paths[0].parent)
+    layers = config["num_hidden_layers"] if predicting_layers(first.keys, family, where) else math.inf
+    stored = unite((_tensors(path, header, family, config, layers) for path, header in headers.items()), paths[0].parent)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
     made, notes = tokenizer_files(first.keys, family, where)
+    if several := [name for name in tensors if predicts(name, layers)]:
+        what = f"{len(several):,} tensors are left out: layers that predict several tokens at a time"
+        notes = [*notes, Finding(what, several[0], fix="use the model as it is: it works without them")]
     made["config.json"] = json_bytes(config)
     blocks = Counter(tensor.dtype.name for tensor in tensors.values() if tensor.dtype.block > 1)
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
-    return Opened(GgufTensors(stored, files, where, dtype), notes=tuple(notes), files=made, decoded=decoded)
+    whole = GgufTensors(stored, files, where, dtype)
+    cuts = list(dict.fromkeys(found for name in whole.specs if (found := part_of(family, name)) is not None))
+    weights = [cut_weight(cut, layer, whole.specs, Config(config), dtype, where) for cut, layer in cuts]
+    source = GgufCutTensors(whole, weights, where) if weights else whole
+    return Opened(source, notes=tuple(notes), files=made, decoded=decoded)
 
 
 def _dtype(tensors: Iterable[GgufTensor]) -> DType:
@@ -201,18 +225,18 @@ def _dtype(tensors: Iterable[GgufTensor]) -> DType:
     return DTYPES[next(iter(names)) if names in ({"F32"}, {"F16"}) else "BF16"]
 
 
-def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str, Any]) -> list[StoredBlocks]:
-    """The tensors of one file under the Hub's names."""
+def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str, Any], layers: float) -> list[StoredBlocks]:
+    """The tensors of one file under the Hub's names. layers: those behind them are left out."""
     found: list[StoredBlocks] = []
     for tensor in header.tensors:
-        if tensor.name in SMALL:
+        if tensor.name in SMALL or predicts(tensor.name, layers):
             continue
-        name = hub_name(family, tensor.name)
+        name = tensor.name if part_of(family, tensor.name) is not None else hub_name(family, tensor.name)
         if name is None:
             what = f"tensor {show(tensor.name)} does not belong to a model of the family {family.model_type}"
             raise Unsupported(what, where=str(path), fix="Use the model's original checkpoint.")
         if "{}" in name:
-            found += _experts(path, tensor, name, int(config.get("num_local_experts") or config.get("num_experts") or 0))
+            found += _experts(path, tensor, name, int(config.get(family.count) or 0))
             continue
         heads = rotated_heads(family, tensor.name, config["num_attention_heads"], config["num_key_value_heads"])
         if heads and tensor.shape[0] % (2 * heads):
@@ -221,7 +245,8 @@ def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str
         shift = shift_of(family, tensor.name)
         dtype = DTYPES["F32"] if tensor.dtype.block > 1 or shift else tensor.dtype
         head_rows = tensor.shape[0] // heads if heads else 0
-        found.append(StoredBlocks(TensorSpec(name, dtype, tensor.shape), path, tensor.offset, tensor.dtype, head_rows, shift))
+        shape = hub_shape(family, tensor.name, tensor.shape)
+        found.append(StoredBlocks(TensorSpec(name, dtype, shape), path, tensor.offset, tensor.dtype, head_rows, shift))
     return found
 
 

@@ -80,7 +80,9 @@ _SPLITS = {
     _DEEPSEEK3: "deepseek-v3",
 }
 _NAMES = {
-    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe".split(),
+    (_LLAMA3,): (
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 chatglm-bpe"
+    ).split(),
     (QWEN2_SPLIT,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open".split(),
     (_QWEN35,): ["qwen35"],
     (_TEKKEN,): ["tekken"],
@@ -91,8 +93,13 @@ _NAMES = {
 _BY_NAME = {name: splits for splits, names in _NAMES.items() for name in names}
 _DIGITS = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
 _WHOLE = frozenset("gpt-2 default phi-2 mpt olmo jais trillion jina-es jina-de jina-v1-en jina-v2-es jina-v2-de".split())
-_WHOLE_MERGES = frozenset(_NAMES[(_LLAMA3,)]) - {"dbrx", "smaug-bpe"}
+_WHOLE_MERGES = frozenset(_NAMES[(_LLAMA3,)]) - {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}
 """Names of tokenizers that look a whole word up before they merge it."""
+
+_SHOWN = {
+    "gemma4": ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+}
+"""Tokens of special meaning that llama.cpp prints, because it reads answers by them."""
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -296,22 +303,24 @@ def tokenizer_keys(files: Mapping[str, bytes], config: Mapping[str, Any], family
     for entry in added:
         number, token = entry["id"], entry["content"]
         if number < rows:
-            is_control = bool(entry.get("special")) or _looks_special(token)
+            is_control = (bool(entry.get("special")) or _looks_special(token)) and token not in _SHOWN.get(family.tokenizer, ())
             tokens[number] = token if is_control else token.replace(SPACE, " ")
             types[number] = Kind.CONTROL if is_control else Kind.USER_DEFINED
     special = _special_ids(settings, config, added, model["vocab"], rows)
     if pieces and "unknown" in special:
         types[special["unknown"]] = Kind.UNKNOWN
-    values = {"tokenizer.ggml.model": Value("str", "llama" if pieces else "gpt2")}
+    values = {"tokenizer.ggml.model": Value("str", family.tokenizer if pieces else "gpt2")}
     known = set(tokens)  # none beyond the rows
     merges = [pair for pair in _pairs(model.get("merges")) if known.issuperset((*pair, "".join(pair)))]
     if pieces:
-        values["tokenizer.ggml.pre"] = Value("str", "default")
         values["tokenizer.ggml.add_space_prefix"] = Value("bool", _has_prefix(tokenizer))
+    else:
+        values["tokenizer.ggml.pre"] = Value("str", _pre_name(tokenizer.get("pre_tokenizer")))
+    if pieces and family.tokenizer == "llama":
+        values["tokenizer.ggml.pre"] = Value("str", "default")
         scores = _scores(files.get("tokenizer.model"), tokens, types, merges)
         values["tokenizer.ggml.scores"] = Value("f32", scores)
     else:
-        values["tokenizer.ggml.pre"] = Value("str", _pre_name(tokenizer.get("pre_tokenizer")))
         values["tokenizer.ggml.merges"] = Value(
             "str", [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
         )

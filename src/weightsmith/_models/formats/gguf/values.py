@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import show
 
 Floats = npt.NDArray[np.float32]
+Put = Callable[[str, Any, Any], None]
+"""Sets a key of a GGUF file: its name without the architecture, its kind, its value."""
 
 _MOST = 1 << 31
 _OTHER = "llama.cpp would compute something else. Store the model in another format, such as fp8-dynamic."
@@ -32,13 +34,15 @@ class Values:
         """The error of a value that is not `wanted`."""
         return FormatError(f"{self._prefix}{name} is {show(value)}, {wanted}", where=self.where, fix=self._fix)
 
-    def count(self, name: str, default: int | None = None, within: Mapping[str, Any] | None = None) -> int:
-        """A number from 1 to 2^31."""
+    def count(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None, *, least: int = 1) -> int:
+        """A number from `least` to 2^31."""
         value = self.get(name, default, within)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()  # one for each layer, and all are equal
-        if type(value) is not int or not 0 < value <= _MOST:
-            raise self.wrong(name, value, "not a positive whole number")
+        if type(value) is not int or not least <= value <= _MOST:
+            raise self.wrong(
+                name, value, "not a positive whole number" if least == 1 else f"and not a whole number from {least:,} on"
+            )
         return value
 
     def number(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None) -> float:
@@ -51,6 +55,18 @@ class Values:
     def float32(self, name: str, default: float | None = None) -> float:
         """As `number`, with the fewest digits that give the same float32."""
         return float(str(np.float32(self.number(name, default))))
+
+    def equals(self, name: str, number: int) -> bool:
+        """Whether a value is this whole number."""
+        value = self.get(name)
+        return type(value) is int and value == number
+
+    def truth(self, name: str, default: float | None = None) -> bool:
+        """True or false."""
+        value = self.get(name, None if default is None else bool(default))
+        if type(value) is not bool:
+            raise self.wrong(name, value, "and not true or false")
+        return value
 
     def __contains__(self, name: str) -> bool:
         value = self.get(name, 0)

@@ -161,14 +161,27 @@ class GgufEncoding:
             count = min(n - done, height - row)
             weights = numbers.reshape(-1, cols)[matrix % (numbers.size // cols)] if numbers.size else None
             nbytes = cols // self.dtype.block * self.dtype.itemsize
-            part, out = rows[done : done + count], outs[0][done * nbytes : (done + count) * nbytes]
-            quantise(self.dtype, part, out, weights)
-            _check_finite(self.dtype, spec, part, out)
+            out = outs[0][done * nbytes : (done + count) * nbytes]
+            encode_matrix(spec, self.dtype, rows[done : done + count], out, weights)
             done += count
+
+    def importances(self, spec: TensorSpec) -> tuple[int, ...]:
+        """The numbers of importances that it takes: of each column, or of each column of each matrix."""
+        cols = spec.shape[-1]
+        return (cols, cols * spec.shape[0]) if len(spec.shape) == 3 else (cols,)
 
     def config(self, modules: Modules) -> dict[str, Any]:
         """Nothing: the file says what its tensors are."""
         return {}
+
+
+def encode_matrix(spec: TensorSpec, dtype: DType, rows: Rows, out: Bytes, importances: Rows | None) -> None:
+    """Rows of one matrix as one of ggml's types. Raises NonFinite. spec: of the tensor that they are of."""
+    if dtype.block == 1:
+        _plain(dtype, rows, out)
+        return
+    quantise(dtype, rows, out, importances)
+    _check_finite(dtype, spec, rows, out)
 
 
 def _plain(dtype: DType, values: npt.NDArray[np.float32], out: Bytes) -> None:

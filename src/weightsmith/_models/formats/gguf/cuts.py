@@ -1,0 +1,310 @@
+"""Tensors of the Hub that llama.cpp stores as several: written by one encoding, and put together again when they are read.
+
+    gguf-256:q5_0[0-128]t,q4_k[128-256]         of every 256 rows, the first 128 transposed, and the others
+    gguf-32:f16[0-32,0+2]t,f16[0-32,1+2]t       of every 32 rows, the even columns transposed, and the odd ones
+    gguf-32+:f16[0-8]+[16-24],f16[8-16]         of every 32 rows, some: the first 8 of all bands, and then the third 8
+
+A matrix is a run of bands, each of as many rows; the experts of a layer are one band each. Of every band, each part takes some
+rows and columns. The parts of all bands are one tensor of three dimensions, or of two if there is one band or one row of each.
+
+**Error.** That of the parts' types (`writing.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.files import DAMAGED, show
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._models.formats.decoded import Weight, bands, read_all
+from weightsmith._models.formats.gguf.families import LAYERS, Cut
+from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS
+from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PREFIX, TYPES, encode_matrix
+from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
+from weightsmith.abc.tensors import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a part takes of each band: rows first … end, and of these the columns `column`, `column + step`, …"""
+
+    first: int
+    end: int
+    column: int = 0
+    step: int = 1
+    transposed: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.first
+
+    def shape(self, cols: int) -> tuple[int, int]:
+        """Of the part of one band of `cols` columns."""
+        taken = len(range(self.column, cols, self.step))
+        return (taken, self.rows) if self.transposed else (self.rows, taken)
+
+    def of(self, band: Rows) -> Rows:
+        """The part of some bands [bands, rows, cols]: float32 [bands, …, …], a view."""
+        part = band[:, self.first : self.end, self.column :: self.step]
+        return part.swapaxes(1, 2) if self.transposed else part
+
+    def __str__(self) -> str:
+        columns = f",{self.column}+{self.step}" if self.step > 1 else ""
+        return f"[{self.first}-{self.end}{columns}]{'t' if self.transposed else ''}"
+
+
+Pieces = tuple[Piece, ...]
+
+
+def pieces_of(cut: Cut, config: Config, shape: tuple[int, ...]) -> tuple[int, tuple[Pieces, ...]]:
+    """The rows of a band, and what each part of a cut takes of it. shape: of the Hub's tensor. Raises FormatError.
+
+    >>> from weightsmith._models.formats.gguf.families import Part
+    >>> halves = Cut("input_linear.weight", (Part("ffn_gate_exps.weight"), Part("ffn_up_exps.weight")))
+    >>> height, pieces = pieces_of(halves, Config({}), (4, 6, 8))
+    >>> height, *(str(piece) for part in pieces for piece in part)
+    (6, '[0-3]', '[3-6]')
+    """
+    count = len(cut.parts)
+    if len(shape) < 2 or (cut.columns and shape[-1] % count):
+        raise FormatError(f"its shape is {list(shape)}", where=cut.name, fix="download it again")
+    stated = [part.rows(config) for part in cut.parts if part.rows is not None]
+    height = shape[-2] if len(shape) == 3 or not cut.bands else 1
+    sizes = stated or [(height,) if cut.columns else (height // count,)] * count
+    height = height if cut.columns else sum(map(sum, sizes))
+    if math.prod(shape[:-1]) % height:
+        rows = " + ".join(str(size) for own in sizes for size in own)
+        what = f"its {math.prod(shape[:-1]):,} rows are not {rows}, once or several times"
+        raise FormatError(what, where=cut.name, fix="repair config.json, or download the model again")
+    if cut.columns:
+        return height, tuple((Piece(0, height, i, count, part.transposed),) for i, part in enumerate(cut.parts))
+    found, end = list[Pieces](), 0
+    for own, part in zip(sizes, cut.parts, strict=True):
+        pieces = []
+        for size in own:
+            pieces.append(Piece(end, end + size, transposed=part.transposed))
+            end += size
+        found.append(tuple(pieces))
+    return height, tuple(found)
+
+
+def part_shape(pieces: Pieces, height: int, shape: tuple[int, ...], *, flat: bool) -> tuple[int, ...]:
+    """The shape of a part. shape: of the whole; flat: see `Cut`."""
+    count = math.prod(shape[:-1]) // height
+    rows, cols = pieces[0].shape(shape[-1])
+    if flat:
+        return count * sum(piece.rows for piece in pieces), cols
+    if count == 1 and len(shape) == 2:
+        return rows, cols
+    return (count, cols) if rows == 1 and len(shape) == 2 else (count, rows, cols)
+
+
+# ---- writing
+
+
+@dataclass(frozen=True, slots=True)
+class CutEncoding:
+    """Bands of rows as several tensors.
+
+    height  rows of a band
+    parts   types, and what they are of
+    flat    see `Cut`
+    """
+
+    height: int
+    parts: tuple[tuple[DType, Pieces], ...]
+    flat: bool = False
+    product: str = ""
+    vocabulary: bool = True
+
+    @property
+    def name(self) -> str:
+        """As in plans."""
+        parts = (f"{dtype.name.lower()}{'+'.join(map(str, pieces))}" for dtype, pieces in self.parts)
+        return f"{PREFIX}{self.height}{'+' if self.flat else ''}:{','.join(parts)}"
+
+    @property
+    def align_rows(self) -> int:
+        """A band, or all of them if they are not together in a part."""
+        return WHOLE if self.flat else self.height
+
+    @property
+    def whole(self) -> int:
+        """Every part that has several bands in one matrix."""
+        return len(self.parts) if self.flat else 0
+
+    def refusal(self, spec: TensorSpec) -> str:
+        """Accepts matrices of whole bands, of which the parts have whole blocks in each row."""
+        if not spec.dtype.floating or spec.dtype.itemsize < 2:
+            return f"it is {spec.dtype}, not floating point of 16 bits or more"
+        if not spec.size or not 2 <= len(spec.shape) <= MAX_DIMENSIONS - 1:
+            return f"its shape is {list(spec.shape)}"
+        if math.prod(spec.shape[:-1]) % self.height or (len(spec.shape) == 3 and spec.shape[1] != self.height):
+            return f"its shape {list(spec.shape)} is not one of whole bands of {self.height:,} rows"
+        for dtype, pieces in self.parts:
+            for piece in pieces:
+                if piece.end > self.height or min(piece.shape(spec.shape[-1])) < 1:
+                    return f"it has no rows or columns {piece}"
+                if piece.shape(spec.shape[-1])[1] % dtype.block:
+                    return f"the rows of its part {piece} are not a multiple of {dtype.block}"
+        return ""
+
+    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """A tensor for each part.
+
+        >>> from weightsmith._base.tensors import DTYPES
+        >>> print(*find_cut("gguf-8:f16[0-6]t,f32[6-8]").outs(TensorSpec("kv_b.weight", DTYPES["BF16"], (32, 16))))
+        kv_b.weight.0 [4, 16, 6] F16 kv_b.weight.1 [4, 2, 16] F32
+        >>> print(*find_cut("gguf-8+:f16[0-2]+[4-8],f32[2-4]").outs(TensorSpec("qkvz.weight", DTYPES["BF16"], (32, 16))))
+        qkvz.weight.0 [24, 16] F16 qkvz.weight.1 [8, 16] F32
+        """
+        if why := self.refusal(spec):
+            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
+        return tuple(
+            TensorSpec(f"{spec.name}.{i}", dtype, part_shape(pieces, self.height, spec.shape, flat=self.flat))
+            for i, (dtype, pieces) in enumerate(self.parts)
+        )
+
+    def importances(self, spec: TensorSpec) -> tuple[int, ...]:
+        """The number of importances that it takes: of each column of each matrix of each part."""
+        return (sum(self._columns(spec)),)
+
+    def _columns(self, spec: TensorSpec) -> list[int]:
+        count = 1 if self.flat else math.prod(spec.shape[:-1]) // self.height
+        return [count * pieces[0].shape(spec.shape[-1])[1] for _, pieces in self.parts]
+
+    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
+        """As `Encoding.encode`.
+
+        numbers  the importances of each part after the other, zeros for a part without; empty if all are without
+        """
+        found = rows.reshape(-1, self.height, rows.shape[-1])
+        first, at = first_row // self.height, 0
+        for (dtype, pieces), out, size in zip(self.parts, outs, self._columns(spec), strict=True):
+            weights, start = numbers[at : at + size].reshape(-1, pieces[0].shape(spec.shape[-1])[1]), 0
+            at += size
+            for piece in pieces:
+                part = np.ascontiguousarray(piece.of(found))
+                nbytes = part[0].size // dtype.block * dtype.itemsize
+                for i, matrix in enumerate(part):
+                    own = weights[(first + i) % len(weights)] if weights.size else None
+                    own = None if own is None or not (own.any() or dtype.name in NEEDS_IMPORTANCES) else own
+                    encode_matrix(spec, dtype, matrix, out[start + i * nbytes : start + (i + 1) * nbytes], own)
+                start += len(part) * nbytes
+
+    def config(self, modules: Modules) -> dict[str, Any]:
+        """Nothing: the file says what its tensors are."""
+        return {}
+
+
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_NAME = re.compile(r"gguf-([1-9][0-9]{0,8})(\+?):(.+)")
+_PART = re.compile(r"([a-z0-9_]+)(\[.+)")
+_PIECE = re.compile(rf"\[{_NUMBER}-{_NUMBER}(?:,{_NUMBER}\+([2-9]))?\](t?)")
+
+
+def find_cut(name: str) -> CutEncoding | None:
+    """The encoding of a name; None for a name that is none of them.
+
+    >>> find_cut("gguf-8:f16[0-6,1+2]t").parts[0][1], find_cut("gguf-8:f16[6-6]"), find_cut("gguf-q4_k")
+    ((Piece(first=0, end=6, column=1, step=2, transposed=True),), None, None)
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    parts = []
+    for text in re.split(r",(?=[a-z])", match[3]):
+        found = _PART.fullmatch(text)
+        dtype = None if found is None else TYPES.get(found[1].upper())
+        pieces = [] if found is None else [_PIECE.fullmatch(each) for each in re.split(r"\+(?=\[)", found[2])]
+        if dtype is None or not all(each is not None and int(each[1]) < int(each[2]) for each in pieces):
+            return None
+        parts.append((dtype, tuple(_piece(each) for each in pieces if each is not None)))
+    encoding = CutEncoding(int(match[1]), tuple(parts), bool(match[2]))
+    moved = any(piece.step > 1 or piece.transposed for _, pieces in parts for piece in pieces)
+    several = any(len(pieces) > 1 for _, pieces in parts)
+    return encoding if encoding.name == name and not (moved if encoding.flat else several) else None
+
+
+def _piece(match: re.Match[str]) -> Piece:
+    return Piece(int(match[1]), int(match[2]), int(match[3] or 0), int(match[4] or 1), bool(match[5]))
+
+
+# ---- reading
+
+
+@dataclass(frozen=True, slots=True)
+class CutWeight(Weight):
+    """A tensor of the Hub that is put together from parts.
+
+    height, parts  rows of a band, and what each of `stored` is of it
+    """
+
+    height: int
+    parts: tuple[Pieces, ...]
+
+    @property
+    def preferred_rows(self) -> int:
+        return self.height
+
+    def decode(self, stored: Tensors, first: int, values: Rows) -> None:
+        cols, count = self.spec.shape[-1], math.prod(self.spec.shape[:-1]) // self.height
+        for row, end, skip, target in bands(first, values, cols, self.height, self.height):
+            band, whole = row // self.height, np.empty((1, end - row, cols), np.float32)
+            for name, pieces in zip(self.stored, self.parts, strict=True):
+                start = 0
+                for piece in pieces:
+                    shape = piece.shape(cols)
+                    size = math.prod(shape)
+                    at = start + band * size
+                    piece.of(whole)[0] = read_all(stored, name, at, at + size).astype(np.float32).reshape(shape)
+                    start += count * size
+            target[:] = whole.reshape(-1)[skip : skip + target.size]
+
+
+def cut_weight(
+    cut: Cut, layer: str, specs: Mapping[str, TensorSpec], config: Config, natural_dtype: DType, where: str
+) -> CutWeight:
+    """A tensor of the Hub, from those of its parts.
+
+    specs   of the tensors of the GGUF file, under its names
+
+    Raises FormatError for parts that are missing or do not fit together.
+    """
+    name = f"{LAYERS}{layer}.{cut.name}"
+    stored = tuple(f"blk.{layer}.{part.name}" for part in cut.parts)
+    if missing := [each for each in stored if each not in specs]:
+        what = f"tensor {show(missing[0])} is missing, and there are other parts of {show(name)}"
+        raise FormatError(what, where=where, fix=DAMAGED)
+    shapes = [specs[each].shape for each in stored]
+    try:
+        shape = _whole_shape(cut, shapes)
+        height, parts = pieces_of(cut, config, shape)
+        fits = [part_shape(pieces, height, shape, flat=cut.flat) for pieces in parts] == shapes
+    except (FormatError, ValueError):
+        fits = False
+    if not fits:
+        what = f"the parts of {show(name)} have the shapes {', '.join(str(list(each)) for each in shapes)}"
+        raise FormatError(what, where=where, fix=DAMAGED)
+    return CutWeight(TensorSpec(name, DTYPES["F32"], shape), stored, natural_dtype, height, parts)
+
+
+def _whole_shape(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of a tensor whose parts have these shapes, if they fit. Raises ValueError."""
+    if min(map(len, shapes)) < 2:
+        raise ValueError(shapes)
+    turned = [(*s[:-2], s[-1], s[-2]) if part.transposed else s for part, s in zip(cut.parts, shapes, strict=True)]
+    *before, rows, cols = turned[0]
+    if cut.columns:
+        cols = sum(each[-1] for each in turned)
+    else:
+        rows = sum(each[-2] for each in turned)
+    return (math.prod(before) * rows, cols) if cut.bands else (*before, rows, cols)
