@@ -58,6 +58,11 @@ def device_of(bench: ProductContext) -> str:
         raise PlanError([error]) from error
 
 
+def on_cpu(device: str) -> bool:
+    """Whether a torch device is the CPU."""
+    return torch.device(device).type == "cpu"
+
+
 def budget(bench: ProductContext) -> int:
     """The bytes that the sums of a product may take, and what is computed of them likewise: half of its memory each."""
     return WORK_BYTES if bench.memory_bytes is None else bench.memory_bytes // 2
@@ -66,8 +71,18 @@ def budget(bench: ProductContext) -> int:
 @contextmanager
 def workers(threads: int, device: str) -> Iterator[ThreadPoolExecutor]:
     """Threads on each of which torch computes alone. A GPU gets its work from one."""
-    with one_thread(), ThreadPoolExecutor(threads if torch.device(device).type == "cpu" else 1) as pool:
+    with one_thread(), ThreadPoolExecutor(threads if on_cpu(device) else 1) as pool:
         yield pool
+
+
+@contextmanager
+def processors(threads: int, device: str, pool: ThreadPoolExecutor) -> Iterator[ThreadPoolExecutor]:
+    """Threads for what processors compute, whatever the device. pool: of `workers`, which is used if it has as many."""
+    if on_cpu(device):
+        yield pool
+        return
+    with ThreadPoolExecutor(threads) as own:
+        yield own
 
 
 class PhaseProgress:

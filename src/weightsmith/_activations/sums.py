@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weightsmith._activations.decoder.forward import Layer
-from weightsmith._activations.running import LayerRows, NumberedRow, budget, workers
+from weightsmith._activations.running import LayerRows, NumberedRow, budget, processors, workers
 from weightsmith._activations.sites import by_site
 from weightsmith._activations.statistics.gram import STATISTIC as GRAM
 from weightsmith._outputs.local.products import release_pages
@@ -268,7 +268,7 @@ def use_sums(
     }
     parts = batches(sizes, budget(rows.bench))
     share = (span[1] - span[0]) / max(1, len(parts))
-    with workers(rows.bench.threads, rows.device) as pool:
+    with workers(rows.bench.threads, rows.device) as pool, processors(rows.bench.threads, rows.device, pool) as others:
         for number, sites in enumerate(parts):
             first = span[0] + number * share
             inputs = inputs_of([weight for site in sites for weight in every.sites[site]], None if number else beside)
@@ -281,5 +281,5 @@ def use_sums(
             finally:
                 inputs.close()
             tasks = [partial(use, inputs, site, partial(sums.finish, tokens=tokens)) for site in sites]
-            for done, _ in enumerate(pool.map(lambda task: task(), tasks), 1):
+            for done, _ in enumerate(others.map(lambda task: task(), tasks), 1):
                 rows.progress(first + share * (ROWS_SHARE + (1 - ROWS_SHARE) * done / len(tasks)))

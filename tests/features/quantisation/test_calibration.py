@@ -33,7 +33,7 @@ from tests.calibration_help import (
 )
 from tests.cli_help import run_process
 from tests.fork_help import forked_code
-from weightsmith._activations import sums
+from weightsmith._activations import running, sums
 from weightsmith._activations.model import input_of, statistic_products, text_for
 from weightsmith._activations.statistics import Statistic
 from weightsmith._base.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
@@ -164,13 +164,16 @@ class Counted:
                 self._inside -= 1
 
 
-@pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
+@pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("uniform", [True, False])
 def test_factorisations_run_one_at_a_time_if_memory_is_short(
-    uniform: bool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uniform: bool, gpu: bool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a GPU, too: it gets its work from one thread, and processors factorise."""
+    if gpu:
+        monkeypatch.setattr(running, "on_cpu", lambda _device: False)
     found = []
     with prepared_for(llama, settings(tmp_path, uniform=uniform)) as prepared:
         last = "layer 0" if uniform else "measurement: measured 0"

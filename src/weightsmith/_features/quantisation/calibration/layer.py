@@ -120,7 +120,7 @@ def _give(rows: LayerRows, stage: Mapping[str, str], made: Mapping[str, Arrays])
         shape = tuple(rows.layer.linear(name).weight.shape)
         common.set_weight(rows.layer, name, common.dequantise(made[name], stage[name], shape))
 
-    with workers(rows.bench.threads, rows.device) as pool:
+    with workers(rows.bench.threads, "cpu") as pool:
         list(pool.map(give, stage))
 
 
