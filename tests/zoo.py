@@ -49,7 +49,10 @@ GROUPED = {
 LFM2 = {**SIZES, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 DELTA_NET = {"head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
 INTERLEAVED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
-GEMMA4 = {**HEADS, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 16}
+GEMMA4 = {
+    **{**HEADS, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 16},
+    "vocab_size_per_layer_input": 64,
+}
 GLM_MOE = {**GROUPED, "num_mtp_layers": 0}
 VISION = {
     "hidden_size": 32,

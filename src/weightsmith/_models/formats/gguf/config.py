@@ -52,7 +52,9 @@ def family_of_keys(keys: Mapping[str, Any], where: str) -> Family:
     experts = keys.get(f"{architecture}.expert_count")
     with_experts = isinstance(experts, np.ndarray) or bool(experts)
     readable = [each for each in FAMILIES if each.is_read]
-    alike = [each for each in readable if each.architecture == architecture and bool(each.count) == with_experts]
+    alike = [
+        each for each in readable if each.architecture == architecture and (each.either or bool(each.count) == with_experts)
+    ]
     found = Values(keys, where, DAMAGED, f"{architecture}.")
     for family in sorted(alike, key=lambda each: not each.told_by):
         constant = family.constants.get(family.told_by)
@@ -105,13 +107,10 @@ def config_of_keys(
         raise FormatError("no tensor token_embd.weight", where=where, fix=DAMAGED)
     vocabulary = shapes["token_embd.weight"][0]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, "dtype": dtype}
-    config |= {
-        here: found.count(there) for there, here in _COUNTS.items() if here not in ("num_key_value_heads", "intermediate_size")
-    }
-    if not family.count or "feed_forward_length" in found:
-        config["intermediate_size"] = found.count("feed_forward_length")
-    if not family.hybrid:
-        config["num_key_value_heads"] = found.count("attention.head_count_kv")
+    for there, here in _COUNTS.items():
+        missing = family.count and here == "intermediate_size" and there not in found  # all MLPs are experts
+        if here not in family.layered and not missing:
+            config[here] = found.count(there)
     config["num_hidden_layers"] -= predicting_layers(keys, family, where)
     if family.predicting:
         config[family.predicting] = 0
@@ -151,7 +150,7 @@ def config_of_keys(
     if scaling := _scaling(family, config, found, factors):
         config["rope_scaling"] = scaling
     if family.take is not None:
-        family.take(found, config)
+        family.take(found, config, shapes, factors)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (token := token_id(keys, key, vocabulary, where)) is not None:
             config[f"{name}_token_id"] = token
@@ -216,7 +215,7 @@ def _scaling(family: Family, config: dict[str, Any], found: Values, factors: Map
         if not all(name in factors for name in names.values()):
             return {}
         return {"type": "longrope"} | {key: _short(factors[name]) for key, name in names.items()}
-    if "rope_freqs.weight" in factors:
+    if "rope_freqs.weight" in factors and family.rope == "default":
         return _llama3(config, factors["rope_freqs.weight"], found.where)
     if kind == "linear":
         return {"rope_type": "linear", "factor": found.float32("rope.scaling.factor")}

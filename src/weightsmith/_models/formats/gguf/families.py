@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from weightsmith._models.formats.gguf.delta_net import key_head_rows, put_delta_net
-from weightsmith._models.formats.gguf.gemma4 import put_gemma4
+from weightsmith._models.formats.gguf.gemma4 import put_gemma4, take_gemma4
 from weightsmith._models.formats.gguf.latent import put_latent, take_latent
 from weightsmith._models.formats.gguf.shortconv import put_shortconv, take_shortconv
 from weightsmith._models.formats.gguf.values import Config, Floats, Put, Values
@@ -42,6 +42,10 @@ _AFTER = {"ffn_norm": "post_attention_layernorm"}
 _SANDWICH = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+
+
+Take = Callable[[Values, dict[str, Any], Mapping[str, tuple[int, ...]], Mapping[str, Floats]], None]
+"""Completes config.json: (keys, config.json, shapes of the file's tensors, its tensors that are made of config.json)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,8 @@ class Family:
     told_by       key without which, or without whose constant, a file of the architecture is of another family
     count         config.json's number of experts; "": there are none
     used          config.json's number of experts for a token
-    hybrid        whether some layers have no attention, and 0 heads of keys and values in the GGUF file
+    either        whether a model may have experts or not, which `put` and `take` say
+    layered       settings for which the GGUF file may have a number for each layer; `take` sets them
     ones          tensors of a layer with a dimension of 1 that the GGUF file does not have: llama.cpp's name → its position
     keys          numbers that other families do not have
     constants     numbers that the GGUF file holds, and config.json does not: they are those of the family
@@ -171,13 +176,14 @@ class Family:
     told_by: str = ""
     count: str = ""
     used: str = "num_experts_per_tok"
-    hybrid: bool = False
+    either: bool = False
+    layered: tuple[str, ...] = ()
     ones: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
     constants: Mapping[str, int] = field(default_factory=dict)
     fixed: tuple[Fixed, ...] = ()
     put: Callable[[Config, Put], Mapping[str, Floats] | None] | None = None
-    take: Callable[[Values, dict[str, Any]], None] | None = None
+    take: Take | None = None
     widths: bool = True
     rope: str = "default"
     present: Mapping[str, str] = field(default_factory=dict)
@@ -290,7 +296,7 @@ _LFM2_DENSE = {"ffn_gate": "feed_forward.w1", "ffn_down": "feed_forward.w2", "ff
 _LFM2_ALL: dict[str, Any] = {
     "ends": {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
     "ones": {"shortconv.conv.weight": 1},
-    "hybrid": True,
+    "layered": ("num_key_value_heads",),
     "put": put_shortconv,
     "take": take_shortconv,
     "eps": ("attention.layer_norm_rms_epsilon", "norm_eps"),
@@ -326,7 +332,7 @@ def _window_of_exaone4(config: Config) -> tuple[str, object, object]:
     return "sliding_window", stated, (4096 if stated is None else stated) if large else None
 
 
-def _take_gpt_oss(found: Values, config: dict[str, Any]) -> None:
+def _take_gpt_oss(found: Values, config: dict[str, Any], *_: object) -> None:
     if scaling := config.get("rope_scaling"):
         scaling["truncate"] = False  # as published; the GGUF file does not say it
 
@@ -530,13 +536,15 @@ FAMILIES = (
             "per_layer_proj_norm": "model.per_layer_projection_norm",
         },
         fixed=(Fixed("attention_bias", False),),
+        either=True,
+        layered=("num_key_value_heads", "intermediate_size"),
         put=put_gemma4,
+        take=take_gemma4,
         widths=False,
         rope="proportional",
         tokenizer="gemma4",
         every=6,
         stated=True,
-        is_read=False,
         activation=_GELU,
     ),
     Family(

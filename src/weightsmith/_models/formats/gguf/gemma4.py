@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._models.formats.gguf.values import Config, Floats, Put
+from weightsmith._base.errors import Unsupported
+from weightsmith._models.formats.gguf.values import Config, Floats, Put, Values
 
 _STILL = 1e30
 """By which frequencies are divided so that nothing turns."""
@@ -52,6 +53,49 @@ def put_gemma4(given: Config, put: Put) -> Mapping[str, Floats]:
     given.need("rope_type", rope["rope_type"], "proportional")
     turned = int(wide * given.number("partial_rotary_factor", 1.0, rope) / 2)
     return {"rope_freqs.weight": np.array([1.0] * turned + [_STILL] * (wide // 2 - turned), np.float32)}
+
+
+def take_gemma4(
+    found: Values, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Floats]
+) -> None:
+    """The settings of config.json. Raises FormatError, Unsupported."""
+    layers = config["num_hidden_layers"]
+    slides = [each == "sliding_attention" for each in config["layer_types"]]
+    wide, config["head_dim"] = found.count("attention.key_length"), found.count("attention.key_length_swa")
+    config["global_head_dim"] = wide
+    heads = found.by_layer("attention.head_count_kv", layers)
+    own, others = ({n for n, each in zip(heads, slides, strict=True) if each == local} for local in (True, False))
+    shared = config["num_kv_shared_layers"] = found.count("attention.shared_kv_layers", 0, least=0)
+    widths = found.by_layer("feed_forward_length", layers)
+    double = [widths[0] * (1 if i < layers - shared else 2) for i in range(layers)]
+    if len(own) > 1 or len(others) > 1 or widths not in ([widths[0]] * layers, double):
+        what = "layers of one kind with different numbers of heads, or MLPs of other widths"
+        raise Unsupported(what, where=found.where, fix="Use the original checkpoint.")
+    config["num_key_value_heads"] = next(iter(own or others))
+    config["num_global_key_value_heads"] = next(iter(others or own))
+    config["attention_k_eq_v"] = any(
+        f"blk.{i}.attn_k.weight" in shapes and f"blk.{i}.attn_v.weight" not in shapes for i in range(layers)
+    )
+    config["intermediate_size"], config["use_double_wide_mlp"] = widths[0], widths == double and shared > 0
+    config["hidden_size_per_layer_input"] = found.count("embedding_length_per_layer_input", 0, least=0)
+    config["vocab_size_per_layer_input"] = config["vocab_size"]
+    config["hidden_activation"] = "gelu_pytorch_tanh"
+    if "final_logit_softcapping" in found:
+        config["final_logit_softcapping"] = found.float32("final_logit_softcapping")
+    config["enable_moe_block"] = "expert_count" in found
+    if config["enable_moe_block"]:
+        config["num_experts"], config["top_k_experts"] = found.count("expert_count"), found.count("expert_used_count")
+        config["moe_intermediate_size"] = found.count("expert_feed_forward_length")
+    turned = factors.get("rope_freqs.weight")
+    share = 1.0 if turned is None else float(2 * np.count_nonzero(turned == 1) / wide)
+    config["rope_parameters"] = {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": share,
+            "rope_theta": config.pop("rope_theta"),
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": found.float32("rope.freq_base_swa", 10_000.0)},
+    }
 
 
 def _slides(given: Config) -> list[bool]:

@@ -38,7 +38,7 @@ def put_latent(given: Config, put: Put) -> None:
         put(_LOG, "f32", 0.1 * given.number("mscale_all_dim", None, rope))
 
 
-def take_latent(found: Values, config: dict[str, Any]) -> None:
+def take_latent(found: Values, config: dict[str, Any], *_: object) -> None:
     """The settings of config.json. Raises FormatError."""
     config["num_key_value_heads"] = config["num_attention_heads"]
     turned = config["qk_rope_head_dim"] = config["head_dim"] = found.count("rope.dimension_count")

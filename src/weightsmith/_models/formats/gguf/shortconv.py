@@ -31,7 +31,7 @@ def put_shortconv(given: Config, put: Put) -> None:
         put("feed_forward_length", "u32", -(-width // unit) * unit)
 
 
-def take_shortconv(found: Values, config: dict[str, Any]) -> None:
+def take_shortconv(found: Values, config: dict[str, Any], *_: object) -> None:
     """The settings of config.json. Raises FormatError."""
     heads, layers = found.get(_HEADS), config["num_hidden_layers"]
     if not isinstance(heads, np.ndarray) or heads.shape != (layers,) or heads.dtype.kind not in "iu" or not heads.any():

@@ -114,22 +114,22 @@ def tokenizer_files(keys: Mapping[str, Any], family: Family, where: str) -> tupl
     other. Cost: 0.3 s for 50,000 tokens; about 3 s for 262,144 without merges, which are derived from the scores.
     """
     tokens, kind = keys.get("tokenizer.ggml.tokens"), keys.get("tokenizer.ggml.model")
-    if not isinstance(tokens, list) or not isinstance(kind, str) or kind not in ("gpt2", "llama"):
+    if not isinstance(tokens, list) or not isinstance(kind, str) or kind not in ("gpt2", "llama", family.tokenizer):
         what = f"the GGUF file has no tokenizer that can be read (tokenizer.ggml.model is {show(kind)})"
         return {}, [Finding(what, where, fix="copy the tokenizer's files into the output yourself")]
     if not all(isinstance(token, str) for token in tokens) or sum(map(len, tokens)) > _MAX_CHARACTERS:
         what = f"tokenizer.ggml.tokens is no list of texts, or they have more than {_MAX_CHARACTERS:,} characters"
         raise FormatError(what, where=where, fix=DAMAGED)
-    if kind == "llama" and family.shift:  # in Gemma's files, runs of spaces are stored as such
+    if kind != "gpt2" and family.architecture.startswith("gemma"):  # in Gemma's files, runs of spaces are stored as such
         tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     numbers = {name: token_id(keys, key, len(tokens), where) for name, key in _SPECIAL.items()}
     special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
     types = _numbers(keys, "token_type", Kind.NORMAL, tokens, where)
     pre = _setting(keys, "pre", "default", where)
-    add_bos = _setting(keys, "add_bos_token", kind == "llama" or pre in _WHOLE_MERGES, where)
+    add_bos = _setting(keys, "add_bos_token", kind != "gpt2" or pre in _WHOLE_MERGES, where)
     add_eos = _setting(keys, "add_eos_token", False, where)
     parts = _byte_level(keys, tokens, types, where) if kind == "gpt2" else _sentencepiece(keys, tokens, family, where)
-    marked = set(special.values()) if kind == "llama" else set()
+    marked = set(special.values()) if kind != "gpt2" else set()
     first = [token] if add_bos and (token := special["bos_token"]) else []
     last = [token] if add_eos and (token := special["eos_token"]) else []
     one, two = [[(token, number) for token in (*first, name, *last)] for number, name in enumerate("AB")]
@@ -193,12 +193,7 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         whole = kind in (Kind.CONTROL, Kind.USER_DEFINED) or BYTES.keys() >= set(token)
         vocab[token if whole else byte_level(token.encode())] = i
-    listed = keys.get("tokenizer.ggml.merges")
-    merges = [tuple(merge.split(" ")) for merge in listed] if isinstance(listed, list) else []
-    for merge in merges:
-        if not is_merge(merge, vocab):
-            what = f"tokenizer.ggml.merges has {show(' '.join(merge))}, which is not two tokens that give a third"
-            raise FormatError(what, where=where, fix=DAMAGED)
+    merges = _listed(keys, vocab, where)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     splitter: dict[str, Any] = level
     if pre in _BY_NAME:
@@ -212,6 +207,17 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
         "decoder": {**level, "add_prefix_space": True},
         "model": bpe(vocab, merges, **none, ignore_merges=pre in _WHOLE_MERGES),
     }
+
+
+def _listed(keys: Mapping[str, Any], vocab: Mapping[str, int], where: str) -> list[tuple[str, ...]]:
+    """The merges of a file. Raises FormatError for one that gives no token."""
+    listed = keys.get("tokenizer.ggml.merges")
+    merges = [tuple(merge.split(" ")) for merge in listed] if isinstance(listed, list) else []
+    for merge in merges:
+        if not is_merge(merge, vocab):
+            what = f"tokenizer.ggml.merges has {show(' '.join(merge))}, which is not two tokens that give a third"
+            raise FormatError(what, where=where, fix=DAMAGED)
+    return merges
 
 
 def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Family, where: str) -> dict[str, Any]:
@@ -236,11 +242,12 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
     unknown = keys.get("tokenizer.ggml.unknown_token_id")
     unk_token = tokens[unknown] if gemma and unknown is not None else None
     numbers = {token: i for i, token in enumerate(tokens)}
+    merges = _merges(numbers, scores) if family.tokenizer == "llama" else _listed(keys, numbers, where)
     return {
         "normalizer": normalizer,
         "pre_tokenizer": splitter,
         "decoder": {"type": "Sequence", "decoders": decoders(prefixed=prefixed)},
-        "model": bpe(numbers, _merges(numbers, scores), unk_token=unk_token, fuse_unk=True, byte_fallback=True),
+        "model": bpe(numbers, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True),
     }
 
 

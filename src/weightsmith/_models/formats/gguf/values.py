@@ -56,6 +56,15 @@ class Values:
         """As `number`, with the fewest digits that give the same float32."""
         return float(str(np.float32(self.number(name, default))))
 
+    def by_layer(self, name: str, layers: int) -> list[int]:
+        """A number from 1 to 2^31 for each layer, where the file has one for each or one for all."""
+        value = self.get(name)
+        if not isinstance(value, np.ndarray):
+            return [self.count(name)] * layers
+        if value.shape != (layers,):
+            raise self.wrong(name, value, f"and not a whole number for each of {layers:,} layers")
+        return [self.count(name, within={self._prefix + name: each}) for each in value.tolist()]
+
     def equals(self, name: str, number: int) -> bool:
         """Whether a value is this whole number."""
         value = self.get(name)
