@@ -60,7 +60,7 @@ def device_of(bench: ProductContext) -> str:
 
 def on_cpu(device: str) -> bool:
     """Whether a torch device is the CPU."""
-    return torch.device(device).type == "cpu"
+    return str(torch.device(device).type) == "cpu"
 
 
 def budget(bench: ProductContext) -> int:

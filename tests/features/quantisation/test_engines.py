@@ -137,6 +137,18 @@ def test_sizes_of_experts(hidden: int, inner: int, size: str, tmp_path: Path) ->
     assert f"SGLang 0.5.23 needs experts whose {size} size is a multiple of" in refused(model, "nvfp4a16", "sglang")
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_exllamav2_activates_64_features_at_a_time(experts: bool, tmp_path: Path) -> None:
+    """The intermediate size of 96 is meant, not the hidden size."""
+    model = save(tmp_path / "m", mixture(96, 160) if experts else dense(96, 160, 96))
+    what = "leaves the last features of MLPs without activation: their intermediate size must be a multiple of 64, not 160"
+    (warning,) = [each for each in warned(model, "gptq-4bit", group_size=32) if "ExLlamaV2 0.3.2" in each]
+    assert what in warning
+    assert what in refused(model, "gptq-4bit", "exllamav2", group_size=32)
+    fine = save(tmp_path / "fine", mixture(96, 192) if experts else dense(96, 192, 96))
+    assert not any("ExLlamaV2 0.3.2" in each for each in warned(fine, "gptq-4bit", group_size=32))
+
+
 # ---- formats and families
 
 

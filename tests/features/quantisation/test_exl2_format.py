@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import weightsmith
+from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError, NonFinite, PlanError, UnknownName
@@ -53,6 +54,11 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(config["num_hidden_layers"]):
         found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layers.items()}
     return found
+
+
+def with_mlps_of(width: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of `LLAMA` with another intermediate size."""
+    return {name: tuple(width if n == I else n for n in shape) for name, shape in shapes_of(LLAMA).items()}
 
 
 def write(folder: Path, config: Mapping[str, Any] = LLAMA, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Path:
@@ -285,18 +291,44 @@ def test_few_bits_without_data_are_warned_of(bits: float, warned: bool, model: P
             {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
             "uses LongRoPE's long factors for texts of all lengths, transformers the short ones up to 64 tokens",
         ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 128},
+            "ignores the sliding window of 128 tokens, and transformers applies it",
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, ""),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, ""),
+        ({"sliding_window": 128}, ""),
         ({}, ""),
     ],
 )
 def test_what_exllamav2_computes_in_another_way_is_a_warning(changes: Mapping[str, Any], text: str, tmp_path: Path) -> None:
     """With the plan, so before a measurement, and once."""
-    write(tmp_path / "m", {**LLAMA, "max_position_embeddings": 256, **changes})
+    write(tmp_path / "m", {**LLAMA, "max_position_embeddings": 256, **changes}, with_mlps_of(128))
     recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "m")}]}
     found = [str(each) for each in weightsmith.plan(recipe, quantize="exl2", bits=5, **PLAN).warnings]
     assert [each for each in found if "ExLlamaV2 0.3.2, which is archived" in each]
     others = [each for each in found if "archived" not in each]
     assert len(others) == (text != "")
     assert all(text in each and "in config.json" in each for each in others)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_an_mlp_that_exllamav2_does_not_activate_is_named(measured: bool, tmp_path: Path) -> None:
+    """Once; with `--for`, it is an error."""
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(save_model(tmp_path / "m"))}]}
+    (tmp_path / "text.txt").write_text("The cat has two cats, and four more. " * 20)
+    text = {"calibration": str(tmp_path / "text.txt"), "calibration_rows": 2, "calibration_tokens": 16} if measured else PLAN
+    options: dict[str, Any] = {"quantize": "exl2", "bits": 5, **text}
+    what = "leaves the last features of MLPs without activation: their intermediate size must be a multiple of 64, not 96"
+    (warning,) = [str(each) for each in weightsmith.plan(recipe, **options).warnings if "MLPs" in str(each)]
+    assert f"model.layers.0.mlp.down_proj.weight: ExLlamaV2 0.3.2 {what}: 2 weights" in warning
+    assert "Choose a gguf format" in warning
+    with pytest.raises(PlanError, match="a multiple of 64, not 96"):
+        weightsmith.plan(recipe, engine="exllamav2", **options)
+    write(tmp_path / "fine", shapes=with_mlps_of(128))
+    weightsmith.plan(
+        {**recipe, "models": [{"model": str(tmp_path / "fine")}]}, quantize="exl2", bits=5, engine="exllamav2", **PLAN
+    )
 
 
 def test_longrope_has_the_key_that_exllamav2_requires(tmp_path: Path) -> None:

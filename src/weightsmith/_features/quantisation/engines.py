@@ -21,7 +21,7 @@ from weightsmith._models.formats.engines import (
 from weightsmith._planning.planner.encode import encodable
 from weightsmith._plans import PlanDraft
 
-_Refused = list[tuple[Engine, str, list[str]]]
+_Refusals = list[tuple[Engine, str, list[str]]]
 """(program, reason, names of weights)"""
 
 
@@ -40,7 +40,7 @@ def unloaded(format: str, settings: QuantizeSettings) -> list[WeightsmithError]:
 def family_problems(format: str, config: Mapping[str, object] | None, settings: QuantizeSettings) -> list[Finding]:
     """Programs that load the format, but no model of this type. Raises PlanError if it is that of `--for`."""
     family = (config or {}).get("model_type")
-    refused: _Refused = [
+    refused: _Refusals = [
         (engine, f"has no models of the type {family}", [])
         for engine in engines_of(format)
         if engine.families and family is not None and family not in engine.families
@@ -55,21 +55,29 @@ def check_engines(draft: PlanDraft, encoding: str, format: str, settings: Quanti
     """
     stored = [step.out for step in draft.steps if step.encoding == encoding]
     plain = [step.out for step in draft.steps if step.encoding != encoding]
-    refused = [
+
+    def instead(engine: Engine) -> str:
+        found = _fitting(engine, [*stored, *plain], draft, len(stored))
+        return f"choose {', '.join(found)} for {engine.title}" if found else ""
+
+    draft.warnings += _reported(_refused(format, stored, plain), format, settings, instead)
+
+
+def engine_findings(format: str, stored: Sequence[TensorSpec], settings: QuantizeSettings, instead: str) -> list[Finding]:
+    """As `check_engines`, for a format that one program loads. instead: what to do, for its users."""
+    return _reported(_refused(format, stored, ()), format, settings, lambda engine: instead)
+
+
+def _refused(format: str, stored: Sequence[TensorSpec], plain: Sequence[TensorSpec]) -> _Refusals:
+    return [
         (engine, reason, names)
         for engine in engines_of(format)
         if (support := find_support(engine.name, format)) is not None
         for reason, names in objections(support, format, stored, plain).items()
     ]
 
-    def instead(engine: Engine) -> str:
-        found = _fitting(engine, [*stored, *plain], draft, len(stored))
-        return f"choose {', '.join(found)} for {engine.title}" if found else ""
 
-    draft.warnings += _reported(refused, format, settings, instead)
-
-
-def _reported(refused: _Refused, format: str, settings: QuantizeSettings, instead: Callable[[Engine], str]) -> list[Finding]:
+def _reported(refused: _Refusals, format: str, settings: QuantizeSettings, instead: Callable[[Engine], str]) -> list[Finding]:
     """Warnings, one for each reason, or none if a program is named. Raises PlanError with the reasons of that program."""
     by_reason: dict[tuple[str, str], list[tuple[Engine, list[str]]]] = {}
     for engine, reason, names in refused:
@@ -127,4 +135,5 @@ def _cell(support: Support | None) -> str:
         limits.append(f"experts' hidden size of {support.hidden}")
     if support.inner > 1:
         limits.append(f"experts' intermediate size of {support.inner}")
+    limits += [f"MLPs' {name} size of {multiple}" for name, multiple, _ in support.mlps]
     return "yes" + (f" ({', '.join(limits)})" if limits else "")

@@ -1,14 +1,14 @@
 """Which formats the programs that run models load, and which matrices their kernels take: read in their sources.
 
-Nothing here was run on a GPU. Each row names the file that says so, in the release whose version is in `ENGINES`. A program
-that has no row for a format does not load it.
+Each row names the file that says so, in the release whose version is in `ENGINES`. A program that has no row for a format does
+not load it. Of all this, ExLlamaV2 and exllamav3 were run on a GPU (an NVIDIA H100): see docs/exl2.md and docs/exl3.md.
 
 **Joined matrices.** vLLM and SGLang join query, key and value, and gate and up: a rule on outputs is about the joined matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsmith._base.tensors import TensorSpec
@@ -78,6 +78,8 @@ class Support:
     tiles    (outputs, inputs): one of the pairs must divide a (joined) matrix. Empty: any matrix
     parts    a multiple of it are the outputs of each part of a joined matrix but the last
     hidden   a multiple of it is the hidden size of experts, and `inner` of their intermediate size
+    mlps     (`hidden` or `intermediate`, multiple, what the program does otherwise): of the sizes of MLPs; the hidden size of
+             experts is not meant
     experts  why experts in the format are not run: "" if they are
     alike    whether the projections of an expert must all be stored in the format, or none
     """
@@ -90,6 +92,7 @@ class Support:
     parts: int = 1
     hidden: int = 1
     inner: int = 1
+    mlps: tuple[tuple[str, int, str], ...] = ()
     experts: str = ""
     alike: bool = False
 
@@ -98,6 +101,11 @@ _VLLM = "vllm/model_executor/layers/quantization/"
 _SGLANG = "sglang/srt/layers/quantization/"
 _MARLIN = ((64, 128), (128, 64))
 """Outputs and inputs of the tiles of Marlin's kernel."""
+
+_EXLLAMAV2_MLPS = (("intermediate", 64, "leaves the last features of MLPs without activation"),)
+"""Its grid for the activation has half as many blocks of 32 pairs as there are blocks of 32 features, rounded down."""
+_EXLLAMAV3_MLPS = (("hidden", 128, "does not run MLPs with padded outputs"),)
+"""`GatedMLP` does not cut what the padding adds, as its other modules do, and the next norm refuses the width."""
 
 SUPPORT = (
     Support(
@@ -251,14 +259,15 @@ SUPPORT = (
     ),
     Support("sglang", ("gguf",), _SGLANG + "gguf.py", "on NVIDIA and Moore Threads GPUs"),
     Support("llama.cpp", ("gguf",), "llama_model_quantize", "was run; also Ollama and LM Studio, which contain it"),
-    Support("exllamav2", ("exl2",), "exllamav2/architecture.py", "see [EXL2](exl2.md)"),
+    Support("exllamav2", ("exl2",), "exllamav2/exllamav2_ext/cuda/q_mlp.cu", "see [EXL2](exl2.md)", mlps=_EXLLAMAV2_MLPS),
     Support(
         "exllamav2",
         ("gptq-4bit",),
-        "exllamav2/ext.py",
+        "exllamav2/exllamav2_ext/cuda/q_mlp.cu",
         "in float16; the models that it computes as transformers does: see [EXL2](exl2.md)",
+        mlps=_EXLLAMAV2_MLPS,
     ),
-    Support("exllamav3", ("exl3",), "exllamav3/architecture/architectures.py", "on NVIDIA GPUs; see [EXL3](exl3.md)"),
+    Support("exllamav3", ("exl3",), "exllamav3/modules/mlp.py", "on NVIDIA GPUs; see [EXL3](exl3.md)", mlps=_EXLLAMAV3_MLPS),
     Support("mlx-lm", ("mlx-8bit", "mlx-4bit"), "mlx_lm/utils.py", "also LM Studio, which contains it"),
     Support(
         "mlx-lm",
@@ -326,6 +335,8 @@ def objections(
             if size % multiple:
                 what = f"needs experts whose {name} size is a multiple of {multiple}, not {size:,}"
                 found.setdefault(what, []).append(spec.name)
+    for reason, spec in _unfit_mlps(support, stored):
+        found.setdefault(reason, []).append(spec.name)
     shapes = {spec.name: spec.shape for spec in stored}
     for names in joined_sets(shapes):
         rows, width = [shapes[name][0] for name in names], shapes[names[0]][1]
@@ -341,12 +352,21 @@ def objections(
     return found
 
 
+def _unfit_mlps(support: Support, stored: Sequence[TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:
+    """Projections out of MLPs whose sizes a program does not run, each after the reason."""
+    for spec in filter(lambda spec: _is_down(spec.name), stored):
+        sizes = dict(zip(("hidden", "intermediate"), spec.shape, strict=True))
+        for name, multiple, otherwise in support.mlps:
+            if sizes[name] % multiple and not (name == "hidden" and _is_expert(spec.name)):
+                yield f"{otherwise}: their {name} size must be a multiple of {multiple}, not {sizes[name]:,}", spec
+
+
 def _is_expert(name: str) -> bool:
     return "experts" in name.split(".")
 
 
 def _is_down(name: str) -> bool:
-    return name.split(".")[-2] in ("down_proj", "w2", "output_linear")
+    return name.split(".")[-2:][0] in ("down_proj", "w2", "output_linear")
 
 
 def _partly(experts: Sequence[TensorSpec], plain: Iterable[TensorSpec]) -> list[str]:

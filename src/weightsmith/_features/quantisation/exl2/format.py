@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from weightsmith._base.errors import PlanError, WeightsmithError
+from weightsmith._base.errors import Finding, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import QuantizeSettings, assignment, named, option_error
 from weightsmith._features.quantisation.base import Format
@@ -22,6 +22,7 @@ from weightsmith._features.quantisation.calibration.plan import (
     calibrates,
     unused,
 )
+from weightsmith._features.quantisation.engines import engine_findings
 from weightsmith._features.quantisation.exl2.blocks import BlockParams, Sublayer
 from weightsmith._features.quantisation.exl2.measurement import (
     Measured,
@@ -34,6 +35,7 @@ from weightsmith._features.quantisation.exl2.model import Model, notes, prepare_
 from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
 from weightsmith._features.quantisation.target import read_target
 from weightsmith._models.formats.exl2.layout import Params
+from weightsmith._models.formats.exl2.loader import ELSEWHERE
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
@@ -69,7 +71,7 @@ def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
     if not calibrates(settings) or settings.uniform or settings.measurement is not None:
         _store(assembled, model, settings, bits, params)
         return
-    draft.warnings += notes(draft)
+    draft.warnings += [*notes(draft), *_unfit(model, settings)]
     full = settings.measure == FULL
     chain = Chain(assembled, settings, model.steps, None if full else MEASURED_ROWS, MEASURING)
     chain.measure(draft, products_for(model.blocks, chain, full=full), "exl2", settings)
@@ -92,6 +94,7 @@ def _store(
 ) -> None:
     """Make the draft one with a setting for each role of each block. target: bits for each weight."""
     draft = assembled.draft
+    draft.warnings += _unfit(model, settings)
     bits = sum(block.bits(chosen) for block, chosen in zip(model.blocks, params, strict=True)) / model.weights
     if calibrates(settings):
         chain = Chain(assembled, settings, model.steps)
@@ -105,6 +108,12 @@ def _store(
     if abs(bits - target) > 0.02 and settings.bits is not None:
         what = f"{bits:.3f} bits for each weight, not {target:g}: its blocks are few, and settings come in steps"
         draft.warn(what, "bits")
+
+
+def _unfit(model: Model, settings: QuantizeSettings) -> list[Finding]:
+    """Warnings about sizes that ExLlamaV2 computes wrongly. Raises PlanError if it is the program of `--for`."""
+    stored = [spec for block in model.blocks for specs in block.linears.values() for spec in specs]
+    return engine_findings("exl2", stored, settings, ELSEWHERE)
 
 
 def _fill(

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightsmith._base.errors import PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.options import QuantizeSettings, assignment, option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
+from weightsmith._features.quantisation.engines import engine_findings
 from weightsmith._features.quantisation.unfused import check_architecture, encoded, tokenizer_notes, unfused_steps
 from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate, config_entry
-from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction, loader_config
+from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction, differences, loader_config
 from weightsmith._models.formats.exl3.writing import encoding_name
 from weightsmith._models.structure.vocabulary import is_head
 from weightsmith._planning.planner import Assembled
@@ -48,6 +49,8 @@ def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
     tied = _prepare(draft)
     steps = list(draft.steps)
     rates = _rates(draft, settings.bits)
+    stored = [step.out for step in steps if step.out.name in rates]
+    draft.warnings += engine_findings("exl3", stored, settings, OTHER_FORMATS)
     head_bits = settings.head_bits or DEFAULT_HEAD_BITS
     chain = Chain(assembled, settings, steps) if calibrates(settings) else None
     calibration = {} if chain is None else {"rows": chain.text.rows, "cols": chain.text.tokens}
@@ -135,6 +138,7 @@ def _store(draft: PlanDraft, rates: Mapping[str, Rate], head_bits: int, *, tied:
     if tied and head_bits != PLAIN_HEAD:
         config["tie_word_embeddings"] = False
     draft.config = {**config, "quantization_config": config_entry(bits, head_bits, calibration)}
+    draft.warnings += [Finding(what, where, fix=fix) for what, where, fix in differences(config)]
     draft.warnings += tokenizer_notes(draft, "exllamav3 makes no text")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsmith._base.errors import PlanError, Unsupported
+from weightsmith._models.formats.windows import window_difference
 from weightsmith.abc.stored import Config, Specs
 
 ARCHITECTURES = (
@@ -48,7 +49,7 @@ def differences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     >>> [where for _, where, _ in differences({"architectures": ["Qwen3ForCausalLM"]})]
     ['architectures in config.json']
     """
-    found = []
+    found = window_difference(config, f"ExLlamaV2 {VERSION}")
     if not set(_LAYER_NORMS).isdisjoint(config.get("architectures") or ()):
         what = f"ExLlamaV2 {VERSION} subtracts the mean in the norms of queries and keys, and transformers does not"
         found.append((what, "architectures in config.json", ELSEWHERE))

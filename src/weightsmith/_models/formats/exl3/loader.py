@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from weightsmith._models.formats.exl3.layout import VERSION
+from weightsmith._models.formats.windows import window_difference
+
 _SILU, _TANH = {"hidden_act": "silu"}, {"hidden_act": "gelu_pytorch_tanh"}
 
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
@@ -37,6 +40,15 @@ def contradiction(config: Mapping[str, Any]) -> str:
     """
     wanted = ARCHITECTURES[config["architectures"][0]]
     return next((key for key, value in wanted.items() if config.get(key, value) != value), "")
+
+
+def differences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Differences between exllamav3 and transformers that affect this model: (what, where, fix).
+
+    >>> differences({"architectures": ["LlamaForCausalLM"]})
+    []
+    """
+    return window_difference(config, f"exllamav3 {VERSION}")
 
 
 def loader_config(config: Mapping[str, Any]) -> dict[str, Any]:
