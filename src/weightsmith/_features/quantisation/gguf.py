@@ -556,7 +556,8 @@ def _weighted(draft: PlanDraft, family: Family, names: Iterable[str]) -> list[Te
     own = set(names)
     specs = [step.out for step in draft.steps if step.out.name in own and len(step.out.shape) == 2]
     placed = [(spec, gguf_place(family, spec.name)) for spec in specs]
-    return [spec for spec, place in placed if place is not None and not is_router(place.name)]
+    named_weights = [(spec, place.name) for spec, place in placed if place is not None and place.name.endswith(".weight")]
+    return [spec for spec, name in named_weights if not is_router(name)]
 
 
 def _importances_of(draft: PlanDraft, family: Family, found: Importances) -> Importances:

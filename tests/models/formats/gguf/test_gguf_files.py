@@ -890,7 +890,7 @@ EXPERTS = (
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe"),
 )
 WIDE_TOO: dict[str, dict[str, Any]] = {
-    "lfm2-moe": {"num_hidden_layers": 9, "layer_types": [*["conv", "conv", "full_attention"] * 3]},
+    "lfm2-moe": {"num_hidden_layers": 9, "layer_types": ["full_attention" if i in (3, 4, 6) else "conv" for i in range(9)]},
     "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},
     "gemma4": {"num_hidden_layers": 6, "vocab_size_per_layer_input": 262},
     "gemma4-moe": {"num_hidden_layers": 6},
