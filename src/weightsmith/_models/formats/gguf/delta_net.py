@@ -7,12 +7,12 @@ of Qwen3.5, llama.cpp has the first of every key head first, then the second of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._models.formats.gguf.values import Config, Put
+from weightsmith._models.formats.gguf.values import Config, Put, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +83,14 @@ def key_head_rows(config: Config) -> tuple[int, int, int, int]:
         raise config.wrong("linear_num_value_heads", values, f"and not a multiple of the {keys:,} key heads")
     size, own = config.count("linear_key_head_dim"), values // keys * config.count("linear_value_head_dim")
     return size, size, own, own
+
+
+def take_delta_net(found: Values, config: dict[str, Any], *_: object) -> None:
+    """The settings of config.json. Raises FormatError."""
+    inner, heads = found.count("ssm.inner_size"), config["linear_num_value_heads"]
+    if inner % heads:
+        raise found.wrong("ssm.inner_size", inner, f"and not a multiple of the {heads:,} value heads")
+    config["linear_value_head_dim"] = inner // heads
+    every = found.count("full_attention_interval", 4)
+    layers = range(1, config["num_hidden_layers"] + 1)
+    config["layer_types"] = ["linear_attention" if i % every else "full_attention" for i in layers]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from weightsmith._models.formats.gguf.delta_net import key_head_rows, put_delta_net
+from weightsmith._models.formats.gguf.delta_net import key_head_rows, put_delta_net, take_delta_net
 from weightsmith._models.formats.gguf.gemma4 import put_gemma4, take_gemma4
 from weightsmith._models.formats.gguf.latent import put_latent, take_latent
 from weightsmith._models.formats.gguf.shortconv import put_shortconv, take_shortconv
@@ -469,7 +469,9 @@ FAMILIES = (
         "qwen3_next",
         "Qwen3NextForCausalLM",
         {**_DELTA_NET, "ssm_ba": "linear_attn.in_proj_ba", **_DENSE, **_ROUTER, **_SHARED_GATED},
-        **_DELTA_NET_ALL,
+        **{**_DELTA_NET_ALL, "is_read": True},
+        take=take_delta_net,
+        ones={"ssm_conv1d.weight": 1},
         experts=_QWEN_EXPERTS,
         cuts=(
             Cut(
@@ -932,6 +934,11 @@ def is_norm(name: str) -> bool:
     (True, False)
     """
     return name.endswith("_norm.weight")
+
+
+def is_decay(name: str) -> bool:
+    """Whether -exp of a tensor is stored in a GGUF file."""
+    return name.endswith(".ssm_a")
 
 
 def shift_of(family: Family, name: str) -> float:
