@@ -284,7 +284,8 @@ _DELTA_NET_ALL: dict[str, Any] = {
     "shift": 1.0,
     "put": put_delta_net,
     "partial": 0.25,
-    "is_read": False,
+    "take": take_delta_net,
+    "ones": {"ssm_conv1d.weight": 1},
 }
 _LFM2 = {
     **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
@@ -469,9 +470,7 @@ FAMILIES = (
         "qwen3_next",
         "Qwen3NextForCausalLM",
         {**_DELTA_NET, "ssm_ba": "linear_attn.in_proj_ba", **_DENSE, **_ROUTER, **_SHARED_GATED},
-        **{**_DELTA_NET_ALL, "is_read": True},
-        take=take_delta_net,
-        ones={"ssm_conv1d.weight": 1},
+        **_DELTA_NET_ALL,
         experts=_QWEN_EXPERTS,
         cuts=(
             Cut(
@@ -886,8 +885,10 @@ def cut_of(family: Family, name: str) -> tuple[Cut, str] | None:
 def part_of(family: Family, name: str) -> tuple[Cut, str] | None:
     """Which tensor a tensor of a GGUF file is a part of, and the number of its layer; None if it is whole."""
     match = _BARE.fullmatch(name)
-    found = next((cut for cut in family.cuts if match is not None and match[2] in [part.name for part in cut.parts]), None)
-    return None if found is None or match is None else (found, match[1])
+    if match is None or match[2].removesuffix(".weight") in family.experts:  # which are read one by one
+        return None
+    found = next((cut for cut in family.cuts if match[2] in [part.name for part in cut.parts]), None)
+    return None if found is None else (found, match[1])
 
 
 def is_known(family: Family, name: str) -> bool:

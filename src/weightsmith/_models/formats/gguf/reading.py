@@ -22,9 +22,10 @@ from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import Weights, natural_key
-from weightsmith._models.formats.decoded import DecodedTensors
+from weightsmith._models.formats.decoded import DecodedTensors, Weight
 from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys, predicting_layers
-from weightsmith._models.formats.gguf.cuts import CutWeight, cut_weight
+from weightsmith._models.formats.gguf.cuts import cut_weight
+from weightsmith._models.formats.gguf.delta_net import ordered_weight, value_order
 from weightsmith._models.formats.gguf.families import (
     Family,
     hub_name,
@@ -150,10 +151,10 @@ class GgufTensors(FileTensors[StoredBlocks]):
         return values
 
 
-class GgufCutTensors(DecodedTensors):
-    """The tensors of GGUF files, some of which are put together from parts."""
+class GgufMovedTensors(DecodedTensors):
+    """The tensors of GGUF files, some of which are put together from parts, or have their rows or columns in another order."""
 
-    def __init__(self, stored: GgufTensors, weights: Sequence[CutWeight], where: str) -> None:
+    def __init__(self, stored: GgufTensors, weights: Sequence[Weight], where: str) -> None:
         super().__init__(stored, weights, [], where)
         self._first = {weight.spec.name: weight.stored[0] for weight in weights}
         self._blocks = stored
@@ -227,8 +228,11 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     whole = GgufTensors(stored, files, where, dtype)
     cuts = list(dict.fromkeys(found for name in whole.specs if (found := part_of(family, name)) is not None))
-    weights = [cut_weight(cut, layer, whole.specs, Config(config), dtype, where) for cut, layer in cuts]
-    source = GgufCutTensors(whole, weights, where) if weights else whole
+    weights: list[Weight] = [cut_weight(cut, layer, whole.specs, Config(config), dtype, where) for cut, layer in cuts]
+    for spec in whole.specs.values():
+        if (order := value_order(spec.name, Config(config))) is not None:
+            weights.append(ordered_weight(spec, str(hub_name(family, spec.name)), order, dtype, where))
+    source = GgufMovedTensors(whole, weights, where) if weights else whole
     return Opened(source, notes=tuple(notes), files=made, decoded=decoded)
 
 
@@ -244,7 +248,8 @@ def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str
     for tensor in header.tensors:
         if tensor.name in SMALL or predicts(tensor.name, layers):
             continue
-        name = tensor.name if part_of(family, tensor.name) is not None else hub_name(family, tensor.name)
+        moved = part_of(family, tensor.name) is not None or value_order(tensor.name, Config(config)) is not None
+        name = tensor.name if moved else hub_name(family, tensor.name)
         if name is None:
             what = f"tensor {show(tensor.name)} does not belong to a model of the family {family.model_type}"
             raise Unsupported(what, where=str(path), fix="Use the model's original checkpoint.")
