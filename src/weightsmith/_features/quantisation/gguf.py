@@ -44,6 +44,7 @@ from weightsmith._models.formats.gguf.families import (
     Family,
     cut_of,
     gguf_place,
+    is_decay,
     is_known,
     is_router,
     predicts,
@@ -536,7 +537,7 @@ def _encoded(
     else:
         heads = config.count("num_attention_heads")
         turned = rotated_heads(family, spec.name, heads, config.count("num_key_value_heads", heads))
-        head_rows, decays = spec.shape[0] // turned if turned else 0, spec.name.endswith(".ssm_a")
+        head_rows, decays = spec.shape[0] // turned if turned else 0, is_decay(spec.name)
         encoding = GgufEncoding(dtypes[0], head_rows, shift_of(family, spec.name), decays)
     tables, weighted = list[Floats](), -1
     for each, kind in zip(stored.specs, kinds, strict=True):
@@ -556,7 +557,8 @@ def _weighted(draft: PlanDraft, family: Family, names: Iterable[str]) -> list[Te
     own = set(names)
     specs = [step.out for step in draft.steps if step.out.name in own and len(step.out.shape) == 2]
     placed = [(spec, gguf_place(family, spec.name)) for spec in specs]
-    return [spec for spec, place in placed if place is not None and not is_router(place.name)]
+    named_weights = [(spec, place.name) for spec, place in placed if place is not None and place.name.endswith(".weight")]
+    return [spec for spec, name in named_weights if not is_router(name)]
 
 
 def _importances_of(draft: PlanDraft, family: Family, found: Importances) -> Importances:

@@ -154,7 +154,12 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
         return mixture.default
     if name == _KEPT:
         return "F32"
-    return fitting(asked or _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape), spec.shape[-1])
+    several = len(spec.shape) == 3 and spec.shape[0] > 1
+    if mixture.name == "MXFP4_MOE":  # experts, and DeepSeek's heads
+        ruled = "MXFP4" if several else "Q8_0"
+    else:
+        ruled = _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape)
+    return fitting(asked or ruled, spec.shape[-1])
 
 
 def fitting(kind: str, cols: int) -> str:
@@ -170,8 +175,6 @@ def fitting(kind: str, cols: int) -> str:
 
 def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:
     """The type before it is known whether the rows have whole blocks."""
-    if mix == "MXFP4_MOE":
-        return "MXFP4" if "_exps." in name else "Q8_0"
     match = _LAYER.match(name)
     i, n = (int(match[1]), shape.layers) if match else (0, shape.layers)
     eight, four = shape.experts == 8, shape.group >= 4

@@ -21,7 +21,7 @@ from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import STATISTICS, statistics
 from weightsmith._kernels.records import Encoded
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
-from weightsmith._models.formats.gguf.reading import GgufCutTensors, GgufTensors
+from weightsmith._models.formats.gguf.reading import GgufMovedTensors, GgufTensors
 from weightsmith._models.lora import open_adapter
 from weightsmith._models.lora.adapter import Adapter
 from weightsmith._models.structure import Structure, analyse
@@ -368,7 +368,7 @@ def _amounts(specs: Sequence[TensorSpec], names: Sequence[str]) -> tuple[Amount,
 
 def _stored(model: Checkpoint, names: Sequence[str]) -> list[TensorSpec]:
     """The tensors as they are in the files: of quantised weights codes and scales."""
-    if isinstance(model.source, GgufTensors | GgufCutTensors):
+    if isinstance(model.source, GgufTensors | GgufMovedTensors):
         return [replace(model.specs[name], dtype=model.source.stored_as(name)) for name in names]
     path = model.ref.partition("+")[0]
     with open_checkpoint(path.partition("@")[0], revision=path.partition("@")[2] or None, raw=True, download=False) as raw:

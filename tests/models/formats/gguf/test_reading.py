@@ -361,6 +361,7 @@ def test_a_file_that_is_cut_off_anywhere(tiny: Path) -> None:
     ("change", "error", "words"),
     [
         ({"general.alignment": 24}, FormatError, "general.alignment is 24"),
+        ({"block_count": 2**31 - 1}, FormatError, "2,147,483,647 layers"),
         ({"attention.head_count": 0}, FormatError, "llama.attention.head_count is 0"),
         ({"attention.head_count": 5}, FormatError, "has 64 rows for 5 heads"),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, FormatError, "layer_norm_rms_epsilon is nan"),

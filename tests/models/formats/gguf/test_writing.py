@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import gguf
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 
 from weightsmith._base.errors import NonFinite, UnknownName, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._files.views import view_of
 from weightsmith._models.formats import Encoding, find_encoding
+from weightsmith._models.formats.gguf.cuts import CutWeight, find_cut
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
 from weightsmith._models.formats.gguf.writing import TYPES, find
+from weightsmith._models.sources.memory import StateDict
 from weightsmith.testing import EncodingTests
 
 BF16 = DTYPES["BF16"]
@@ -153,3 +157,95 @@ def test_a_number_beyond_the_scales_is_an_error(name: str) -> None:
         encoding.encode(spec, rows, 0, [out], np.empty(0, np.float32))
     rows[1, 7] = 1e5  # beyond float16, but the scale is not
     encoding.encode(spec, rows, 0, [out], np.empty(0, np.float32))
+
+
+# ---- tensors in parts
+
+
+def _kv_b(x: np.ndarray) -> list[np.ndarray]:
+    heads = x.reshape(3, 10, 7)
+    return [np.stack([head[:6].T for head in heads]), np.stack([head[6:] for head in heads])]
+
+
+def _qkvz(x: np.ndarray) -> list[np.ndarray]:
+    heads = x.reshape(3, 10, 7)
+    return [np.concatenate([*(head[:2] for head in heads), *(head[2:7] for head in heads)]), np.concatenate(heads[:, 7:])]
+
+
+PARTS = {
+    "gguf-10:f32[0-6]t,f32[6-10]": ((30, 7), _kv_b),
+    "gguf-10+:f32[0-2]+[2-7],f32[7-10]": ((30, 7), _qkvz),
+    "gguf-6:f32[0-6,0+2]t,f32[0-6,1+2]t": ((3, 6, 8), lambda x: [x[:, :, k::2].swapaxes(1, 2) for k in (0, 1)]),
+    "gguf-6:f32[0-6]t": ((3, 6, 8), lambda x: [x.swapaxes(1, 2)]),
+    "gguf-6:f32[0-3],f32[3-6]": ((3, 6, 8), lambda x: [x[:, :3], x[:, 3:]]),
+    "gguf-1:f32[0-1,0+2],f32[0-1,1+2]": ((3, 8), lambda x: [x[:, ::2], x[:, 1::2]]),
+    "gguf-6:f32[0-2],f32[2-6]": ((6, 8), lambda x: [x[:2], x[2:]]),
+}
+
+
+@pytest.mark.parametrize(("name", "case"), PARTS.items())
+def test_parts_are_what_their_name_says_and_come_back(
+    name: str, case: tuple[tuple[int, ...], Callable[[np.ndarray], list[np.ndarray]]]
+) -> None:
+    shape, cut = case
+    encoding = find_cut(name)
+    assert encoding is not None
+    whole = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    spec = TensorSpec("w", DTYPES["F32"], shape)
+    outs, expected = encoding.outs(spec), cut(whole)
+    data = [np.zeros(out.nbytes, np.uint8) for out in outs]
+    encoding.encode(spec, whole.reshape(-1, shape[-1]), 0, data, np.zeros(0, np.float32))
+    assert [out.shape for out in outs] == [each.shape for each in expected]
+    for found, each in zip(data, expected, strict=True):
+        assert np.array_equal(found.view(np.float32).reshape(each.shape), each)
+    stored = StateDict({f"p{i}": view_of(f"p{i}", np.ascontiguousarray(each)) for i, each in enumerate(expected)}, "here")
+    weight = CutWeight(spec, tuple(stored.specs), DTYPES["F32"], encoding.height, tuple(pieces for _, pieces in encoding.parts))
+    for first, count in ((0, whole.size), (5, whole.size // 2), (whole.size - 3, 3)):
+        values = np.empty(count, np.float32)
+        weight.decode(stored, first, values)
+        assert np.array_equal(values, whole.reshape(-1)[first : first + count])
+
+
+def test_each_part_has_importances_of_its_own() -> None:
+    rows, rng = numbers(8, 256), np.random.default_rng(1)
+    weights = [rng.uniform(0.1, 3, (4, 256)).astype(np.float32), np.zeros((4, 256), np.float32)]
+    spec = TensorSpec("experts", BF16, (4, 2, 256))
+    encoding = find_cut("gguf-2:q4_k[0-1],q4_k[1-2]")
+    assert encoding is not None
+    assert encoding.importances(spec) == (2 * 4 * 256,)
+    outs = [np.zeros(out.nbytes, np.uint8) for out in encoding.outs(spec)]
+    encoding.encode(spec, rows, 0, outs, np.concatenate(weights).reshape(-1))
+    later = [np.zeros(out.size // 2, np.uint8) for out in outs]
+    encoding.encode(spec, rows[4:], 4, later, np.concatenate(weights).reshape(-1))
+    one = TensorSpec("w", BF16, (1, 256))
+    for i in range(4):
+        first = encoded("gguf-q4_k", one, rows[2 * i : 2 * i + 1], weights[0][i])
+        second = encoded("gguf-q4_k", one, rows[2 * i + 1 : 2 * i + 2])
+        size = first.size
+        assert (outs[0][i * size : (i + 1) * size] == first).all()
+        assert (outs[1][i * size : (i + 1) * size] == second).all()
+    assert [part.tobytes() for part in later] == [out[out.size // 2 :].tobytes() for out in outs]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("gguf-8:f16[0-9]", (8, 4), "it has no rows or columns [0-9]"),
+        ("gguf-8:f16[0-8,5+6]", (8, 4), "it has no rows or columns [0-8,5+6]"),
+        ("gguf-8:f16[0-8]", (12, 4), "not one of whole bands of 8 rows"),
+        ("gguf-8:f16[0-8]", (2, 4, 4), "not one of whole bands of 8 rows"),
+        ("gguf-8:q8_0[0-8]t", (8, 64), "the rows of its part [0-8]t are not a multiple of 32"),
+        ("gguf-8:f16[0-8]", (8,), "its shape is [8]"),
+    ],
+)
+def test_what_cannot_be_cut(name: str, shape: tuple[int, ...], words: str) -> None:
+    encoding = find_cut(name)
+    assert encoding is not None
+    assert words in encoding.refusal(TensorSpec("w", BF16, shape))
+
+
+@pytest.mark.parametrize(
+    "name", ["gguf-8:", "gguf-08:f16[0-8]", "gguf-8:f16[0-4]+[4-8]", "gguf-8+:f16[0-8]t", "gguf-8:f16[4-4]"]
+)
+def test_names_of_no_cut(name: str) -> None:
+    assert find_cut(name) is None

@@ -111,6 +111,8 @@ def config_of_keys(
         missing = family.count and here == "intermediate_size" and there not in found  # all MLPs are experts
         if here not in family.layered and not missing:
             config[here] = found.count(there)
+    if config["num_hidden_layers"] > _MOST_LAYERS:
+        raise FormatError(f"{config['num_hidden_layers']:,} layers", where=where, fix=DAMAGED)
     config["num_hidden_layers"] -= predicting_layers(keys, family, where)
     if family.predicting:
         config[family.predicting] = 0
@@ -190,8 +192,6 @@ _PATTERN = "attention.sliding_window_pattern"
 
 def _layer_types(family: Family, layers: int, slides: bool, found: Values) -> list[str]:
     """What each layer attends to. slides: whether the model has a window at all."""
-    if layers > _MOST_LAYERS:
-        raise FormatError(f"{layers:,} layers", where=found.where, fix=DAMAGED)
     pattern = found.get(_PATTERN) if family.stated else None
     if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):
         raise found.wrong(_PATTERN, pattern, f"and not a truth value for each of {layers:,} layers")

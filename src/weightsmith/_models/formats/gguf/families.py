@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from weightsmith._models.formats.gguf.delta_net import key_head_rows, put_delta_net
+from weightsmith._models.formats.gguf.delta_net import key_head_rows, put_delta_net, take_delta_net
 from weightsmith._models.formats.gguf.gemma4 import put_gemma4, take_gemma4
 from weightsmith._models.formats.gguf.latent import put_latent, take_latent
 from weightsmith._models.formats.gguf.shortconv import put_shortconv, take_shortconv
@@ -284,7 +284,8 @@ _DELTA_NET_ALL: dict[str, Any] = {
     "shift": 1.0,
     "put": put_delta_net,
     "partial": 0.25,
-    "is_read": False,
+    "take": take_delta_net,
+    "ones": {"ssm_conv1d.weight": 1},
 }
 _LFM2 = {
     **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
@@ -884,8 +885,10 @@ def cut_of(family: Family, name: str) -> tuple[Cut, str] | None:
 def part_of(family: Family, name: str) -> tuple[Cut, str] | None:
     """Which tensor a tensor of a GGUF file is a part of, and the number of its layer; None if it is whole."""
     match = _BARE.fullmatch(name)
-    found = next((cut for cut in family.cuts if match is not None and match[2] in [part.name for part in cut.parts]), None)
-    return None if found is None or match is None else (found, match[1])
+    if match is None or match[2].removesuffix(".weight") in family.experts:  # which are read one by one
+        return None
+    found = next((cut for cut in family.cuts if match[2] in [part.name for part in cut.parts]), None)
+    return None if found is None else (found, match[1])
 
 
 def is_known(family: Family, name: str) -> bool:
@@ -932,6 +935,11 @@ def is_norm(name: str) -> bool:
     (True, False)
     """
     return name.endswith("_norm.weight")
+
+
+def is_decay(name: str) -> bool:
+    """Whether -exp of a tensor is stored in a GGUF file."""
+    return name.endswith(".ssm_a")
 
 
 def shift_of(family: Family, name: str) -> float:

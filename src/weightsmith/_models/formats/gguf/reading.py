@@ -22,10 +22,20 @@ from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import Weights, natural_key
-from weightsmith._models.formats.decoded import DecodedTensors
+from weightsmith._models.formats.decoded import DecodedTensors, Weight
 from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys, predicting_layers
-from weightsmith._models.formats.gguf.cuts import CutWeight, cut_weight
-from weightsmith._models.formats.gguf.families import Family, hub_name, hub_shape, part_of, predicts, rotated_heads, shift_of
+from weightsmith._models.formats.gguf.cuts import cut_weight
+from weightsmith._models.formats.gguf.delta_net import ordered_weight, value_order
+from weightsmith._models.formats.gguf.families import (
+    Family,
+    hub_name,
+    hub_shape,
+    is_decay,
+    part_of,
+    predicts,
+    rotated_heads,
+    shift_of,
+)
 from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
 from weightsmith._models.formats.gguf.values import Config
@@ -54,6 +64,7 @@ class StoredBlocks:
     stored     the type in the file
     head_rows  rows of a head, if the rows of each head are in another order; else 0
     shift      what was added to the values
+    decays     whether -exp of the values is stored
     """
 
     spec: TensorSpec
@@ -62,11 +73,12 @@ class StoredBlocks:
     stored: DType
     head_rows: int = 0
     shift: float = 0.0
+    decays: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether the bytes in the file are those of the tensor."""
-        return self.stored.block == 1 and not self.head_rows and not self.shift
+        return self.stored.block == 1 and not self.head_rows and not self.shift and not self.decays
 
 
 class GgufTensors(FileTensors[StoredBlocks]):
@@ -127,20 +139,22 @@ class GgufTensors(FileTensors[StoredBlocks]):
         self._files.read(tensor.file, tensor.spec.name, offset, raw.data)
         if stored.block > 1:
             values: npt.NDArray[Any] = dequantise(stored, raw, count)
-        elif tensor.shift:
+        elif tensor.shift or tensor.decays:
             values = raw.view(stored.numpy).astype(np.float32)
         else:
             values = raw.view(f"u{stored.itemsize}")
         values = from_llama_order(values, tensor.head_rows, cols)
         if tensor.shift:
             values -= np.float32(tensor.shift)
+        if tensor.decays:  # libm's: numpy's log depends on the processor; NaN is the caller's to refuse
+            values = np.array([math.log(-x) if x < 0 else math.nan for x in values.tolist()], np.float32)
         return values
 
 
-class GgufCutTensors(DecodedTensors):
-    """The tensors of GGUF files, some of which are put together from parts."""
+class GgufMovedTensors(DecodedTensors):
+    """The tensors of GGUF files, some of which are put together from parts, or have their rows or columns in another order."""
 
-    def __init__(self, stored: GgufTensors, weights: Sequence[CutWeight], where: str) -> None:
+    def __init__(self, stored: GgufTensors, weights: Sequence[Weight], where: str) -> None:
         super().__init__(stored, weights, [], where)
         self._first = {weight.spec.name: weight.stored[0] for weight in weights}
         self._blocks = stored
@@ -214,8 +228,11 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     whole = GgufTensors(stored, files, where, dtype)
     cuts = list(dict.fromkeys(found for name in whole.specs if (found := part_of(family, name)) is not None))
-    weights = [cut_weight(cut, layer, whole.specs, Config(config), dtype, where) for cut, layer in cuts]
-    source = GgufCutTensors(whole, weights, where) if weights else whole
+    weights: list[Weight] = [cut_weight(cut, layer, whole.specs, Config(config), dtype, where) for cut, layer in cuts]
+    for spec in whole.specs.values():
+        if (order := value_order(spec.name, Config(config))) is not None:
+            weights.append(ordered_weight(spec, str(hub_name(family, spec.name)), order, dtype, where))
+    source = GgufMovedTensors(whole, weights, where) if weights else whole
     return Opened(source, notes=tuple(notes), files=made, decoded=decoded)
 
 
@@ -231,7 +248,8 @@ def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str
     for tensor in header.tensors:
         if tensor.name in SMALL or predicts(tensor.name, layers):
             continue
-        name = tensor.name if part_of(family, tensor.name) is not None else hub_name(family, tensor.name)
+        moved = part_of(family, tensor.name) is not None or value_order(tensor.name, Config(config)) is not None
+        name = tensor.name if moved else hub_name(family, tensor.name)
         if name is None:
             what = f"tensor {show(tensor.name)} does not belong to a model of the family {family.model_type}"
             raise Unsupported(what, where=str(path), fix="Use the model's original checkpoint.")
@@ -242,11 +260,12 @@ def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str
         if heads and tensor.shape[0] % (2 * heads):
             what = f"tensor {show(tensor.name)} has {tensor.shape[0]:,} rows for {heads} heads"
             raise FormatError(what, where=str(path), fix=DAMAGED)
-        shift = shift_of(family, tensor.name)
-        dtype = DTYPES["F32"] if tensor.dtype.block > 1 or shift else tensor.dtype
+        shift, decays = shift_of(family, tensor.name), is_decay(tensor.name)
+        dtype = DTYPES["F32"] if tensor.dtype.block > 1 or shift or decays else tensor.dtype
         head_rows = tensor.shape[0] // heads if heads else 0
         shape = hub_shape(family, tensor.name, tensor.shape)
-        found.append(StoredBlocks(TensorSpec(name, dtype, shape), path, tensor.offset, tensor.dtype, head_rows, shift))
+        spec = TensorSpec(name, dtype, shape)
+        found.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays))
     return found
 
 
