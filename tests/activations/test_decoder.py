@@ -20,7 +20,7 @@ from tests.mini import write_checkpoint
 from tests.zoo import HEADS, SIZES
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.forward import Decoder, _Bfloat16, _Memory, build
-from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
@@ -281,6 +281,18 @@ def test_a_config_that_does_not_fit_is_one_error(tmp_path: Path, change: dict[st
         found = build(base, {name: step.out for name, step in donor.steps.items()})
     assert isinstance(found, WeightsmithError)
     assert message in str(found)
+
+
+@pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
+def test_layers_that_get_more_than_hidden_states_are_refused_by_name(tmp_path: Path, key: str) -> None:
+    none = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64}
+    config = transformers.Gemma4TextConfig(
+        **{**HEADS, **none, key: 1, "layer_types": ["full_attention"] * HEADS["num_hidden_layers"]}
+    )
+    found = build(Base("base", 0, config.to_dict(), "model.", HEADS["num_hidden_layers"], HEADS["hidden_size"], "; or …"), {})
+    assert isinstance(found, Unsupported)
+    assert f"{key} 1" in found.finding.what
+    assert found.finding.fix.startswith("Choose what needs no text; or …")
 
 
 def test_a_layer_that_multiplies_in_bfloat16_notices_a_changed_weight() -> None:

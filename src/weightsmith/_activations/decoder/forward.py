@@ -336,6 +336,11 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
     except Exception as error:  # a bad config can raise anything in transformers
         what = f"transformers cannot build a model of type '{model_type}': {first_line(error)}"
         return Unsupported(what, where=base.label, fix=f"check its config.json{base.instead}")
+    text = whole.config.get_text_config()
+    for key, given in _FROM_ELSEWHERE.items():
+        if number := getattr(text, key, None):
+            what = f"layers of '{model_type}' with {key} {number} also get {given}, and here they run one by one"
+            return Unsupported(what, where=base.label, fix=f"choose what needs no text{base.instead}")
     embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
     wanted = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}
     stored = {name: spec.shape for name, spec in specs.items()}
@@ -343,6 +348,13 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
     if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
         return ShapeError(_MISMATCH, where=base.label, details=wrong, fix=f"check its config.json{base.instead}")
     return Decoder(base, specs, whole, body, layers, embedding)
+
+
+_FROM_ELSEWHERE = {
+    "hidden_size_per_layer_input": "an embedding of each token of their own",
+    "num_kv_shared_layers": "keys and values of an earlier layer",
+}
+"""Keys of config.json (Gemma 3n, Gemma 4), and what layers then get besides hidden states, masks and positions."""
 
 
 class _Bfloat16:
