@@ -34,6 +34,7 @@ TINY = {**SIZES, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
 TEXT = " ".join(f"The {word} has {n} {word}s, and {n * n} more." for n, word in enumerate("cat dog bird fish".split() * 9))
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**TINY),
+    "llama-128": lambda: transformers.LlamaConfig(**{**TINY, "hidden_size": 128}),
     "biased": lambda: transformers.LlamaConfig(**TINY, mlp_bias=True),
     "mistral": lambda: transformers.MistralConfig(**TINY, sliding_window=8),
     "qwen2": lambda: transformers.Qwen2Config(**TINY, tie_word_embeddings=True),

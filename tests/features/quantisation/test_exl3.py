@@ -456,20 +456,20 @@ def test_what_cannot_be_stored_is_an_error_before_anything_is_read(
     assert what in str(problem.value)
 
 
-def test_a_hidden_size_with_which_exllamav3_does_not_run_an_mlp_is_named(model: Path) -> None:
+def test_a_hidden_size_with_which_exllamav3_does_not_run_an_mlp_is_an_error(model: Path) -> None:
     """SmolLM2-135M's. A mixture of experts is not meant: its outputs are cut."""
     write(model, LLAMA, {name: tuple(576 if n == H else n for n in shape) for name, shape in shapes_of(LLAMA).items()})
-    what = "does not run MLPs with padded outputs: their hidden size must be a multiple of 128, not 576"
-    (warning,) = [str(each) for each in plan(bits=4).warnings if "MLPs" in str(each)]
-    assert f"model.layers.0.mlp.down_proj.weight: exllamav3 (TabbyAPI) 1.6.5 {what}" in warning
-    assert "Choose another format" in warning
-    with pytest.raises(PlanError, match="a multiple of 128, not 576"):
-        plan(bits=4, engine="exllamav3")
+    what = "does not run MLPs with padded outputs: their hidden size must be a multiple of 128, not 576: one weight"
+    for options in ({}, {"engine": "exllamav3"}):
+        with pytest.raises(PlanError) as problem:
+            plan(bits=4, **options)
+        assert f"model.layers.0.mlp.down_proj.weight: exllamav3 (TabbyAPI) 1.6.5 {what}" in str(problem.value)
+        assert "Choose another format" in str(problem.value)
     shapes = {name: tuple(576 if n == H else n for n in shape) for name, shape in shapes_of(LLAMA, mixture=True).items()}
     shapes |= {f"model.layers.0.block_sparse_moe.experts.0.{name}.weight": (I, 576) for name in ("w1", "w3")}
     shapes |= {"model.layers.0.block_sparse_moe.experts.0.w2.weight": (576, I)}
     write(model, {**LLAMA, "architectures": ["MixtralForCausalLM"]}, shapes)
-    plan(bits=4, engine="exllamav3")
+    assert plan(bits=4).steps
 
 
 def test_a_window_that_exllamav3_ignores_is_named(model: Path) -> None:
@@ -490,7 +490,7 @@ def test_a_bias_that_needs_no_padding_is_float16(model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "llama")
+    return save_model(tmp_path_factory.mktemp("models") / "llama", "llama-128")
 
 
 def calibrated(source: Path, out: Path, folder: Path, threads: int) -> Path:

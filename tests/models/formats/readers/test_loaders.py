@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {**SIZES, "rope_parameters": {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 256}},
     ),
-    # no multiples of 128, and an intermediate size that is none of 64
+    # no multiples of 128, and an intermediate size that is none of 64. exllamav3 does not run the hidden size
     "mistral": (
         "MistralConfig",
         {**SIZES, "hidden_size": 192, "intermediate_size": 352, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -74,16 +74,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Case(NamedTuple):
-    """A model in a format, and the program that loads it.
-
-    refused  the end of the error with which the program does not run it; "": it does
-    """
+    """A model in a format, and the program that loads it."""
 
     program: str
     model: str
     format: str
     options: Mapping[str, Any] = {}
-    refused: str = ""
 
     @property
     def name(self) -> str:
@@ -102,7 +98,6 @@ CASES = (
     Case("exllamav2", "qwen3-moe", "exl2", {"bits": 4.0}),
     *(Case("exllamav2", model, "gptq-4bit") for model in ("llama", "qwen2", "qwen3", "gemma2", "mixtral")),
     Case("exllamav3", "llama", "exl3", {"bits": 4}),
-    Case("exllamav3", "mistral", "exl3", {"bits": 3, "head_bits": 8}, "incompatible shapes"),
     Case("exllamav3", "mistral-wide", "exl3", {"bits": 3, "head_bits": 8}),
     Case("exllamav3", "qwen2", "exl3", {"bits": 3.5}),
     Case("exllamav3", "qwen3", "exl3", {"bits": 4.5}),
@@ -262,9 +257,6 @@ def test_a_program_computes_what_transformers_does(case: Case, outputs: Callable
 def check(folder: Path, case: Case) -> None:
     """Compare what a program has computed."""
     error = folder / "quantised" / f"{case.program}.error"
-    if case.refused:
-        assert error.read_text().rstrip().endswith(case.refused)
-        return
     assert not error.exists(), error.read_text()
     found = np.load(folder / "quantised" / f"{case.program}.npz")
     tokens = found["tokens"]

@@ -49,8 +49,8 @@ def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
     tied = _prepare(draft)
     steps = list(draft.steps)
     rates = _rates(draft, settings.bits)
-    stored = [step.out for step in steps if step.out.name in rates]
-    draft.warnings += engine_findings("exl3", stored, settings, OTHER_FORMATS)
+    if found := engine_findings("exl3", [step.out for step in steps if step.out.name in rates], settings, OTHER_FORMATS):
+        raise PlanError([Unsupported(each.what, where=each.where, fix=each.fix) for each in found])
     head_bits = settings.head_bits or DEFAULT_HEAD_BITS
     chain = Chain(assembled, settings, steps) if calibrates(settings) else None
     calibration = {} if chain is None else {"rows": chain.text.rows, "cols": chain.text.tokens}
