@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from weightsmith._methods.base import Requirement
-from weightsmith._methods.jobs.decompose import polar, thin_svd
+from weightsmith._methods.jobs.decompose import column_basis, thin_svd
 from weightsmith._methods.linears import matrix_method
 from weightsmith._methods.signature import Bounds
 from weightsmith.abc.job import Job, Matrix
@@ -40,17 +40,23 @@ def step_of(deltas: Sequence[Any], slopes: Any, outputs: Any, inputs: Any, direc
     import torch
 
     parts = [thin_svd(deltas[i] - deltas[0], directions) for i in range(1, len(deltas))]
-    u, v = polar(torch.cat([p[0] for p in parts], 1)), polar(torch.cat([p[2] for p in parts], 0).T)
+    u, v = _basis(torch.cat([p[0] for p in parts], 1)), _basis(torch.cat([p[2] for p in parts], 0).T)
     core = u.T @ slopes @ v
     core = _divided(_divided(core, u.T @ outputs @ u, damping).T, v.T @ inputs @ v, damping).T
     return u @ core @ v.T
+
+
+def _basis(vectors: Any) -> Any:
+    """An orthonormal basis of what the columns span: [rows, rank]."""
+    found = column_basis(vectors)
+    return found[:, found.any(0)]
 
 
 def _divided(core: Any, moments: Any, damping: float) -> Any:
     """(moments + damping · mean of their diagonal)⁻¹ core; zeros if the moments are."""
     import torch
 
-    mean = float(moments.diagonal().mean())
+    mean = float(moments.diagonal().mean()) if len(moments) else 0.0
     if mean <= 0:
         return torch.zeros_like(core)
     damped = moments.clone()
@@ -60,19 +66,19 @@ def _divided(core: Any, moments: Any, damping: float) -> Any:
 
 @matrix_method(
     title="step in the core of the fine-tunes",
-    summary="""Improves a merge on a text. The base is the merge, and the text is run through it. Each weight of a linear layer
-takes one step that makes the text likelier, within the directions in which the fine-tunes differ from the model that they
-were trained from: the leading `directions` left and right singular vectors of each. A few thousand tokens determine these few
-numbers (24 × 24 for a matrix, with three models), where a step of the whole matrix would learn the text by heart. The step is
-divided by the curvature: the second moments of what enters the layer and of the gradients at its outputs. The first of
+    summary="""Improves a merge on a text. The base is the merge, and the text is run through it. The weight of each linear
+layer takes one step that makes the text likelier, within the directions in which the fine-tunes differ from the model that
+they were trained from: the leading `directions` left and right singular vectors of each. With three models, these are 24 by 24
+numbers for a matrix, which some thousand tokens determine. A step of whole matrices would learn the text by heart. The step is
+divided by the curvature: the second moments of what enters the layer, and of the gradients at its outputs. The first of
 `models` is the one that the others were trained from. For several steps, use a recipe of this method as the base of the next.
-Everything else stays as it is in the base. Requires torch.""",
+All other tensors are those of the base. Requires torch.""",
     use="""After any merge of fine-tunes, with a text that has all their kinds in equal shares. Hold out a part of the text, and
 compare steps of 0.03 to 0.1 on it with [`weightsmith eval`](../evaluate.md): too long a step makes the merge worse than it
 was.""",
-    source="weightsmith's own. The factors of the curvature: Martens and Grosse 2015, Optimizing Neural Networks with "
-    "Kronecker-factored Approximate Curvature, https://arxiv.org/abs/1503.05671, with the text's own labels; the core of several "
-    "task vectors: Panariello et al. 2025, Accurate and Efficient Low-Rank Model Merging in Core Space, "
+    source="weightsmith's own. The factors of the curvature, here with the text's own labels: Martens and Grosse 2015, "
+    "Optimizing Neural Networks with Kronecker-factored Approximate Curvature, https://arxiv.org/abs/1503.05671. The core of "
+    "several task vectors: Panariello et al. 2025, Accurate and Efficient Low-Rank Model Merging in Core Space, "
     "https://arxiv.org/abs/2509.17786",
     formula="U, V: bases of the leading singular vectors of modelᵢ - model₁;  S = mean g xᵀ, B = UᵀE[g gᵀ]U, A = VᵀE[x xᵀ]V;  "
     "out = base + step · U (B + damping · mean diag B)⁻¹ UᵀSV (A + damping · mean diag A)⁻¹ Vᵀ",
