@@ -69,7 +69,7 @@ def _divided(core: Any, moments: Any, damping: float) -> Any:
     summary="""Improves a merge on a text. The base is the merge, and the text is run through it. The weight of each linear
 layer takes one step that makes the text likelier, within the directions in which the fine-tunes differ from the model that
 they were trained from: the leading `directions` left and right singular vectors of each. With three models, these are 24 by 24
-numbers for a matrix, which some thousand tokens determine. A step of whole matrices would learn the text by heart. The step is
+numbers for a matrix: few enough that most of what some thousand tokens teach holds for other text of their kinds. The step is
 divided by the curvature: the second moments of what enters the layer, and of the gradients at its outputs. The first of
 `models` is the one that the others were trained from. For several steps, use a recipe of this method as the base of the next.
 All other tensors are those of the base. Requires torch.""",
@@ -77,7 +77,7 @@ All other tensors are those of the base. Requires torch.""",
 compare steps of 0.03 to 0.1 on it with [`weightsmith eval`](../evaluate.md): too long a step makes the merge worse than it
 was.""",
     source="weightsmith's own. The factors of the curvature, here with the text's own labels: Martens and Grosse 2015, "
-    "Optimizing Neural Networks with Kronecker-factored Approximate Curvature, https://arxiv.org/abs/1503.05671. The core of "
+    "Optimizing Neural Networks with Kronecker-factored Approximate Curvature, https://arxiv.org/abs/1503.05671; the core of "
     "several task vectors: Panariello et al. 2025, Accurate and Efficient Low-Rank Model Merging in Core Space, "
     "https://arxiv.org/abs/2509.17786",
     formula="U, V: bases of the leading singular vectors of modelᵢ - model₁;  S = mean g xᵀ, B = UᵀE[g gᵀ]U, A = VᵀE[x xᵀ]V;  "
