@@ -67,12 +67,11 @@ def _divided(core: Any, moments: Any, damping: float) -> Any:
 @matrix_method(
     title="step in the core of the fine-tunes",
     summary="""Improves a merge on a text. The base is the merge, and the text is run through it. The weight of each linear
-layer takes one step that makes the text likelier, within the directions in which the fine-tunes differ from the model that
-they were trained from: the leading `directions` left and right singular vectors of each. With three models, these are 24 by 24
-numbers for a matrix: few enough that most of what some thousand tokens teach holds for other text of their kinds. The step is
-divided by the curvature: the second moments of what enters the layer, and of the gradients at its outputs. The first of
-`models` is the one that the others were trained from. For several steps, use a recipe of this method as the base of the next.
-All other tensors are those of the base. Requires torch.""",
+layer takes one step that makes the text likelier. The step stays within the directions in which the fine-tunes differ from the
+model that they were trained from: the leading `directions` left and right singular vectors of each. With three models, these
+are 24 by 24 numbers for a matrix. The step is divided by the curvature: the second moments of what enters the layer, and of the
+gradients at its outputs. The first of `models` is the one that the others were trained from. For several steps, use a recipe of
+this method as the base of the next. All other tensors are those of the base. Requires torch.""",
     use="""After any merge of fine-tunes, with a text that has all their kinds in equal shares. Hold out a part of the text, and
 compare steps of 0.03 to 0.1 on it with [`weightsmith eval`](../evaluate.md): too long a step makes the merge worse than it
 was.""",
