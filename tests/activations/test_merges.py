@@ -173,6 +173,52 @@ def test_fisher_is_the_weighted_mean(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
+def test_core_steps_are_those_of_the_closed_form(folder: Path, tmp_path: Path, steps: int) -> None:
+    """Several steps are recipes within each other: the text runs through what the step before made."""
+    start: Any = {"merge_method": "task_arithmetic", "base_model": str(folder / "base"), "dtype": "float32"}
+    start["models"] = [{"model": str(folder / "a"), "parameters": {"weight": 0.5}}]
+    for _ in range(steps):
+        start = {
+            "merge_method": "core_step",
+            "base_model": start,
+            "text": text_of(folder, "a"),
+            "models": [{"model": str(folder / name)} for name in ("base", "a", "b")],
+            "parameters": {"directions": 2, "step": 0.5, "damping": 2},
+            "dtype": "float32",
+        }
+    weightsmith.merge(start, tmp_path / "out", card=False, progress=False)
+    base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
+    expected = {name: base[name] + 0.5 * (a[name] - base[name]) for name in base}
+    for _ in range(steps):
+        model = whole(folder, "base", "a")
+        model.model.load_state_dict(expected)
+        slopes = model.slopes()
+        for name in (name for name in base if "_proj" in name):
+            u, v = (
+                torch.linalg.qr(torch.cat(both, 1))[0] for both in zip(*_leading([a[name], b[name]], base[name]), strict=True)
+            )
+            x = model.entering(name.removesuffix(".weight")) @ v
+            core, outputs = u.T @ slopes[name] @ v, u.T @ model.slope_moments(name.removesuffix(".weight")) @ u
+            damped = [m + 2 * m.diagonal().mean() * torch.eye(len(m)) for m in (outputs, x.T @ x / len(x))]
+            expected[name] = expected[name] + 0.5 * u @ damped[0].inverse() @ core @ damped[1].inverse() @ v.T
+    found = stored(tmp_path / "out")
+    for name in base:
+        moved = float((expected[name] - base[name]).abs().max())
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=2e-3 * moved)
+    assert float((found[WEIGHTS[0]] - base[WEIGHTS[0]] - 0.5 * (a[WEIGHTS[0]] - base[WEIGHTS[0]])).abs().max()) > 1e-3
+
+
+def _leading(models: list[torch.Tensor], base: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The two leading singular vectors of each model's delta, left and right."""
+    found = []
+    for model in models:
+        u, _, vt = torch.linalg.svd(model - base)
+        found.append((u[:, :2], vt[:2].T))
+    return found
+
+
+@pytest.mark.slow
 def test_aim_scales_the_columns_of_any_merge_by_what_enters_the_base(folder: Path, tmp_path: Path) -> None:
     asked = recipe(folder, "task_arithmetic", weight=0.5, aim=0.4, delta_scale=0.5)
     asked["models"] = [{"model": str(folder / name)} for name in "ab"]

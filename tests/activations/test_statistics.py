@@ -106,6 +106,24 @@ class Whole:
                 sums[name] = sums.get(name, 0) + parameter.grad.square()
         return {name: total / self.ids.numel() for name, total in sums.items()}
 
+    def slopes(self) -> dict[str, torch.Tensor]:
+        """The gradient of the sum of log p of the next tokens of each row, for each token of the text."""
+        self.model.zero_grad()
+        self._likelihood().backward()
+        return {name: own.grad / self.ids.numel() for name, own in self.model.named_parameters() if own.grad is not None}
+
+    def slope_moments(self, module: str) -> torch.Tensor:
+        """The mean of ggᵀ, with g the gradients of the same at the outputs of a module."""
+        found: list[torch.Tensor] = []
+        hook = self.model.get_submodule(module).register_forward_hook(lambda _module, _args, out: found.append(out))
+        likelihood = self._likelihood()
+        hook.remove()
+        g = torch.autograd.grad(likelihood, found)[0].flatten(0, -2)
+        return g.T @ g / self.ids.numel()
+
+    def _likelihood(self) -> torch.Tensor:
+        return self.model(self.ids).logits[:, :-1].log_softmax(2).gather(2, self.ids[:, 1:, None]).sum()
+
 
 def assert_near(found: npt.NDArray[Any], expected: torch.Tensor) -> None:
     assert found.dtype == np.float32
@@ -122,12 +140,12 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
     with prepare(recipe) as prepared:
         requests = [*requests_for(prepared, given, KINDS, 0), *requests_for(prepared, shorter, KINDS, 1)]
         found = computed(with_statistics(prepared, requests))
-    assert len(found) == 2 * 2 * (5 * 4 + 7)  # four inputs of linear layers, seven weights
+    assert len(found) == 2 * 2 * (5 * 4 + 3 * 7)  # four inputs of linear layers, seven weights
     for number, (name, own) in enumerate((("a", given), ("b", shorter))):
         whole = Whole(tmp_path / name, own)
-        fisher = whole.fisher()
+        fisher, slopes = whole.fisher(), whole.slopes()
         count = len(KINDS)
-        grams, _, moments, _, maxima, squares = requests[count * number : count * (number + 1)]
+        grams, _, moments, _, maxima, squares, sloping, sloping_moments = requests[count * number : count * (number + 1)]
         for i in range(2):
             for module in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
                 weight = f"model.layers.{i}.{module}.weight"
@@ -136,6 +154,9 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
                 assert_near(found[array_name(moments, weight)], x.square().mean(0))
                 assert_near(found[array_name(maxima, weight)], x.abs().amax(0))
                 assert_near(found[array_name(squares, weight)], fisher[weight])
+                assert_near(found[array_name(sloping, weight)], slopes[weight])
+                outputs = whole.slope_moments(weight.removesuffix(".weight"))
+                assert_near(found[array_name(sloping_moments, weight)], outputs)
 
 
 @pytest.mark.slow
@@ -149,7 +170,7 @@ def test_statistics_of_every_family_are_those_of_float64(family: str, tmp_path: 
         requests = requests_for(prepared, given, KINDS, 0)
         found = computed(with_statistics(prepared, requests))
     whole = Whole(tmp_path / "a", given)
-    information, modules = whole.fisher(), dict(whole.model.named_modules())
+    information, slopes, modules = whole.fisher(), whole.slopes(), dict(whole.model.named_modules())
     inside = [step.out.name for step in prepared.plan.steps if ".layers." in step.out.name]
     weights = [w for w in inside if isinstance(modules.get(w.removesuffix(".weight")), torch.nn.Linear)]
     assert len(weights) >= 8
@@ -162,6 +183,8 @@ def test_statistics_of_every_family_are_those_of_float64(family: str, tmp_path: 
             "magnitudes": x.abs().mean(0),
             "maxima": x.abs().amax(0),
             "fisher": information[weight],
+            "slopes": slopes[weight],
+            "slope_moments": whole.slope_moments(weight.removesuffix(".weight")),
         }
         assert set(expected) == set(KINDS)
         for request in requests:

@@ -175,5 +175,6 @@ CASES = (
         "regmean", {"alpha": 1.0, "ridge": 0.1, "prior": "none", "prior_parameters": None, "mu": 0.3, "lambda": 0.9}, [1.0, 0.5]
     ),
     unmeasured("fisher", {"floor": 0.1, "lambda": 0.9}, [1.0, 0.5]),
+    Case("core_step, no text", "core_step", {"directions": 2, "step": 0.1, "damping": 3.0}, [{}] * 3, lambda a: f64(a)[0]),
     Case("cart", "cart", {"rank": 0.1, "lambda": 0.7}, [{}, {}, {}], cart, base=False),
 )  # fmt: skip

@@ -2,8 +2,8 @@
 
 For each token of a row, a label is drawn from the model's own prediction p, and log p(label) is differentiated. The expected
 square of such gradients g is the Fisher information (Martens and Grosse 2015, https://arxiv.org/abs/1503.05671, section 2): a
-small error δ anywhere in the model changes its predictions by KL(p, p') = ½ E[(g · δ)²] nats, to the second order. The next
-tokens of the text itself would measure how surprising the text is.
+small error δ anywhere in the model changes its predictions by KL(p, p') = ½ E[(g · δ)²] nats, to the second order. Where the
+labels are the next tokens of the text instead, the mean of g says how the text becomes likelier; a row's last token has none.
 
 One product turns the states after the last layer into gradients. Each layer's product then passes them on, from the last layer
 to the first. It also keeps what the layer's measurement needs of the gradients at the outputs of its linear layers.
@@ -15,15 +15,18 @@ the gradients of some kernels are sums in any order: a measurement there may dif
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weightsmith._activations.rows import BUILT_IN, TOKENIZER, rows_of
 from weightsmith._activations.work import GradientWork, LayerWork
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
-from weightsmith._plans import Product
+from weightsmith._plans import FileRead, Product
+from weightsmith._plans.statistics import TextSource
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -64,19 +67,21 @@ def _of_head(bench: ProductContext, work: GradientWork) -> Arrays:
     weight = torch.from_numpy(numbers).to(rows.device)
     decoder = decoder_of(work.base)
     cap = decoder.logit_cap
+    ids = None if work.text is None else rows_of(work.text, bench.folder(work.base.model), head.shape[0], work.bos)
     with decoder.final_norm(bench, rows.device) as norm:
 
         def gradient(numbered: NumberedRow) -> Tensor:
             row, hidden = numbered
             draws = np.random.default_rng([work.seed, row]).random(len(hidden), np.float32)
+            given = torch.from_numpy(draws).to(rows.device)
+            if ids is not None:
+                given = torch.from_numpy(ids[row, 1:].astype(np.int64)).to(rows.device)
             with torch.enable_grad():
                 final = norm(hidden.requires_grad_())
-                parts = zip(
-                    final.detach().split(TOKENS_AT_ONCE),
-                    torch.from_numpy(draws).to(rows.device).split(TOKENS_AT_ONCE),
-                    strict=True,
-                )
-                found = [_of_logits(x, weight, cap, draw) for x, draw in parts]
+                labelled = final.detach()[: len(given)]
+                parts = zip(labelled.split(TOKENS_AT_ONCE), given.split(TOKENS_AT_ONCE), strict=True)
+                found = [_of_logits(x, weight, cap, own) for x, own in parts]
+                found.append(torch.zeros_like(final[len(given) :]))
                 return torch.autograd.grad(final, hidden, torch.cat(found))[0]
 
         rows.fill(gradients, gradient, "the gradient of the prediction")
@@ -107,16 +112,18 @@ def predict(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> tu
         return p, labels[:, 0], (largest + total.log())[:, 0], slope
 
 
-def _of_logits(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> Tensor:
-    """The gradient of Σ log p(label) with respect to the inputs of the head. draws: as in `predict`.
+def _of_logits(final: Tensor, head: Tensor, cap: float | None, given: Tensor) -> Tensor:
+    """The gradient of Σ log p(label) with respect to the inputs of the head. given: draws as in `predict`, or labels, int64.
 
     That of the logits is 1 for the label, minus p. autograd would keep five arrays of the size of the logits; here are two.
     """
     import torch
 
-    p, labels, _, slope = predict(final, head, cap, draws)
+    drawn = given.is_floating_point()
+    p, labels, _, slope = predict(final, head, cap, given if drawn else torch.zeros_like(final[:, 0]))
     with torch.no_grad():
-        of_logits = p.neg_().scatter_add_(1, labels[:, None], torch.ones_like(draws)[:, None])
+        labels = labels if drawn else given
+        of_logits = p.neg_().scatter_add_(1, labels[:, None], torch.ones_like(p[:, :1]))
         return (of_logits if slope is None else of_logits.mul_(slope)) @ head
 
 
@@ -200,7 +207,9 @@ def _check(product: Product) -> str:
     if work.layer == work.base.layers:
         if len(outs) != 1 or _head(product) is None:
             return "it has no step for the head, or other arrays"
-        return ""
+        return "" if work.text is None else _check_labels(product, work.text)
+    if work.text is not None:
+        return "it has labels, and is not of the head"
     specs = {step.out.name: step.out.shape for step in product.steps}
     if not all(len(specs.get(name, ())) == 2 for name in work.weights):
         return "it has no step for a weight"
@@ -210,4 +219,19 @@ def _check(product: Product) -> str:
     return "" if work.gradients else "it does not need what its settings name"
 
 
-KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True, transient=True)
+def _check_labels(product: Product, text: TextSource) -> str:
+    if text.seed < 0:
+        return "its seed is negative"
+    if (text.rows, text.tokens) != product.outs[0].shape[:2]:
+        return "its rows are not those of its text"
+    if FileRead(GradientWork.of(product).base.model, TOKENIZER, text.tokenizer) not in product.files:
+        return "it does not name the tokenizer's file"
+    return ""
+
+
+def _reads(product: Product) -> list[Path]:
+    text = GradientWork.of(product).text
+    return [] if text is None or text.source == BUILT_IN else [Path(text.source)]
+
+
+KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, reads=_reads, device=True, transient=True)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.gradients import shapes_of as gradient_shapes
@@ -31,6 +31,12 @@ from weightsmith._plans.statistics import StatisticRequest, TextSource
 from weightsmith._plans.values import arrays_of, needs_of
 
 PACKAGES = ("torch", "transformers", "tokenizers")
+
+Labels = Literal["drawn", "text"]
+"""Of gradients: drawn from the model's own predictions, or the next tokens of the text."""
+
+OF_LABELS: Mapping[Labels, str] = {"drawn": "gradients", "text": "slopes of the text"}
+"""Names of the products of gradients."""
 
 
 @dataclass(frozen=True)
@@ -194,29 +200,40 @@ class TextRun:
         """What enters the first layer."""
         work = EmbeddingWork(self.base, self.packages, self.text, self._model.bos)
         steps = [step for step in self.steps(self.layers) if not is_head(step.out)]
-        files = (FileRead(self._model.number, TOKENIZER, self.text.tokenizer),)
-        return self.product("states 0", "embedding", (self.rows("states 0"),), work, steps, files=files, transient=True)
+        return self.product(
+            "states 0", "embedding", (self.rows("states 0"),), work, steps, files=(self._tokenizer,), transient=True
+        )
+
+    @property
+    def _tokenizer(self) -> FileRead:
+        return FileRead(self._model.number, TOKENIZER, self.text.tokenizer)
 
     def states(self, layer: int, states: Product) -> Product:
         """What leaves a layer. states: what enters it."""
         name, work = f"states {layer + 1}", LayerWork(self.base, self.packages, layer, states.name)
         return self.product(name, "states", (self.rows(name),), work, self.steps(layer), (states,), transient=True)
 
-    def head_gradients(self, states: Product) -> Product:
+    def head_gradients(self, states: Product, labels: Labels = "drawn") -> Product:
         """The gradients of what leaves the last layer. states: what leaves it."""
-        name = f"gradients {self.layers}"
-        work = GradientWork(self.base, self.packages, self.layers, states.name, "", (), self.text.seed)
+        name, text, bos = f"{OF_LABELS[labels]} {self.layers}", None, None
+        files: tuple[FileRead, ...] = ()
+        if labels == "text":
+            text, bos, files = self.text, self._model.bos, (self._tokenizer,)
+        work = GradientWork(self.base, self.packages, self.layers, states.name, "", (), self.text.seed, text, bos)
         steps = self.steps(self.layers)
-        return self.product(name, "gradients", (self.rows(name),), work, steps, (states,), transient=True)
+        return self.product(name, "gradients", (self.rows(name),), work, steps, (states,), files, transient=True)
 
-    def gradients(self, layer: int, states: Product, leaving: Product, weights: tuple[str, ...] = ()) -> Product:
+    def gradients(
+        self, layer: int, states: Product, leaving: Product, weights: tuple[str, ...] = (), labels: Labels = "drawn"
+    ) -> Product:
         """The gradients of what enters a layer, and what is kept of those of its weights. leaving: of what leaves it."""
         work = GradientWork(self.base, self.packages, layer, states.name, leaving.name, weights, self.text.seed)
-        name, steps = f"gradients {layer}", self.steps(layer)
+        name, steps = f"{OF_LABELS[labels]} {layer}", self.steps(layer)
         shapes = {step.out.name: step.out.shape for step in steps}
         own = self.rows(name)
         norms, squares = gradient_shapes(own.shape, [shapes[weight] for weight in weights])
-        outs = own, self.array(f"norms of layer {layer}", "F32", norms), self.array(f"squares of layer {layer}", "F64", squares)
+        of = "of layer" if labels == "drawn" else "of the text, of layer"
+        outs = own, self.array(f"norms {of} {layer}", "F32", norms), self.array(f"squares {of} {layer}", "F64", squares)
         return self.product(name, "gradients", outs, work, steps, (states, leaving), transient=True)
 
     def statistic(
@@ -253,24 +270,28 @@ class TextRun:
         weights: Callable[[int], tuple[str, ...]] = lambda layer: (),
         before: Callable[[int, Product], Iterable[Product]] = lambda layer, states: (),
         after: Callable[[Product, Product, Product], Iterable[Product]] = lambda entering, gradients, leaving: (),
+        labels: Sequence[Labels] = ("drawn",),
     ) -> tuple[Product, ...]:
         """The products of a pass to the head, and back with the gradients.
 
-        measure  (layer, what enters it, the gradients of that, those of what leaves it) → the products to add
+        measure  (layer, what enters it, the gradients of that, those of what leaves it) → the products to add; for each of
+                 `labels`
         weights  whose gradients are looked at, by layer
         before   as `measure` of `forward`
         after    (what enters the first layer, the gradients of that, what leaves the last layer) → the products to add
         """
         products = self._ahead(before)
         states = [product for product in products if product.op in ("embedding", "states")]
-        gradients = self.head_gradients(states[-1])
-        products.append(gradients)
-        for layer in reversed(range(self.layers)):
-            leaving, gradients = gradients, self.gradients(layer, states[layer], gradients, weights(layer))
-            measured = list(measure(layer, states[layer], gradients, leaving))
-            alone = [product for product in measured if gradients.name not in product.needs]  # they may make the gradients, too
-            products += [*alone, gradients, *(product for product in measured if product not in alone)]
-        return _needed([*products, *after(states[0], gradients, states[-1])])
+        for each in labels:
+            gradients = self.head_gradients(states[-1], each)
+            products.append(gradients)
+            for layer in reversed(range(self.layers)):
+                leaving, gradients = gradients, self.gradients(layer, states[layer], gradients, weights(layer), each)
+                measured = list(measure(layer, states[layer], gradients, leaving))
+                alone = [product for product in measured if gradients.name not in product.needs]  # they may make them, too
+                products += [*alone, gradients, *(product for product in measured if product not in alone)]
+            products += after(states[0], gradients, states[-1])
+        return _needed(products)
 
     def add_to(self, draft: PlanDraft, products: Iterable[Product]) -> None:
         """Add products to a draft, after those of the merge, whose own steps are then theirs alone."""
@@ -376,10 +397,13 @@ def _products(run: TextRun, kinds: Iterable[str]) -> tuple[Product, ...]:
     def ahead(layer: int, states: Product) -> list[Product]:
         return [run.statistic(kind, layer, states, run.linear(layer)) for kind in plain]
 
-    def back(layer: int, states: Product, _gradients: Product, leaving: Product) -> list[Product]:
-        return [run.statistic(kind, layer, states, run.linear(layer), leaving) for kind in deep]
+    labels = list(dict.fromkeys(find_statistic(kind).labels for kind in deep))
 
-    return run.backward(back, before=ahead) if deep else run.forward(ahead)
+    def back(layer: int, states: Product, gradients: Product, leaving: Product) -> list[Product]:
+        own = [kind for kind in deep if gradients.name.endswith(f"{OF_LABELS[find_statistic(kind).labels]} {layer}")]
+        return [run.statistic(kind, layer, states, run.linear(layer), leaving) for kind in own]
+
+    return run.backward(back, before=ahead, labels=labels) if deep else run.forward(ahead)
 
 
 def linear_weights(model: TextModel) -> set[tuple[int, str]]:

@@ -93,6 +93,8 @@ class GradientWork(LayerWork):
     gradients  the product whose first array is the gradients of what leaves it; "" after the last layer
     weights    the linear layers at whose outputs gradients are looked at, in the order of the arrays
     seed       of the labels
+    text       after the last layer: the text whose next tokens are the labels; None: they are drawn
+    bos        as of `EmbeddingWork`
     """
 
     HEAD = True
@@ -100,6 +102,15 @@ class GradientWork(LayerWork):
     gradients: str
     weights: tuple[str, ...]
     seed: int
+    text: TextSource | None = None
+    bos: int | None = None
+
+    @classmethod
+    def of(cls, product: Product) -> Self:
+        """From the settings of a product."""
+        data = dict(product.settings)
+        text = data["text"]
+        return cls(**data | {"base": Base(**data["base"]), "text": None if text is None else TextSource(**text)})
 
     @property
     def needs(self) -> set[str]:

@@ -22,7 +22,7 @@ NAMES = (
     "ties", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs", "breadcrumbs_ties", "task_vectors",
     "localize_and_stitch", "cabs", "magmax", "consensus_ta", "sce", "ram", "ramplus_tl", "ramplus", "nearswap", "arcee_fusion",
     "tsv_m", "svc", "wudi", "star", "iso_c", "iso_cts", "resmerge", "cart",
-    "regmean", "fisher",
+    "regmean", "fisher", "core_step",
     "passthrough",
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class Statistic:
                [tokens, K], what enters the layer for the tokens that reach it. Called from many threads, with other parts
     finish     (sum, reached, tokens) → the array: tokens that reached the layer, and of the text
     gradients  `add` gets also g, [tokens, N]: gradients of log p(label) at the outputs of the layer, summed over the labels
-               of all tokens, which are drawn from the model's own predictions. Without gradients, layers with the same
-               input share an array
+               of all tokens. Without gradients, layers with the same input share an array
+    labels     of gradients: `drawn` from the model's own predictions, or the next tokens of the `text`
     precise    the sum is float64; else float32
     tile       rows of the sum that one thread adds; 0: all of them
     """
@@ -26,5 +26,6 @@ class Statistic:
     add: Callable[..., None]
     finish: Callable[[Any, int, int], Any]
     gradients: bool = False
+    labels: Literal["drawn", "text"] = "drawn"
     precise: bool = False
     tile: int = 0
