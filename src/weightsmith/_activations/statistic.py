@@ -33,7 +33,7 @@ def shapes_of(
 
 def _compute(bench: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
-    from weightsmith._activations.sums import use_sums
+    from weightsmith._activations.sums import Forward, use_sums
     from weightsmith._outputs.local.products import release_pages
 
     work = StatisticWork.of(bench.product)
@@ -50,7 +50,7 @@ def _compute(bench: ProductContext) -> Arrays:
     leaving = bench.arrays(work.gradients)[0] if statistic.gradients else None
     beside = gradients.made_beside(bench, work, work.gradients) if statistic.gradients else states.made_beside(bench, work)
     with layer_rows(bench, work, 0, 0.7 if beside is None else 1, back=statistic.gradients) as rows:
-        use_sums(rows, work.weights, keep, statistic, leaving=leaving, beside=beside)
+        use_sums(rows, work.weights, keep, statistic, forward=Forward(leaving=leaving, beside=beside))
     return arrays
 
 

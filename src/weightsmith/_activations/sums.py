@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,32 +58,33 @@ class Outputs:
             hook.remove()
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """How rows run through a layer.
+
+    last     the site after which the rest of the layer need not run; "" runs all of it
+    scales   of the tokens of each weight: its inputs are given once more, times these, under the name of the weight
+    leaving  gradients of what leaves the layer, [rows, tokens, hidden]: each weight then has its own inputs, and gradients
+    beside   is filled with what leaves the layer, or, with `leaving`, with the gradients of what enters it
+    """
+
+    last: str = ""
+    scales: Scales | None = None
+    leaving: Floats | None = None
+    beside: Floats | None = None
+
+
 class Inputs:
     """What enters linear layers while rows run through a layer. Any number of threads."""
 
-    def __init__(
-        self,
-        rows: LayerRows,
-        weights: Sequence[str],
-        *,
-        last: str = "",
-        scales: Scales | None = None,
-        leaving: Floats | None = None,
-        beside: Floats | None = None,
-    ) -> None:
-        """
-        weights  the linear layers to look at, by the name of their weight
-        last     the site after which the rest of the layer need not run; "" runs all of it
-        scales   of the tokens of each weight: its inputs are given once more, times these, under the name of the weight
-        leaving  gradients of what leaves the layer, [rows, tokens, hidden]: each weight then has its own inputs, and gradients
-        beside   is filled with what leaves the layer, or, with `leaving`, with the gradients of what enters it
-        """
+    def __init__(self, rows: LayerRows, weights: Sequence[str], forward: Forward = Forward()) -> None:
+        """weights: the linear layers to look at, by the name of their weight."""
         self._rows = rows
         self._found = threading.local()
-        self._last = last
-        self._scales = scales or {}
-        self._leaving = leaving
-        self._beside = beside
+        self._last = forward.last
+        self._scales = forward.scales or {}
+        self._leaving = leaving = forward.leaving
+        self._beside = forward.beside
         self.sites = by_site(weights)
         self._outputs = Outputs(rows.layer, () if leaving is None else weights)
         self._hooks = [
@@ -242,24 +244,17 @@ def use_sums(
     statistic: Statistic = GRAM,
     *,
     span: tuple[float, float] = (0, 1),
-    last: str = "",
-    scales: Scales | None = None,
-    leaving: Floats | None = None,
-    beside: Floats | None = None,
+    forward: Forward = Forward(),
 ) -> None:
     """Call `use` for each site, on any thread: with the inputs, the site, and what gives the array of a key (`Sums.finish`).
 
     rows  run through the layer once for each of the `batches` that the product's memory allows; so `use` may not change the
           layer
     span  of the progress
-    last, scales, leaving, beside  as for `Inputs`
     """
     tokens = rows.states.shape[0] * rows.states.shape[1]
 
-    def inputs_of(names: Sequence[str], beside: Floats | None = None) -> Inputs:
-        return Inputs(rows, names, last=last, scales=scales, leaving=leaving, beside=beside)
-
-    every = inputs_of(weights)
+    every = Inputs(rows, weights, forward)
     every.close()
     width = 8 if statistic.precise else 4
     sizes = {
@@ -271,13 +266,14 @@ def use_sums(
     with workers(rows.bench.threads, rows.device) as pool, processors(rows.bench.threads, rows.device, pool) as others:
         for number, sites in enumerate(parts):
             first = span[0] + number * share
-            inputs = inputs_of([weight for site in sites for weight in every.sites[site]], None if number else beside)
+            own = [weight for site in sites for weight in every.sites[site]]
+            inputs = Inputs(rows, own, replace(forward, beside=None) if number else forward)
             sums = Sums(statistic, {k: s for site in sites for k, s in inputs.shapes(site).items()}, rows.device)
             try:
                 for some in rows.batches((first, first + share * ROWS_SHARE)):
                     sums.add(list(pool.map(inputs.of, some)), pool)
-                    if beside is not None:
-                        release_pages(beside)
+                    if forward.beside is not None:
+                        release_pages(forward.beside)
             finally:
                 inputs.close()
             tasks = [partial(use, inputs, site, partial(sums.finish, tokens=tokens)) for site in sites]

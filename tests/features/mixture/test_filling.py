@@ -96,8 +96,8 @@ def test_a_computation_that_nobody_waits_for_ends_with_its_layer(
     done: list[int] = []
     plain = ProductGraph.context
 
-    def slow(self: ProductGraph, product: Product) -> ProductContext:
-        context = plain(self, product)
+    def slow(self: ProductGraph, product: Product, *more: Any) -> ProductContext:
+        context = plain(self, product, *more)
 
         def progress(*now: int) -> None:
             context.progress(*now)

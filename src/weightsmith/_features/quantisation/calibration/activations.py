@@ -115,9 +115,9 @@ def _compute(bench: ProductContext) -> Arrays:
 
 
 def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> dict[str, float]:
-    """The largest magnitude of what enters each layer, and those that share a scale with it. after: as for `use_sums`."""
+    """The largest magnitude of what enters each layer, and those that share a scale with it. after: `Forward.beside`."""
     from weightsmith._activations.statistics.maxima import STATISTIC as MAXIMA
-    from weightsmith._activations.sums import use_sums
+    from weightsmith._activations.sums import Forward, use_sums
 
     found: dict[str, float] = {}
 
@@ -125,7 +125,7 @@ def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> di
         maxima = finish(site)
         found[site] = 0.0 if maxima is None else float(maxima.max())  # None: no token reached it
 
-    use_sums(rows, weights, keep, MAXIMA, beside=after)
+    use_sums(rows, weights, keep, MAXIMA, forward=Forward(beside=after))
     shared: dict[str, float] = {}
     for site, largest in found.items():
         shared[shared_site(site)] = max(largest, shared.get(shared_site(site), 0.0))

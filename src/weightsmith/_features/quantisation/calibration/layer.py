@@ -87,7 +87,7 @@ def _compute(bench: ProductContext) -> Arrays:
 def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, float], found: dict[str, Arrays]) -> None:
     """Quantise some weights of a layer, which itself remains as it is. span: of the progress."""
     from weightsmith._activations.running import budget
-    from weightsmith._activations.sums import use_sums
+    from weightsmith._activations.sums import Forward, use_sums
 
     routed = any("experts" in name.split(".") for name in stage)
     last = [site_of(name) for name in stage if not routed and name.split(".")[-2] in _LAST]
@@ -109,7 +109,7 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
                 weight = rows.layer.linear(name).weight.detach().cpu().numpy()
                 found[name] = common.quantise(weight, stage[name], prepared)
 
-    use_sums(rows, list(stage), quantise, span=span, last=last[0] if last else "")
+    use_sums(rows, list(stage), quantise, span=span, forward=Forward(last=last[0] if last else ""))
 
 
 def _give(rows: LayerRows, stage: Mapping[str, str], made: Mapping[str, Arrays]) -> None:

@@ -60,7 +60,7 @@ class MeasureWork(common.CalibratedWork):
 
 def _compute(bench: ProductContext) -> Arrays:
     from weightsmith._activations.running import budget, layer_rows
-    from weightsmith._activations.sums import use_sums
+    from weightsmith._activations.sums import Forward, use_sums
 
     work = MeasureWork.of(bench.product)
     _, norms, squares = bench.arrays(work.gradients)
@@ -83,7 +83,7 @@ def _compute(bench: ProductContext) -> Arrays:
                         found = _losses(weight, quantised, weighted, own[: len(weight)], work.candidates[name])
                     losses[places[name], : len(found)] = np.divide(found, tokens)
 
-        use_sums(rows, list(work.candidates), measure, scales=scales)
+        use_sums(rows, list(work.candidates), measure, forward=Forward(scales=scales))
     return [losses]
 
 

@@ -120,7 +120,7 @@ def _score_layer(bench: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import layer_rows, workers
-    from weightsmith._activations.sums import Inputs
+    from weightsmith._activations.sums import Forward, Inputs
 
     work = ScoreWork.of(bench.product)
     leaving = bench.arrays(work.gradients)[0]
@@ -128,7 +128,7 @@ def _score_layer(bench: ProductContext) -> Arrays:
     order = {name: i for i, name in enumerate(work.candidates)}
     with layer_rows(bench, work, 0.3, 1, back=True) as rows:
         own = places(*rows.states.shape[:2])
-        inputs = Inputs(rows, list(work.candidates), leaving=leaving)
+        inputs = Inputs(rows, list(work.candidates), Forward(leaving=leaving))
         step = int(own[1]) if len(own) > 1 else 1
 
         def sampled(numbered: NumberedRow) -> dict[str, tuple[Tensor, Tensor]]:
