@@ -92,6 +92,8 @@ def _save_texts(work: Path, out: Path) -> None:
         for domain, text in chosen.items():
             (out / split / f"{domain}.txt").write_text(text, encoding="utf-8")
             earlier.update(_contents(text))
+        if split == "tune":
+            (out / split / "all.txt").write_text("".join(chosen.values()), encoding="utf-8")
 
 
 def _split(pages: dict[str, str], split: str, earlier: set[int]) -> str:

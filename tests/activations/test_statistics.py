@@ -140,12 +140,12 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
     with prepare(recipe) as prepared:
         requests = [*requests_for(prepared, given, KINDS, 0), *requests_for(prepared, shorter, KINDS, 1)]
         found = computed(with_statistics(prepared, requests))
-    assert len(found) == 2 * 2 * (5 * 4 + 3 * 7)  # four inputs of linear layers, seven weights
+    assert len(found) == 2 * 2 * (5 * 4 + 2 * 7)  # four inputs of linear layers, seven weights
     for number, (name, own) in enumerate((("a", given), ("b", shorter))):
         whole = Whole(tmp_path / name, own)
         fisher, slopes = whole.fisher(), whole.slopes()
         count = len(KINDS)
-        grams, _, moments, _, maxima, squares, sloping, sloping_moments = requests[count * number : count * (number + 1)]
+        grams, _, moments, _, maxima, squares, sloping = requests[count * number : count * (number + 1)]
         for i in range(2):
             for module in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
                 weight = f"model.layers.{i}.{module}.weight"
@@ -154,9 +154,9 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
                 assert_near(found[array_name(moments, weight)], x.square().mean(0))
                 assert_near(found[array_name(maxima, weight)], x.abs().amax(0))
                 assert_near(found[array_name(squares, weight)], fisher[weight])
-                assert_near(found[array_name(sloping, weight)], slopes[weight])
-                outputs = whole.slope_moments(weight.removesuffix(".weight"))
-                assert_near(found[array_name(sloping_moments, weight)], outputs)
+                both = found[array_name(sloping, weight)]
+                assert_near(both[:, : x.shape[1]], slopes[weight])
+                assert_near(both[:, x.shape[1] :], whole.slope_moments(weight.removesuffix(".weight")))
 
 
 @pytest.mark.slow
@@ -183,8 +183,7 @@ def test_statistics_of_every_family_are_those_of_float64(family: str, tmp_path: 
             "magnitudes": x.abs().mean(0),
             "maxima": x.abs().amax(0),
             "fisher": information[weight],
-            "slopes": slopes[weight],
-            "slope_moments": whole.slope_moments(weight.removesuffix(".weight")),
+            "slopes": torch.cat([slopes[weight], whole.slope_moments(weight.removesuffix(".weight"))], 1),
         }
         assert set(expected) == set(KINDS)
         for request in requests:

@@ -13,7 +13,7 @@ from weightsmith._methods.linears import matrix_method
 from weightsmith._methods.signature import Bounds
 from weightsmith.abc.job import Job, Matrix
 
-SLOPES, OUTPUTS, INPUTS = "slopes", "slope_moments", "second_moments"
+SLOPES, INPUTS = "slopes", "second_moments"
 
 EXAMPLE = """\
 merge_method: core_step
@@ -85,7 +85,7 @@ was.""",
     min_models=2,
     otherwise="kept from the base",
     keeps_base=lambda role: role != "linear",
-    requires=lambda: tuple(Requirement(kind, of="base") for kind in (SLOPES, OUTPUTS, INPUTS)),
+    requires=lambda: tuple(Requirement(kind, of="base") for kind in (SLOPES, INPUTS)),
 )
 def core_step(
     matrix: Matrix,
@@ -103,10 +103,8 @@ def core_step(
     def merge(deltas: Sequence[Any]) -> Any:
         import torch
 
-        slopes, outputs, inputs = (
-            torch.from_numpy(np.array(known[kind][0], np.float64)).to(matrix.device) for kind in (SLOPES, OUTPUTS, INPUTS)
-        )
-        return step_of(deltas, slopes, outputs, inputs, directions, damping)
+        both, inputs = (torch.from_numpy(np.array(known[kind][0], np.float64)).to(matrix.device) for kind in (SLOPES, INPUTS))
+        return step_of(deltas, both[:, : matrix.cols], both[:, matrix.cols :], inputs, directions, damping)
 
     base = np.array([1.0] + [0.0] * n_models)
     copies, side = 6 + 2 * n_models, max(matrix.shape[0], matrix.cols)

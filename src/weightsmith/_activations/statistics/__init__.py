@@ -9,7 +9,7 @@ from __future__ import annotations
 from weightsmith._base.plugins import Plugins
 from weightsmith.abc.statistic import Statistic
 
-NAMES = ("gram", "second_moments", "moments", "magnitudes", "maxima", "fisher", "slopes", "slope_moments")
+NAMES = ("gram", "second_moments", "moments", "magnitudes", "maxima", "fisher", "slopes")
 
 STATISTICS = Plugins(
     "statistic",

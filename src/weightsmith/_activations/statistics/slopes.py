@@ -1,6 +1,11 @@
-"""How a weight makes the text likelier: the mean of gxᵀ, float32 [N, K], g the gradients of log p of the next tokens.
+"""How a weight makes the text likelier, and the curvature at its outputs: the means of gxᵀ and ggᵀ, float32 [N, K + N].
 
-The gradient of the mean log-likelihood of the text, over all tokens, with respect to the weight.
+    [ Σ gxᵀ, Σ ggᵀ ] / tokens
+
+g are the gradients of log p of the next tokens at the outputs of the layer, so the first K columns are the gradient of the mean
+log-likelihood with respect to the weight. The others are the factor of the outputs in a Kronecker product that approximates
+the curvature of the loss (Martens and Grosse 2015, https://arxiv.org/abs/1503.05671); that of the inputs is `second_moments`.
+They are one array, so that the text runs back through the layer once for both.
 """
 
 from __future__ import annotations
@@ -11,11 +16,13 @@ from weightsmith.abc.statistic import Statistic
 
 
 def _add(total: Any, part: slice, x: Any, g: Any) -> None:
-    total[part].addmm_(g[:, part].T, x)
+    columns = x.shape[1]
+    total[part, :columns].addmm_(g[:, part].T, x)
+    total[part, columns:].addmm_(g[:, part].T, g)
 
 
 def _finish(total: Any, reached: int, tokens: int) -> Any:
     return total.div_(tokens)
 
 
-STATISTIC = Statistic(lambda n, k: (n, k), _add, _finish, gradients=True, labels="text", tile=512)
+STATISTIC = Statistic(lambda n, k: (n, k + n), _add, _finish, gradients=True, labels="text", tile=512)
