@@ -224,8 +224,9 @@ def parameter_names() -> list[str]:
 def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(
     block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("fr", "de"):
+    for name in ("fr", "de", "all"):
         (folder / f"{name}.txt").write_text("a text of its own kind")
+    (folder / "merged").symlink_to(folder / "models/base")
     monkeypatch.setattr("weightsmith._activations.model.rows_of", lambda text, *_: range(text.rows or 10))
     if block.wrong:
         with pytest.raises(PlanError):
