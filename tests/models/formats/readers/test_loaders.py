@@ -140,20 +140,26 @@ def make(folder: Path, model: str) -> Path:
     return folder
 
 
-def logits(folder: Path, tokens: np.ndarray, *, exllamav2: Path | None = None) -> np.ndarray:
-    """What transformers computes in float32: [tokens, vocabulary].
-
-    exllamav2  the model as EXL2 or GPTQ: compute what ExLlamaV2 0.3.2 does with it, where that differs (see docs/exl2.md)
-    """
+def logits(folder: Path, tokens: np.ndarray, *, change: Callable[[Any], None] | None = None) -> np.ndarray:
+    """What transformers computes in float32: [tokens, vocabulary]. change: the model, before it runs."""
     import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    if exllamav2 is not None:
-        subtract_means(model)
-        leave_unactivated(model, safetensors.numpy.load_file(exllamav2 / "model.safetensors"))
+    if change is not None:
+        change(model)
     with torch.inference_mode():
         return np.asarray(model(torch.from_numpy(tokens)[None]).logits[0].numpy())
+
+
+def as_exllamav2(folder: Path) -> Callable[[Any], None]:
+    """Makes a model compute what ExLlamaV2 0.3.2 does, where that differs. folder: the model as EXL2 or GPTQ. See docs/exl2.md."""
+
+    def change(model: Any) -> None:
+        subtract_means(model)
+        leave_unactivated(model, safetensors.numpy.load_file(folder / "model.safetensors"))
+
+    return change
 
 
 def subtract_means(model: Any) -> None:
@@ -262,8 +268,8 @@ def check(folder: Path, case: Case) -> None:
     tokens = found["tokens"]
     np.testing.assert_array_equal(tokens, TOKENIZER.encode(TEXT).ids)
     differs = case.program == "exllamav2" and case.model in ("mistral", "qwen3", "qwen3-moe")
-    changes = {"exllamav2": folder / "quantised"} if differs else {}
-    expected = logits(folder / "plain", tokens, **changes)
+    change = as_exllamav2(folder / "quantised") if differs else None
+    expected = logits(folder / "plain", tokens, change=change)
     parts = {"whole": expected, "short": expected[:SHORT], "steps": expected[-STEPS:]}
     if case.program == "exllamav3":
         parts["wide"] = expected
@@ -287,7 +293,7 @@ def check(folder: Path, case: Case) -> None:
     assert len(generated) == GENERATED
     continued = np.concatenate([tokens[:SHORT], generated])
     # both programs choose among the tokens of the tokenizer, which are fewer than those of the head
-    after = logits(folder / "plain", continued, **changes)[SHORT - 1 : -1, : TOKENIZER.get_vocab_size()]
+    after = logits(folder / "plain", continued, change=change)[SHORT - 1 : -1, : TOKENIZER.get_vocab_size()]
     behind = after.max(-1) - np.take_along_axis(after, generated[:, None], -1)[:, 0]
     print(f"{case.program} {case.name} generated {TOKENIZER.decode(generated.tolist())!r}, behind {behind.max():.4f}")
     assert behind.max() <= 5 * BOUND * after.std(), behind
