@@ -32,7 +32,7 @@ class Request(NamedTuple):
     """A model that vLLM runs on some tokens. adapter: a folder with factors of at most `rank`."""
 
     model: Path
-    tokens: Sequence[int]
+    tokens: npt.NDArray[np.int64]
     dtype: str = "float32"
     adapter: Path | None = None
     rank: int = 0

@@ -153,7 +153,7 @@ def logits(folder: Path, tokens: np.ndarray, *, change: Callable[[Any], None] | 
 
 
 def as_exllamav2(folder: Path) -> Callable[[Any], None]:
-    """Makes a model compute what ExLlamaV2 0.3.2 does, where that differs. folder: the model as EXL2 or GPTQ. See docs/exl2.md."""
+    """Makes a model compute what ExLlamaV2 0.3.2 does, where that differs: see docs/exl2.md. folder: as EXL2 or GPTQ."""
 
     def change(model: Any) -> None:
         subtract_means(model)

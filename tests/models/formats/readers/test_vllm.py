@@ -17,7 +17,7 @@ import safetensors.torch
 
 import weightsmith
 from tests.models.formats.readers.test_loaders import TEXT, TOKENIZER, V_PROJ, double, logits, make, swap
-from tests.vllm_help import Floats, Request, error, logprobs, minutes, needs_vllm
+from tests.vllm_help import Crash, Floats, Request, error, logprobs, minutes, needs_vllm
 
 TOKENS = np.array(TOKENIZER.encode(TEXT).ids[:200])
 BOUNDS = {"float32": 1e-4, "float16": 0.005}
@@ -96,7 +96,7 @@ def expected(plain: Path, format_: str) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Floats, np.ndarray]]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Floats | Crash, np.ndarray]]:
     """Of each case what vLLM computes, and what transformers does."""
     root = tmp_path_factory.mktemp("vllm")
     folders = {case: stored(root / case.name, case) for case in CASES}
@@ -105,7 +105,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Floats
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_vllm_computes_what_transformers_does(case: Case, outputs: dict[Case, tuple[Floats, np.ndarray]]) -> None:
+def test_vllm_computes_what_transformers_does(case: Case, outputs: dict[Case, tuple[Floats | Crash, np.ndarray]]) -> None:
     each = error(*outputs[case])
     print(f"{case.name} {case.dtype}: error {typical(each, case):.7f}, of the median token {np.median(each):.7f}")
     assert typical(each, case) <= BOUNDS[case.dtype]
