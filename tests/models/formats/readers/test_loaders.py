@@ -43,6 +43,7 @@ SIZES: dict[str, Any] = {
 }
 HEADS = {**SIZES, "head_dim": 64}
 MOE = {**HEADS, "num_hidden_layers": 2, "num_experts_per_tok": 2, "intermediate_size": 256}
+PLAIN, LINEAR = {"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,6 +68,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # the text is longer than the window
     "gemma2-window": ("Gemma2Config", {**HEADS, "sliding_window": 64, "query_pre_attn_scalar": 96}),
     "gemma3": ("Gemma3TextConfig", {**HEADS, "sliding_window": 512, "query_pre_attn_scalar": 96}),
+    # every third layer has full attention, with a rope of its own
+    "gemma3-deep": (
+        "Gemma3TextConfig",
+        {**HEADS, "num_hidden_layers": 6, "sliding_window": 64, "query_pre_attn_scalar": 96}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+        | {
+            "rope_parameters": {
+                "full_attention": {**LINEAR, "rope_theta": 1e5},
+                "sliding_attention": {**PLAIN, "rope_theta": 3e4},
+            }
+        },
+    ),
     "phi3": ("Phi3Config", SIZES),
     "mixtral": ("MixtralConfig", {**MOE, "num_local_experts": 4}),
     "qwen3-moe": ("Qwen3MoeConfig", {**MOE, "num_experts": 8, "moe_intermediate_size": 128, "norm_topk_prob": True}),
