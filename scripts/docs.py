@@ -374,9 +374,13 @@ def layouts_page(layouts: Sequence[ExpertLayout]) -> str:
             "",
             table(("architecture", "in llama.cpp"), [(f"`{o.name}`", o.llama_cpp) for o in layouts]),
             "",
-            "vLLM was not run. According to the source of 0.33.0, it normalises the weights of the chosen experts as "
-            "config.json says for `qwen2_moe`, `qwen3_moe`, `glm4_moe`, `deepseek_v2` and `deepseek_v3`. It always does so for "
-            "`mixtral` and `granitemoe`, and never for `olmoe`. It supports `flex_olmo` through transformers, and no longer "
+            "vLLM 0.32.0 was run on a CPU: `WEIGHTSMITH_VLLM=PYTHON pytest tests/features/mixture/test_vllm.py`. With "
+            "different experts, the log probabilities of `mixtral`, `qwen3_moe`, `granitemoe`, `flex_olmo`, `qwen2_moe`, "
+            "`glm4_moe` and `dots1` are those of transformers: 0.000008 of the logits' deviation for the worst token. "
+            "`glm4_moe` and `deepseek_v3` require a shared expert there; without one, vLLM ends. Its rotation for latent "
+            "attention (`deepseek_v2`, `deepseek_v3`) differs from that of transformers on a CPU, for dense models too, so "
+            "only the first token was compared, which is the same. According to the source of 0.33.0, it always divides the "
+            "weights of the chosen experts by their sum for `mixtral` and `granitemoe`, never for `olmoe`, and no longer "
             "supports `dots1`.",
             "",
             "## Names on disk",

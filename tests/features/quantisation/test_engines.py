@@ -161,13 +161,36 @@ def test_a_format_that_a_program_does_not_load(tmp_path: Path) -> None:
     assert "does not load gguf-q4_k_m, only exl3" in refused(model, "gguf-q4_k_m", "exllamav3")
 
 
-def test_gptq_of_4_bits_has_the_rope_where_exllamav2_looks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format_", ["gptq-4bit", "awq-4bit", "mlx-4bit", "mlx-8bit"])
+def test_the_rope_is_where_exllamav2_and_mlx_lm_look(format_: str, tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
     model = save(tmp_path / "m", dense(256, 512, 256), rope_parameters=rope)
-    found = plan(model, "gptq-4bit").config
+    found = plan(model, format_).config
     assert (found["rope_theta"], found["rope_scaling"]["rope_type"], found["rope_scaling"]["factor"]) == (5e5, "llama3", 8.0)
     assert found["rope_parameters"] == rope
     assert "rope_theta" not in plan(model, "w4a16").config
+
+
+def test_gemma3_has_its_other_rope_and_its_pattern_where_mlx_lm_looks(tmp_path: Path) -> None:
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    ropes["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    kinds = ["sliding_attention", "full_attention"]
+    keys = {"model_type": "gemma3_text", "rope_parameters": ropes}
+    found = plan(save(tmp_path / "m", dense(128, 128, 128), layer_types=kinds * 2, **keys), "mlx-4bit").config
+    assert (found["rope_theta"], found["rope_local_base_freq"], found["sliding_window_pattern"]) == (1e6, 1e4, 2)
+    assert found["rope_scaling"]["type"] == "linear"
+    stacked = save(tmp_path / "stacked", dense(128, 128, 128), layer_types=[*kinds, *kinds[:1], *kinds], **keys)
+    assert [each for each in warned(stacked, "mlx-4bit") if "every n-th" in each]
+
+
+def test_keys_that_mlx_lm_requires_are_there_without_a_value(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 3e5, "partial_rotary_factor": 0.25}
+    keys = {"num_local_experts": 8, "model_type": "qwen3_moe"}
+    found = plan(save(tmp_path / "m", dense(128, 128, 128), rope_parameters=rope, **keys), "mlx-4bit").config
+    assert (found["rope_scaling"], found["partial_rotary_factor"], found["num_experts"]) == (None, 0.25, 8)
+    neox = save(tmp_path / "neox", dense(128, 128, 128), rope_parameters=rope, model_type="gpt_neox")
+    found = plan(neox, "mlx-4bit").config
+    assert (found["rotary_emb_base"], found["rotary_pct"]) == (3e5, 0.25)
 
 
 def test_a_family_that_mlx_lm_does_not_have(tmp_path: Path) -> None:
@@ -176,6 +199,17 @@ def test_a_family_that_mlx_lm_does_not_have(tmp_path: Path) -> None:
     assert warned(model, "mlx-4bit") == [what]
     assert what in refused(model, "mlx-4bit", "mlx-lm")
     assert not warned(save(tmp_path / "known", dense(128, 128, 128), model_type="llama"), "mlx-4bit")
+
+
+def test_mixtures_whose_experts_mlx_lm_does_not_join(tmp_path: Path) -> None:
+    experts = {
+        f"model.layers.0.mlp.experts.{e}.{name}_proj.weight": (128, 128) for e in (0, 1) for name in ("gate", "up", "down")
+    }
+    model = save(tmp_path / "m", {**dense(128, 128, 128), **experts}, model_type="qwen3_moe")
+    what = "mlx-lm 0.32.2 does not load experts of qwen3_moe stored as mlx-4bit"
+    assert [each for each in warned(model, "mlx-4bit") if what in each]
+    assert what in refused(model, "mlx-4bit", "mlx-lm")
+    assert not warned(save(tmp_path / "known", {**dense(128, 128, 128), **experts}, model_type="qwen2_moe"), "mlx-4bit")
 
 
 def test_a_program_without_a_format_is_an_error(tmp_path: Path) -> None:

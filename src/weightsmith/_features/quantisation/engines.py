@@ -60,20 +60,25 @@ def check_engines(draft: PlanDraft, encoding: str, format: str, settings: Quanti
         found = _fitting(engine, [*stored, *plain], draft, len(stored))
         return f"choose {', '.join(found)} for {engine.title}" if found else ""
 
-    draft.warnings += _reported(_refused(format, stored, plain), format, settings, instead)
+    draft.warnings += _reported(_refused(format, stored, plain, family_of(draft)), format, settings, instead)
 
 
 def engine_findings(format: str, stored: Sequence[TensorSpec], settings: QuantizeSettings, instead: str) -> list[Finding]:
     """As `check_engines`, for a format that one program loads. instead: what to do, for its users."""
-    return _reported(_refused(format, stored, ()), format, settings, lambda engine: instead)
+    return _reported(_refused(format, stored, (), None), format, settings, lambda engine: instead)
 
 
-def _refused(format: str, stored: Sequence[TensorSpec], plain: Sequence[TensorSpec]) -> _Refusals:
+def family_of(draft: PlanDraft) -> object:
+    """`model_type` of config.json."""
+    return (draft.config or {}).get("model_type")
+
+
+def _refused(format: str, stored: Sequence[TensorSpec], plain: Sequence[TensorSpec], family: object) -> _Refusals:
     return [
         (engine, reason, names)
         for engine in engines_of(format)
         if (support := find_support(engine.name, format)) is not None
-        for reason, names in objections(support, format, stored, plain).items()
+        for reason, names in objections(support, format, stored, plain, family).items()
     ]
 
 
@@ -106,7 +111,7 @@ def _fitting(engine: Engine, specs: Sequence[TensorSpec], draft: PlanDraft, leas
         for group, encoding in writing.encodings.items() if support is not None else ():
             names = set(encodable(draft, encoding.name))
             stored, plain = [s for s in specs if s.name in names], [s for s in specs if s.name not in names]
-            if support and len(stored) >= least and not objections(support, writing.name, stored, plain):
+            if support and len(stored) >= least and not objections(support, writing.name, stored, plain, family_of(draft)):
                 found.append(writing.name if encoding.name == writing.name else f"{writing.name} --group-size {group}")
                 break
     return found

@@ -34,7 +34,7 @@ from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
 from weightsmith._models.formats.engines import formats_of
-from weightsmith._models.formats.exl2.loader import rope_config
+from weightsmith._models.formats.older_config import full_attention_every, older_config
 from weightsmith._planning.planner import Assembled, Prepared, build
 from weightsmith._planning.planner.encode import encodable, quantise
 from weightsmith._plans import Made, PlanDraft, Step
@@ -78,8 +78,10 @@ def _grouped(writing: Writing, *, caches: bool) -> Format:
         draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
         group = asked or max(groups, key=lambda group: len(encodable(draft, names[group])))
         quantise(draft, names[group])
-        if writing.name in formats_of("exllamav2"):
-            draft.config = rope_config(draft.config or {})
+        if writing.name in (*formats_of("exllamav2"), *formats_of("mlx-lm")):
+            draft.config = older_config(draft.config or {})
+        if writing.name in formats_of("mlx-lm"):
+            _warn_of_windows(draft)
         if asked is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
             draft.warn(what, "quantize")
@@ -88,6 +90,16 @@ def _grouped(writing: Writing, *, caches: bool) -> Format:
 
     more = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
     return Format(writing.name, writing.summary, writing.readers, apply, frozenset({"group_size"}) | more)
+
+
+def _warn_of_windows(draft: PlanDraft) -> None:
+    """Warn of a Gemma 3 whose full attention mlx-lm expects in other layers, as after layers were stacked."""
+    config = draft.config or {}
+    text = config.get("text_config", config)
+    kinds = text.get("layer_types")
+    if str(text.get("model_type")).startswith("gemma3") and isinstance(kinds, list) and full_attention_every(kinds) is None:
+        what = "full attention is not in every n-th layer, where mlx-lm expects it: it computes something else"
+        draft.warn(what, "layer_types in config.json")
 
 
 _STREAMED = [

@@ -55,6 +55,14 @@ _MLX_FAMILIES = frozenset(
 )
 """The modules of mlx_lm.models, and what MODEL_REMAPPING of mlx_lm/utils.py maps to them."""
 
+_MLX_MIXTURES = frozenset(
+    """
+    afmoe bailing_hybrid bailing_moe bailing_moe_linear deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe
+    glm4_moe_lite hunyuan jamba kimi_k2 kimi_vl longcat_flash mimo_v2_flash mistral4 mixtral olmoe phimoe phixtral qwen2_moe
+    """.split()
+)
+"""Those whose `sanitize` joins the codes, scales and biases of experts. Others join plain weights alone."""
+
 ENGINES = (
     Engine("transformers", "transformers", "5.23.0"),
     Engine("vllm", "vLLM", "0.33.0"),
@@ -81,6 +89,7 @@ class Support:
     mlps     (`hidden` or `intermediate`, multiple, what the program does otherwise): of the sizes of MLPs; the hidden size of
              experts is not meant
     experts  why experts in the format are not run: "" if they are
+    mixtures  values of `model_type` whose experts are run in the format; empty: all
     alike    whether the projections of an expert must all be stored in the format, or none
     """
 
@@ -94,6 +103,7 @@ class Support:
     inner: int = 1
     mlps: tuple[tuple[str, int, str], ...] = ()
     experts: str = ""
+    mixtures: frozenset[str] = frozenset()
     alike: bool = False
 
 
@@ -268,7 +278,13 @@ SUPPORT = (
         mlps=_EXLLAMAV2_MLPS,
     ),
     Support("exllamav3", ("exl3",), "exllamav3/modules/mlp.py", "on NVIDIA GPUs; see [EXL3](exl3.md)", mlps=_EXLLAMAV3_MLPS),
-    Support("mlx-lm", ("mlx-8bit", "mlx-4bit"), "mlx_lm/utils.py", "also LM Studio, which contains it"),
+    Support(
+        "mlx-lm",
+        ("mlx-8bit", "mlx-4bit"),
+        "mlx_lm/utils.py",
+        "experts of " + ", ".join(f"`{each}`" for each in sorted(_MLX_MIXTURES)) + "; also LM Studio, which contains it",
+        mixtures=_MLX_MIXTURES,
+    ),
     Support(
         "mlx-lm",
         ("awq-4bit",),
@@ -313,18 +329,21 @@ def formats_of(engine: str) -> tuple[str, ...]:
 
 
 def objections(
-    support: Support, format: str, stored: Sequence[TensorSpec], plain: Iterable[TensorSpec]
+    support: Support, format: str, stored: Sequence[TensorSpec], plain: Iterable[TensorSpec], family: object = None
 ) -> Mapping[str, list[str]]:
     """Why a program does not run weights, and which: their names, by reason. {} if it takes all.
 
     format  of the weights, for the reasons
     stored  the weights in the format, with their plain shapes
     plain   all other tensors
+    family  `model_type` of config.json
     """
     found: dict[str, list[str]] = {}
     experts = [spec for spec in stored if _is_expert(spec.name)]
     if support.experts and experts:
         return {f"{support.experts} {format}": [spec.name for spec in experts]}
+    if experts and support.mixtures and family is not None and family not in support.mixtures:
+        return {f"does not load experts of {family} stored as {format}": [spec.name for spec in experts]}
     if support.alike and (mixed := _partly(experts, plain)):
         what = f"needs all projections of an expert in one format, and some are not stored as {format}"
         found[what] = mixed

@@ -43,6 +43,7 @@ SIZES: dict[str, Any] = {
 }
 HEADS = {**SIZES, "head_dim": 64}
 MOE = {**HEADS, "num_hidden_layers": 2, "num_experts_per_tok": 2, "intermediate_size": 256}
+PLAIN, LINEAR = {"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,6 +68,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # the text is longer than the window
     "gemma2-window": ("Gemma2Config", {**HEADS, "sliding_window": 64, "query_pre_attn_scalar": 96}),
     "gemma3": ("Gemma3TextConfig", {**HEADS, "sliding_window": 512, "query_pre_attn_scalar": 96}),
+    # every third layer has full attention, with a rope of its own
+    "gemma3-deep": (
+        "Gemma3TextConfig",
+        {**HEADS, "num_hidden_layers": 6, "sliding_window": 64, "query_pre_attn_scalar": 96}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+        | {
+            "rope_parameters": {
+                "full_attention": {**LINEAR, "rope_theta": 1e5},
+                "sliding_attention": {**PLAIN, "rope_theta": 3e4},
+            }
+        },
+    ),
     "phi3": ("Phi3Config", SIZES),
     "mixtral": ("MixtralConfig", {**MOE, "num_local_experts": 4}),
     "qwen3-moe": ("Qwen3MoeConfig", {**MOE, "num_experts": 8, "moe_intermediate_size": 128, "norm_topk_prob": True}),
@@ -140,20 +153,26 @@ def make(folder: Path, model: str) -> Path:
     return folder
 
 
-def logits(folder: Path, tokens: np.ndarray, *, exllamav2: Path | None = None) -> np.ndarray:
-    """What transformers computes in float32: [tokens, vocabulary].
-
-    exllamav2  the model as EXL2 or GPTQ: compute what ExLlamaV2 0.3.2 does with it, where that differs (see docs/exl2.md)
-    """
+def logits(folder: Path, tokens: np.ndarray, *, change: Callable[[Any], None] | None = None) -> np.ndarray:
+    """What transformers computes in float32: [tokens, vocabulary]. change: the model, before it runs."""
     import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    if exllamav2 is not None:
-        subtract_means(model)
-        leave_unactivated(model, safetensors.numpy.load_file(exllamav2 / "model.safetensors"))
+    if change is not None:
+        change(model)
     with torch.inference_mode():
         return np.asarray(model(torch.from_numpy(tokens)[None]).logits[0].numpy())
+
+
+def as_exllamav2(folder: Path) -> Callable[[Any], None]:
+    """Makes a model compute what ExLlamaV2 0.3.2 does, where that differs: see docs/exl2.md. folder: as EXL2 or GPTQ."""
+
+    def change(model: Any) -> None:
+        subtract_means(model)
+        leave_unactivated(model, safetensors.numpy.load_file(folder / "model.safetensors"))
+
+    return change
 
 
 def subtract_means(model: Any) -> None:
@@ -262,8 +281,8 @@ def check(folder: Path, case: Case) -> None:
     tokens = found["tokens"]
     np.testing.assert_array_equal(tokens, TOKENIZER.encode(TEXT).ids)
     differs = case.program == "exllamav2" and case.model in ("mistral", "qwen3", "qwen3-moe")
-    changes = {"exllamav2": folder / "quantised"} if differs else {}
-    expected = logits(folder / "plain", tokens, **changes)
+    change = as_exllamav2(folder / "quantised") if differs else None
+    expected = logits(folder / "plain", tokens, change=change)
     parts = {"whole": expected, "short": expected[:SHORT], "steps": expected[-STEPS:]}
     if case.program == "exllamav3":
         parts["wide"] = expected
@@ -287,7 +306,7 @@ def check(folder: Path, case: Case) -> None:
     assert len(generated) == GENERATED
     continued = np.concatenate([tokens[:SHORT], generated])
     # both programs choose among the tokens of the tokenizer, which are fewer than those of the head
-    after = logits(folder / "plain", continued, **changes)[SHORT - 1 : -1, : TOKENIZER.get_vocab_size()]
+    after = logits(folder / "plain", continued, change=change)[SHORT - 1 : -1, : TOKENIZER.get_vocab_size()]
     behind = after.max(-1) - np.take_along_axis(after, generated[:, None], -1)[:, 0]
     print(f"{case.program} {case.name} generated {TOKENIZER.decode(generated.tolist())!r}, behind {behind.max():.4f}")
     assert behind.max() <= 5 * BOUND * after.std(), behind

@@ -33,8 +33,8 @@ LAYOUT = replace(
     keys=lambda facts: {
         **keys(facts),
         "topk_method": "greedy",
-        "n_group": None,
-        "topk_group": None,
+        "n_group": 1,
+        "topk_group": 1,
         "scoring_func": "softmax",
         "output_router_logits": False,
     },

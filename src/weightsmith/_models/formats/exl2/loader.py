@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsmith._base.errors import PlanError, Unsupported
+from weightsmith._models.formats.older_config import full_attention_every, older_config
 from weightsmith._models.formats.windows import window_difference
 from weightsmith.abc.stored import Config, Specs
 
@@ -85,31 +86,9 @@ def quantization_config(bits: float, head_bits: int, calibration: Mapping[str, A
     return {"quantization_config": {**described, "calibration": dict(calibration)}}
 
 
-def rope_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with `rope_theta` and `rope_scaling`, which ExLlamaV2 reads, beside transformers 5's `rope_parameters`.
-
-    >>> rope_config({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}})["rope_theta"]
-    100000.0
-    """
-    found = dict(config)
-    rope = config.get("rope_parameters")
-    if isinstance(rope, Mapping):
-        layers = rope.get("full_attention")
-        main = layers if isinstance(layers, Mapping) else rope
-        if "rope_theta" in main and config.get("rope_theta") is None:
-            found["rope_theta"] = main["rope_theta"]
-        kind = main.get("rope_type", main.get("type"))
-        if kind not in (None, "default") and not config.get("rope_scaling"):
-            dropped = ("rope_theta", "type", "partial_rotary_factor")
-            found["rope_scaling"] = {"rope_type": kind, **{k: v for k, v in main.items() if k not in dropped}}
-            if kind == "longrope" and "original_max_position_embeddings" in main:  # ExLlamaV2 asserts that it is there
-                found.setdefault("original_max_position_embeddings", main["original_max_position_embeddings"])
-    return found
-
-
 def loader_config(config: Mapping[str, Any], *, gemma3: bool) -> dict[str, Any]:
-    """config.json as ExLlamaV2 reads it: see `rope_config`, and for Gemma 3 the beginning of this file."""
-    found = rope_config(config)
+    """config.json as ExLlamaV2 reads it: see `older_config`, and for Gemma 3 the beginning of this file."""
+    found = older_config(config)
     if not gemma3:
         return found
     text = {key: value for key, value in found.items() if key != "architectures"}
@@ -130,9 +109,9 @@ def _pattern(config: Mapping[str, Any]) -> int:
     if not isinstance(kinds, list):
         value = config.get("sliding_window_pattern", 6)
         return value if isinstance(value, int) else 6
-    full = [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"]
-    pattern = full[0] if full else len(kinds) + 1
-    if full != list(range(pattern, len(kinds) + 1, pattern)):
+    pattern = full_attention_every(kinds)
+    if pattern is None:
+        full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
         what = f"layers {', '.join(map(str, full))} have full attention, and ExLlamaV2 expects every n-th to have it"
         raise PlanError([Unsupported(what, where="layer_types in config.json", fix=OTHER_FORMATS)])
     return pattern

@@ -1,0 +1,56 @@
+"""Models of several architectures in the formats that mlx-lm reads, run by mlx-lm on a processor.
+
+WEIGHTSMITH_MLX names the Python that has it, which has a build for processors on Linux:
+
+    python3.11 -m venv VENV && VENV/bin/pip install 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
+
+Its logits are those of transformers, in float32, with the weights that weightsmith reads. transformers 5 has saved the models,
+so only what weightsmith adds to config.json tells mlx-lm of rotary embeddings and windows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.models.formats.readers.test_loaders import TEXT, TOKENIZER, errors, logits, make
+
+PYTHON = os.environ.get("WEIGHTSMITH_MLX", "")
+SCRIPT = Path(__file__).with_name("mlx_script.py")
+
+TOKENS = np.array(TOKENIZER.encode(TEXT).ids[:200])
+BOUNDS = {"mlx-4bit": 1e-4, "mlx-8bit": 1e-4, "awq-4bit": 1e-3}
+"""Of the median token. mlx-lm multiplies AWQ's scales and zeros in float16."""
+MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3-deep", "phi3", "mixtral")
+CASES = [(model, f"mlx-{bits}bit") for model in MODELS for bits in (4, 8)]
+CASES += [(model, "awq-4bit") for model in MODELS if model != "mixtral"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Of each case a folder with the model as made, quantised and plain again, after mlx-lm has run."""
+    root = tmp_path_factory.mktemp("mlx")
+    found = {case: root / "-".join(case) for case in CASES}
+    for (model, format_), folder in found.items():
+        weightsmith.quantize(make(folder / "made", model), folder / "quantised", format_, progress=False)
+        weightsmith.dequantize(folder / "quantised", folder / "plain", dtype="float32", progress=False)
+    asked = [TOKENS.tolist(), *(str(folder / "quantised") for folder in found.values())]
+    subprocess.run([PYTHON, SCRIPT], input=json.dumps(asked), text=True, check=True, capture_output=True)
+    return found
+
+
+@pytest.mark.skipif(not PYTHON, reason="needs WEIGHTSMITH_MLX")
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_mlx_lm_computes_what_transformers_does(case: tuple[str, str], folders: dict[tuple[str, str], Path]) -> None:
+    folder = folders[case] / "quantised"
+    problem = folder / "mlx.txt"
+    assert not problem.exists(), problem.read_text()
+    each = errors(np.load(folder / "mlx.npy"), logits(folders[case] / "plain", TOKENS))
+    print(f"{'-'.join(case)}: error {np.median(each):.7f}, worst token {each.max():.7f}")
+    assert np.median(each) <= BOUNDS[case[1]]
