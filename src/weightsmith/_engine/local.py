@@ -162,7 +162,7 @@ class Run:
         """
         self.reader = reader
         self.resources = resources
-        self.total_bytes = sum(out.nbytes for step in steps for out in step.outs)
+        self.total_bytes = sum(step.nbytes for step in steps)
         self.total_tensors = len(steps)
         self.written_bytes = self.read_bytes = self.tensors = 0
         self.finished: dict[str, Finished] = {}
@@ -342,7 +342,7 @@ def run(
     left = [step for step in steps if step.out.name not in skip]
     skipped = [step for step in steps if step.out.name in skip]
     wanted = plan.products if workload.products is None else workload.products
-    finished = len(skipped), sum(out.nbytes for step in skipped for out in step.outs)
+    finished = len(skipped), sum(step.nbytes for step in skipped)
     began = time.monotonic()
     to_make = [product for product in wanted if not results.finished(product.name)]
     with ReadAhead(visits(reader, left, to_make), resources.spool_bytes) as ahead:

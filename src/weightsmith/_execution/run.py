@@ -95,7 +95,7 @@ class Merged(NamedTensors):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the output."""
-        return sum(out.nbytes for step in self.plan.steps for out in step.outs)
+        return self.plan.nbytes
 
     def open(self) -> Checkpoint:
         """The output as a checkpoint of its own, for a `with` statement.

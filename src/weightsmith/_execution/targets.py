@@ -186,7 +186,7 @@ def _log(trial: Trial) -> float:
 
 def _most(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[int, int]:
     plan = followed(prepared, arrays, 1 << 62)[0].plan
-    return sum(out.nbytes for step in plan.steps for out in step.outs), sum(step.out.size for step in plan.steps)
+    return plan.nbytes, sum(step.out.size for step in plan.steps)
 
 
 def _nbytes(prepared: Prepared) -> int:

@@ -132,7 +132,7 @@ class Driver:
         self._durations: list[float] = []
         self._machines: set[str] = set()
         self._second_is_safe = is_portable(prepared)
-        self._uncounted = {step.outs[0].name: sum(out.nbytes for out in step.outs) for step in plan.steps}
+        self._uncounted = {step.outs[0].name: step.nbytes for step in plan.steps}
         self._total_tensors, self._total_bytes, self._counted_bytes = len(self._uncounted), sum(self._uncounted.values()), 0
         self._followed = staging.followed()
         self._began = self._looked = time.monotonic()
@@ -270,8 +270,7 @@ def part_count(plan: Plan, slots: int, together: Together = ()) -> int:
     """How many parts a plan is divided into for so many workers at once; one for a single worker. together: see `parts_of`."""
     if slots == 1:  # if it is lost, the next one keeps what it has finished; at the end of a part its threads wait
         return 1
-    total = sum(out.nbytes for step in plan.steps for out in step.outs)
-    wanted = min(PARTS_PER_SLOT * slots, max(slots, -(-total // PART_BYTES)))
+    wanted = min(PARTS_PER_SLOT * slots, max(slots, -(-plan.nbytes // PART_BYTES)))
     return max(1, min(wanted, len(units_of(plan, together))))
 
 

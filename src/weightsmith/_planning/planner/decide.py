@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from weightsmith._base.tensors import TensorSpec
@@ -29,16 +29,10 @@ def decide(steps: Sequence[Step], settings: Sequence[Settings], method: Method) 
         needs = (product.name,) if product is not None and id(leaf) in needing else ()
         return replace(leaf, role=role_of(leaf.out), needs=needs)
 
-    return [_each_leaf(step, decided) for step in steps], () if product is None else (product,)
+    return [step.with_leaves(decided) for step in steps], () if product is None else (product,)
 
 
-def _each_leaf(step: Step, change: Callable[[Step], Step]) -> Step:
-    if not step.pieces:
-        return change(step)
-    return replace(step, pieces=tuple(map(change, step.pieces)))
-
-
-# ---- A merged tensor that holds several matrices is split into pieces, each merged like a separate tensor."""
+# ---- A merged tensor that holds several matrices is split into pieces, each merged like a separate tensor.
 
 
 def split_fused(step: Step, parts: Sequence[SubMatrix]) -> Step:

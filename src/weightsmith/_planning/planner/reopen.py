@@ -224,7 +224,7 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
                 problems.append(_wrong(step, f"{where} does not say that it needs {min(unknown)}"))
     if problems:
         return problems
-    for step in (*plan.steps, *(step for product in plan.products for step in product.steps)):
+    for step in plan.all_steps:
         try:
             if step.encoding != PLAIN:
                 _check_encoding(plan, step, arrays)
