@@ -23,6 +23,7 @@ from weightsmith._base.errors import CheckpointError, FormatError, NotFound
 from weightsmith._base.redaction import redacted
 from weightsmith._base.tensors import TensorSpec
 
+INTERRUPTED = "Get the file again: the download was probably interrupted."
 DAMAGED = "The file is damaged, or was written by a faulty tool: download or export it again."
 RESAVE = "Load it with torch 1.6 or later in an isolated environment, and save it again with torch.save(state_dict, path)."
 
