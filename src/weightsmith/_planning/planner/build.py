@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from weightsmith import _methods as methods
+from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import exists, expand_user, is_folder
 from weightsmith._base.options import RecipeOptions
@@ -159,7 +160,7 @@ def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(Closing):
     """A recipe whose models are opened and matched."""
 
     request: Request
@@ -213,12 +214,6 @@ class Bound:
         """Close the models."""
         if self.stack is not None:
             self.stack.close()
-
-    def __enter__(self) -> Bound:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
 
 def _bound(

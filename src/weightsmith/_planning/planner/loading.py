@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
+from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Finding, LayerError, PlanError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
@@ -89,7 +90,7 @@ def question_of(
     return Question((plan.config, tuple(step.out for step in plan.steps)), (config, tuple(specs)), label, where, extra)
 
 
-class Beside(Generic[Answer]):
+class Beside(Closing, Generic[Answer]):
     """Has another process asked something beside other work, from a thread of its own.
 
     ask  is called with a function that is to be given each process when it has begun
@@ -120,12 +121,6 @@ class Beside(Generic[Answer]):
             if self._process is not None:
                 self._process.kill()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
     def _run(self, ask: Callable[[Began], Answer]) -> None:
         try:
