@@ -11,10 +11,10 @@ from weightsmith._activations.work import EmbeddingWork
 from weightsmith._base.options import RunOptions
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.computed import Computed
-from weightsmith._engine.local import Resources
 from weightsmith._engine.passes import visits, whole_passes
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
+from weightsmith._engine.resources import Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
 from weightsmith._engine.tiles import fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
