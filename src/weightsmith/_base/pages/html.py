@@ -28,6 +28,7 @@ from weightsmith._base.pages.values import (
     Table,
     Unit,
     Value,
+    cell_json,
     rounded,
     safe,
     written,
@@ -269,11 +270,9 @@ def _common(a: str, b: str) -> int:
 
 
 def _cell(value: Value, unit: Unit) -> Any:
-    if value is None or isinstance(value, Mark):
-        return None if value is None else value.word if unit == "text" else value.key
-    if isinstance(value, float) and not math.isfinite(value):
-        return Mark.UNDEFINED.key if math.isnan(value) else Mark.INFINITE.key
-    return value if isinstance(value, str) else rounded(value, 9 if unit == "cosine" else _DIGITS)
+    if isinstance(value, Mark) and unit == "text":
+        return value.word
+    return value if isinstance(value, str) else cell_json(value, 9 if unit == "cosine" else _DIGITS)
 
 
 _BASE = 90

@@ -15,16 +15,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._outputs.checksum import hash_bytes
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.target import create_file
+from weightsmith._outputs.manifest import hash_file
 
 Arrays = Sequence[npt.NDArray[Any]]
 
-_READ_BYTES = 4 << 20
 _PART = ".part"
 
 
@@ -64,7 +63,7 @@ def write_product(folder: Path, name: str, arrays: Arrays) -> str:
             with os.fdopen(create_file(folder, PurePosixPath(part.name)), "wb") as file:
                 for array in arrays:
                     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        checksum = _hash(part)
+        checksum = hash_file(part).xxh3_128
         part.replace(product_path(folder, name))
     except OSError:
         with contextlib.suppress(OSError):
@@ -83,7 +82,7 @@ def read_product(folder: Path, name: str, outs: Sequence[TensorSpec], checksum: 
     try:
         about = os.fstat(fd)
         whole = stat.S_ISREG(about.st_mode) and about.st_size == sum(out.nbytes for out in outs)
-        return _mapped(fd, outs, mmap.ACCESS_READ) if whole and _hash(path) == checksum else None
+        return _mapped(fd, outs, mmap.ACCESS_READ) if whole and hash_file(path).xxh3_128 == checksum else None
     except OSError:
         return None
     finally:
@@ -130,11 +129,3 @@ def _map_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj
     return base if isinstance(base, mmap.mmap) else None
-
-
-def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
