@@ -107,10 +107,8 @@ def read_pickle_header(path: Path, open_file: Opener = open_local) -> PickleHead
 def _read_pickle_header(path: Path, open_file: Opener) -> PickleHeader:
     where = str(path)
     if path.suffix == ".distcp":
-        raise Unsupported(
-            "one part of a distributed checkpoint (.distcp)",
-            fix="Join the parts with torch.distributed.checkpoint.format_utils.dcp_to_torch_save.",
-        )
+        what = "one part of a distributed checkpoint (.distcp)"
+        raise Unsupported(what, fix="Join the parts with torch.distributed.checkpoint.format_utils.dcp_to_torch_save.")
     with open_file(path) as file:
         state = file.state
         _check_magic(read_at(file, 0, min(512, state.nbytes)))
@@ -179,30 +177,22 @@ def _check_members(records: dict[str, Record]) -> str:
     folders = list(dict.fromkeys(name.split("/")[0] for name in records))
     prefix = folders[0] if folders else ""
     if f"{prefix}/constants.pkl" in records or any(name.startswith(f"{prefix}/code/") for name in records):
-        raise Unsupported(
-            "a TorchScript archive, which is a program with weights inside",
-            fix="Load it with torch.jit.load in an isolated environment, and save its state_dict() with torch.save.",
-        )
+        fix = "Load it with torch.jit.load in an isolated environment, and save its state_dict() with torch.save."
+        raise Unsupported("a TorchScript archive, which is a program with weights inside", fix=fix)
     if len(folders) != 1 or f"{prefix}/data.pkl" not in records:
-        raise FormatError(
-            "a zip archive, but not one of PyTorch: its members are not those of one folder with a data.pkl",
-            details=(f"it holds {show_all(list(records)) or 'nothing'}",),
-            fix="Name the file that torch.save wrote; unpack the archive first if it is inside.",
-        )
+        what = "a zip archive, but not one of PyTorch: its members are not those of one folder with a data.pkl"
+        fix = "Name the file that torch.save wrote; unpack the archive first if it is inside."
+        raise FormatError(what, details=(f"it holds {show_all(list(records)) or 'nothing'}",), fix=fix)
     if packed := [name for name, record in records.items() if record.compressed]:
-        raise FormatError(
-            f"its member {show(packed[0])} is compressed; torch.save stores them as they are",
-            fix="Unpack it, and pack it without compression (zip -0): another tool packed it again.",
-        )
+        what = f"its member {show(packed[0])} is compressed; torch.save stores them as they are"
+        raise FormatError(what, fix="Unpack it, and pack it without compression (zip -0): another tool packed it again.")
     return prefix
 
 
 def _check_byteorder(order: bytes) -> None:
     if order == b"big":
-        raise Unsupported(
-            "its numbers are big-endian: it was written on another kind of machine",
-            fix="Load it with torch on a little-endian machine, and save it again.",
-        )
+        what = "its numbers are big-endian: it was written on another kind of machine"
+        raise Unsupported(what, fix="Load it with torch on a little-endian machine, and save it again.")
     if order != b"little":
         raise FormatError(f"its byte order is {show(order)}, neither little nor big", fix=DAMAGED)
 
@@ -221,10 +211,8 @@ def _find_state_dict(value: Any, where: str) -> tuple[str, Mapping, list[str], l
     if any(_count_tensors(v) <= n_model for _, v in nested):
         candidates.append(f"the top level ({n_model:,} tensors)")
     if len(candidates) > 1:
-        raise FormatError(
-            f"several state dicts: {' and '.join(candidates)}; which one is the model is not said",
-            fix="Load the file with torch in an isolated environment, and save the one that is meant.",
-        )
+        what = f"several state dicts: {' and '.join(candidates)}; which one is the model is not said"
+        raise FormatError(what, fix="Load the file with torch in an isolated environment, and save the one that is meant.")
     if nested:
         key, state_dict = nested[0]
         others = [_text(k) for k, _ in entries if k is not key]
@@ -341,8 +329,6 @@ def _check_tensor(
 def _dtype(name: str) -> DType:
     dtype = BY_TORCH_NAME.get(name)
     if dtype is None:
-        raise Unsupported(
-            f"dtype {show(name)} is not supported; supported are {', '.join(BY_TORCH_NAME)}",
-            fix="Convert the tensor to one of these first.",
-        )
+        what = f"dtype {show(name)} is not supported; supported are {', '.join(BY_TORCH_NAME)}"
+        raise Unsupported(what, fix="Convert the tensor to one of these first.")
     return dtype

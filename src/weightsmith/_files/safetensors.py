@@ -130,10 +130,8 @@ def _read_text(path: Path, open_file: Opener) -> tuple[FileState, bytes]:
             )
         text = file.read_at(8, length)
     if len(text) < length:
-        raise FormatError(
-            f"shrank while it was read: header length {length:,}, {len(text):,} bytes came",
-            fix="Wait, then try again: another program is writing the file.",
-        )
+        what = f"shrank while it was read: header length {length:,}, {len(text):,} bytes came"
+        raise FormatError(what, fix="Wait, then try again: another program is writing the file.")
     return file.state, text
 
 
@@ -162,10 +160,8 @@ def _check_entry(entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
         raise FormatError(f"dtype is not a string but {show(dtype_name)}")
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
-        raise Unsupported(
-            f"dtype {show(dtype_name)} is not supported; supported are {', '.join(DTYPES)}",
-            fix="Convert the checkpoint to one of these first.",
-        )
+        what = f"dtype {show(dtype_name)} is not supported; supported are {', '.join(DTYPES)}"
+        raise Unsupported(what, fix="Convert the checkpoint to one of these first.")
     if type(shape) is not list:
         raise FormatError(f"shape is not a list but {show(shape)}")
     if len(shape) > MAX_DIMENSIONS:

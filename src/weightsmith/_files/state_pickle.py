@@ -213,10 +213,8 @@ class _Machine:
             return False
         operation = _OPERATIONS.get(opcode.name)
         if operation is None:
-            raise Unsupported(
-                f"the pickle, byte {self.position:,}: a state dict needs no instruction {opcode.name}; it was not run",
-                fix=CONVERT,
-            )
+            what = f"the pickle, byte {self.position:,}: a state dict needs no instruction {opcode.name}; it was not run"
+            raise Unsupported(what, fix=CONVERT)
         try:
             argument = opcode.arg.reader(self.file) if opcode.arg and opcode.name != "GLOBAL" else None
             if type(argument) is str:
@@ -353,11 +351,8 @@ class _Machine:
                 self.reject(f"{show(module)} and {show(name)} are no names of a module and of a function or class")
             if not (full in _CALLS or full in STORAGES or full in _OPAQUE or full in _CLASSES or _DTYPE.fullmatch(full)):
                 reasons = [reason for prefix, reason in _REASONS if full.startswith(prefix)]
-                raise Unsupported(
-                    f"the pickle uses {show(full)}, which is not needed for a state dict of plain tensors; it was not run",
-                    details=reasons[:1],
-                    fix=CONVERT,
-                )
+                what = f"the pickle uses {show(full)}, which is not needed for a state dict of plain tensors; it was not run"
+                raise Unsupported(what, details=reasons[:1], fix=CONVERT)
             value = self.globals[full] = Global(full)
         self.push(value)
 

@@ -116,12 +116,8 @@ def check_not_read(address: Prefix, reads: Iterable[str]) -> None:
     for read in reads:
         for place in _addresses(read):
             if f"{place}/".startswith(own) or own.startswith(f"{place}/"):
-                raise StoreError(
-                    f"the run reads {place}, which would be lost",
-                    where=str(address),
-                    fix="choose another output",
-                    state=NOTHING_WRITTEN,
-                )
+                what = f"the run reads {place}, which would be lost"
+                raise StoreError(what, where=str(address), fix="choose another output", state=NOTHING_WRITTEN)
 
 
 def _addresses(read: str) -> Iterator[Address]:

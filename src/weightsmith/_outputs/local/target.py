@@ -39,12 +39,9 @@ def check_out(out: str | os.PathLike[str]) -> Path:
         what = "cannot be the output folder: it is an address"
         raise StoreError(what, where=given, fix="name a local folder", state=NOTHING_WRITTEN)
     if given.startswith("~") and str(expand_user(given)) == str(Path(given)):
-        raise StoreError(
-            f"{given!r} is in a home folder that does not exist",
-            where="output folder",
-            fix=f"write ./{given} for a folder of this name, or name another",
-            state=NOTHING_WRITTEN,
-        )
+        what = f"{given!r} is in a home folder that does not exist"
+        fix = f"write ./{given} for a folder of this name, or name another"
+        raise StoreError(what, where="output folder", fix=fix, state=NOTHING_WRITTEN)
     path = absolute(given)
     try:
         path.name.encode()
@@ -84,12 +81,8 @@ def _check_place(path: Path) -> None:
     if not parent.is_dir():
         raise _refused(path, f"{parent} is a file, not a folder", "name a folder inside a folder")
     if path.exists() and not path.is_dir():
-        raise OutputExists(
-            "a file has this name, and the output is a folder",
-            where=str(path),
-            fix="choose another name",
-            state=NOTHING_WRITTEN,
-        )
+        what = "a file has this name, and the output is a folder"
+        raise OutputExists(what, where=str(path), fix="choose another name", state=NOTHING_WRITTEN)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise _refused(path, f"you may not write into {parent}", "change its permissions, or write somewhere else")
 

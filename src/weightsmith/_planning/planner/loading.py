@@ -201,12 +201,9 @@ def installed() -> bool:
 
 def _refused(differences: list[str], where: str) -> LayerError:
     more = [f"and {len(differences) - _SHOWN:,} more"] if len(differences) > _SHOWN else []
-    return LayerError(
-        "transformers could not load the output: its config.json would build a model with other tensors",
-        where=where,
-        details=[*differences[:_SHOWN], *more],
-        fix="choose other layers; to write it all the same, use --no-check-loading (check_loading=False)",
-    )
+    what = "transformers could not load the output: its config.json would build a model with other tensors"
+    fix = "choose other layers; to write it all the same, use --no-check-loading (check_loading=False)"
+    return LayerError(what, where=where, details=[*differences[:_SHOWN], *more], fix=fix)
 
 
 def _unchecked(why: str) -> Finding:
