@@ -159,16 +159,14 @@ def make_product(
     return reports_of(products, _run_unwritten(prepared, (), products, options, progress).results).get(name)
 
 
-def measure_distance(
-    prepared: Prepared, options: RunOptions, progress: Callable[[Progress], None] | None = None
-) -> tuple[Moved, ...]:
+def measure_distance(prepared: Prepared, options: RunOptions) -> tuple[Moved, ...]:
     """The distance of the merge from its base: in total, then per layer; () without a base.
 
     Computes like `execute`, without writing anything. Cost: that of the merge without writing.
     """
     plan = prepared.plan
     steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]
-    outcome = _run_unwritten(prepared, steps, plan.products_for(steps), options, progress)
+    outcome = _run_unwritten(prepared, steps, plan.products_for(steps), options)
     return distance_by_layer(plan, outcome.distances)
 
 
@@ -177,7 +175,7 @@ def _run_unwritten(
     steps: Sequence[Step],
     products: Sequence[Product],
     options: RunOptions,
-    progress: Callable[[Progress], None] | None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
     from weightsmith._engine.local import run
     from weightsmith._engine.resources import Workload

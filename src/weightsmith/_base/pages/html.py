@@ -80,7 +80,7 @@ def to_html(page: Page) -> str:
         "charts": [_plain_values(chart.to_json()) for chart in charts],
         "tables": [_packed(table, _identifier(table, i)) for i, table in tables],
     }
-    data = _compact(content)
+    data = json_text(content, allow_nan=False, separators=(",", ":"))
     return "\n".join(
         [
             "<!doctype html>",
@@ -216,10 +216,6 @@ def _table(table: Table) -> Iterator[str]:
 
 
 # ---- The data of a page: what its script shows and saves.
-
-
-def _compact(value: object) -> str:
-    return json_text(value, allow_nan=False, separators=(",", ":"))
 
 
 def _packed(table: Table, identifier: str) -> dict[str, Any]:

@@ -52,7 +52,9 @@ def check_made_by_us(folder: Path, lock_text: str, entries: Entries) -> None:
     if entries.lines:
         return
     others = [
-        name for name in _names(folder) if name != LOCK and not (name == JOURNAL and (lock_text or not _size(folder / name)))
+        name
+        for name in _names(folder)
+        if name != LOCK and not (name == JOURNAL and (lock_text or not (folder / name).lstat().st_size))
     ]
     if others:
         raise foreign(folder, f"it holds {others[0]!r}, but no journal of weightsmith")
@@ -79,10 +81,6 @@ def _mode(path: Path) -> int:
         return path.lstat().st_mode
     except FileNotFoundError:
         return 0
-
-
-def _size(path: Path) -> int:
-    return path.lstat().st_size
 
 
 def _names(folder: Path) -> list[str]:
