@@ -130,9 +130,8 @@ def read_index(path: Path, present: Collection[str], suffixes: tuple[str, ...] =
     single = path.name.removesuffix(_INDEX)
     for file in sorted(first_tensor, key=natural_key):
         if problem := _unsafe(file, suffixes):
-            raise FormatError(
-                f"weight_map: tensor {show(first_tensor[file])} is in {show(file)}: {problem}", where=where, fix=fix
-            )
+            what = f"weight_map: tensor {show(first_tensor[file])} is in {show(file)}: {problem}"
+            raise FormatError(what, where=where, fix=fix)
         if file not in present:
             what = f"the index names the file {show(file)} (tensor {show(first_tensor[file])}), which does not exist"
             raise FormatError(what, where=where, fix="Get the missing file: the download was probably interrupted.")

@@ -119,9 +119,8 @@ def _read_pickle_header(path: Path, open_file: Opener) -> PickleHeader:
             _check_byteorder(read_at(file, order.offset, min(order.nbytes, 64)))
         pickled = records[f"{prefix}/data.pkl"]
         if pickled.nbytes > MAX_PICKLE_BYTES:
-            raise Unsupported(
-                f"the pickle has {pickled.nbytes:,} bytes, and at most {MAX_PICKLE_BYTES:,} are read", fix=CONVERT
-            )
+            what = f"the pickle has {pickled.nbytes:,} bytes, and at most {MAX_PICKLE_BYTES:,} are read"
+            raise Unsupported(what, fix=CONVERT)
         text = read_at(file, pickled.offset, pickled.nbytes)
 
     outer, state_dict, ignored, notes = _find_state_dict(interpret(text), where)

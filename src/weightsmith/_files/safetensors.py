@@ -112,9 +112,8 @@ def _read_text(path: Path, open_file: Opener) -> tuple[FileState, bytes]:
         nbytes = file.state.nbytes
         prefix = file.read_at(0, 8)
         if len(prefix) < 8:
-            raise FormatError(
-                f"{nbytes} bytes: too short for a safetensors file, which starts with 8 bytes of header length", fix=INTERRUPTED
-            )
+            what = f"{nbytes} bytes: too short for a safetensors file, which starts with 8 bytes of header length"
+            raise FormatError(what, fix=INTERRUPTED)
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES:
             raise FormatError(
@@ -213,10 +212,8 @@ def _check_cover(placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]]
             raise FormatError(what, fix=DAMAGED)
         covered, before = end, name
     if covered > data_bytes:
-        raise FormatError(
-            f"truncated: {covered - data_bytes:,} of {covered:,} bytes of tensor data are missing", fix=INTERRUPTED
-        )
+        what = f"truncated: {covered - data_bytes:,} of {covered:,} bytes of tensor data are missing"
+        raise FormatError(what, fix=INTERRUPTED)
     if covered < data_bytes:
-        raise FormatError(
-            f"{data_bytes - covered:,} trailing bytes: the tensors end at {covered:,}, the data at {data_bytes:,}", fix=DAMAGED
-        )
+        what = f"{data_bytes - covered:,} trailing bytes: the tensors end at {covered:,}, the data at {data_bytes:,}"
+        raise FormatError(what, fix=DAMAGED)

@@ -141,7 +141,7 @@ _REASONS = (
 def interpret(data: bytes) -> Any:
     """What a pickle holds, as records of this module, tuples, lists, str, int, float, bool and None.
 
-    data  the pickle, protocols 2 to 5
+    data  the pickle, protocols 2 to 5, of at most `MAX_PICKLE_BYTES`: the caller sees to it
 
     Raises FormatError for bytes that are no pickle, or no pickle that PyTorch writes; Unsupported for a function or class
     that state dicts do not need, and for more than this machine takes. The errors do not name the file. Cost: about 0.2 s
@@ -185,10 +185,6 @@ class _Machine:
         self.globals: dict[str, Global] = {}
 
     def run(self) -> Any:
-        if len(self.data) > MAX_PICKLE_BYTES:
-            raise Unsupported(
-                f"the pickle has {len(self.data):,} bytes, and at most {MAX_PICKLE_BYTES:,} are read", fix=CONVERT
-            )
         if not self.data.startswith(b"\x80"):
             self.reject(f"starts with {show(self.data[:4])}, not with its protocol")
         for _ in range(MAX_STEPS):

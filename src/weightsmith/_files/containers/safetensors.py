@@ -97,9 +97,8 @@ def _check_names(names: Iterable[str]) -> None:
             try:
                 name.encode()
             except UnicodeEncodeError:
-                raise StoreError(
-                    f"tensor name {name!r} is not valid Unicode (a lone surrogate)", state=NOTHING_WRITTEN
-                ) from None
+                what = f"tensor name {name!r} is not valid Unicode (a lone surrogate)"
+                raise StoreError(what, state=NOTHING_WRITTEN) from None
         seen.add(name)
 
 

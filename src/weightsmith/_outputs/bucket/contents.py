@@ -59,9 +59,8 @@ def manifest_of(bucket: Bucket, address: Prefix) -> Manifest:
     found = bucket.read(address.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
     where = address.shown(address.key(MANIFEST_NAME))
     if found is None:
-        raise NotFound(
-            "there is no manifest, so nothing to compare with", where=where, fix="name a prefix that weightsmith wrote"
-        )
+        what = "there is no manifest, so nothing to compare with"
+        raise NotFound(what, where=where, fix="name a prefix that weightsmith wrote")
     return decode_manifest(found.data, where)
 
 

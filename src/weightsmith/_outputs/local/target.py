@@ -46,9 +46,8 @@ def check_out(out: str | os.PathLike[str]) -> Path:
     try:
         path.name.encode()
     except UnicodeEncodeError:  # the model card and the messages hold it
-        raise StoreError(
-            f"{given!r} is not UTF-8", where="output folder", fix="choose another name", state=NOTHING_WRITTEN
-        ) from None
+        what = f"{given!r} is not UTF-8"
+        raise StoreError(what, where="output folder", fix="choose another name", state=NOTHING_WRITTEN) from None
     try:
         _check_place(path)
     except OSError as error:  # a name that is too long, a parent that may not be entered
@@ -324,9 +323,8 @@ def create_file(folder: Path, name: PurePosixPath) -> int:
         return os.open(name.name, create, 0o666, dir_fd=at)
     except OSError as error:
         if stat_is_link(folder, name):
-            raise StoreError(
-                "a symbolic link is in the way, and is not followed", where=str(folder / name), fix="remove it and run again"
-            ) from error
+            what = "a symbolic link is in the way, and is not followed"
+            raise StoreError(what, where=str(folder / name), fix="remove it and run again") from error
         raise
     finally:
         os.close(at)

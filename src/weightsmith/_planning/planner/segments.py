@@ -199,7 +199,7 @@ class SegmentMaker:
         self.problems.append(MismatchError(what, where=where, details=details, fix=fix))
 
 
-# ---- Which segments make which module of the output, and whether the layers they ask for exist."""
+# ---- Which segments make which module of the output, and whether the layers they ask for exist.
 
 
 @dataclass(frozen=True, slots=True)
