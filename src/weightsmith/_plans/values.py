@@ -422,12 +422,12 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors of the output."""
+        """Bytes of all tensors of the output."""
         return sum(step.nbytes for step in self.steps)
 
     @property
     def all_steps(self) -> tuple[Step, ...]:
-        """Those of the output, and those that products read."""
+        """The steps of the output, and those that products read."""
         return (*self.steps, *(step for product in self.products for step in product.steps))
 
     @cached_property
