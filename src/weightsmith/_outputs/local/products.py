@@ -43,8 +43,7 @@ def create_product(folder: Path, name: str, outs: Sequence[TensorSpec]) -> Array
         finally:
             os.close(fd)
     except OSError:
-        with contextlib.suppress(OSError):
-            _part(folder, name).unlink()
+        _remove(_part(folder, name))
         return None
 
 
@@ -66,8 +65,7 @@ def write_product(folder: Path, name: str, arrays: Arrays) -> str:
         checksum = hash_file(part).xxh3_128
         part.replace(product_path(folder, name))
     except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
+        _remove(part)
         return ""
     return checksum
 
@@ -91,15 +89,18 @@ def read_product(folder: Path, name: str, outs: Sequence[TensorSpec], checksum: 
 
 def remove_product(folder: Path, name: str) -> None:
     """Remove the file of a product."""
-    with contextlib.suppress(OSError):
-        product_path(folder, name).unlink()
+    _remove(product_path(folder, name))
 
 
 def remove_parts(folder: Path) -> None:
     """Remove the unfinished files that killed processes have left. Call while no other process works in the folder."""
     for path in folder.glob(f"*{_PART}"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def release_pages(array: npt.NDArray[Any]) -> None:
