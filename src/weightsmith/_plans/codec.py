@@ -38,6 +38,12 @@ def invalid(at: str, what: str) -> FormatError:
     return FormatError(f"invalid plan: {what}", where=at, fix="create the plan again: weightsmith plan RECIPE --json")
 
 
+def check_name(name: str, at: str) -> None:
+    """Raise FormatError unless this is the name of a file, without a folder."""
+    if "/" in name or "\\" in name or name in ("", ".", ".."):
+        raise invalid(at, f"{name!r} is not a file name")
+
+
 def encode(value: Any) -> Any:
     """A record, or a value of its fields, as JSON values.
 
