@@ -20,10 +20,10 @@ SCHEMES = Plugins(
     "weightsmith.outputs",
     OutputScheme,
     {
-        "hf": "weightsmith._outputs.hub.address:SCHEME",
-        "s3": "weightsmith._outputs.bucket.prefix:SCHEME",
-        "gs": "weightsmith._outputs.bucket.prefix:SCHEME",
-        "az": "weightsmith._outputs.bucket.prefix:SCHEME",
+        "hf": "weightsmith._outputs.hub.place:SCHEME",
+        "s3": "weightsmith._outputs.bucket.place:SCHEME",
+        "gs": "weightsmith._outputs.bucket.place:SCHEME",
+        "az": "weightsmith._outputs.bucket.place:SCHEME",
     },
 )
 """The places of outputs by the scheme of their addresses, imported when an output has one."""

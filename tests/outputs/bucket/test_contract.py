@@ -8,7 +8,7 @@ import pytest
 
 from tests.bucket_help import MemoryBucket
 from weightsmith._outputs.bucket import parts
-from weightsmith._outputs.bucket.prefix import parse_prefix
+from weightsmith._outputs.bucket.place import bucket_place
 from weightsmith.testing import OutputCase, OutputTests
 
 
@@ -18,7 +18,7 @@ class TestBucket(OutputTests):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(parts, "PART_BYTES", 200)
         return OutputCase(
-            lambda: parse_prefix("s3://bkt/models/out"),
+            lambda: bucket_place("s3://bkt/models/out"),
             lambda: memory.contents("models/out"),
             lambda name, data: memory.put(f"models/out/{name}", data),
         )

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._files.remote.addresses import parse_address
 from weightsmith._outputs.local.area import STAGING_SUFFIX
 from weightsmith._outputs.local.target import absolute
-from weightsmith.abc.output import Capabilities, OutputScheme
-
-if TYPE_CHECKING:
-    from weightsmith._files.containers import Layout
-    from weightsmith._plans.parts import Together
-    from weightsmith.abc.output import OutputBackend, OutputSpec, Progress, Unfinished, Verified
+from weightsmith.abc.output import Capabilities
 
 CAPABILITIES = Capabilities(in_order=False, copies=True, publication="requests", parts=True, shared_locks=False)
 _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
@@ -25,7 +18,7 @@ _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """An output in a bucket, or a folder of outputs: the objects whose keys start with `prefix` and a slash. See `Place`.
+    """An output in a bucket, or a folder of outputs: the objects whose keys start with `prefix` and a slash.
 
     scheme  of the store
     prefix  without a slash at either end; "" for the whole bucket
@@ -70,30 +63,6 @@ class Prefix:
         """A key of the same bucket, for messages."""
         return f"{self.scheme}://{self.bucket}/{key}"
 
-    def backend(self, spec: OutputSpec) -> OutputBackend:
-        """Raises StoreError without the library of the store."""
-        from weightsmith._outputs.bucket.backend import BucketBackend
-
-        return BucketBackend(self, spec)
-
-    def check_free(self, *, overwrite: bool, protected: Sequence[Path], reads: Sequence[str]) -> None:
-        """See `Place.check_free`."""
-        from weightsmith._outputs.bucket.unfinished import check_free
-
-        check_free(self, overwrite=overwrite, reads=reads)
-
-    def together(self, layout: Layout) -> Together:
-        """The tensors of a group: see `bucket.parts`."""
-        from weightsmith._outputs.bucket.backend import together
-
-        return together(self, layout)
-
-    def verify(self, *, threads: int, progress: Progress | None) -> Verified:
-        """See `Place.verify`."""
-        from weightsmith._outputs.bucket.contents import verify_bucket
-
-        return verify_bucket(self, progress)
-
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
@@ -118,12 +87,3 @@ def _refused(text: str, reason: str, fix: str) -> StoreError:
     scheme, mark, rest = text.partition("?")[0].partition("://")
     shown = scheme + mark + rest.rpartition("@")[2]  # no key or password in a message
     return StoreError(f"cannot be the output: {reason}", where=shown, fix=fix, state=NOTHING_WRITTEN)
-
-
-def _unfinished(where: str) -> Iterator[Unfinished]:
-    from weightsmith._outputs.bucket.unfinished import find_uploads
-
-    return find_uploads(parse_prefix(where, folder=True))
-
-
-SCHEME = OutputScheme(parse_prefix, _unfinished)

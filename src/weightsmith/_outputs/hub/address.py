@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from weightsmith._base.errors import NOTHING_WRITTEN, PushFailed, legible
-from weightsmith._outputs.local.target import absolute, check_out
-from weightsmith.abc.output import Capabilities, OutputScheme
+from weightsmith._outputs.local.target import absolute
+from weightsmith.abc.output import Capabilities
 
-if TYPE_CHECKING:
-    from weightsmith._files.containers import Layout
-    from weightsmith._plans.parts import Together
-    from weightsmith.abc.output import OutputBackend, OutputSpec, Progress, Unfinished, Verified
-
-HUB = "hf://"
+SCHEME = "hf://"
 MAIN = "main"
 _BRANCH = re.compile(r"(?!-|/|refs/)(?!.*(\.\.|//|@\{|/\.|\.lock(/|$)))[^\s~^:?*\[\\\x00-\x1f\x7f]{1,200}(?<![/.])")
 CAPABILITIES = Capabilities(in_order=True, copies=False, publication="commit", parts=False, shared_locks=False)
@@ -28,7 +21,7 @@ _COMMIT = re.compile("[0-9a-f]{40,64}")
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """A branch of a model on the Hub. See `Place`.
+    """A branch of a model on the Hub.
 
     repo    org/name
     branch  without one in the address: main
@@ -71,31 +64,8 @@ class HubAddress:
 
         return absolute(f"{self.name}-{hashlib.sha256(f'{constants.ENDPOINT} {self}'.encode()).hexdigest()[:8]}")
 
-    def backend(self, spec: OutputSpec) -> OutputBackend:
-        """A folder on this machine, from which files are uploaded. Raises PushFailed without a network or a token."""
-        from weightsmith._outputs.hub.commit import HubCommit
-        from weightsmith._outputs.local.backend import FolderBackend
-
-        return FolderBackend(check_out(self.local), replace(spec, overwrite=False, protected=()), HubCommit(self, spec))
-
-    def check_free(self, *, overwrite: bool, protected: Sequence[Path], reads: Sequence[str]) -> None:
-        """See `Place.check_free`."""
-        from weightsmith._outputs.hub.commit import check_free
-
-        check_free(self, overwrite=overwrite, reads=reads)
-
-    def together(self, layout: Layout) -> Together:
-        """One process builds all tensors."""
-        return ()
-
-    def verify(self, *, threads: int, progress: Progress | None) -> Verified:
-        """See `Place.verify`."""
-        from weightsmith._outputs.hub.contents import verify_hub
-
-        return verify_hub(self, progress)
-
     def __str__(self) -> str:
-        return HUB + self.spec
+        return SCHEME + self.spec
 
     def __fspath__(self) -> str:
         return str(self)
@@ -103,7 +73,7 @@ class HubAddress:
 
 def is_hub_address(out: object) -> bool:
     """True for an address on the Hub."""
-    return isinstance(out, str) and out.lower().startswith(HUB)
+    return isinstance(out, str) and out.lower().startswith(SCHEME)
 
 
 def parse_hub_address(text: str) -> HubAddress:
@@ -111,7 +81,7 @@ def parse_hub_address(text: str) -> HubAddress:
     from huggingface_hub import errors
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
 
-    place = text[len(HUB) :] if is_hub_address(text) else text
+    place = text[len(SCHEME) :] if is_hub_address(text) else text
     organisation, _, rest = place.strip("/").partition("/")
     name, at, branch = rest.partition("@")
     named, asked, _ = branch.partition("?")  # what follows may be a key
@@ -133,14 +103,3 @@ def parse_hub_address(text: str) -> HubAddress:
         what = f"not a name that a branch can have: {legible(named, 60)}{asked}"
         raise PushFailed(what, where=repo, fix="write org/name@branch", state=NOTHING_WRITTEN)
     return HubAddress(repo, branch or MAIN)
-
-
-def _unfinished(where: str) -> Iterator[Unfinished]:
-    """In the current folder."""
-    from weightsmith._outputs.local.unfinished import find_folders
-
-    path = parse_hub_address(where).local
-    return (each for each in find_folders(Path()) if str(each.out).startswith(path.name))
-
-
-SCHEME = OutputScheme(parse_hub_address, _unfinished)

@@ -10,7 +10,7 @@ from weightsmith._files.hub import UNKNOWN, open_repository
 from weightsmith._files.remote.addresses import is_address
 from weightsmith._files.remote.files import RemoteFile
 from weightsmith._outputs.compare import check_ours, compare
-from weightsmith._outputs.hub.address import HUB, MAIN, HubAddress, is_hub_address
+from weightsmith._outputs.hub.address import MAIN, SCHEME, HubAddress, is_hub_address
 from weightsmith._outputs.hub.repository import Content, HubRepository
 from weightsmith._outputs.local.target import occupied
 from weightsmith._outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
@@ -66,7 +66,7 @@ def _models(read: str) -> Iterator[HubAddress]:
     """The models on the Hub that a name may mean: a model, and its adapter after a `+`."""
     for text in read.split("+"):
         if is_hub_address(text) or not is_address(text):
-            repo, _, branch = (text[len(HUB) :] if is_hub_address(text) else text).partition("@")
+            repo, _, branch = (text[len(SCHEME) :] if is_hub_address(text) else text).partition("@")
             yield HubAddress(repo.strip("/"), branch or MAIN)
 
 
