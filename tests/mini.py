@@ -13,7 +13,8 @@ import numpy as np
 
 from weightsmith import _methods as methods
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.local import run
+from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tiles import TILE_BYTES
 from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._files.containers.safetensors import make_layout

@@ -25,7 +25,8 @@ from tests.plugin_help import installed, package
 from weightsmith._base.errors import OutputExists, PlanError, StoreError, Unsupported
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.local import run
+from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import Encoding, StoredFormat

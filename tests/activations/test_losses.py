@@ -17,8 +17,9 @@ from weightsmith._activations.running import decoder_of
 from weightsmith._activations.scored_rows import UNSCORED, ScoredRows
 from weightsmith._activations.scoring import Known, scored
 from weightsmith._base.errors import CheckpointError, NonFinite
-from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.local import run
 from weightsmith._engine.products import find_kind
+from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._planning.planner import prepare

@@ -20,7 +20,8 @@ from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.active import ActiveStep, LeafPass
 from weightsmith._engine.computed import Computed, SharedPasses
-from weightsmith._engine.local import Resources, open_merge
+from weightsmith._engine.local import open_merge
+from weightsmith._engine.resources import Resources
 from weightsmith._engine.tiles import Cut
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.planner import prepare
@@ -116,7 +117,7 @@ class TestComputed(SourceTests):
 def test_any_tiles_are_what_the_engine_writes(method: str, tile_bytes: int, folder: Path, tmp_path: Path) -> None:
     expected = written(folder, METHODS[method], tmp_path / "out", seed=3)
     source = computed(folder, METHODS[method], seed=3)
-    source.set_run(tile_bytes=tile_bytes, aligned_bytes=tile_bytes)
+    source.set_run(Resources(tile_bytes=tile_bytes, aligned_bytes=tile_bytes))
     assert list(source.specs) == list(expected)
     for name, array in expected.items():
         assert read(source, name).tobytes() == array.tobytes(), name
@@ -127,7 +128,7 @@ def test_any_tiles_are_what_the_engine_writes(method: str, tile_bytes: int, fold
 def test_threads_share_the_statistics(method: str, folder: Path, tmp_path: Path) -> None:
     expected = written(folder, METHODS[method], tmp_path / "out")
     source = computed(folder, METHODS[method])
-    source.set_run(tile_bytes=1)
+    source.set_run(Resources(tile_bytes=1))
     found: dict[int, bytes] = {}
 
     def work(k: int) -> None:
@@ -193,7 +194,7 @@ def test_an_infinity_of_one_model_is_an_error_in_every_thread(folder: Path, tmp_
     write_checkpoint(tmp_path / "bad", bad)
     recipe = {**TIES, "models": [{"model": "a"}, {"model": str(tmp_path / "bad")}]}
     source = computed(folder, recipe)
-    source.set_run(tile_bytes=1)
+    source.set_run(Resources(tile_bytes=1))
     errors: list[BaseException] = []
 
     def work(k: int) -> None:
@@ -232,7 +233,7 @@ def test_jobs_that_are_forgotten_are_made_again(folder: Path, tmp_path: Path, mo
     monkeypatch.setattr("weightsmith._engine.computed._FEW", 1)
     monkeypatch.setattr("weightsmith._engine.computed._HELD_BYTES", 0)
     source = computed(folder, METHODS["dare_ties"])
-    source.set_run(tile_bytes=1)
+    source.set_run(Resources(tile_bytes=1))
     for rows in (slice(0, 500), slice(500, 1100)):
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             assert read(source, name, rows).tobytes() == expected[name][rows].tobytes()

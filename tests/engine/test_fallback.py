@@ -13,7 +13,8 @@ import pytest
 from tests.mini import Memory, write_checkpoint
 from weightsmith._base.errors import FormatError, NonFinite
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.local import run
+from weightsmith._engine.resources import Resources, Workload
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._plans import COPY, Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
 

@@ -14,7 +14,8 @@ import pytest
 
 from tests.mini import Memory, as_bytes, write_checkpoint
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.local import Outcome, Resources, Workload, run
+from weightsmith._engine.local import Outcome, run
+from weightsmith._engine.resources import Resources, Workload
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith._plans import Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json

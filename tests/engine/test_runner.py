@@ -14,8 +14,9 @@ import pytest
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.local import Outcome, Resources, Run, Workload, run
+from weightsmith._engine.local import Outcome, Run, run
 from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tile_work import Merger
 from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._files.views import view_of

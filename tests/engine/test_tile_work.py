@@ -15,6 +15,7 @@ from weightsmith._engine.active import APPLY, ActiveStep, LeafPass
 from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import Finite
 from weightsmith._engine.reader import Reader
+from weightsmith._engine.resources import Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.tile_work import Copier, Encoder, Merger
 from weightsmith._engine.unwritten import DiscardedOutput
@@ -55,7 +56,7 @@ class Work:
         models = tuple(ModelInput(f"m{i}", "", "") for i in range(len(arrays)))
         plan = Plan(Made("test"), models, (self.step,), (Settings({"normalize": True, "t": 0.5}, own),))
         sources = [StateDict({"w": view_of("w", array)}, f"m{i}") for i, array in enumerate(arrays)]
-        self.reader = Reader(plan, sources, Results(plan), tile_bytes=1)
+        self.reader = Reader(plan, sources, Results(plan), Resources(tile_bytes=1))
         self.output, self.buffers = Recorded(self.step.outs), Buffers()
         finite = Finite(self.reader, allow)
         self.encoder = Encoder(self.reader, self.output, allow_nonfinite=allow)

@@ -854,7 +854,7 @@ def test_a_pickle_cut_at_any_byte_is_refused() -> None:
         assert buffer
         for n in range(len(pickled)):
             with pytest.raises((FormatError, Unsupported)):
-                state_pickle.interpret(pickled[:n], "a.pt")
+                state_pickle.interpret(pickled[:n])
 
 
 def _saved(protocol: int) -> bytes:

@@ -44,7 +44,8 @@ import difflib
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weightsmith._base.redaction import redacted, redactor
@@ -266,6 +267,22 @@ class PushFailed(StoreError):
 
 class Corrupt(StoreError):
     """Bytes that differ from the manifest."""
+
+
+@contextmanager
+def raised_at(where: str) -> Iterator[None]:
+    """Give errors that are raised inside, and do not say where, this place.
+
+    >>> with raised_at("a.bin"):
+    ...     raise FormatError("it is empty")
+    Traceback (most recent call last):
+    weightsmith._base.errors.FormatError: a.bin: it is empty
+    """
+    try:
+        yield
+    except WeightsmithError as error:
+        error.finding = replace(error.finding, where=error.finding.where or where)
+        raise
 
 
 def without_queries(text: str) -> str:

@@ -23,6 +23,7 @@ from weightsmith._base.errors import CheckpointError, FormatError, NotFound
 from weightsmith._base.redaction import redacted
 from weightsmith._base.tensors import TensorSpec
 
+INTERRUPTED = "Get the file again: the download was probably interrupted."
 DAMAGED = "The file is damaged, or was written by a faulty tool: download or export it again."
 RESAVE = "Load it with torch 1.6 or later in an isolated environment, and save it again with torch.save(state_dict, path)."
 
@@ -329,11 +330,8 @@ def open_regular(path: Path) -> io.FileIO:
         return file
     except FileNotFoundError as error:
         if path.is_symlink():
-            raise NotFound(
-                f"a symbolic link to {path.readlink()}, which does not exist",
-                where=str(path),
-                fix="Restore the link's target, or download the checkpoint again.",
-            ) from error
+            what = f"a symbolic link to {path.readlink()}, which does not exist"
+            raise NotFound(what, where=str(path), fix="Restore the link's target, or download the checkpoint again.") from error
         raise NotFound("no such file", where=str(path)) from error
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -348,7 +346,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 def _check_regular(path: Path, about: os.stat_result) -> None:
     if not stat.S_ISREG(about.st_mode):
-        raise FormatError(f"not a regular file, but a {_kind(about.st_mode)}", where=str(path))
+        raise FormatError(f"not a regular file, but {file_kind(about.st_mode)}", where=str(path))
 
 
 def open_bounded(path: Path, max_bytes: int) -> io.FileIO:
@@ -379,13 +377,17 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 def _check_size(path: Path, nbytes: int, max_bytes: int) -> None:
     if nbytes > max_bytes:
-        raise FormatError(
-            f"{nbytes:,} bytes, and at most {max_bytes:,} are read from a file of this kind",
-            where=str(path),
-            fix="Look at the file before using it: such a size is a mistake or an attack.",
-        )
+        what = f"{nbytes:,} bytes, and at most {max_bytes:,} are read from a file of this kind"
+        raise FormatError(what, where=str(path), fix="Look at the file before using it: such a size is a mistake or an attack.")
 
 
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device"}
-    return kinds.get(stat.S_IFMT(mode), "device")
+def file_kind(mode: int) -> str:
+    """The kind of a file, for messages."""
+    kinds = {
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFREG: "a file",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a device")

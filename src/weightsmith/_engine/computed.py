@@ -20,10 +20,9 @@ from weightsmith._engine.active import APPLY, ActiveStep, LeafPass, Task
 from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import Finite
 from weightsmith._engine.reader import Reader, Source
+from weightsmith._engine.resources import DEFAULTS, Resources
 from weightsmith._engine.results import Results
-from weightsmith._engine.schedule import RESIDENT_BYTES
 from weightsmith._engine.tile_work import Merger
-from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Read, Step
@@ -69,19 +68,11 @@ class Computed:
         self._closed = False
         self.set_run()
 
-    def set_run(
-        self,
-        *,
-        allow_nonfinite: bool = False,
-        tile_bytes: int = TILE_BYTES,
-        aligned_bytes: int = ALIGNED_BYTES,
-        device: str = "cpu",
-        resident_bytes: int = RESIDENT_BYTES,
-    ) -> None:
+    def set_run(self, resources: Resources = DEFAULTS, *, allow_nonfinite: bool = False) -> None:
         """Compute as the engine does that reads from here. Not while something is read."""
-        self._reader = Reader(self.plan, self.inputs, self._results, tile_bytes, aligned_bytes, device)
+        self._reader = Reader(self.plan, self.inputs, self._results, resources)
         self._merger = Merger(self._reader, Finite(self._reader, allow_nonfinite))
-        self._resident_bytes = resident_bytes
+        self._resident_bytes = resources.resident_bytes
         self._merges.clear()
 
     @cached_property

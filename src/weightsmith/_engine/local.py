@@ -6,30 +6,26 @@ reduction of a product (`ProductGraph`). The compiled kernels and the reads and 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from weightsmith._base.options import SPOOL_BYTES
 from weightsmith._engine.active import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Task
 from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.constants import Finite
 from weightsmith._engine.passes import visits
-from weightsmith._engine.product_graph import Computation, Means, ProductGraph
+from weightsmith._engine.product_graph import Computation, ProductGraph
 from weightsmith._engine.reader import Reader
+from weightsmith._engine.resources import DEFAULTS, WHOLE, Resources, Workload
 from weightsmith._engine.results import Results
-from weightsmith._engine.schedule import RESIDENT_BYTES, Scheduler
+from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tile_work import Copier, Encoder, Merger
-from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
 from weightsmith._engine.unwritten import DiscardedOutput, MemoryOutput
 from weightsmith._files.remote.ahead import ReadAhead
 from weightsmith._kernels.watch import is_compiling, leave
-from weightsmith._methods.jobs.requires import named_device
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
 from weightsmith.abc.job import Job
@@ -82,64 +78,6 @@ class Outcome:
         return {name: done.distance for name, done in sorted(self.finished.items()) if done.distance is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """The resources of a run.
-
-    threads         default: the processors this process may use
-    tile_bytes      of each input; the result does not depend on it
-    aligned_bytes   the same, of tiles with as many rows as an input prefers
-    product_bytes   that a product that computes may hold besides its arrays; None: no limit
-    resident_bytes  that methods of whole matrices may hold; a matrix that needs more is merged alone
-    device          for products that compute and for whole matrices, as torch names it, or auto
-    spool_bytes     on disk, for bytes of remote files
-    """
-
-    threads: int = 0
-    tile_bytes: int = TILE_BYTES
-    resident_bytes: int = RESIDENT_BYTES
-    device: str = "cpu"
-    aligned_bytes: int = ALIGNED_BYTES
-    product_bytes: int | None = None
-    spool_bytes: int = SPOOL_BYTES
-
-    @property
-    def workers(self) -> int:
-        """Number of threads."""
-        return self.threads or processors()
-
-
-def processors() -> int:
-    """The processors that this process may use; where the system does not say which, all of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The part of a plan to run, and what exists already.
-
-    steps     of the plan; None: all
-    products  of the plan, including all that these and the steps need; None: all
-    skip      output tensors (`Step.out`) that are finished already
-    results   with the products that are finished already; None: none
-    folders   of each model's files, for products that read them
-    release   remove the arrays of a product (`ProductKind.released`) once all steps and products that need it are finished;
-              False where another run reads them
-    allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
-    memory    for runs of plans that differ in parameters alone: what the jobs of a tensor remember, see `Job.recall`; by the
-              tensor and its inputs. None: nothing
-    """
-
-    steps: Sequence[Step] | None = None
-    products: Sequence[Product] | None = None
-    skip: Mapping[str, Finished] | None = None
-    results: Results | None = None
-    folders: Sequence[Path] = ()
-    allow_nonfinite: bool = False
-    release: bool = False
-    memory: dict[object, dict[object, Any]] | None = None
-
-
 class Run:
     """One execution of some steps and products of a plan: the threads, the graph, progress and errors."""
 
@@ -150,7 +88,7 @@ class Run:
         products: Sequence[Product],
         output: Output,
         resources: Resources,
-        workload: Workload = Workload(),
+        workload: Workload = WHOLE,
         *,
         abandon: Callable[[], None] = lambda: None,
         in_order: bool = False,
@@ -162,7 +100,7 @@ class Run:
         """
         self.reader = reader
         self.resources = resources
-        self.total_bytes = sum(out.nbytes for step in steps for out in step.outs)
+        self.total_bytes = sum(step.nbytes for step in steps)
         self.total_tensors = len(steps)
         self.written_bytes = self.read_bytes = self.tensors = 0
         self.finished: dict[str, Finished] = {}
@@ -175,8 +113,7 @@ class Run:
         self._encoder = Encoder(reader, output, allow_nonfinite=workload.allow_nonfinite)
         self._copier = Copier(reader, finite, output, self._encoder)
         self._merger = Merger(reader, finite, measures=True)
-        means = Means(workload.folders, resources.device, resources.workers, resources.product_bytes)
-        self.products = ProductGraph(reader, finite, output, steps, products, means, self._make, release=workload.release)
+        self.products = ProductGraph(reader, finite, output, steps, products, resources, workload, self._make)
         needs = ((step, reader.plan.needs(step)) for step in steps)
         self._scheduler = Scheduler(
             needs, self.products.unmade, self._begin, self._complete, resources.resident_bytes, in_order=in_order
@@ -319,8 +256,8 @@ def run(
     plan: Plan,
     inputs: Sequence[Tensors],
     output: Output,
-    resources: Resources = Resources(),
-    workload: Workload = Workload(),
+    resources: Resources = DEFAULTS,
+    workload: Workload = WHOLE,
     *,
     progress: Callable[[Progress], None] | None = None,
     in_order: bool = False,
@@ -338,11 +275,11 @@ def run(
     """
     steps, skip = plan.steps if workload.steps is None else workload.steps, workload.skip or {}
     results = Results(plan) if workload.results is None else workload.results
-    reader = Reader(plan, inputs, results, resources.tile_bytes, resources.aligned_bytes, named_device(resources.device))
+    reader = Reader(plan, inputs, results, resources)
     left = [step for step in steps if step.out.name not in skip]
     skipped = [step for step in steps if step.out.name in skip]
     wanted = plan.products if workload.products is None else workload.products
-    finished = len(skipped), sum(out.nbytes for step in skipped for out in step.outs)
+    finished = len(skipped), sum(step.nbytes for step in skipped)
     began = time.monotonic()
     to_make = [product for product in wanted if not results.finished(product.name)]
     with ReadAhead(visits(reader, left, to_make), resources.spool_bytes) as ahead:
@@ -370,7 +307,7 @@ def open_merge(
     plan: Plan,
     inputs: Sequence[Checkpoint],
     where: str,
-    resources: Resources = Resources(),
+    resources: Resources = DEFAULTS,
     *,
     allow_nonfinite: bool = False,
 ) -> Computed:
@@ -383,11 +320,5 @@ def open_merge(
     folders = [model.folder for model in inputs]
     workload = Workload(steps=(), folders=folders, allow_nonfinite=allow_nonfinite)
     source = Computed(plan, inputs, where, run(plan, inputs, DiscardedOutput(), resources, workload).results)
-    source.set_run(
-        allow_nonfinite=allow_nonfinite,
-        tile_bytes=resources.tile_bytes,
-        aligned_bytes=resources.aligned_bytes,
-        device=named_device(resources.device),
-        resident_bytes=resources.resident_bytes,
-    )
+    source.set_run(resources, allow_nonfinite=allow_nonfinite)
     return source

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import Finite
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
+from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tiles import Cut
@@ -42,22 +42,6 @@ class Computation:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What products that compute may use.
-
-    folders  of each model's files
-    device   as torch names it
-    threads  that a product may use
-    memory_bytes  that a product may hold besides its arrays; None: no limit
-    """
-
-    folders: Sequence[Path]
-    device: str
-    threads: int
-    memory_bytes: int | None
-
-
 class ProductGraph:
     """The unfinished products of a run.
 
@@ -72,25 +56,22 @@ class ProductGraph:
         output: Output,
         steps: Sequence[Step],
         products: Sequence[Product],
-        means: Means,
+        resources: Resources,
+        workload: Workload,
         make: Callable[[Sequence[Step], Mapping[str, Target], Callable[[], None]], None],
-        *,
-        release: bool = False,
     ) -> None:
-        """
-        make     makes steps and hands their bytes to targets; calls the function from time to time, which may raise
-        release  see `Workload`
-        """
+        """make: makes steps and hands their bytes to targets; calls the function from time to time, which may raise."""
         self._reader = reader
         self._finite = finite
         self._output = output
-        self._means = means
+        self._resources = resources
+        self._folders = workload.folders
         self._make = make
         self._makes_products = bool(products)
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
         self._computing = Computing(self._compute, self._keeps)
-        self._released = _released(reader.plan) if release else frozenset()
+        self._released = _released(reader.plan) if workload.release else frozenset()
         self._left = {step.out.name: reader.plan.needs(step) for step in steps}
         self.unmade = _unmade(reader.plan, self._left.values(), products, reader.results, self._released)
         self._unbegun = dict(self.unmade)
@@ -196,7 +177,7 @@ class ProductGraph:
 
     def context(self, product: Product, beside: dict[str, tuple[Product, Arrays]]) -> ProductContext:
         """What a product that computes works with. beside: others that it makes on the way are added, by name."""
-        doing, means = find_kind(product.op).doing, self._means
+        doing, resources = find_kind(product.op).doing, self._resources
         steps = {step.out.name: step for step in product.steps}
 
         def check() -> None:
@@ -237,10 +218,10 @@ class ProductGraph:
         progress(0, 0)
         return ProductContext(
             product,
-            means.device,
-            means.threads,
-            means.memory_bytes,
-            means.folders,
+            resources.device,
+            resources.workers,
+            resources.product_bytes,
+            self._folders,
             make,
             arrays,
             partial(created, product),

@@ -13,9 +13,11 @@ from weightsmith import _methods as methods
 from weightsmith._base.files import Extent, read_into
 from weightsmith._base.tensors import DType, grain_elements
 from weightsmith._engine.buffers import Buffers
+from weightsmith._engine.resources import DEFAULTS, Resources
 from weightsmith._engine.results import Results
-from weightsmith._engine.tiles import ALIGNED_BYTES, INPUTS_BYTES, TILE_BYTES, Cut, cut, tile_grains
+from weightsmith._engine.tiles import INPUTS_BYTES, TILE_BYTES, Cut, cut, tile_grains
 from weightsmith._methods.jobs.operations import OPERATIONS
+from weightsmith._methods.jobs.requires import named_device
 from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
 from weightsmith.abc.tensors import Tensors
@@ -31,29 +33,13 @@ Source = Tensors | Results
 class Reader:
     """Cuts and reads the steps of one plan. Thread-safe."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        inputs: Sequence[Tensors],
-        results: Results,
-        tile_bytes: int = TILE_BYTES,
-        aligned_bytes: int = ALIGNED_BYTES,
-        device: str = "cpu",
-    ) -> None:
-        """
-        tile_bytes     of each input in a tile
-        aligned_bytes  the same, of tiles with as many rows as an input prefers
-
-        device         where whole matrices are computed, as torch names it
-
-        The result depends on the device alone, by its rounding.
-        """
+    def __init__(self, plan: Plan, inputs: Sequence[Tensors], results: Results, resources: Resources = DEFAULTS) -> None:
+        """resources: sizes of tiles; and the device for whole matrices, on which the result depends, by its rounding."""
         self.plan = plan
         self.inputs = inputs
         self.results = results
-        self._tile_bytes = tile_bytes
-        self._aligned_bytes = aligned_bytes
-        self._device = device
+        self._resources = resources
+        self._device = named_device(resources.device)
         self._facts: dict[tuple[object, ...], tuple[int, int]] = {}
         self._checked: set[tuple[int | str, int]] = set()
 
@@ -83,11 +69,11 @@ class Reader:
         dtypes = [*map(self.dtype, step.inputs), step.out.dtype]
         rows = max(1, grain // max(1, shape[-1] if shape else 1))
         least = align_rows // math.gcd(align_rows, rows)
-        grains = _round_up(tile_grains(grain, dtypes, self._tile_bytes), least)
+        grains = _round_up(tile_grains(grain, dtypes, self._resources.tile_bytes), least)
         preferred = max((self.source(read).preferred_rows(read.tensor) for read in step.inputs), default=1)
         if preferred > 1:
             block = _round_up(-(-preferred // rows), least)
-            allowed = min(self._aligned_bytes, INPUTS_BYTES // max(1, len(step.inputs)))
+            allowed = min(self._resources.aligned_bytes, INPUTS_BYTES // max(1, len(step.inputs)))
             if block <= max(grains, tile_grains(grain, dtypes, allowed)):
                 grains = max(1, grains // block) * block
         return cut(step.out.size, grain, grains)

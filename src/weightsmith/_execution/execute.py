@@ -21,6 +21,7 @@ from weightsmith._execution.run import (
     Helped,
     Helpers,
     Merged,
+    RunRequest,
     finished_steps,
     kept_products,
     reports_of,
@@ -64,17 +65,17 @@ def execute(
     Whether transformers could load the output is asked meanwhile; before anything else, if there is a download or more than
     one run to spare.
     """
-    began = time.monotonic() if began is None else began
+    request = RunRequest(out, options, callbacks, time.monotonic() if began is None else began)
     found = list[Finding]()
     with ExitStack() as stack:
         check = stack.enter_context(Check(prepared.loading, prepared.source))
         if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()
-        ready, stages = stack.enter_context(stages_written(prepared, out, options, callbacks, helpers))
+        ready, stages = stack.enter_context(stages_written(prepared, request, helpers))
         following = Following(ready)
         if ready.plan.then is not None:
-            following = stack.enter_context(measured(ready, out, options, callbacks, found, began))
-        merged = run_plan(following, out, options, callbacks, began, helpers=helpers, check=check)
+            following = stack.enter_context(measured(ready, request, found))
+        merged = run_plan(following, request, helpers=helpers, check=check)
     found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
     kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()
@@ -107,7 +108,7 @@ def execute_part(
     place = _check_part(prepared, out, options, bool(helping))
     plan = prepared.plan
     steps = part_of(plan, *part, place.together(plan.layout))
-    with staged(prepared, out, options, callbacks, helping or label(part), steps, bool(helping)) as (staging, run):
+    with staged(prepared, RunRequest(out, options, callbacks), helping or label(part), steps, bool(helping)) as (staging, run):
         if products := plan.products_for(steps):
             with staging.only_process(callbacks.waiting):  # other processes reuse these products
                 results = kept_products(plan, staging, wanted=products)
@@ -122,13 +123,11 @@ def execute_part(
         return PartDone(staging.hand_over(), helped)
 
 
-def execute_products(
-    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks = NO_CALLBACKS
-) -> PartDone:
+def execute_products(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> PartDone:
     """Compute the products of a prepared plan for a driver, before other processes do its parts."""
     _check_part(prepared, out, options, helping=True)
-    with staged(prepared, out, options, callbacks, PRODUCTS_LABEL, (), helping=True) as (staging, run):
-        with staging.only_process(callbacks.waiting):
+    with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), helping=True) as (staging, run):
+        with staging.only_process():
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
         for model in prepared.inputs:
             model.check_unchanged()
@@ -160,16 +159,14 @@ def make_product(
     return reports_of(products, _run_unwritten(prepared, (), products, options, progress).results).get(name)
 
 
-def measure_distance(
-    prepared: Prepared, options: RunOptions, progress: Callable[[Progress], None] | None = None
-) -> tuple[Moved, ...]:
+def measure_distance(prepared: Prepared, options: RunOptions) -> tuple[Moved, ...]:
     """The distance of the merge from its base: in total, then per layer; () without a base.
 
     Computes like `execute`, without writing anything. Cost: that of the merge without writing.
     """
     plan = prepared.plan
     steps = [step for step in plan.steps if any(leaf.base and leaf.merges for leaf in step.leaves)]
-    outcome = _run_unwritten(prepared, steps, plan.products_for(steps), options, progress)
+    outcome = _run_unwritten(prepared, steps, plan.products_for(steps), options)
     return distance_by_layer(plan, outcome.distances)
 
 
@@ -178,9 +175,10 @@ def _run_unwritten(
     steps: Sequence[Step],
     products: Sequence[Product],
     options: RunOptions,
-    progress: Callable[[Progress], None] | None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
-    from weightsmith._engine.local import Workload, run
+    from weightsmith._engine.local import run
+    from weightsmith._engine.resources import Workload
     from weightsmith._engine.unwritten import DiscardedOutput
 
     check_computable(prepared)

@@ -48,8 +48,9 @@ def _installed_code(plan: Plan) -> list[str]:
 
 def merges_on_device(plan: Plan) -> bool:
     """Whether torch computes whole matrices of the plan, or of one whose result it reads, on the run's device."""
-    every = (*plan.steps, *(step for product in plan.products for step in product.steps))
-    found = {(leaf.op, leaf.settings) for step in every for leaf in step.leaves if leaf.merges and leaf.role == "linear"}
+    found = {
+        (leaf.op, leaf.settings) for step in plan.all_steps for leaf in step.leaves if leaf.merges and leaf.role == "linear"
+    }
     return any(methods.get(op).on_device(plan.settings[settings].shared) for op, settings in found) or any(
         merges_on_device(model.plan) for model in plan.models if model.plan is not None
     )

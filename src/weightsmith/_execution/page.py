@@ -52,25 +52,7 @@ def report_files(
     structure = analyse([step.out for step in plan.steps], plan.config)
     places = {step.out.name: place_of(structure, step.out.name) for step in plan.steps}
     maps, lines = _moved_maps(places, squares), _moved_curves(distance)
-    page = _page(plan, name, squares, distance, places, [*maps, *lines], reports, found)
-    files = {PAGE_NAME: to_html(page).encode(errors="replace")}
-    if maps and lines:
-        files |= {MOVED_NAME: picture(heat_map(maps[0])), BY_LAYER_NAME: picture(curves(lines[0]))}
-    return files
-
-
-def _page(
-    plan: Plan,
-    name: str,
-    squares: Squares,
-    distance: tuple[Moved, ...],
-    places: Mapping[str, Place],
-    drawn: Sequence[Block],
-    reports: Iterable[Report],
-    found: Sequence[Finding],
-) -> Page:
-    """drawn: charts of the distance from the base."""
-    blocks: list[Block] = [*drawn, _facts(plan), _tensors(plan, places, squares)]
+    blocks: list[Block] = [*maps, *lines, _facts(plan), _tensors(plan, places, squares)]
     if plan.dropped:
         rows = tuple((plan.models[d.model].ref, d.tensor, d.reason) for d in plan.dropped)
         blocks.append(Table("Not in the output", (Column("model"), Column("tensor"), Column("reason")), rows))
@@ -85,9 +67,13 @@ def _page(
         share = written(distance[0].share, "share")
         summary = [f"It is {share} away from its base, by the Frobenius norm of all weights.", *summary]
     numbers = [("distance from the base", written(distance[0].share, "share"))] if known else []
-    numbers += [("tensors", f"{len(plan.steps):,}"), ("size", size(_nbytes(plan)))]
+    numbers += [("tensors", f"{len(plan.steps):,}"), ("size", size(plan.nbytes))]
     refs = tuple((f"{i + 1}", model.ref) for i, model in enumerate(plan.models))
-    return Page(name, tuple(summary), tuple(blocks), {}, tuple(numbers), refs)
+    page = Page(name, tuple(summary), tuple(blocks), {}, tuple(numbers), refs)
+    files = {PAGE_NAME: to_html(page).encode(errors="replace")}
+    if maps and lines:
+        files |= {MOVED_NAME: picture(heat_map(maps[0])), BY_LAYER_NAME: picture(curves(lines[0]))}
+    return files
 
 
 def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
@@ -119,15 +105,11 @@ def _share(squares: Squares, names: Sequence[str]) -> float | Mark:
     return finite_or_mark(share_of(delta, base)) if delta else Mark.SAME
 
 
-def _nbytes(plan: Plan) -> int:
-    return sum(out.nbytes for step in plan.steps for out in step.outs)
-
-
 def _facts(plan: Plan) -> Facts:
     facts: list[tuple[str, Value]] = [("method", plan.made.name), ("source", plan.made.source)]
     facts += [(f"model {i + 1}", model.ref) for i, model in enumerate(plan.models)]
     facts += [("seed", f"{plan.seed}"), ("stored as", plan.made.format)]
-    facts.append(("tensors", f"{len(plan.steps):,}, {size(_nbytes(plan))}"))
+    facts.append(("tensors", f"{len(plan.steps):,}, {size(plan.nbytes)}"))
     return Facts("What was made", tuple((name, value) for name, value in facts if value))
 
 
@@ -146,7 +128,7 @@ def _tensors(plan: Plan, places: Mapping[str, Place], squares: Squares) -> Table
             step.op,
             " x ".join(map(str, step.out.shape)),
             step.out.dtype.name if step.encoding == PLAIN else step.encoding,
-            sum(out.nbytes for out in step.outs),
+            step.nbytes,
             _share(squares, [step.out.name]),
         )
         for step in plan.steps

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from importlib import import_module
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from weightsmith._base.closing import Closing
 from weightsmith._base.text import count, duration, end_status, is_terminal, note, size
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Rates:
         return speed, seconds
 
 
-class Meter(ABC):
+class Meter(Closing):
     """Shows readings; as a context manager it clears up at the end."""
 
     @abstractmethod
@@ -98,14 +98,8 @@ class Meter(ABC):
     def say(self, text: str) -> None:
         """Show the reason of a wait. May be called as often as `show`."""
 
-    def close(self) -> None:  # noqa: B027  lines stay, and a silent meter has drawn nothing
+    def close(self) -> None:  # lines stay, and a silent meter has drawn nothing
         """Leave the screen as it was. May be called twice."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 class Silent(Meter):

@@ -23,7 +23,7 @@ from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, 
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
 from weightsmith._execution.output import check_options, check_output, models_read, page_beside
 from weightsmith._execution.page import PAGE_NAME, report_files
-from weightsmith._methods.jobs.requires import named_device, usable_device
+from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.checkpoint import CARD_NAME, Checkpoint, open_checkpoint
 from weightsmith._models.named import NamedTensors
 from weightsmith._outputs.local.claim import CONTENT
@@ -37,7 +37,8 @@ from weightsmith.abc.product import Report
 if TYPE_CHECKING:
     import numpy as np
 
-    from weightsmith._engine.local import Outcome, Progress, Resources
+    from weightsmith._engine.local import Outcome, Progress
+    from weightsmith._engine.resources import Resources
     from weightsmith._engine.results import Results
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
@@ -95,7 +96,7 @@ class Merged(NamedTensors):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the output."""
-        return sum(out.nbytes for step in self.plan.steps for out in step.outs)
+        return self.plan.nbytes
 
     def open(self) -> Checkpoint:
         """The output as a checkpoint of its own, for a `with` statement.
@@ -154,6 +155,17 @@ class Callbacks:
 
 NO_CALLBACKS = Callbacks()
 
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What is asked of a run: its output, how it is made, and who hears of it. began: `time.monotonic()` at its start."""
+
+    out: str | os.PathLike[str]
+    options: RunOptions
+    callbacks: Callbacks = NO_CALLBACKS
+    began: float = field(default_factory=time.monotonic)
+
+
 MEASUREMENT = "measurement"
 """Key of the manifest: the identity of the measurement that the output follows from."""
 
@@ -195,9 +207,7 @@ class Helped:
 class Helpers(Protocol):
     """Other processes, which do the parts of a plan."""
 
-    def __call__(
-        self, prepared: Prepared, staging: Staging, out: str | os.PathLike[str], options: RunOptions, callbacks: Callbacks
-    ) -> Helped:
+    def __call__(self, prepared: Prepared, staging: Staging, request: RunRequest) -> Helped:
         """Have all parts done, in the staging folder that is open here. What remains undone, the caller does."""
 
 
@@ -224,10 +234,7 @@ class _Watched:
 
 def run_plan(
     following: Following,
-    out: str | os.PathLike[str],
-    options: RunOptions,
-    callbacks: Callbacks,
-    began: float,
+    request: RunRequest,
     more: Mapping[str, Any] = MappingProxyType({}),
     helpers: Helpers | None = None,
     check: Check | None = None,
@@ -240,15 +247,15 @@ def run_plan(
     from weightsmith._engine.constants import copied
     from weightsmith._outputs.hub.push import check_push, push
 
-    prepared = following.prepared
+    prepared, out, options, callbacks = following.prepared, request.out, request.options, request.callbacks
     plan, inputs = prepared.plan, prepared.inputs
     place = check_options(out, options)
     hub = check_push(options.push) if options.push is not None else None
     check = Check(None) if check is None else check
     watched = _Watched(check, callbacks.progress)
-    seen = replace(callbacks, progress=watched)
+    seen = replace(request, callbacks=replace(callbacks, progress=watched))
     # With helpers, the process that does a part checks what an earlier run has finished of it.
-    with staged(prepared, out, options, seen, steps=None if helpers is None else ()) as (staging, run):
+    with staged(prepared, seen, steps=None if helpers is None else ()) as (staging, run):
         earlier = staging.holds_work
         helped = Helped()
         try:
@@ -256,7 +263,7 @@ def run_plan(
                 for product in plan.products:
                     if product.name in following.arrays:
                         staging.keep(product, following.arrays[product.name])
-                helped = helpers(prepared, staging, out, options, callbacks)
+                helped = helpers(prepared, staging, request)
             results = kept_products(plan, staging, following.arrays)
             done = finished_steps(plan, staging, results, options.allow_nonfinite)
             outcome = run(skip=done, results=results, release=True)
@@ -307,7 +314,7 @@ def run_plan(
         resumed=len(done) if helpers is None else helped.resumed,
         read_bytes=outcome.read_bytes + helped.read_bytes,
         written_bytes=outcome.written_bytes + helped.written_bytes,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - request.began,
         distance=distance,
         warnings=(*plan.warnings, *found),
         reports=reports,
@@ -318,13 +325,7 @@ def run_plan(
 
 @contextmanager
 def staged(
-    prepared: Prepared,
-    out: str | os.PathLike[str],
-    options: RunOptions,
-    callbacks: Callbacks,
-    part: str = "",
-    steps: Iterable[Step] | None = None,
-    helping: bool = False,
+    prepared: Prepared, request: RunRequest, part: str = "", steps: Iterable[Step] | None = None, helping: bool = False
 ) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
     """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan.
 
@@ -332,20 +333,16 @@ def staged(
     steps    of the part: what an earlier run has finished of them is taken over; None: of all
     helping  see `OutputSpec`
     """
-    from weightsmith._engine.local import Workload, run
+    from weightsmith._engine.local import run
+    from weightsmith._engine.resources import Workload
 
-    plan, inputs = prepared.plan, prepared.inputs
+    plan, inputs, options, callbacks = prepared.plan, prepared.inputs, request.options, request.callbacks
     if options.device != "cpu" and merges_on_device(plan):
         usable_device(options.device, "float64")
     resources = resources_of(plan, options)
     for stage in prepared.stages:
-        stage.source.set_run(
-            allow_nonfinite=options.allow_nonfinite,
-            tile_bytes=resources.tile_bytes,
-            aligned_bytes=resources.aligned_bytes,
-            device=named_device(options.device),
-        )
-    _download(prepared, out, options)
+        stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
+    _download(prepared, request)
     spec = OutputSpec(
         plan.layout,
         work_identity(plan, inputs, options.device),
@@ -364,7 +361,7 @@ def staged(
         public=options.public,
         message=options.commit_message or plan.made.title,
     )
-    with open_output(out, spec) as staging:
+    with open_output(request.out, spec) as staging:
 
         def go(**selected: Any) -> Outcome:
             folders = [model.folder for model in inputs]
@@ -385,7 +382,7 @@ def staged(
 
 def resources_of(plan: Plan, options: RunOptions) -> Resources:
     """The engine's resources, by the options for threads (default: all available processors) and memory."""
-    from weightsmith._engine.local import Resources
+    from weightsmith._engine.resources import Resources
     from weightsmith._engine.schedule import RESIDENT_BYTES
     from weightsmith._engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
 
@@ -403,12 +400,12 @@ def resources_of(plan: Plan, options: RunOptions) -> Resources:
     )
 
 
-def _download(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> None:
+def _download(prepared: Prepared, request: RunRequest) -> None:
     """Download missing files of Hub models, after checking that the output can be written."""
-    if options.stream:
+    if request.options.stream:
         stream(prepared.inputs)
     if missing_files(prepared.inputs):
-        check_output(out, prepared.plan, options, protected_paths(prepared))
+        check_output(request.out, prepared.plan, request.options, protected_paths(prepared))
         download(prepared.inputs)
 
 

@@ -22,15 +22,14 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
-from weightsmith._base.options import RunOptions
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.output import check_options, check_output, sibling
 from weightsmith._execution.run import (
     MEASUREMENT,
-    Callbacks,
     Following,
     Helpers,
     Merged,
+    RunRequest,
     kept_products,
     protected_paths,
     resources_of,
@@ -57,17 +56,14 @@ STAGE = "stage"
 
 @contextmanager
 def stages_written(
-    prepared: Prepared,
-    out: str | os.PathLike[str],
-    options: RunOptions,
-    callbacks: Callbacks,
-    helpers: Helpers | None = None,
+    prepared: Prepared, request: RunRequest, helpers: Helpers | None = None
 ) -> Iterator[tuple[Prepared, list[Merged]]]:
     """Write the results of other recipes that must be written, or all that are to be kept: the plan that reads them, and they.
 
     Each is a run of its own, which resumes; its folder remains until the output is published. One that an earlier run has
     finished, from the same plan and the same files, is verified and used again.
     """
+    out, options = request.out, request.options
     place = check_options(out, options)
     wanted = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
     if not wanted:
@@ -76,12 +72,9 @@ def stages_written(
     if prepared.reopen is None or any(stage.reopen is None for stage in wanted):
         raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
     if helpers is not None and place.capabilities.publication != "rename":
-        raise ParameterError(
-            f"the result of {wanted[0].label} must be written first, to a folder that other machines do not see",
-            where="--ray",
-            fix="merge it alone into the bucket, and name its address in the recipe; or leave --ray out",
-            state=NOTHING_WRITTEN,
-        )
+        what = f"the result of {wanted[0].label} must be written first, to a folder that other machines do not see"
+        fix = "merge it alone into the bucket, and name its address in the recipe; or leave --ray out"
+        raise ParameterError(what, where="--ray", fix=fix, state=NOTHING_WRITTEN)
     check_output(out, prepared.plan, options, protected_paths(prepared))
     written: dict[str, Path] = {}
     made: list[Merged] = []
@@ -89,7 +82,7 @@ def stages_written(
         assert stage.reopen is not None
         with stage.reopen(written) as own:
             folder = stage_folder(out, stage.path)
-            made.append(_stage(own, folder, options, callbacks, helpers))
+            made.append(_stage(own, folder, request, helpers))
         written[stage.path] = folder
     with prepared.reopen(written) as last:
         yield last, made
@@ -110,12 +103,12 @@ def without_stages(stages: Sequence[Merged]) -> list[Finding]:
     return found
 
 
-def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Callbacks, helpers: Helpers | None) -> Merged:
+def _stage(prepared: Prepared, folder: Path, request: RunRequest, helpers: Helpers | None) -> Merged:
     """Write the result of one recipe for others, unless it is there."""
     began, plan = time.monotonic(), prepared.plan
-    more = {STAGE: not options.keep_stages}
-    options = replace(options, push=None, commit_message=None)
-    callbacks = replace(callbacks, evaluating=None)
+    more = {STAGE: not request.options.keep_stages}
+    options = replace(request.options, push=None, commit_message=None)
+    callbacks = replace(request.callbacks, evaluating=None)
     with suppress(WeightsmithError):  # not there, or damaged: it is made
         found = read_manifest(folder)
         if found.data.get(STAGE) is True:
@@ -124,7 +117,7 @@ def _stage(prepared: Prepared, folder: Path, options: RunOptions, callbacks: Cal
             verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
             remove_published(folder)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
-    return run_plan(Following(prepared), folder, options, callbacks, began, more, helpers)
+    return run_plan(Following(prepared), RunRequest(folder, options, callbacks, began), more, helpers)
 
 
 def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
@@ -143,35 +136,26 @@ def check_computable(prepared: Prepared) -> None:
     """Raise ParameterError if a result must be written before the plan can be run."""
     for stage in prepared.stages:
         if stage.why:
-            raise ParameterError(
-                f"the result of {stage.label} must be written first: {stage.why}",
-                fix="run weightsmith merge (weightsmith.merge), which does that; or merge it alone, and name its folder",
-                state=NOTHING_WRITTEN,
-            )
+            what = f"the result of {stage.label} must be written first: {stage.why}"
+            fix = "run weightsmith merge (weightsmith.merge), which does that; or merge it alone, and name its folder"
+            raise ParameterError(what, fix=fix, state=NOTHING_WRITTEN)
 
 
 # ---- plans that follow from the products of another one: a calibration, a decomposition
 
 
 @contextmanager
-def measured(
-    prepared: Prepared,
-    out: str | os.PathLike[str],
-    options: RunOptions,
-    callbacks: Callbacks,
-    left: list[Finding],
-    began: float,
-) -> Iterator[Following]:
+def measured(prepared: Prepared, request: RunRequest, left: list[Finding]) -> Iterator[Following]:
     """Compute the products of a plan from which another one follows.
 
     left  warnings: what could not be removed at the end, when the output is published
     """
     from weightsmith._execution.targets import check_target, followed_by_target
 
-    place, folder = check_options(out, options), sibling(out, ".measurement")
-    target = check_target(prepared, options)
+    place, folder = check_options(request.out, request.options), sibling(request.out, ".measurement")
+    target = check_target(prepared, request.options)
     try:
-        check_output(out, prepared.plan, options, protected_paths(prepared))
+        check_output(request.out, prepared.plan, request.options, protected_paths(prepared))
     except OutputExists:
         _remove_used(folder, place.local)
         raise
@@ -180,7 +164,7 @@ def measured(
     plan = draft.finish()
     with (
         _asking(prepared) as built,
-        staged(replace(prepared, plan=plan), folder, options, callbacks) as (staging, run),
+        staged(replace(prepared, plan=plan), replace(request, out=folder)) as (staging, run),
     ):
         results = kept_products(plan, staging)
         found = run(results=results).results
@@ -189,7 +173,7 @@ def measured(
             if target is None:
                 following = _follow(prepared, arrays, built)
             else:
-                following = followed_by_target(target, prepared, arrays, staging, out, options, callbacks, began)
+                following = followed_by_target(target, prepared, arrays, staging, request)
         except PlanError as error:
             if error.state == NOTHING_WRITTEN:
                 staging.discard()

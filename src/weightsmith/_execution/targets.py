@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,7 +25,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import size, status
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.output import sibling
-from weightsmith._execution.run import EVALUATION, Callbacks, Following, run_plan
+from weightsmith._execution.run import EVALUATION, Following, RunRequest, run_plan
 from weightsmith._features.quantisation.formats import followed, target_of, unquantised
 from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.planner import Prepared
@@ -86,14 +85,7 @@ def _target(prepared: Prepared) -> float | None:
 
 
 def followed_by_target(
-    target: float,
-    prepared: Prepared,
-    arrays: Mapping[str, Arrays],
-    staging: Staging,
-    out: str | os.PathLike[str],
-    options: RunOptions,
-    callbacks: Callbacks,
-    began: float,
+    target: float, prepared: Prepared, arrays: Mapping[str, Arrays], staging: Staging, request: RunRequest
 ) -> Following:
     """The plan of the smallest size that meets a target.
 
@@ -102,12 +94,13 @@ def followed_by_target(
 
     Raises Unsupported if no size meets it, with the divergence of the largest one.
     """
-    evaluating = callbacks.evaluating
+    options, evaluating = request.options, request.callbacks.evaluating
     assert evaluating is not None
     plain = unquantised(prepared)
-    compared = replace(callbacks, evaluating=lambda plan, folder, _: evaluating(plan, folder, plain))
+    compared = replace(request.callbacks, evaluating=lambda plan, folder, _: evaluating(plan, folder, plain))
     text = text_source(str(options.evaluate), None, TOKENS, 0, "evaluate").sha256
-    trying = replace(options, push=None, commit_message=None, report=None, card=False, fsync=False, keep_stages=False, ray=None)
+    alone = replace(options, push=None, commit_message=None, report=None, card=False, keep_stages=False, ray=None)
+    trying = replace(alone, fsync=False, overwrite=True)
 
     def evaluated(asked: int) -> Trial:
         own, files = followed(prepared, arrays, asked)
@@ -116,8 +109,8 @@ def followed_by_target(
         kept = staging.product(trial)
         if kept is None:
             status(f"trying {size(_nbytes(own))}")
-            folder = sibling(out, f".trial-{key[:8]}")
-            made = run_plan(Following(own, files=files), folder, replace(trying, overwrite=True), compared, began)
+            folder = sibling(request.out, f".trial-{key[:8]}")
+            made = run_plan(Following(own, files=files), RunRequest(folder, trying, compared, request.began))
             kept = staging.keep(trial, [np.array([_divergence(made.reports[EVALUATION])])])
             remove_checkpoint(folder)
         return Trial(asked, _nbytes(own), float(kept[0][0]))
@@ -186,7 +179,7 @@ def _log(trial: Trial) -> float:
 
 def _most(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[int, int]:
     plan = followed(prepared, arrays, 1 << 62)[0].plan
-    return sum(out.nbytes for step in plan.steps for out in step.outs), sum(step.out.size for step in plan.steps)
+    return plan.nbytes, sum(step.out.size for step in plan.steps)
 
 
 def _nbytes(prepared: Prepared) -> int:

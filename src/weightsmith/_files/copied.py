@@ -172,11 +172,8 @@ def check_copied(folder: Path, files: Sequence[str]) -> None:
         with open_regular(folder / name) as file:
             nbytes = file.seek(0, 2)
         if nbytes > MAX_COPIED_BYTES:
-            raise FormatError(
-                f"{nbytes:,} bytes, and a file that goes along with the weights has at most {MAX_COPIED_BYTES:,}",
-                where=str(folder / name),
-                fix="Move it out of the folder if it is no part of the model.",
-            )
+            what = f"{nbytes:,} bytes, and a file that goes along with the weights has at most {MAX_COPIED_BYTES:,}"
+            raise FormatError(what, where=str(folder / name), fix="Move it out of the folder if it is no part of the model.")
 
 
 def _named_code(folder: Path, present: set[str], names: set[str], config: Mapping[str, Any] | None) -> set[str]:

@@ -130,15 +130,11 @@ def read_index(path: Path, present: Collection[str], suffixes: tuple[str, ...] =
     single = path.name.removesuffix(_INDEX)
     for file in sorted(first_tensor, key=natural_key):
         if problem := _unsafe(file, suffixes):
-            raise FormatError(
-                f"weight_map: tensor {show(first_tensor[file])} is in {show(file)}: {problem}", where=where, fix=fix
-            )
+            what = f"weight_map: tensor {show(first_tensor[file])} is in {show(file)}: {problem}"
+            raise FormatError(what, where=where, fix=fix)
         if file not in present:
-            raise FormatError(
-                f"the index names the file {show(file)} (tensor {show(first_tensor[file])}), which does not exist",
-                where=where,
-                fix="Get the missing file: the download was probably interrupted.",
-            )
+            what = f"the index names the file {show(file)} (tensor {show(first_tensor[file])}), which does not exist"
+            raise FormatError(what, where=where, fix="Get the missing file: the download was probably interrupted.")
     if single in present and single not in first_tensor:
         raise two_models(str(path.parent), path.name, single)
     return weight_map
@@ -146,11 +142,8 @@ def read_index(path: Path, present: Collection[str], suffixes: tuple[str, ...] =
 
 def two_models(where: str, one: str, other: str) -> FormatError:
     """The error for a folder that holds two candidates."""
-    return FormatError(
-        f"both {one} and {other} are there: two models, or one and the rest of an older one",
-        where=where,
-        fix="Remove or move away the one that is not meant, or name a single file.",
-    )
+    what = f"both {one} and {other} are there: two models, or one and the rest of an older one"
+    return FormatError(what, where=where, fix="Remove or move away the one that is not meant, or name a single file.")
 
 
 def _top_level(names: Iterable[str]) -> list[str]:
@@ -225,26 +218,19 @@ def no_weights(names: Iterable[str], where: str, suffixes: tuple[str, ...]) -> U
 
     if not top and (found := _hub_cache(Path(where))):
         return found
+    kind: type[Unsupported] | type[NotFound] = NotFound
     if "adapter_config.json" in top or any(n.startswith("adapter_model.") for n in top):
-        return Unsupported(
-            "an adapter (LoRA), not a model",
-            where=where,
-            details=some([n for n in top if n.startswith("adapter")]),
-            fix=f"Write its base model in front of it: base_model_folder_or_hub_id+{where}",
-        )
-    if others := [n for n in top if n.lower().endswith(WEIGHTS) and is_weights(n) and not n.lower().endswith(suffixes)]:
-        what = "no weights in a format that is read"
-        return Unsupported(what, where=where, details=some(others), fix="Convert them to safetensors.")
-    if nested := sorted(n for n in everything if "/" in n and n.lower().endswith(suffixes)):
-        return NotFound(
-            "no weights at the top level, only in subfolders",
-            where=where,
-            details=some(nested),
-            fix="Name one of the subfolders. If it is in a Hub model, download the model first.",
-        )
-    return NotFound(
-        f"no weights: there is no {', '.join(suffixes[:-1])} or {suffixes[-1]} file",
-        where=where,
-        details=("it holds " + some(top)[0],) if top else ("it is empty",),
-        fix="Name the folder that holds config.json and the weights.",
-    )
+        kind, what = Unsupported, "an adapter (LoRA), not a model"
+        details = some([n for n in top if n.startswith("adapter")])
+        fix = f"Write its base model in front of it: base_model_folder_or_hub_id+{where}"
+    elif others := [n for n in top if n.lower().endswith(WEIGHTS) and is_weights(n) and not n.lower().endswith(suffixes)]:
+        kind, what = Unsupported, "no weights in a format that is read"
+        details, fix = some(others), "Convert them to safetensors."
+    elif nested := sorted(n for n in everything if "/" in n and n.lower().endswith(suffixes)):
+        what, details = "no weights at the top level, only in subfolders", some(nested)
+        fix = "Name one of the subfolders. If it is in a Hub model, download the model first."
+    else:
+        what = f"no weights: there is no {', '.join(suffixes[:-1])} or {suffixes[-1]} file"
+        details = ("it holds " + some(top)[0],) if top else ("it is empty",)
+        fix = "Name the folder that holds config.json and the weights."
+    return kind(what, where=where, details=details, fix=fix)

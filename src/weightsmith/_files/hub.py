@@ -79,11 +79,8 @@ class Repository(ModelFiles):
         except Exception as error:
             raise _explain(error, f"{self.name}, {name}") from error
         if size is None:
-            raise CheckpointError(
-                "the Hub does not say how large the file is",
-                where=f"{self.name}, {name}",
-                fix="download the model, and name its folder",
-            )
+            what = "the Hub does not say how large the file is"
+            raise CheckpointError(what, where=f"{self.name}, {name}", fix="download the model, and name its folder")
         return size
 
     def download(self, patterns: Sequence[str] | None = None, *, quiet: bool = False) -> None:
@@ -295,59 +292,42 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
     """
     from huggingface_hub import errors
 
+    kind: type[CheckpointError] = NotFound
     details: tuple[str, ...] = (_first_lines(error),)
-    if isinstance(error, errors.GatedRepoError):
-        return CheckpointError(
-            "this Hub model is gated: its owner decides who may download it",
-            where=where,
-            details=details,
-            fix="Ask for access on the model's page, then `hf auth login` (or set HF_TOKEN).",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return NotFound(
-            "neither a local path nor a model on the Hub that you may see",
-            where=where,
-            details=details,
-            fix="Check the spelling; for a private model, `hf auth login` (or set HF_TOKEN).",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return NotFound(
-            "the Hub model exists, but not this revision",
-            where=where,
-            details=details,
-            fix="Name a branch, tag or full commit hash that the model's page lists.",
-        )
-    if isinstance(error, errors.HFValidationError):
-        what = f"neither a local path nor a valid Hub id ({show(where)})"
-        return NotFound(what, where=where, details=details, fix="Write a Hub model as org/name[@revision].")
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return NotFound(
-            "neither a local path nor a model in the Hub cache, and HF_HUB_OFFLINE=1 forbids downloading it",
-            where=where,
-            details=(f"cache  {cached}",) if cached is not None else (),
-            fix=f"Check the path, or download the model once: `HF_HUB_OFFLINE=0 hf download {_command(where)}`",
-        )
-    if isinstance(error, OSError) and error.errno in _DISK:
-        return CheckpointError(
-            f"the cache cannot be written: {error.strerror}",
-            where=where,
-            details=(f"file  {error.filename}",) if error.filename else (),
-            fix="Free space there, or set HF_HOME to a folder on another disk.",
-        )
     again = "Run the same command again to resume: what has arrived is kept in the cache."
-    if _answered(error):
+    if isinstance(error, errors.GatedRepoError):
+        kind, what = CheckpointError, "this Hub model is gated: its owner decides who may download it"
+        fix = "Ask for access on the model's page, then `hf auth login` (or set HF_TOKEN)."
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        what = "neither a local path nor a model on the Hub that you may see"
+        fix = "Check the spelling; for a private model, `hf auth login` (or set HF_TOKEN)."
+    elif isinstance(error, errors.RevisionNotFoundError):
+        what = "the Hub model exists, but not this revision"
+        fix = "Name a branch, tag or full commit hash that the model's page lists."
+    elif isinstance(error, errors.HFValidationError):
+        what = f"neither a local path nor a valid Hub id ({show(where)})"
+        fix = "Write a Hub model as org/name[@revision]."
+    elif isinstance(error, errors.OfflineModeIsEnabled):
+        what = "neither a local path nor a model in the Hub cache, and HF_HUB_OFFLINE=1 forbids downloading it"
+        fix = f"Check the path, or download the model once: `HF_HUB_OFFLINE=0 hf download {_command(where)}`"
+        details = (f"cache  {cached}",) if cached is not None else ()
+    elif isinstance(error, OSError) and error.errno in _DISK:
+        kind, what = CheckpointError, f"the cache cannot be written: {error.strerror}"
+        fix = "Free space there, or set HF_HOME to a folder on another disk."
+        details = (f"file  {error.filename}",) if error.filename else ()
+    elif _answered(error):
+        kind, what = CheckpointError, "the Hub answered with an error"
         passing = passes(getattr(getattr(error, "response", None), "status_code", 500))
         fix = again if passing else "Check the model's name, your token and HF_ENDPOINT."
-        return CheckpointError("the Hub answered with an error", where=where, details=details, fix=fix)
-    if cached is not None:
-        what, fix = (
-            "neither a local path nor a model in the Hub cache",
-            "Check the path, the network connection and HF_ENDPOINT.",
-        )
-        return NotFound(what, where=where, details=(_reason(error), *details, f"cache  {cached}"), fix=fix)
-    if stays := lasting(error, "HF_ENDPOINT"):
-        return CheckpointError(f"the download stopped: {stays.what}", where=where, details=details, fix=stays.fix)
-    return NotFound("the download stopped", where=where, details=(_reason(error), *details), fix=again)
+    elif cached is not None:
+        what = "neither a local path nor a model in the Hub cache"
+        fix = "Check the path, the network connection and HF_ENDPOINT."
+        details = (_reason(error), *details, f"cache  {cached}")
+    elif stays := lasting(error, "HF_ENDPOINT"):
+        kind, what, fix = CheckpointError, f"the download stopped: {stays.what}", stays.fix
+    else:
+        what, fix, details = "the download stopped", again, (_reason(error), *details)
+    return kind(what, where=where, details=details, fix=fix)
 
 
 def _command(where: str) -> str:

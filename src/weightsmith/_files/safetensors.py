@@ -11,15 +11,17 @@ byte of the file, and no tensor data is read.
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
-from weightsmith._base.files import DAMAGED, FileState, Opener, StoredTensor, lookalike, open_local, show
+from weightsmith._base.errors import CheckpointError, FormatError, Unsupported, raised_at
+from weightsmith._base.files import DAMAGED, INTERRUPTED, FileState, Opener, StoredTensor, lookalike, open_local, show
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.collector import collector_paused
@@ -71,7 +73,7 @@ def read_header(path: Path, open_file: Opener = open_local) -> Header:
     >>> print(header.tensors[0].spec, "at byte", header.tensors[0].offset, "of", header.nbytes)
     w [2] F32 at byte 62 of 70
     """
-    with collector_paused():
+    with collector_paused(), raised_at(str(path)):
         return _read_header(path, open_file)
 
 
@@ -79,19 +81,17 @@ def _read_header(path: Path, open_file: Opener) -> Header:
     state, text = _read_text(path, open_file)
     data_start = 8 + len(text)
     entries = parse_object(text, "the header", str(path), DAMAGED)
-    metadata = _check_metadata(entries.pop("__metadata__", None), path)
+    metadata = _check_metadata(entries.pop("__metadata__", None))
 
     placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]] = []
     for position, (name, entry) in enumerate(entries.items()):
         try:
             dtype, shape, start, end = _check_entry(entry)
-        except CheckpointError as error:  # the inner message is short; name and file are added here, once
-            raise type(error)(
-                f"tensor {show(name)}: {error.finding.what}", where=str(path), fix=error.finding.fix or DAMAGED
-            ) from None
+        except CheckpointError as error:  # the inner message is short; the name is added here, once
+            raise type(error)(f"tensor {show(name)}: {error.finding.what}", fix=error.finding.fix or DAMAGED) from None
         placed.append((start, end, position, name, dtype, shape))
     placed.sort()  # `position` is unique, so names and dtypes are never compared
-    _check_cover(placed, state.nbytes - data_start, path)
+    _check_cover(placed, state.nbytes - data_start)
 
     return Header(
         tensors=tuple(
@@ -112,48 +112,36 @@ def _read_text(path: Path, open_file: Opener) -> tuple[FileState, bytes]:
         nbytes = file.state.nbytes
         prefix = file.read_at(0, 8)
         if len(prefix) < 8:
-            raise FormatError(
-                f"{nbytes} bytes: too short for a safetensors file, which starts with 8 bytes of header length",
-                where=str(path),
-                fix="Get the file again: the download was probably interrupted.",
-            )
+            what = f"{nbytes} bytes: too short for a safetensors file, which starts with 8 bytes of header length"
+            raise FormatError(what, fix=INTERRUPTED)
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES:
             raise FormatError(
                 f"not a safetensors file: header length {length:,} where at most {MAX_HEADER_BYTES:,} is allowed "
                 f"(first bytes {prefix!r})",
-                where=str(path),
                 fix=lookalike(prefix),
             )
         if 8 + length > nbytes:
             raise FormatError(
                 f"header length {length:,}, but the file ends after {nbytes:,} bytes: "
                 f"{8 + length - nbytes:,} bytes of the header are missing",
-                where=str(path),
-                fix="Get the file again: the download was probably interrupted.",
+                fix=INTERRUPTED,
             )
         text = file.read_at(8, length)
     if len(text) < length:
-        raise FormatError(
-            f"shrank while it was read: header length {length:,}, {len(text):,} bytes came",
-            where=str(path),
-            fix="Wait, then try again: another program is writing the file.",
-        )
+        what = f"shrank while it was read: header length {length:,}, {len(text):,} bytes came"
+        raise FormatError(what, fix="Wait, then try again: another program is writing the file.")
     return file.state, text
 
 
-def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
+def _check_metadata(metadata: Any) -> dict[str, str]:
     if metadata is None:  # absent, or null: the reference reader takes both
         return {}
     if not isinstance(metadata, dict):
-        raise FormatError(f"__metadata__ is not a JSON object but {show(metadata)}", where=str(path), fix=DAMAGED)
+        raise FormatError(f"__metadata__ is not a JSON object but {show(metadata)}", fix=DAMAGED)
     for key, value in metadata.items():
         if not isinstance(value, str):
-            raise FormatError(
-                f"__metadata__: the value of {show(key)} is not a string but {show(value)}",
-                where=str(path),
-                fix=DAMAGED,
-            )
+            raise FormatError(f"__metadata__: the value of {show(key)} is not a string but {show(value)}", fix=DAMAGED)
     return metadata
 
 
@@ -171,23 +159,18 @@ def _check_entry(entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
         raise FormatError(f"dtype is not a string but {show(dtype_name)}")
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
-        raise Unsupported(
-            f"dtype {show(dtype_name)} is not supported; supported are {', '.join(DTYPES)}",
-            fix="Convert the checkpoint to one of these first.",
-        )
+        what = f"dtype {show(dtype_name)} is not supported; supported are {', '.join(DTYPES)}"
+        raise Unsupported(what, fix="Convert the checkpoint to one of these first.")
     if type(shape) is not list:
         raise FormatError(f"shape is not a list but {show(shape)}")
     if len(shape) > MAX_DIMENSIONS:
         raise FormatError(f"shape has {len(shape):,} dimensions, at most {MAX_DIMENSIONS} are allowed")
-    product = dtype.itemsize  # zero dimensions left out: [0, 2**62, 2**62] overflows too
     for dim in shape:
         if type(dim) is not int:
             raise FormatError(f"shape {show(shape)} holds {show(dim)}, which is not an integer")
         if dim < 0:
             raise FormatError(f"shape {show(shape)} holds the negative dimension {show(dim)}")
-        product *= dim or 1
-    if product > MAX_BYTES:
-        raise FormatError(f"shape {show(shape)} of {dtype} overflows: more than 2^63 bytes")
+    product = checked_product(dtype, shape)
     if type(offsets) is not list or len(offsets) != 2 or type(offsets[0]) is not int or type(offsets[1]) is not int:
         raise FormatError(f"data_offsets is not a list of two integers but {show(offsets)}")
     start, end = offsets
@@ -205,7 +188,15 @@ def _check_entry(entry: Any) -> tuple[DType, tuple[int, ...], int, int]:
     return dtype, tuple(shape), start, end
 
 
-def _check_cover(placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]], data_bytes: int, path: Path) -> None:
+def checked_product(dtype: DType, shape: Sequence[int]) -> int:
+    """Bytes of a tensor, zero dimensions left out: [0, 2**62, 2**62] overflows too. Raises FormatError."""
+    product = dtype.itemsize * math.prod(dim or 1 for dim in shape)
+    if product > MAX_BYTES:
+        raise FormatError(f"shape {show(shape)} of {dtype} overflows: more than 2^63 bytes")
+    return product
+
+
+def _check_cover(placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]], data_bytes: int) -> None:
     """The tensors, sorted by offset, cover `data_bytes` bytes exactly."""
     covered, before = 0, ""
     for start, end, _, name, _, _ in placed:
@@ -218,17 +209,11 @@ def _check_cover(placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]]
             else:
                 after = f"tensor {show(before)} ends" if before else "the data before it ends"
                 what = f"{here}, but {after} at {covered:,}: a hole of {start - covered:,} bytes"
-            raise FormatError(what, where=str(path), fix=DAMAGED)
+            raise FormatError(what, fix=DAMAGED)
         covered, before = end, name
     if covered > data_bytes:
-        raise FormatError(
-            f"truncated: {covered - data_bytes:,} of {covered:,} bytes of tensor data are missing",
-            where=str(path),
-            fix="Get the file again: the download was probably interrupted.",
-        )
+        what = f"truncated: {covered - data_bytes:,} of {covered:,} bytes of tensor data are missing"
+        raise FormatError(what, fix=INTERRUPTED)
     if covered < data_bytes:
-        raise FormatError(
-            f"{data_bytes - covered:,} trailing bytes: the tensors end at {covered:,}, the data at {data_bytes:,}",
-            where=str(path),
-            fix=DAMAGED,
-        )
+        what = f"{data_bytes - covered:,} trailing bytes: the tensors end at {covered:,}, the data at {data_bytes:,}"
+        raise FormatError(what, fix=DAMAGED)

@@ -138,20 +138,20 @@ _REASONS = (
 )
 
 
-def interpret(data: bytes, where: str) -> Any:
+def interpret(data: bytes) -> Any:
     """What a pickle holds, as records of this module, tuples, lists, str, int, float, bool and None.
 
-    data   the pickle, protocols 2 to 5
-    where  the file, for messages
+    data  the pickle, protocols 2 to 5, of at most `MAX_PICKLE_BYTES`: the caller sees to it
 
     Raises FormatError for bytes that are no pickle, or no pickle that PyTorch writes; Unsupported for a function or class
-    that state dicts do not need, and for more than this machine takes. Cost: about 0.2 s for 10,000 tensors.
+    that state dicts do not need, and for more than this machine takes. The errors do not name the file. Cost: about 0.2 s
+    for 10,000 tensors.
 
     >>> import pickle
-    >>> interpret(pickle.dumps({"a": (1, None)}, protocol=2), "a.bin").flat
+    >>> interpret(pickle.dumps({"a": (1, None)}, protocol=2)).flat
     ['a', (1, None)]
     """
-    return _Machine(data, where).run()
+    return _Machine(data).run()
 
 
 def describe(value: Any) -> str:
@@ -174,10 +174,9 @@ def describe(value: Any) -> str:
 
 
 class _Machine:
-    def __init__(self, data: bytes, where: str) -> None:
+    def __init__(self, data: bytes) -> None:
         self.data = data
         self.file = io.BytesIO(data)
-        self.where = where
         self.position = 0  # of the instruction
         self.stack: list[Any] = []
         self.marks: list[int] = []  # heights of the stack
@@ -186,12 +185,6 @@ class _Machine:
         self.globals: dict[str, Global] = {}
 
     def run(self) -> Any:
-        if len(self.data) > MAX_PICKLE_BYTES:
-            raise Unsupported(
-                f"the pickle has {len(self.data):,} bytes, and at most {MAX_PICKLE_BYTES:,} are read",
-                where=self.where,
-                fix=CONVERT,
-            )
         if not self.data.startswith(b"\x80"):
             self.reject(f"starts with {show(self.data[:4])}, not with its protocol")
         for _ in range(MAX_STEPS):
@@ -216,11 +209,8 @@ class _Machine:
             return False
         operation = _OPERATIONS.get(opcode.name)
         if operation is None:
-            raise Unsupported(
-                f"the pickle, byte {self.position:,}: a state dict needs no instruction {opcode.name}; it was not run",
-                where=self.where,
-                fix=CONVERT,
-            )
+            what = f"the pickle, byte {self.position:,}: a state dict needs no instruction {opcode.name}; it was not run"
+            raise Unsupported(what, fix=CONVERT)
         try:
             argument = opcode.arg.reader(self.file) if opcode.arg and opcode.name != "GLOBAL" else None
             if type(argument) is str:
@@ -235,10 +225,10 @@ class _Machine:
     # Errors and bounds
 
     def reject(self, problem: str) -> NoReturn:
-        raise FormatError(f"the pickle, byte {self.position:,}: {problem}", where=self.where, fix=DAMAGED)
+        raise FormatError(f"the pickle, byte {self.position:,}: {problem}", fix=DAMAGED)
 
     def too_much(self, problem: str) -> NoReturn:
-        raise Unsupported(f"the pickle {problem}", where=self.where, fix=f"{CONVERT} It may be an attack.")
+        raise Unsupported(f"the pickle {problem}", fix=f"{CONVERT} It may be an attack.")
 
     def remaining(self) -> int:
         return len(self.data) - self.file.tell()
@@ -357,12 +347,8 @@ class _Machine:
                 self.reject(f"{show(module)} and {show(name)} are no names of a module and of a function or class")
             if not (full in _CALLS or full in STORAGES or full in _OPAQUE or full in _CLASSES or _DTYPE.fullmatch(full)):
                 reasons = [reason for prefix, reason in _REASONS if full.startswith(prefix)]
-                raise Unsupported(
-                    f"the pickle uses {show(full)}, which is not needed for a state dict of plain tensors; it was not run",
-                    where=self.where,
-                    details=reasons[:1],
-                    fix=CONVERT,
-                )
+                what = f"the pickle uses {show(full)}, which is not needed for a state dict of plain tensors; it was not run"
+                raise Unsupported(what, details=reasons[:1], fix=CONVERT)
             value = self.globals[full] = Global(full)
         self.push(value)
 

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import partial
 
 from weightsmith._base.errors import FormatError
-from weightsmith._base.files import DAMAGED, RandomAccess, show
+from weightsmith._base.files import DAMAGED, INTERRUPTED, RandomAccess, show
 
 MAX_DIRECTORY_BYTES = 64 << 20  # 250,000 entries of torch take about 20 MB
 MAX_RECORDS = 250_000
-
-_INTERRUPTED = "Get the file again: the download was probably interrupted."
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -47,104 +44,104 @@ class Record:
     compressed: bool
 
 
-def _invalid(where: str, problem: str, fix: str = DAMAGED) -> FormatError:
-    return FormatError(f"the zip archive {problem}", where=where, fix=fix)
+def _invalid(problem: str, fix: str = DAMAGED) -> FormatError:
+    return FormatError(f"the zip archive {problem}", fix=fix)
 
 
-def read_at(file: RandomAccess, offset: int, nbytes: int, where: str) -> bytes:
+def read_at(file: RandomAccess, offset: int, nbytes: int) -> bytes:
     """Exactly `nbytes` bytes at `offset`. Raises FormatError when the file ends before, CheckpointError on an I/O error."""
     data = file.read_at(offset, nbytes)
     if len(data) < nbytes:
-        raise FormatError(f"ends at byte {offset + len(data):,}, {nbytes - len(data):,} bytes early", where=where, fix=DAMAGED)
+        raise FormatError(f"ends at byte {offset + len(data):,}, {nbytes - len(data):,} bytes early", fix=DAMAGED)
     return data
 
 
-def read_records(file: RandomAccess, nbytes: int, where: str) -> tuple[dict[str, Record], bytes]:
+def read_records(file: RandomAccess, nbytes: int) -> tuple[dict[str, Record], bytes]:
     """The members of a zip archive by name, in the directory's order, and the directory's bytes (for a checksum).
 
     nbytes  size of the file
-    where   the file, for messages
 
     Directory entries of folders are left out. Raises FormatError: not a zip archive, cut off, too large a directory,
     members that are encrypted, overlap or lie outside the file, names that are absolute, climb with `..`,
-    are not UTF-8 or appear twice, local headers that contradict the directory. Cost: one small read a member.
+    are not UTF-8 or appear twice, local headers that contradict the directory. The errors do not name the file. Cost: one
+    small read a member.
     """
-
-    reject = partial(_invalid, where)
-    start, size, count = _find_directory(file, nbytes, where)
+    start, size, count = _find_directory(file, nbytes)
     if size > MAX_DIRECTORY_BYTES or count > MAX_RECORDS:
-        raise reject(
+        raise _invalid(
             f"has a directory of {size:,} bytes and {count:,} members; at most {MAX_DIRECTORY_BYTES:,} bytes and "
             f"{MAX_RECORDS:,} members are read"
         )
-    directory = read_at(file, start, size, where)
+    directory = read_at(file, start, size)
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []
     position = 0
     for _ in range(count):
         if position + _ENTRY.size > size:
-            raise reject(f"has {len(spans):,} members in its directory, and says {count:,}")
+            raise _invalid(f"has {len(spans):,} members in its directory, and says {count:,}")
         fields = _ENTRY.unpack_from(directory, position)
         magic, _, _, flags, method, _, _, _, packed, unpacked, name_len, extra_len, comment_len, disk, _, _, header = fields
         name_end = position + _ENTRY.size + name_len
         end = name_end + extra_len + comment_len
         if magic != b"PK\x01\x02" or end > size:
-            raise reject(f"has a damaged directory: no entry at byte {start + position:,}")
+            raise _invalid(f"has a damaged directory: no entry at byte {start + position:,}")
         raw = directory[name_end - name_len : name_end]
-        name = _check_name(raw, where)
+        name = _check_name(raw)
         if flags & _ENCRYPTED:
-            raise reject(f"has the encrypted member {show(name)}", fix="Decrypt it first.")
+            raise _invalid(f"has the encrypted member {show(name)}", fix="Decrypt it first.")
         wide = [value == _FULL32 for value in (unpacked, packed, header)]
         if any(wide) or disk == _FULL16:
             values = _wide_values(directory[name_end : name_end + extra_len], sum(wide) + (disk == _FULL16))
             if values is None:
-                raise reject(f"has no valid zip64 sizes for the member {show(name)}")
+                raise _invalid(f"has no valid zip64 sizes for the member {show(name)}")
             unpacked, packed, header = (
                 values.pop(0) if w else v for w, v in zip(wide, (unpacked, packed, header), strict=True)
             )
             disk = 0 if disk == _FULL16 and values == [0] else disk
         if disk != 0:
-            raise reject(f"is one of several disks: member {show(name)} is on disk {disk}")
+            raise _invalid(f"is one of several disks: member {show(name)} is on disk {disk}")
         if method == 0 and packed != unpacked:
-            raise reject(f"has two sizes for the stored member {show(name)}: {packed:,} and {unpacked:,} bytes")
+            raise _invalid(f"has two sizes for the stored member {show(name)}: {packed:,} and {unpacked:,} bytes")
         if name in records:
-            raise reject(f"has the member {show(name)} twice")
+            raise _invalid(f"has the member {show(name)} twice")
         if header + _LOCAL.size + name_len > start:
-            raise reject(f"has the member {show(name)} at byte {header:,}, behind the last possible place for it")
-        data = _data_offset(file, header, raw, method, (packed, unpacked), where)
+            raise _invalid(f"has the member {show(name)} at byte {header:,}, behind the last possible place for it")
+        data = _data_offset(file, header, raw, method, (packed, unpacked))
         if data + packed > start:
-            raise reject(f"has the member {show(name)} of {packed:,} bytes at byte {data:,}; the data ends at byte {start:,}")
+            raise _invalid(f"has the member {show(name)} of {packed:,} bytes at byte {data:,}; the data ends at byte {start:,}")
         spans.append((header, data + packed, name))
         records[name] = Record(data, packed, method != 0)
         position = end
     if position != size:
-        raise reject(f"has {size - position:,} unknown bytes in its directory, behind the {count:,} members that it lists")
-    _check_overlaps(spans, where)
+        raise _invalid(f"has {size - position:,} unknown bytes in its directory, behind the {count:,} members that it lists")
+    _check_overlaps(spans)
     return {name: record for name, record in records.items() if not name.endswith("/")}, directory
 
 
-def _find_directory(file: RandomAccess, nbytes: int, where: str) -> tuple[int, int, int]:
+def _find_directory(file: RandomAccess, nbytes: int) -> tuple[int, int, int]:
     """Offset and size of the directory in bytes, number of its entries."""
-
-    reject = partial(_invalid, where)
     tail_start = max(0, nbytes - _END.size - _LOCATOR.size)
-    tail = read_at(file, tail_start, nbytes - tail_start, where)
+    tail = read_at(file, tail_start, nbytes - tail_start)
     if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\x05\x06":
-        raise reject(f"does not end with a directory: cut off after {nbytes:,} bytes, or followed by other bytes", _INTERRUPTED)
+        raise _invalid(
+            f"does not end with a directory: cut off after {nbytes:,} bytes, or followed by other bytes", INTERRUPTED
+        )
     _, disk, first_disk, here, count, size, start, comment = _END.unpack(tail[-_END.size :])
     end = nbytes - _END.size
     if comment:
-        raise reject(f"says that a comment of {comment:,} bytes follows its end, and the file ends there")
+        raise _invalid(f"says that a comment of {comment:,} bytes follows its end, and the file ends there")
     if tail[: -_END.size][:4] == b"PK\x06\x07":
         _, locator_disk, end64, disks = _LOCATOR.unpack(tail[: _LOCATOR.size])
         if end64 + _END64.size != end - _LOCATOR.size or locator_disk != 0 or disks > 1:
-            raise reject(f"has its zip64 end at byte {end64:,} according to its locator, which is not in front of the locator")
+            raise _invalid(
+                f"has its zip64 end at byte {end64:,} according to its locator, which is not in front of the locator"
+            )
         end = end64
         magic, length, _, _, disk64, first64, here64, count64, size64, start64 = _END64.unpack(
-            read_at(file, end64, _END64.size, where)
+            read_at(file, end64, _END64.size)
         )
         if magic != b"PK\x06\x06" or length != _END64.size - 12:
-            raise reject(f"has no zip64 end at byte {end64:,}, where its locator says that it is")
+            raise _invalid(f"has no zip64 end at byte {end64:,}, where its locator says that it is")
         for narrow, full, wide in (
             (disk, _FULL16, disk64),
             (first_disk, _FULL16, first64),
@@ -154,27 +151,26 @@ def _find_directory(file: RandomAccess, nbytes: int, where: str) -> tuple[int, i
             (start, _FULL32, start64),
         ):
             if narrow not in (full, wide):
-                raise reject(f"has two ends that contradict each other: {narrow:,} and {wide:,}")
+                raise _invalid(f"has two ends that contradict each other: {narrow:,} and {wide:,}")
         disk, first_disk, here, count, size, start = disk64, first64, here64, count64, size64, start64
     if disk or first_disk or here != count:
-        raise reject("is one of several disks")
+        raise _invalid("is one of several disks")
     if start + size != end:
-        raise reject(
+        raise _invalid(
             f"has its directory at bytes {start:,} to {start + size:,} according to its end, which is at byte {end:,}: "
             "bytes were added or lost"
         )
     return start, size, count
 
 
-def _check_name(raw: bytes, where: str) -> str:
+def _check_name(raw: bytes) -> str:
     try:
         name = raw.decode()
     except UnicodeDecodeError as error:
-        raise _invalid(where, f"has a member whose name is not UTF-8: {show(raw)}") from error
+        raise _invalid(f"has a member whose name is not UTF-8: {show(raw)}") from error
     parts = name.removesuffix("/").split("/")
     if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise _invalid(
-            where,
             f"has a member whose name is no plain relative path: {show(name)}",
             "Get the file from a source you trust, and do not unpack this one: no PyTorch file has such a name.",
         )
@@ -201,9 +197,9 @@ def _wide_values(extra: bytes, wanted: int) -> list[int] | None:
     return values if len(values) >= wanted else None
 
 
-def _data_offset(file: RandomAccess, header: int, name: bytes, method: int, sizes: tuple[int, int], where: str) -> int:
+def _data_offset(file: RandomAccess, header: int, name: bytes, method: int, sizes: tuple[int, int]) -> int:
     """Offset of a member's data: behind its local header, which must say the same as the directory."""
-    data = read_at(file, header, _LOCAL.size + len(name), where)
+    data = read_at(file, header, _LOCAL.size + len(name))
     magic, _, flags, own_method, _, _, _, *own_sizes, name_len, extra_len = _LOCAL.unpack_from(data)
     unknown = (_FULL32, 0) if flags & _SIZES_BEHIND else (_FULL32,)
     if (
@@ -215,18 +211,17 @@ def _data_offset(file: RandomAccess, header: int, name: bytes, method: int, size
         or any(own not in (size, *unknown) for own, size in zip(own_sizes, sizes, strict=True))
     ):
         raise _invalid(
-            where,
-            f"has the member {show(name.decode())} at byte {header:,} according to its directory, and something else is there",
+            f"has the member {show(name.decode())} at byte {header:,} according to its directory, and something else is there"
         )
     end: int = header + _LOCAL.size + name_len + extra_len
     return end
 
 
-def _check_overlaps(spans: list[tuple[int, int, str]], where: str) -> None:
+def _check_overlaps(spans: list[tuple[int, int, str]]) -> None:
     covered, before = 0, ""
     for header, end, name in sorted(spans):
         if header < covered:
             raise _invalid(
-                where, f"has overlapping members: {show(name)} starts at byte {header:,}, {show(before)} ends at {covered:,}"
+                f"has overlapping members: {show(name)} starts at byte {header:,}, {show(before)} ends at {covered:,}"
             )
         covered, before = end, name

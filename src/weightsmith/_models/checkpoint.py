@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
+from weightsmith._base.closing import Closing
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
 from weightsmith._base.files import exists, expand_user, real_path, show
 from weightsmith._base.strict_json import read_object
@@ -84,7 +84,7 @@ class ModelFolder:
 
 
 @final
-class Checkpoint(NamedTensors):
+class Checkpoint(NamedTensors, Closing):
     """A model: its tensors by name, and its other files. Created by `open_checkpoint`; a context manager.
 
     Use it like a read-only dict: `model["lm_head.weight"]`, `name in model`, `for name in model`, `len(model)`. Opening reads
@@ -242,12 +242,6 @@ class Checkpoint(NamedTensors):
         self.source.close()
         if self._temporary is not None:
             self._temporary.cleanup()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.ref}: {len(self.specs):,} tensors, {self.nbytes:,} bytes>"

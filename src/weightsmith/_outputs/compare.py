@@ -47,12 +47,8 @@ def compare(
     found += differences(manifest, present, read)
     found += damaged(manifest, present, read, progress, threads=threads, piece_bytes=piece_bytes)
     if found:
-        raise Corrupt(
-            f"{len(found):,} problem{'s' if len(found) > 1 else ''} found",
-            where=str(where),
-            details=found,
-            fix="restore these from a copy, or make the checkpoint again",
-        )
+        what = f"{len(found):,} problem{'s' if len(found) > 1 else ''} found"
+        raise Corrupt(what, where=str(where), details=found, fix="restore these from a copy, or make the checkpoint again")
     nbytes = sum(weight.nbytes for weight in manifest.weights.values()) + sum(file.nbytes for file in manifest.files.values())
     extra = tuple(sorted(stray - loadable))
     return Verified(where, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, extra)

@@ -121,20 +121,14 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """
     first = _FIRST.match(data)
     if first is None or first.group(1).decode() != hash_bytes(data[first.end() :]):
-        raise Corrupt(
-            "the manifest itself is damaged or was edited: it does not match its own checksum",
-            where=where,
-            fix=_AGAIN,
-        )
+        what = "the manifest itself is damaged or was edited: it does not match its own checksum"
+        raise Corrupt(what, where=where, fix=_AGAIN)
     try:
         fields = parse(data, max_memory=_MAX_MEMORY)
         version = fields["weightsmith_manifest"]
         if version != VERSION or isinstance(version, bool):
-            raise Unsupported(
-                f"manifest version {show(version)}; this weightsmith reads {VERSION}",
-                where=where,
-                fix="use the version of weightsmith that wrote the checkpoint",
-            )
+            what = f"manifest version {show(version)}; this weightsmith reads {VERSION}"
+            raise Unsupported(what, where=where, fix="use the version of weightsmith that wrote the checkpoint")
         manifest = Manifest(
             plan=_text(fields["plan"]),
             weights={

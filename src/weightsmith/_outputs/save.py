@@ -160,12 +160,9 @@ def save_model(
         layout = make_layout(specs, max_shard_bytes, metadata, index_metadata=aliases)
     found = staged_plan(folder)
     if found and not found.startswith(_PLAN):
-        raise CannotResume(
-            "unfinished work of a merge is here",
-            where=str(staging_folder(absolute(folder))),
-            fix="finish the merge, remove that folder, or save to another one",
-            state=NOTHING_WRITTEN,
-        )
+        what = "unfinished work of a merge is here"
+        fix = "finish the merge, remove that folder, or save to another one"
+        raise CannotResume(what, where=str(staging_folder(absolute(folder))), fix=fix, state=NOTHING_WRITTEN)
     plan = _PLAN + hash_bytes(b"".join(shard.header for shard in layout.shards))
     spec = OutputSpec(layout, plan, resume=False, overwrite=overwrite)
     staging = Staging.open(LocalFolder(os.fspath(folder)).backend(spec), spec)
@@ -227,12 +224,9 @@ def _with_aliases(metadata: Mapping[str, str] | None, aliases: Mapping[str, str]
     given = dict(PT_METADATA if metadata is None else metadata)
     for name, kept in aliases.items():
         if name in given:
-            raise StoreError(
-                f"the metadata already says {given[name]!r} under the name of a tied tensor, stored as {kept!r}",
-                where=name,
-                fix="rename that key of the metadata, or save with tied='copy'",
-                state=NOTHING_WRITTEN,
-            )
+            what = f"the metadata already says {given[name]!r} under the name of a tied tensor, stored as {kept!r}"
+            fix = "rename that key of the metadata, or save with tied='copy'"
+            raise StoreError(what, where=name, fix=fix, state=NOTHING_WRITTEN)
     return {**given, **aliases}
 
 
@@ -261,9 +255,5 @@ def _make_folder(target: Path) -> None:
 
 
 def _exists(target: Path) -> OutputExists:
-    return OutputExists(
-        "the file already exists",
-        where=str(target),
-        fix="choose another name, or give overwrite=True",
-        state=NOTHING_WRITTEN,
-    )
+    what = "the file already exists"
+    return OutputExists(what, where=str(target), fix="choose another name, or give overwrite=True", state=NOTHING_WRITTEN)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from weightsmith._base.closing import Closing
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith._base.files import FULL
 from weightsmith._outputs.checksum import byte_view
@@ -32,7 +32,7 @@ BOOKKEEPING_BYTES = 400
 _CHECKSUM = re.compile("[0-9a-f]{32}")
 
 
-class Staging:
+class Staging(Closing):
     """A checkpoint being built. Created by `open`, completed by `publish`; `close` leaves work that can be resumed.
 
     backend    keeps the bytes
@@ -204,11 +204,9 @@ class Staging:
 
     # parts that other processes build
 
-    @contextmanager
-    def only_process(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    def only_process(self, waiting: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Wait until no other part is inside, and see the products that they have finished. waiting: called if one is."""
-        with self.backend.only_process(waiting):
-            yield
+        return self.backend.only_process(waiting)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -284,9 +282,3 @@ class Staging:
     def close(self) -> None:
         """Close files, end threads and release the lock; staged work stays, and is resumed. May be called twice."""
         self.backend.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

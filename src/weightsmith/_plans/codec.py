@@ -38,6 +38,12 @@ def invalid(at: str, what: str) -> FormatError:
     return FormatError(f"invalid plan: {what}", where=at, fix="create the plan again: weightsmith plan RECIPE --json")
 
 
+def check_name(name: str, at: str) -> None:
+    """Raise FormatError unless this is the name of a file, without a folder."""
+    if "/" in name or "\\" in name or name in ("", ".", ".."):
+        raise invalid(at, f"{name!r} is not a file name")
+
+
 def encode(value: Any) -> Any:
     """A record, or a value of its fields, as JSON values.
 
@@ -95,13 +101,13 @@ def has_type(value: object, hint: Any) -> bool:
     return True
 
 
-def decode_record(kind: type[T], value: Any, at: str, *, open_keys: bool = False) -> T:
-    """A record from an object, whatever its form. open_keys: unknown keys are ignored."""
-    return kind(**decode_fields(kind, value, at, open_keys=open_keys))
+def decode_record(kind: type[T], value: Any, at: str) -> T:
+    """A record from an object, whatever its form."""
+    return kind(**decode_fields(kind, value, at))
 
 
 def decode_fields(kind: type, value: Any, at: str, *, open_keys: bool = False) -> dict[str, Any]:
-    """The fields of a record from an object."""
+    """The fields of a record from an object. open_keys: unknown keys are ignored."""
     own: Any = kind
     value, made = _object(value, at), {}
     for name, key, omit, _ in _keys(own):
@@ -121,9 +127,7 @@ def _keys(kind: Any) -> tuple[tuple[str, str, bool, Any], ...]:
     return tuple((each.name, each.metadata.get("key", each.name), "omit" in each.metadata, each.default) for each in own)
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def _object(value: Any, at: str) -> dict[str, Any]:
@@ -156,7 +160,7 @@ def _decoder(hint: Any) -> Callable[[Any, str], Any]:
         return partial(_mapping, _decoder(inner[1]))
     if kind is float:
         return _number
-    return _anything if kind is Any else partial(_scalar, kind)
+    return (lambda value, _at: value) if kind is Any else partial(_scalar, kind)
 
 
 _SCALARS = frozenset({str, int, bool, type(None)})
@@ -203,10 +207,6 @@ def _number(value: Any, at: str) -> Any:
         finite = False
     if not finite:
         raise invalid(at, f"expected a finite number, not {show(value)}")
-    return value
-
-
-def _anything(value: Any, _at: str) -> Any:
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from weightsmith._base.errors import Finding
 from weightsmith._files.containers import SAFETENSORS
-from weightsmith._plans.codec import invalid
+from weightsmith._plans.codec import check_name, invalid
 from weightsmith._plans.values import (
     JOIN,
     PLAIN,
@@ -124,8 +124,7 @@ def _check(plan: Plan) -> None:
     if not 0 <= plan.donor < models:
         raise invalid("plan.donor", f"there is no model {plan.donor}")
     for name in (*plan.carried, *plan.files):
-        if "/" in name or "\\" in name or name in ("", ".", ".."):
-            raise invalid("plan.other_files" if name in plan.files else "plan.carried", f"{name!r} is not a file name")
+        check_name(name, "plan.other_files" if name in plan.files else "plan.carried")
         if name in plan.carried and name in plan.files:
             raise invalid("plan.other_files", f"{name!r} is carried too")
     for model in plan.models:

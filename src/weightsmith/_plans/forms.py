@@ -14,7 +14,18 @@ from typing import Any, Self
 from weightsmith._base.redaction import has_secret
 from weightsmith._base.tensors import BLOCKS, DTYPES, TensorSpec
 from weightsmith._files.containers import CONTAINERS
-from weightsmith._plans.codec import FORMS, Form, decode, decode_fields, decode_record, encode, encode_record, has_type, invalid
+from weightsmith._plans.codec import (
+    FORMS,
+    Form,
+    check_name,
+    decode,
+    decode_fields,
+    decode_record,
+    encode,
+    encode_record,
+    has_type,
+    invalid,
+)
 from weightsmith._plans.draft import PlanDraft
 from weightsmith._plans.values import Block, Dropped, FileRead, Gather, Plan, Product, Read, Step, Table, View
 from weightsmith._version import __version__
@@ -159,8 +170,7 @@ def _decode_bytes(value: Any, at: str) -> bytes:
 
 def _decode_file(value: Any, at: str) -> FileRead:
     file = FileRead(*decode(tuple[int, str, str], value, at))
-    if "/" in file.name or "\\" in file.name or file.name in ("", ".", ".."):
-        raise invalid(at, f"{file.name!r} is not a file name")
+    check_name(file.name, at)
     return file
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
@@ -222,6 +222,11 @@ class Step:
         return self.stored or (self.out,)
 
     @property
+    def nbytes(self) -> int:
+        """Of the tensors to write."""
+        return sum(out.nbytes for out in self.outs)
+
+    @property
     def family(self) -> str:
         """The encoding without its setting: `exl2` for `exl2 4/g128`."""
         return self.encoding.partition(" ")[0]
@@ -230,6 +235,10 @@ class Step:
     def leaves(self) -> tuple[Step, ...]:
         """The pieces, or else the step itself."""
         return self.pieces or (self,)
+
+    def with_leaves(self, change: Callable[[Step], Step]) -> Step:
+        """The step with each of its leaves changed."""
+        return replace(self, pieces=tuple(map(change, self.pieces))) if self.pieces else change(self)
 
     @property
     def all_inputs(self) -> Iterator[Read]:
@@ -411,6 +420,16 @@ class Plan:
         specs = [out for step in self.steps for out in step.outs]
         return CONTAINERS[self.container](specs, self.max_shard_bytes, self.header, self.mmproj)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the output."""
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def all_steps(self) -> tuple[Step, ...]:
+        """The steps of the output, and those that products read."""
+        return (*self.steps, *(step for product in self.products for step in product.steps))
+
     @cached_property
     def encodings(self) -> tuple[str, ...]:
         """The encodings in use, other than `plain`, without their settings."""
@@ -419,9 +438,8 @@ class Plan:
     @cached_property
     def widest(self) -> int:
         """The largest number of inputs of any step; those of merges that are computed on the way, and their results, count."""
-        steps = [*self.steps, *(step for product in self.products for step in product.steps)]
         inner = sum(model.plan.widest + 1 for model in self.models if model.plan is not None)
-        return max((len(leaf.inputs) for step in steps for leaf in step.leaves), default=1) + inner
+        return max((len(leaf.inputs) for step in self.all_steps for leaf in step.leaves), default=1) + inner
 
     @cached_property
     def levels(self) -> int:
@@ -457,15 +475,14 @@ class Plan:
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def __repr__(self) -> str:
-        nbytes = sum(out.nbytes for step in self.steps for out in step.outs)
-        return f"<Plan {self.made.name} of {len(self.models)} models: {len(self.steps):,} tensors, {nbytes:,} bytes>"
+        return f"<Plan {self.made.name} of {len(self.models)} models: {len(self.steps):,} tensors, {self.nbytes:,} bytes>"
 
     def _repr_html_(self) -> str:
         """For notebooks: totals, ops and warnings."""
         ops: dict[str, tuple[int, int]] = {}
         for step in self.steps:
             tensors, nbytes = ops.get(step.made_by, (0, 0))
-            ops[step.made_by] = tensors + 1, nbytes + sum(out.nbytes for out in step.outs)
+            ops[step.made_by] = tensors + 1, nbytes + step.nbytes
         rows = [("method", self.made.name), ("models", ", ".join(model.ref for model in self.models))]
         rows += [(f"by {op}", f"{tensors:,} tensors, {nbytes:,} bytes") for op, (tensors, nbytes) in ops.items()]
         rows += [("not in the output", f"{len(self.dropped):,} tensors")] if self.dropped else []

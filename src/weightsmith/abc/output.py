@@ -382,10 +382,6 @@ class Unfinished:
     remove: Callable[[], None] = field(compare=False)
 
 
-def _none(where: str) -> Iterable[Unfinished]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class OutputScheme:
     """Outputs whose addresses begin with `scheme://`.
@@ -395,4 +391,4 @@ class OutputScheme:
     """
 
     place: Callable[[str], Place]
-    unfinished: Callable[[str], Iterable[Unfinished]] = _none
+    unfinished: Callable[[str], Iterable[Unfinished]] = lambda where: ()

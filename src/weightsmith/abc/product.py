@@ -156,26 +156,6 @@ class Report(Protocol):
         """Warnings. where: the recipe."""
 
 
-def _no_problem(product: Product) -> str:
-    return ""
-
-
-def _same_models(product: Product, other: Product) -> bool:
-    return set(other.models) <= set(product.models)
-
-
-def _no_plugins(product: Product) -> str:
-    return ""
-
-
-def _no_files(product: Product) -> Sequence[Path]:
-    return ()
-
-
-def _no_report(product: Product, arrays: Arrays) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class ProductKind:
     """A kind of product: either `reduce` or `compute` is set.
@@ -197,11 +177,11 @@ class ProductKind:
     doing: str
     reduce: Callable[[Product], StreamingReduction] | None = None
     compute: Callable[[ProductContext], Arrays] | None = None
-    report: Callable[[Product, Arrays], Report | None] = _no_report
-    check: Callable[[Product], str] = _no_problem
-    serves: Callable[[Product, Product], bool] = _same_models
-    reads: Callable[[Product], Sequence[Path]] = _no_files
-    installed: Callable[[Product], str] = _no_plugins
+    report: Callable[[Product, Arrays], Report | None] = lambda product, arrays: None
+    check: Callable[[Product], str] = lambda product: ""
+    serves: Callable[[Product, Product], bool] = lambda product, other: set(other.models) <= set(product.models)
+    reads: Callable[[Product], Sequence[Path]] = lambda product: ()
+    installed: Callable[[Product], str] = lambda product: ""
     device: bool = False
     transient: bool = False
     released: bool = False

@@ -18,8 +18,9 @@ from tests.activations.test_decoder import save_model
 from tests.zoo import SIZES
 from weightsmith._base.errors import PlanError
 from weightsmith._base.installation import install
-from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.local import run
 from weightsmith._engine.products import find_kind
+from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.mixture.routing.gates import MODES, Sample

@@ -74,11 +74,11 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
     before = {path.name for path in folder.iterdir()}
     evaluated, run_plan = list[str](), targets.run_plan
 
-    def first_only(following: Any, out: Any, *more: Any, **others: Any) -> Any:
+    def first_only(following: Any, asked: Any) -> Any:
         if evaluated:
             raise KeyboardInterrupt
-        evaluated.append(str(out))
-        return run_plan(following, out, *more, **others)
+        evaluated.append(str(asked.out))
+        return run_plan(following, asked)
 
     monkeypatch.setattr(targets, "run_plan", first_only)
     with pytest.raises(KeyboardInterrupt):
@@ -88,7 +88,7 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         targets,
         "run_plan",
-        lambda following, out, *more, **others: (again.append(str(out)), run_plan(following, out, *more, **others))[1],
+        lambda following, asked: (again.append(str(asked.out)), run_plan(following, asked))[1],
     )
     resumed = made("out", "kl=1e-4")
     assert evaluated[0] not in again

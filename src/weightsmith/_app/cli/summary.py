@@ -11,13 +11,12 @@ from weightsmith._activations.work import EmbeddingWork
 from weightsmith._base.options import RunOptions
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.computed import Computed
-from weightsmith._engine.local import Resources
 from weightsmith._engine.passes import visits, whole_passes
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
-from weightsmith._engine.schedule import RESIDENT_BYTES
-from weightsmith._engine.tiles import fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
+from weightsmith._engine.tiles import peak_memory_bytes
+from weightsmith._execution.run import resources_of
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
     by_weight,
@@ -261,7 +260,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         texts=_texts(plan),
         product_bytes=most_bytes(plan),
         measuring_bytes=max((_measuring_bytes(product) for product in plan.products if product.op == "statistic"), default=0),
-        memory=_memory(plan, options.threads, options.max_memory_bytes, [reader.job_facts(leaf)[1] for leaf in leaves]),
+        memory=_memory(plan, options, [reader.job_facts(leaf)[1] for leaf in leaves]),
     )
 
 
@@ -379,14 +378,13 @@ def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
     return tuple(DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in found.items())
 
 
-def _memory(plan: Plan, threads: int | None, max_memory_bytes: int | None, resident: Sequence[int]) -> Memory:
-    threads = Resources(threads or 0).workers
-    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, plan.widest, plan.levels)
+def _memory(plan: Plan, options: RunOptions, resident: Sequence[int]) -> Memory:
+    resources = resources_of(plan, options)
+    threads, tile_bytes = resources.workers, resources.tile_bytes
     peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
     if largest := max(resident, default=0):
         # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
-        allowed = fit_resident_bytes(max_memory_bytes, threads, plan.widest, RESIDENT_BYTES, plan.levels)
-        peak += max(largest, min(allowed, largest * threads)) + TORCH_BYTES
+        peak += max(largest, min(resources.resident_bytes, largest * threads)) + TORCH_BYTES
     return Memory(peak, threads, tile_bytes, any(map(of_calibration, plan.products)))
 
 

@@ -143,13 +143,12 @@ def show_warnings(prepared: Prepared) -> None:
 
 def _summary(merged: Merged) -> str:
     steps, weights = len(merged.plan.steps), _weights(merged.plan)
-    nbytes = sum(out.nbytes for step in merged.plan.steps for out in step.outs)
     moved = merged.read_bytes + merged.written_bytes
     them = "them" if weights == steps else f"the {steps:,} stored arrays"
     resumed = f", {merged.resumed:,} of {them} by an earlier run" if merged.resumed else ""
     speed = f" ({size(moved / merged.seconds)}/s read and written)" if merged.seconds > 0 else ""
     tensors = count(weights, "tensor")
-    done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(nbytes)} in {duration(merged.seconds)}{speed}"
+    done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(merged.nbytes)} in {duration(merged.seconds)}{speed}"
     if merged.fetched_bytes:
         done += f"\n{size(merged.fetched_bytes)} streamed"
     if merged.url:
@@ -190,7 +189,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         "method": plan.made.name,
         "tensors": _weights(plan),
         "resumed": merged.resumed,
-        "bytes": sum(out.nbytes for step in plan.steps for out in step.outs),
+        "bytes": plan.nbytes,
         "files": [{"name": s.name, "bytes": s.nbytes} for s in plan.layout.shards],
         "read_bytes": merged.read_bytes,
         "written_bytes": merged.written_bytes,

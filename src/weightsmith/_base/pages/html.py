@@ -28,6 +28,7 @@ from weightsmith._base.pages.values import (
     Table,
     Unit,
     Value,
+    cell_json,
     rounded,
     safe,
     written,
@@ -79,7 +80,7 @@ def to_html(page: Page) -> str:
         "charts": [_plain_values(chart.to_json()) for chart in charts],
         "tables": [_packed(table, _identifier(table, i)) for i, table in tables],
     }
-    data = _compact(content)
+    data = json_text(content, allow_nan=False, separators=(",", ":"))
     return "\n".join(
         [
             "<!doctype html>",
@@ -217,10 +218,6 @@ def _table(table: Table) -> Iterator[str]:
 # ---- The data of a page: what its script shows and saves.
 
 
-def _compact(value: object) -> str:
-    return json_text(value, allow_nan=False, separators=(",", ":"))
-
-
 def _packed(table: Table, identifier: str) -> dict[str, Any]:
     """A table as columns: the names of 10,000 tensors differ little from one to the next, and their shapes are few."""
     found: dict[str, Any] = {
@@ -269,11 +266,9 @@ def _common(a: str, b: str) -> int:
 
 
 def _cell(value: Value, unit: Unit) -> Any:
-    if value is None or isinstance(value, Mark):
-        return None if value is None else value.word if unit == "text" else value.key
-    if isinstance(value, float) and not math.isfinite(value):
-        return Mark.UNDEFINED.key if math.isnan(value) else Mark.INFINITE.key
-    return value if isinstance(value, str) else rounded(value, 9 if unit == "cosine" else _DIGITS)
+    if isinstance(value, Mark) and unit == "text":
+        return value.word
+    return value if isinstance(value, str) else cell_json(value, 9 if unit == "cosine" else _DIGITS)
 
 
 _BASE = 90

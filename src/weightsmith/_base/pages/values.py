@@ -181,14 +181,15 @@ def span_of(values: Iterable[Cell], scale: Scale) -> tuple[float, float] | None:
 
 
 def _cells_json(values: Iterable[Iterable[Cell]]) -> list[list[float | str | None]]:
-    return [[_cell_json(value) for value in row] for row in values]
+    return [[cell_json(value) for value in row] for row in values]
 
 
-def _cell_json(value: Cell) -> float | str | None:
+def cell_json(value: Cell, digits: int = 6) -> float | str | None:
+    """A cell in JSON: a mark by its key."""
     if value is None or isinstance(value, Mark):
         return None if value is None else value.key
     if math.isfinite(value):
-        return rounded(value, 6)
+        return rounded(value, digits)
     return Mark.UNDEFINED.key if math.isnan(value) else Mark.INFINITE.key
 
 

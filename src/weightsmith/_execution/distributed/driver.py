@@ -31,7 +31,7 @@ from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._execution.distributed.work import Answer, Done, Failed, Lost, Order, Share, Workers
 from weightsmith._execution.identity import facts, work_identity
-from weightsmith._execution.run import Callbacks, Helped
+from weightsmith._execution.run import Callbacks, Helped, RunRequest
 from weightsmith._files.collector import collector_paused
 from weightsmith._files.containers import GGUF
 from weightsmith._methods.jobs.requires import named_device
@@ -61,28 +61,20 @@ EDGE_BYTES = 4 << 20
 """Tensors of two parts that are less than that apart may be in one page of a network file system's cache."""
 
 
-def share_out(
-    prepared: Prepared,
-    staging: Staging,
-    out: str | os.PathLike[str],
-    options: RunOptions,
-    callbacks: Callbacks,
-    *,
-    workers: Workers,
-) -> Helped:
+def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, workers: Workers) -> Helped:
     """Have workers do all parts of a plan, in a staging folder that is open here. The caller publishes.
 
     Raises what a worker raised, WorkerLost for a part whose workers are lost again and again, and what the callbacks
     raise. All workers have ended then, and what they finished can be resumed.
     """
-    workers.begin(_order(prepared, out, options))
-    driver = Driver(prepared, staging, place_of(out).together(prepared.plan.layout), workers, callbacks)
+    workers.begin(_order(prepared, request.out, request.options))
+    driver = Driver(prepared, staging, place_of(request.out).together(prepared.plan.layout), workers, request.callbacks)
     with staging.shared():
         try:
             driver.go()
         finally:
             driver.stop()
-    driver.check_edges(options.threads or 2)
+    driver.check_edges(request.options.threads or 2)
     return driver.helped
 
 
@@ -132,7 +124,7 @@ class Driver:
         self._durations: list[float] = []
         self._machines: set[str] = set()
         self._second_is_safe = is_portable(prepared)
-        self._uncounted = {step.outs[0].name: sum(out.nbytes for out in step.outs) for step in plan.steps}
+        self._uncounted = {step.outs[0].name: step.nbytes for step in plan.steps}
         self._total_tensors, self._total_bytes, self._counted_bytes = len(self._uncounted), sum(self._uncounted.values()), 0
         self._followed = staging.followed()
         self._began = self._looked = time.monotonic()
@@ -270,8 +262,7 @@ def part_count(plan: Plan, slots: int, together: Together = ()) -> int:
     """How many parts a plan is divided into for so many workers at once; one for a single worker. together: see `parts_of`."""
     if slots == 1:  # if it is lost, the next one keeps what it has finished; at the end of a part its threads wait
         return 1
-    total = sum(out.nbytes for step in plan.steps for out in step.outs)
-    wanted = min(PARTS_PER_SLOT * slots, max(slots, -(-total // PART_BYTES)))
+    wanted = min(PARTS_PER_SLOT * slots, max(slots, -(-plan.nbytes // PART_BYTES)))
     return max(1, min(wanted, len(units_of(plan, together))))
 
 

@@ -73,9 +73,8 @@ class RayWorkers:
                     _join(ray, address, stack)
                 except Exception as error:  # what Ray raises depends on where it fails
                     fix = "start a cluster with: ray start --head; or let this command start one with --ray local"
-                    raise ParameterError(
-                        f"no cluster at {address}: {first_line(error)}", where=named("ray"), fix=fix
-                    ) from error
+                    what = f"no cluster at {address}: {first_line(error)}"
+                    raise ParameterError(what, where=named("ray"), fix=fix) from error
             workers = cls(ray, options)
             try:
                 yield workers

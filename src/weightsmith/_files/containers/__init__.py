@@ -21,15 +21,10 @@ GGUF = "gguf"
 PEFT = "peft"
 
 
-def _gguf_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes, mmproj: bytes) -> Layout:
-    """The stored format lays out its files; it is further down."""
-    found: Layout = import_module("weightsmith._models.formats.gguf.layout").make_layout(specs, max_shard_bytes, header, mmproj)
-    return found
-
-
 CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, bytes, bytes], Layout]] = {
     SAFETENSORS: lambda specs, max_shard_bytes, *headers: make_layout(specs, max_shard_bytes),
-    GGUF: _gguf_layout,
+    # The stored format lays out its files; it is further down.
+    GGUF: lambda *given: import_module("weightsmith._models.formats.gguf.layout").make_layout(*given),
     PEFT: lambda specs, max_shard_bytes, *headers: make_peft_layout(specs),
 }
 """Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, `Plan.header` and `Plan.mmproj`."""

@@ -91,31 +91,23 @@ def _check_names(names: Iterable[str]) -> None:
         if name in seen:
             raise StoreError("two tensors have this name", where=name, state=NOTHING_WRITTEN)
         if name == "__metadata__":
-            raise StoreError(
-                "this name is reserved in safetensors files",
-                where=name,
-                fix="rename the tensor",
-                state=NOTHING_WRITTEN,
-            )
+            what = "this name is reserved in safetensors files"
+            raise StoreError(what, where=name, fix="rename the tensor", state=NOTHING_WRITTEN)
         if not name.isascii():
             try:
                 name.encode()
             except UnicodeEncodeError:
-                raise StoreError(
-                    f"tensor name {name!r} is not valid Unicode (a lone surrogate)", state=NOTHING_WRITTEN
-                ) from None
+                what = f"tensor name {name!r} is not valid Unicode (a lone surrogate)"
+                raise StoreError(what, state=NOTHING_WRITTEN) from None
         seen.add(name)
 
 
 def _check_metadata(metadata: Mapping[Any, Any]) -> None:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise StoreError(
-                f"safetensors metadata must map strings to strings, not {key!r} to {value!r}",
-                where="metadata",
-                fix="convert the value to a string, for example with json.dumps",
-                state=NOTHING_WRITTEN,
-            )
+            what = f"safetensors metadata must map strings to strings, not {key!r} to {value!r}"
+            fix = "convert the value to a string, for example with json.dumps"
+            raise StoreError(what, where="metadata", fix=fix, state=NOTHING_WRITTEN)
 
 
 def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str) -> bytes:
@@ -130,12 +122,9 @@ def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str)
     padding = -(8 + len(text)) % DATA_ALIGNMENT_BYTES
     length = len(text) + padding
     if length > MAX_HEADER_BYTES:
-        raise StoreError(
-            f"the header of {len(group):,} tensors would be {length:,} bytes; readers accept {MAX_HEADER_BYTES:,}",
-            where=name,
-            fix="use a smaller max_shard_bytes to spread the tensors over more files",
-            state=NOTHING_WRITTEN,
-        )
+        what = f"the header of {len(group):,} tensors would be {length:,} bytes; readers accept {MAX_HEADER_BYTES:,}"
+        fix = "use a smaller max_shard_bytes to spread the tensors over more files"
+        raise StoreError(what, where=name, fix=fix, state=NOTHING_WRITTEN)
     return length.to_bytes(8, "little") + text + b" " * padding
 
 

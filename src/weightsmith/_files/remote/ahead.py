@@ -21,7 +21,7 @@ from weightsmith._base.errors import CheckpointError, StoreError
 from weightsmith._base.files import Extent
 from weightsmith._base.options import SPOOL_BYTES
 from weightsmith._files.remote.files import RemoteFile
-from weightsmith._files.remote.retries import Stopped, fetch
+from weightsmith._files.remote.retries import Stopped, fetch, fetch_into
 from weightsmith._files.remote.spool import Spool, spool_folder
 
 if TYPE_CHECKING:
@@ -267,12 +267,8 @@ class ReadAhead:
 
     def _read_directly(self, file: RemoteFile, offset: int, out: memoryview) -> None:
         """Fetch bytes that no visit reads, or that have no slot."""
-
-        def put(at: int, piece: bytes) -> None:
-            out[at - offset : at - offset + len(piece)] = piece
-
         try:
-            fetch(file.ranges, offset, offset + len(out), put, self._stop)
+            fetch_into(file.ranges, offset, out, self._stop)
         except Stopped:
             raise CheckpointError("the run has ended", where=file.ranges.where) from None
         with self._condition:

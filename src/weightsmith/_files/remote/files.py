@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weightsmith._base.files import FileState, RandomAccess, open_local
-from weightsmith._files.remote.retries import Ranges, fetch, retry_request
+from weightsmith._files.remote.retries import Ranges, fetch_into, retry_request
 
 HEAD_BYTES = 128 << 10  # read at once from the start of a file: the header of most shards
 RANGE_BYTES = 4 << 10  # read at least, elsewhere
@@ -85,7 +85,7 @@ class RemoteFile:
         if not offset and end < last == self.nbytes:
             last -= 1  # a part, even of a small file: the answer shows that there are ranges
         data = bytearray(last - first)
-        self._fetch(first, memoryview(data))
+        fetch_into(self.ranges, first, memoryview(data))
         self._parts.append((first, bytes(data)))
         return self._parts[-1][1][offset - first : end - first]
 
@@ -103,19 +103,13 @@ class RemoteFile:
         if not len(out):
             return
         if self.ahead is None:
-            self._fetch(offset, out)
+            fetch_into(self.ranges, offset, out)
         else:
             self.ahead.read_into(self, offset, out)
 
     def check_unchanged(self) -> None:
         """See `RemoteBytes`."""
         retry_request(self.ranges.check_unchanged, self.ranges.where)
-
-    def _fetch(self, first: int, out: memoryview) -> None:
-        def put(at: int, piece: bytes) -> None:
-            out[at - first : at - first + len(piece)] = piece
-
-        fetch(self.ranges, first, first + len(out), put)
 
 
 class ModelFiles:

@@ -238,9 +238,8 @@ def check_status(response: Any, where: str) -> None:
         fix = "Check that you may read it, and your token: `hf auth whoami`, or HF_TOKEN."
         raise CheckpointError(f"the server refuses to send it (status {status})", where=where, fix=fix)
     if status in (404, 410):
-        raise CheckpointError(
-            f"the server no longer has it (status {status})", where=where, fix="Check the address and the revision."
-        )
+        what = f"the server no longer has it (status {status})"
+        raise CheckpointError(what, where=where, fix="Check the address and the revision.")
     if status in (412, 416):
         what = f"the file has changed since it was first read (status {status})"
         raise CheckpointError(what, where=where, fix=CHANGED_FIX)
@@ -277,9 +276,8 @@ def _target(url: str, location: str, where: str) -> str:
     here, there = urlsplit(url), urlsplit(target)
     plain = here.scheme == there.scheme == "http" and (is_loopback(there.netloc) or _origin(target) == _origin(url))
     if not location or (there.scheme != "https" and not plain):
-        raise CheckpointError(
-            f"the server redirects to an address that is not read: {show(target.partition('?')[0])}", where=where
-        )
+        what = f"the server redirects to an address that is not read: {show(target.partition('?')[0])}"
+        raise CheckpointError(what, where=where)
     return target
 
 

@@ -140,6 +140,15 @@ def fetch(ranges: Ranges, first: int, end: int, put: Put, stop: threading.Event 
                 raise Stopped from None
 
 
+def fetch_into(ranges: Ranges, first: int, out: memoryview, stop: threading.Event | None = None) -> None:
+    """Fill `out` with the bytes from `first` on. Raises as `fetch`."""
+
+    def put(at: int, piece: bytes) -> None:
+        out[at - first : at - first + len(piece)] = piece
+
+    fetch(ranges, first, first + len(out), put, stop)
+
+
 def _given_up(error: Again, where: str) -> CheckpointError:
     """The error for bytes that are not asked for again."""
     if error.wait_seconds > PATIENCE.asked_seconds:

@@ -83,9 +83,8 @@ class Spool:
         except OSError as error:
             raise self._failure(error) from error
         if n < len(out):
-            raise StoreError(
-                "the temporary cache file is shorter than what was written to it", where=str(self._folder), fix="run again"
-            )
+            what = "the temporary cache file is shorter than what was written to it"
+            raise StoreError(what, where=str(self._folder), fix="run again")
 
     def _failure(self, error: OSError) -> StoreError:
         what = f"cannot use the temporary cache file for streamed data: {error.strerror or error}"

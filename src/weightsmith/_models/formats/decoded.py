@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
+from weightsmith._base.errors import FormatError, Unsupported, raised_at
 from weightsmith._base.files import Extent, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
@@ -194,11 +194,8 @@ class DecodedTensors:
         self._stored.close()
 
     def _decode(self, weight: Weight, first: int, values: npt.NDArray[np.float32]) -> None:
-        try:
+        with raised_at(self._where):
             weight.decode(self._stored, first, values)
-        except CheckpointError as error:
-            error.finding = replace(error.finding, where=error.finding.where or self._where)
-            raise
 
     def _weight(self, name: str) -> Weight | None:
         return self._weights.get(spec_of(self.specs, name, self._where).name)

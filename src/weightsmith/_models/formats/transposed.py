@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.errors import NonFinite, Unsupported, raised_at
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.matrices import SUFFIX, CodesOf, bf16_scales, matrix_refusal
@@ -70,11 +70,8 @@ class TransposedEncoding:
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
         """As `Encoding.encode`, for all rows at once. Raises NonFinite for a weight whose scale float16 cannot hold."""
         arrays = [out.view(each.dtype.numpy).reshape(each.shape) for out, each in zip(outs, self.parts(spec), strict=True)]
-        try:
+        with raised_at(f"output tensor {show(spec.name)}"):
             self.fill(rows, arrays, None)
-        except NonFinite as error:
-            error.finding = replace(error.finding, where=f"output tensor {show(spec.name)}")
-            raise
 
     def quantise(self, weight: Rows, codes_of: CodesOf | None) -> list[npt.NDArray[Any]]:
         """The stored arrays of a weight, in the order of `outs`. codes_of: chooses the codes; None rounds to nearest."""

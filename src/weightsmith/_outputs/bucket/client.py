@@ -330,12 +330,8 @@ def age(now: str | None, written: datetime) -> float:
 
 def not_ours(where: str) -> StoreError:
     """The error for an object of another program, where work in progress would be kept."""
-    return StoreError(
-        "this object is in the way: it has the name of unfinished work, and weightsmith did not write it",
-        where=where,
-        fix="remove it yourself, or choose another output",
-        state=NOTHING_WRITTEN,
-    )
+    what = "this object is in the way: it has the name of unfinished work, and weightsmith did not write it"
+    return StoreError(what, where=where, fix="remove it yourself, or choose another output", state=NOTHING_WRITTEN)
 
 
 def md5_of(data: bytes | bytearray) -> bytes:

@@ -59,9 +59,8 @@ def manifest_of(bucket: Bucket, address: Prefix) -> Manifest:
     found = bucket.read(address.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
     where = address.shown(address.key(MANIFEST_NAME))
     if found is None:
-        raise NotFound(
-            "there is no manifest, so nothing to compare with", where=where, fix="name a prefix that weightsmith wrote"
-        )
+        what = "there is no manifest, so nothing to compare with"
+        raise NotFound(what, where=where, fix="name a prefix that weightsmith wrote")
     return decode_manifest(found.data, where)
 
 
@@ -116,12 +115,8 @@ def check_not_read(address: Prefix, reads: Iterable[str]) -> None:
     for read in reads:
         for place in _addresses(read):
             if f"{place}/".startswith(own) or own.startswith(f"{place}/"):
-                raise StoreError(
-                    f"the run reads {place}, which would be lost",
-                    where=str(address),
-                    fix="choose another output",
-                    state=NOTHING_WRITTEN,
-                )
+                what = f"the run reads {place}, which would be lost"
+                raise StoreError(what, where=str(address), fix="choose another output", state=NOTHING_WRITTEN)
 
 
 def _addresses(read: str) -> Iterator[Address]:

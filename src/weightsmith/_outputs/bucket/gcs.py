@@ -199,9 +199,8 @@ class GoogleBucket(Bucket):
         for each in root.iter():
             each.tag = each.tag.rpartition("}")[2]
         if root.tag == "Error":  # after the store has begun to answer with 200
-            raise StoreError(
-                f"the store refused {method}: {legible(_text(root, 'Code'), 80)}", where=self._shown(key), fix=AGAIN
-            )
+            what = f"the store refused {method}: {legible(_text(root, 'Code'), 80)}"
+            raise StoreError(what, where=self._shown(key), fix=AGAIN)
         return root
 
     # requests

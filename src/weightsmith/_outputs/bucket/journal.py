@@ -94,7 +94,9 @@ def read_state(bucket: Bucket, key: str) -> Written | None:
                 state.token = token
             case ["upload", str(file), str(upload)] if fits_name(file):
                 state.uploads[file] = upload
-            case ["group", str(file), int(part), int(start), int(nbytes), list(etags)] if _texts(etags):
+            case ["group", str(file), int(part), int(start), int(nbytes), list(etags)] if all(
+                isinstance(etag, str) for etag in etags
+            ):
                 state.groups[GroupKey(file, part, start, nbytes)] = tuple(etags)
             case ["publishing", list(names), list(replaced)] if all(map(_is_name, [*names, *replaced])):
                 state.publishing = tuple(names), tuple(replaced)
@@ -126,7 +128,3 @@ class FollowedParts:
 def _is_name(value: object) -> bool:
     """Of a file of the output: some clients resolve `..` in a key, and another object would be deleted."""
     return isinstance(value, str) and fits_name(value)
-
-
-def _texts(values: list[object]) -> bool:
-    return all(isinstance(value, str) for value in values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
 from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PushFailed
@@ -70,11 +70,10 @@ def _models(read: str) -> Iterator[HubAddress]:
             yield HubAddress(repo.strip("/"), branch or MAIN)
 
 
-def holds(found: Mapping[str, Content], wanted: Mapping[str, Content], *, other: Collection[str] = (ATTRIBUTES, CARD)) -> bool:
-    """A commit with the files `found` holds exactly the model `wanted`. other: names that it may have besides."""
-    return all(name in found and content.is_same(found[name]) for name, content in wanted.items()) and not (
-        found.keys() - wanted.keys() - {*other}
-    )
+def holds(found: Mapping[str, Content], wanted: Mapping[str, Content]) -> bool:
+    """A commit with the files `found` holds exactly the model `wanted`; it may have the files that the Hub makes besides."""
+    others = found.keys() - wanted.keys() - {ATTRIBUTES, CARD}
+    return not others and all(name in found and content.is_same(found[name]) for name, content in wanted.items())
 
 
 def verify_hub(address: HubAddress, progress: Progress | None) -> Verified:

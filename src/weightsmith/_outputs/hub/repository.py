@@ -285,19 +285,13 @@ class BranchMoved(PushFailed):
 def moved(address: HubAddress, parent: str, head: str | None, *, committed: bool = False) -> BranchMoved:
     """The error for a branch that stands for `head`, where a run began with `parent`. committed: or made that commit itself."""
     if committed:
-        return BranchMoved(
-            "an interrupted run has committed this model, and the branch was changed after that",
-            where=str(address),
-            details=(f"its commit  {parent}", f"now         {head or 'deleted'}"),
-            fix="look at what was committed there; to commit this model again, run with --overwrite (overwrite=True)",
-            state="This run has committed nothing.",
-        )
-    return BranchMoved(
-        "the branch was changed after this run began, and nothing was committed",
-        where=str(address),
-        details=(f"began with  {parent}", f"now         {head or 'deleted'}"),
-        fix="look at what was committed there; the same command then continues from it, without computing or uploading again",
-    )
+        what = "an interrupted run has committed this model, and the branch was changed after that"
+        details = (f"its commit  {parent}", f"now         {head or 'deleted'}")
+        fix = "look at what was committed there; to commit this model again, run with --overwrite (overwrite=True)"
+        return BranchMoved(what, where=str(address), details=details, fix=fix, state="This run has committed nothing.")
+    what = "the branch was changed after this run began, and nothing was committed"
+    fix = "look at what was committed there; the same command then continues from it, without computing or uploading again"
+    return BranchMoved(what, where=str(address), details=(f"began with  {parent}", f"now         {head or 'deleted'}"), fix=fix)
 
 
 def uploaded(name: str, content: Content) -> CommitOperationAdd:

@@ -88,11 +88,8 @@ class StagingArea:
         elif old.is_dir() and not self.out.exists():
             old.rename(self.out)
         elif old.is_dir():
-            raise StoreError(
-                f"an interrupted overwrite of {self.out} left the replaced checkpoint here, and a new folder has its name",
-                where=str(old),
-                fix="move one of the two away and run again",
-            )
+            what = f"an interrupted overwrite of {self.out} left the replaced checkpoint here, and a new folder has its name"
+            raise StoreError(what, where=str(old), fix="move one of the two away and run again")
 
     def rename(self, *, overwrite: bool) -> None:
         """Give the content its final name. With `overwrite`, the checkpoint there is moved into the staging folder."""

@@ -274,11 +274,9 @@ class FolderBackend:
         """See `OutputBackend.finish`; in the journal before it returns."""
         journal, weights = self._opened()
         if weights.is_taken(name) and self._tensors[name].checksum != done.checksum:
-            raise StoreError(
-                "computed again, this tensor differs from what an earlier run has stored",
-                where=f"{self.out}, tensor {name}",
-                fix="run again with --no-resume (resume=False), which computes everything again",
-            )
+            what = "computed again, this tensor differs from what an earlier run has stored"
+            fix = "run again with --no-resume (resume=False), which computes everything again"
+            raise StoreError(what, where=f"{self.out}, tensor {name}", fix=fix)
         journal.tensor(name, done)
         self._tensors[name] = done
         weights.finish(name)

@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
+from weightsmith._base.files import file_kind
 from weightsmith._outputs.journal import Entries, read_journal
 
 LOCK, JOURNAL, SPACE, CONTENT, OLD, PRODUCTS, PARTS = "lock", "journal", "space", "content", "old", "products", "parts"
@@ -35,11 +36,11 @@ def check_kinds(folder: Path) -> None:
     for name in _FOLDERS:
         mode = _mode(folder / name)
         if mode and not stat.S_ISDIR(mode):
-            raise foreign(folder, f"{name} in it is {kind(mode)}, not a folder")
+            raise foreign(folder, f"{name} in it is {file_kind(mode)}, not a folder")
     for name in _FILES:
         mode = _mode(folder / name)
         if mode and not stat.S_ISREG(mode):
-            raise foreign(folder, f"{name} in it is {kind(mode)}, not a file")
+            raise foreign(folder, f"{name} in it is {file_kind(mode)}, not a file")
     if names and LOCK not in names and not read_journal(folder / JOURNAL).lines:
         raise foreign(folder, f"it holds {names[0]!r}, but neither a lock nor a journal")
 
@@ -51,7 +52,9 @@ def check_made_by_us(folder: Path, lock_text: str, entries: Entries) -> None:
     if entries.lines:
         return
     others = [
-        name for name in _names(folder) if name != LOCK and not (name == JOURNAL and (lock_text or not _size(folder / name)))
+        name
+        for name in _names(folder)
+        if name != LOCK and not (name == JOURNAL and (lock_text or not (folder / name).lstat().st_size))
     ]
     if others:
         raise foreign(folder, f"it holds {others[0]!r}, but no journal of weightsmith")
@@ -62,29 +65,14 @@ def check_content(folder: Path) -> None:
     for name in _names(folder):
         mode = _mode(folder / name)
         if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
-            raise foreign(folder, f"{name!r} in it is {kind(mode)}")
+            raise foreign(folder, f"{name!r} in it is {file_kind(mode)}")
 
 
 def foreign(folder: Path, why: str) -> StoreError:
     """The error for a staging folder that weightsmith did not create."""
-    return StoreError(
-        f"the folder for unfinished work exists, but was not created by weightsmith: {why}",
-        where=str(folder),
-        fix="move it away, or remove it, and run again; or choose another output folder",
-        state=NOTHING_WRITTEN,
-    )
-
-
-def kind(mode: int) -> str:
-    """The kind of a file, for messages."""
-    kinds = {
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFDIR: "a folder",
-        stat.S_IFREG: "a file",
-        stat.S_IFIFO: "a pipe",
-        stat.S_IFSOCK: "a socket",
-    }
-    return kinds.get(stat.S_IFMT(mode), "a device")
+    what = f"the folder for unfinished work exists, but was not created by weightsmith: {why}"
+    fix = "move it away, or remove it, and run again; or choose another output folder"
+    return StoreError(what, where=str(folder), fix=fix, state=NOTHING_WRITTEN)
 
 
 def _mode(path: Path) -> int:
@@ -93,10 +81,6 @@ def _mode(path: Path) -> int:
         return path.lstat().st_mode
     except FileNotFoundError:
         return 0
-
-
-def _size(path: Path) -> int:
-    return path.lstat().st_size
 
 
 def _names(folder: Path) -> list[str]:

@@ -139,9 +139,8 @@ def read_own(path: Path, max_bytes: int) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StoreError(
-            f"cannot be read: {error.strerror}", where=str(path), fix="remove it", state=NOTHING_WRITTEN
-        ) from error
+        what = f"cannot be read: {error.strerror}"
+        raise StoreError(what, where=str(path), fix="remove it", state=NOTHING_WRITTEN) from error
     try:
         nbytes = os.fstat(fd).st_size
         if nbytes > max_bytes:

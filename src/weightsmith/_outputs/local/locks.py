@@ -86,12 +86,9 @@ class Locks:
         try:
             return disk.lock(file.fileno())
         except BlockingIOError:
-            raise Busy(
-                f"{_text(file) or 'another process'} is building this output now",
-                where=str(self.out),
-                fix="wait until it has ended, stop it, or choose another output folder",
-                state=NOTHING_WRITTEN,
-            ) from None
+            what = f"{_text(file) or 'another process'} is building this output now"
+            fix = "wait until it has ended, stop it, or choose another output folder"
+            raise Busy(what, where=str(self.out), fix=fix, state=NOTHING_WRITTEN) from None
 
     def share(self) -> Entries | None:
         """Share the lock with other parts, and read the journals, all but the tensors.
@@ -173,11 +170,9 @@ class Locks:
                 time.sleep(0.05)
 
     def _no_locks(self) -> StoreError:
-        return StoreError(
-            "this file system has no locks, which the processes that do parts need",
-            where=str(self.out.parent),
-            fix="run the plan in one process, without a part, or choose an output folder on another disk",
-        )
+        what = "this file system has no locks, which the processes that do parts need"
+        fix = "run the plan in one process, without a part, or choose an output folder on another disk"
+        return StoreError(what, where=str(self.out.parent), fix=fix)
 
     def _taken(self) -> Busy:
         what = "another process has taken the unfinished work, or is still doing a part of it"
@@ -191,12 +186,9 @@ class Locks:
         try:
             disk.lock(file.fileno())
         except BlockingIOError:
-            raise Busy(
-                f"another process is doing part {part.replace('-', ' ')}",
-                where=str(self.out),
-                fix="wait until it has ended, or do another part",
-                state=NOTHING_WRITTEN,
-            ) from None
+            what = f"another process is doing part {part.replace('-', ' ')}"
+            fix = "wait until it has ended, or do another part"
+            raise Busy(what, where=str(self.out), fix=fix, state=NOTHING_WRITTEN) from None
 
     @contextmanager
     def products(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:

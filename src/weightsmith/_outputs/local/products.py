@@ -15,16 +15,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._outputs.checksum import hash_bytes
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.target import create_file
+from weightsmith._outputs.manifest import hash_file
 
 Arrays = Sequence[npt.NDArray[Any]]
 
-_READ_BYTES = 4 << 20
 _PART = ".part"
 
 
@@ -44,8 +43,7 @@ def create_product(folder: Path, name: str, outs: Sequence[TensorSpec]) -> Array
         finally:
             os.close(fd)
     except OSError:
-        with contextlib.suppress(OSError):
-            _part(folder, name).unlink()
+        _remove(_part(folder, name))
         return None
 
 
@@ -64,11 +62,10 @@ def write_product(folder: Path, name: str, arrays: Arrays) -> str:
             with os.fdopen(create_file(folder, PurePosixPath(part.name)), "wb") as file:
                 for array in arrays:
                     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        checksum = _hash(part)
+        checksum = hash_file(part).xxh3_128
         part.replace(product_path(folder, name))
     except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
+        _remove(part)
         return ""
     return checksum
 
@@ -83,7 +80,7 @@ def read_product(folder: Path, name: str, outs: Sequence[TensorSpec], checksum: 
     try:
         about = os.fstat(fd)
         whole = stat.S_ISREG(about.st_mode) and about.st_size == sum(out.nbytes for out in outs)
-        return _mapped(fd, outs, mmap.ACCESS_READ) if whole and _hash(path) == checksum else None
+        return _mapped(fd, outs, mmap.ACCESS_READ) if whole and hash_file(path).xxh3_128 == checksum else None
     except OSError:
         return None
     finally:
@@ -92,15 +89,18 @@ def read_product(folder: Path, name: str, outs: Sequence[TensorSpec], checksum: 
 
 def remove_product(folder: Path, name: str) -> None:
     """Remove the file of a product."""
-    with contextlib.suppress(OSError):
-        product_path(folder, name).unlink()
+    _remove(product_path(folder, name))
 
 
 def remove_parts(folder: Path) -> None:
     """Remove the unfinished files that killed processes have left. Call while no other process works in the folder."""
     for path in folder.glob(f"*{_PART}"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def release_pages(array: npt.NDArray[Any]) -> None:
@@ -130,11 +130,3 @@ def _map_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj
     return base if isinstance(base, mmap.mmap) else None
-
-
-def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()

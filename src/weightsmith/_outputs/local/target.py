@@ -39,19 +39,15 @@ def check_out(out: str | os.PathLike[str]) -> Path:
         what = "cannot be the output folder: it is an address"
         raise StoreError(what, where=given, fix="name a local folder", state=NOTHING_WRITTEN)
     if given.startswith("~") and str(expand_user(given)) == str(Path(given)):
-        raise StoreError(
-            f"{given!r} is in a home folder that does not exist",
-            where="output folder",
-            fix=f"write ./{given} for a folder of this name, or name another",
-            state=NOTHING_WRITTEN,
-        )
+        what = f"{given!r} is in a home folder that does not exist"
+        fix = f"write ./{given} for a folder of this name, or name another"
+        raise StoreError(what, where="output folder", fix=fix, state=NOTHING_WRITTEN)
     path = absolute(given)
     try:
         path.name.encode()
     except UnicodeEncodeError:  # the model card and the messages hold it
-        raise StoreError(
-            f"{given!r} is not UTF-8", where="output folder", fix="choose another name", state=NOTHING_WRITTEN
-        ) from None
+        what = f"{given!r} is not UTF-8"
+        raise StoreError(what, where="output folder", fix="choose another name", state=NOTHING_WRITTEN) from None
     try:
         _check_place(path)
     except OSError as error:  # a name that is too long, a parent that may not be entered
@@ -84,12 +80,8 @@ def _check_place(path: Path) -> None:
     if not parent.is_dir():
         raise _refused(path, f"{parent} is a file, not a folder", "name a folder inside a folder")
     if path.exists() and not path.is_dir():
-        raise OutputExists(
-            "a file has this name, and the output is a folder",
-            where=str(path),
-            fix="choose another name",
-            state=NOTHING_WRITTEN,
-        )
+        what = "a file has this name, and the output is a folder"
+        raise OutputExists(what, where=str(path), fix="choose another name", state=NOTHING_WRITTEN)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise _refused(path, f"you may not write into {parent}", "change its permissions, or write somewhere else")
 
@@ -331,9 +323,8 @@ def create_file(folder: Path, name: PurePosixPath) -> int:
         return os.open(name.name, create, 0o666, dir_fd=at)
     except OSError as error:
         if stat_is_link(folder, name):
-            raise StoreError(
-                "a symbolic link is in the way, and is not followed", where=str(folder / name), fix="remove it and run again"
-            ) from error
+            what = "a symbolic link is in the way, and is not followed"
+            raise StoreError(what, where=str(folder / name), fix="remove it and run again") from error
         raise
     finally:
         os.close(at)

@@ -24,11 +24,9 @@ def verify_folder(folder: str | os.PathLike[str], *, threads: int, progress: Pro
     if is_folder(root) and not os.access(root, os.X_OK):
         raise CheckpointError("cannot be read: you may not enter it", where=str(root), fix="change its permissions")
     if not os.path.lexists(root / MANIFEST_NAME):
-        raise NotFound(
-            "there is no manifest, so nothing to compare with" if is_folder(root) else "there is no such folder",
-            where=str(root / MANIFEST_NAME if is_folder(root) else root),
-            fix="name a folder that weightsmith wrote",
-        )
+        what = "there is no manifest, so nothing to compare with" if is_folder(root) else "there is no such folder"
+        fix = "name a folder that weightsmith wrote"
+        raise NotFound(what, where=str(root / MANIFEST_NAME if is_folder(root) else root), fix=fix)
     manifest = read_manifest(root)
     present = file_states(root, {*list_files(root), *manifest.names})
     with reading(root, manifest) as read:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from weightsmith import _methods as methods
+from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import exists, expand_user, is_folder
 from weightsmith._base.options import RecipeOptions
+from weightsmith._files.collector import collector_paused
 from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
@@ -112,7 +113,7 @@ def assemble_recipe(
     written   folders with results of other recipes
     opening   opens the models
     """
-    with ExitStack() as stack, _no_collection():
+    with ExitStack() as stack, collector_paused():
         bound = _bound(recipe, options, problems, folder, written, opening, stack)
         assembled = bound.assemble(bound.request)
         stack.pop_all()
@@ -135,7 +136,7 @@ def bind(
     loaded = _load(source, "merge", options)
     try:
         recipe = _recipe_of(loaded)
-        with ExitStack() as stack, _no_collection():
+        with ExitStack() as stack, collector_paused():
             bound = _bound(recipe, options, loaded.problems, _folder_of(source), NOTHING, open_models, stack)
             return replace(bound, source=source, stack=stack.pop_all())
     except PlanError as error:
@@ -159,7 +160,7 @@ def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(Closing):
     """A recipe whose models are opened and matched."""
 
     request: Request
@@ -176,7 +177,7 @@ class Bound:
         Raises PlanError; ParameterError for a value that changes the models or the vocabulary: these are bound.
         """
         options = replace(self.request.options, settings={**self.request.options.settings, **values})
-        with _no_collection():
+        with collector_paused():
             request = self._request(_load(self.source, "merge", options), options)
             if request is None:
                 what = "a value changes the models or the vocabulary, and these are opened already"
@@ -190,7 +191,7 @@ class Bound:
         """
         loaded = _load(source, "merge", self.request.options)
         try:
-            with _no_collection():
+            with collector_paused():
                 request = self._request(loaded, self.request.options)
                 if request is None:
                     return None
@@ -213,12 +214,6 @@ class Bound:
         """Close the models."""
         if self.stack is not None:
             self.stack.close()
-
-    def __enter__(self) -> Bound:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
 
 def _bound(
@@ -340,15 +335,3 @@ def _in_order(recipe: Recipe) -> list[ModelRef]:
 def parameter_names() -> list[str]:
     """The names of all methods' parameters."""
     return sorted({p.name for m in methods.all_methods() for p in m.parameters})
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without garbage collection: a plan is a million objects and no cycle; looking for one takes a fifth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

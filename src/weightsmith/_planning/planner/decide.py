@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._methods.base import Method
 from weightsmith._models.structure.fused import SubMatrix
 from weightsmith._models.structure.roles import role_of
-from weightsmith._plans import JOIN, Block, Product, Settings, Step
+from weightsmith._plans import CAST, COPY, JOIN, Block, Product, Settings, Step
 
 
 def decide(steps: Sequence[Step], settings: Sequence[Settings], method: Method) -> tuple[list[Step], tuple[Product, ...]]:
@@ -29,16 +29,22 @@ def decide(steps: Sequence[Step], settings: Sequence[Settings], method: Method) 
         needs = (product.name,) if product is not None and id(leaf) in needing else ()
         return replace(leaf, role=role_of(leaf.out), needs=needs)
 
-    return [_each_leaf(step, decided) for step in steps], () if product is None else (product,)
+    return [step.with_leaves(decided) for step in steps], () if product is None else (product,)
 
 
-def _each_leaf(step: Step, change: Callable[[Step], Step]) -> Step:
-    if not step.pieces:
-        return change(step)
-    return replace(step, pieces=tuple(map(change, step.pieces)))
+# ---- A merged tensor that holds several matrices is split into pieces, each merged like a separate tensor.
 
 
-# ---- A merged tensor that holds several matrices is split into pieces, each merged like a separate tensor."""
+def operation(method: Method, settings: Settings, given: int, places: Sequence[int], *, base: bool, same: bool) -> str:
+    """The operation of a tensor: it is copied, or cast, where the base alone takes part, or the method leaves its only input.
+
+    given   number of inputs
+    places  of those that take part
+    same    the first of these has the output's dtype
+    """
+    if (base and len(places) == 1) or (given == 1 and method.copies(settings.models)):
+        return COPY if same else CAST
+    return method.name
 
 
 def split_fused(step: Step, parts: Sequence[SubMatrix]) -> Step:

@@ -163,9 +163,8 @@ def _nothing(name: str, structure: Structure, reasons: Mapping[str, str]) -> Uns
     for tensor, why in reasons.items():
         tally.setdefault(why, []).append(tensor)
     details = [f"{len(names):,} as they are: {why} ({names[0]})" for why, names in tally.items()]
-    return Unsupported(
-        what, where="quantize", details=details, fix="choose another format; weightsmith quantize --list shows all"
-    )
+    fix = "choose another format; weightsmith quantize --list shows all"
+    return Unsupported(what, where="quantize", details=details, fix=fix)
 
 
 def _fused_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str], name: str) -> Iterator[Finding]:

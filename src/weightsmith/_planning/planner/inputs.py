@@ -147,7 +147,7 @@ def _place(ref: ModelRef) -> tuple[str, ...]:
     return str(real_path(path)) if exists(path) else ref.path, ref.revision, *adapter
 
 
-# ---- The donor: the model that gives the output its names, config.json, tokenizer and all other files."""
+# ---- The donor: the model that gives the output its names, config.json, tokenizer and all other files.
 
 
 def choose_donor(structures: Sequence[Structure | None], labels: Sequence[str]) -> tuple[int, list[Finding]]:

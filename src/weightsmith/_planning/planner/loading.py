@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
+from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Finding, LayerError, PlanError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
@@ -89,7 +90,7 @@ def question_of(
     return Question((plan.config, tuple(step.out for step in plan.steps)), (config, tuple(specs)), label, where, extra)
 
 
-class Beside(Generic[Answer]):
+class Beside(Closing, Generic[Answer]):
     """Has another process asked something beside other work, from a thread of its own.
 
     ask  is called with a function that is to be given each process when it has begun
@@ -120,12 +121,6 @@ class Beside(Generic[Answer]):
             if self._process is not None:
                 self._process.kill()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
     def _run(self, ask: Callable[[Began], Answer]) -> None:
         try:
@@ -206,12 +201,9 @@ def installed() -> bool:
 
 def _refused(differences: list[str], where: str) -> LayerError:
     more = [f"and {len(differences) - _SHOWN:,} more"] if len(differences) > _SHOWN else []
-    return LayerError(
-        "transformers could not load the output: its config.json would build a model with other tensors",
-        where=where,
-        details=[*differences[:_SHOWN], *more],
-        fix="choose other layers; to write it all the same, use --no-check-loading (check_loading=False)",
-    )
+    what = "transformers could not load the output: its config.json would build a model with other tensors"
+    fix = "choose other layers; to write it all the same, use --no-check-loading (check_loading=False)"
+    return LayerError(what, where=where, details=[*differences[:_SHOWN], *more], fix=fix)
 
 
 def _unchecked(why: str) -> Finding:

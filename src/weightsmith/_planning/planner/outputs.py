@@ -14,7 +14,7 @@ from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
 from weightsmith._planning.planner.account import Account
 from weightsmith._planning.planner.config import Counterparts
-from weightsmith._planning.planner.decide import split_fused
+from weightsmith._planning.planner.decide import operation, split_fused
 from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import at
 from weightsmith._planning.planner.match import Models, home_module, is_buffer
@@ -356,12 +356,10 @@ class Outputs:
                 self.account.use(used)
             else:
                 self.account.drop(used.model, used.tensor, f"{self.method.name} keeps the base's" if kept else _UNREAD)
-        op = self.method.name
-        base_alone = segment.base and len(places) == 1
-        if base_alone or (len(specs) == 1 and self.method.copies(self.resolver.settings[settings].models)):
-            op = COPY if dtype == specs[places[0]].dtype else CAST
+        values, same = self.resolver.settings[settings], dtype == specs[places[0]].dtype
+        op = operation(self.method, values, len(specs), places, base=segment.base, same=same)
         step = Step(out, op, tuple(inputs[k] for k in places), segment.base, settings)
-        if step.merges and not self.method.elementwise(self.resolver.settings[settings].shared):
+        if step.merges and not self.method.elementwise(values.shared):
             models, k = self.models, feeds[0].model
             step = split_fused(step, fused_parts(first, all_specs[k], models.structures[k], models.configs[k], name))
         self.steps.append(step)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightsmith._base.closing import Closing
 from weightsmith._base.errors import UnknownName, nearest
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._files.copied import MAX_COPIED_BYTES
@@ -36,7 +37,7 @@ Written = Mapping[str, Path]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Closing):
     """A plan and the open checkpoints it reads from; close it, or use it as a context manager.
 
     structure  of the donor
@@ -76,12 +77,6 @@ class Prepared:
         """Close the checkpoints."""
         for checkpoint in self.inputs:
             checkpoint.close()
-
-    def __enter__(self) -> Prepared:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
 
 @dataclass(slots=True)

@@ -224,7 +224,7 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
                 problems.append(_wrong(step, f"{where} does not say that it needs {min(unknown)}"))
     if problems:
         return problems
-    for step in (*plan.steps, *(step for product in plan.products for step in product.steps)):
+    for step in plan.all_steps:
         try:
             if step.encoding != PLAIN:
                 _check_encoding(plan, step, arrays)
@@ -257,7 +257,7 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
         raise _wrong(step, f"{step.encoding} does not store it as the plan says")
     if any(piece.out.shape[-1:] != step.out.shape[-1:] for piece in step.pieces):
         raise _wrong(step, f"{step.encoding} stores whole rows, and its pieces have other rows")
-    if isinstance(encoding, CutEncoding) and any(_rows(piece.out) % encoding.height for piece in step.pieces):
+    if isinstance(encoding, CutEncoding) and any(math.prod(piece.out.shape[:-1]) % encoding.height for piece in step.pieces):
         raise _wrong(step, f"{step.encoding} stores whole bands of rows, and its pieces have others")
     if step.weighted < 0 and not NEEDS_IMPORTANCES.isdisjoint(kinds := [out.dtype.name for out in step.stored]):
         raise _wrong(step, f"{' and '.join(kinds)} cannot be encoded without importances")
@@ -272,10 +272,6 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
     fits = made is not None and (made.dtype.name, made.shape) == ("F32", (1,)) and plan.maker[name] in plan.needs(step)
     if encoding.product and not fits:
         raise _wrong(step, f"{step.encoding} needs the array {name!r} of a product")
-
-
-def _rows(spec: TensorSpec) -> int:
-    return math.prod(spec.shape[:-1])
 
 
 def _check_leaf(plan: Plan, leaf: Step, inputs: list[Checkpoint], arrays: dict[str, TensorSpec]) -> None:

@@ -67,6 +67,14 @@ class Region:
     sliced: bool
 
 
+def wanted_models(method: Method, count: int) -> str:
+    """How many inputs a method takes besides the base, "at least 2"; "" if it takes `count`."""
+    low, high = method.min_models, method.max_models
+    if low <= count and (high is None or count <= high):
+        return ""
+    return f"exactly {low}" if low == high else f"at least {low}" if count < low else f"at most {high}"
+
+
 class SegmentMaker:
     """Makes the regions of a recipe, collecting problems and warnings."""
 
@@ -171,9 +179,9 @@ class SegmentMaker:
     def _check_count(self, feeds: Sequence[SegmentInput], where: str, besides: str) -> None:
         method, count = self.method, len(feeds)
         low, high = method.min_models, method.max_models
-        if low <= count and (high is None or count <= high):
+        wanted = wanted_models(method, count)
+        if not wanted:
             return
-        wanted = f"exactly {low}" if low == high else f"at least {low}" if count < low else f"at most {high}"
         bound = low if count < low else high or low
         details = [self.labels[f.model] for f in feeds]
         if any(f.appended for f in feeds):
@@ -191,7 +199,7 @@ class SegmentMaker:
         self.problems.append(MismatchError(what, where=where, details=details, fix=fix))
 
 
-# ---- Which segments make which module of the output, and whether the layers they ask for exist."""
+# ---- Which segments make which module of the output, and whether the layers they ask for exist.
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,12 @@ from weightsmith._methods.base import Method, Parameter
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
-from weightsmith._planning.planner.decide import decide, split_fused
+from weightsmith._planning.planner.decide import decide, operation, split_fused
 from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.merges import made_by
 from weightsmith._planning.planner.parameters import coerce, taking_part, without
-from weightsmith._plans import CAST, COPY, ModelInput, Plan, PlanDraft, Read, Settings, Step, Value
+from weightsmith._planning.planner.segments import wanted_models
+from weightsmith._plans import COPY, ModelInput, Plan, PlanDraft, Read, Settings, Step, Value
 
 StateDict = Mapping[str, Any]
 
@@ -125,9 +126,7 @@ class _Call:
 
     def _check_count(self) -> None:
         method, count = self.method, len(self.inputs) - self.has_base
-        low, high = method.min_models, method.max_models
-        if count < low or (high is not None and count > high):
-            wanted = f"exactly {low}" if low == high else f"at least {low}" if count < low else f"at most {high}"
+        if wanted := wanted_models(method, count):
             beside = " besides the base" if self.has_base else ""
             self.problems.append(MismatchError(f"method {method.name} takes {wanted} models{beside}, not {count}"))
 
@@ -251,9 +250,7 @@ class _Call:
         dtype = dtypes.of([Read(k, name) for k in range(len(own))])
         out = TensorSpec(name, dtype, own[0].shape)
         places = taking_part(self.method, settings, role_of(out), base=self.has_base)
-        op = self.method.name
-        if (self.has_base and len(places) == 1) or (len(own) == 1 and self.method.copies(settings.models)):
-            op = COPY if dtype == own[places[0]].dtype else CAST
+        op = operation(self.method, settings, len(own), places, base=self.has_base, same=dtype == own[places[0]].dtype)
         index = taken.setdefault(places, len(taken))
         return Step(out, op, tuple(Read(k, name) for k in places), self.has_base, index)
 

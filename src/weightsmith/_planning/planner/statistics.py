@@ -117,7 +117,7 @@ def measure(
     for request in requests.values():
         weights |= linear_weights(known[request.model]) if request.merged else set()
     reader = _Reader(required, inputs, requests | from_folders, weights)
-    found.steps = [_each_leaf(step, reader) for step in steps]
+    found.steps = [step.with_leaves(reader.measured) for step in steps]
     if merged:
         through = [request for request in requests.values() if request.merged]
         found.products += merged_products(known.__getitem__, through, found.steps)
@@ -215,12 +215,6 @@ def _without(names: Sequence[str]) -> Finding:
 
 def _files(texts: Iterable[TextSource]) -> list[Path]:
     return [Path(source) for source in dict.fromkeys(text.source for text in texts) if source != BUILT_IN]
-
-
-def _each_leaf(step: Step, reader: _Reader) -> Step:
-    if not step.pieces:
-        return reader.measured(step)
-    return replace(step, pieces=tuple(map(reader.measured, step.pieces)))
 
 
 class _Reader:

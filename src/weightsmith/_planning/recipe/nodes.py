@@ -165,13 +165,8 @@ class _PythonReader:
             return ""
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        self.problems.append(
-            SyntaxProblem(
-                f"a recipe cannot hold a value of type {type(value).__name__}",
-                where=where,
-                fix="Use mappings, lists, text, numbers, True, False or None.",
-            )
-        )
+        what = f"a recipe cannot hold a value of type {type(value).__name__}"
+        self.problems.append(SyntaxProblem(what, where=where, fix="Use mappings, lists, text, numbers, True, False or None."))
         return None
 
 

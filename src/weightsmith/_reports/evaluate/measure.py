@@ -22,7 +22,7 @@ from weightsmith._base.options.keywords import EvaluateKeywords
 from weightsmith._base.text import count
 from weightsmith._engine.local import Progress
 from weightsmith._execution.progress import Meter, callbacks, watched_meter
-from weightsmith._execution.run import Callbacks, kept_products, staged
+from weightsmith._execution.run import Callbacks, RunRequest, kept_products, staged
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Made, PlanDraft
@@ -222,7 +222,7 @@ def _computed(
     plan = draft.finish()
     folder = Path(settings.work or ".") / f"evaluation-{plan.hash[:12]}"
     prepared = replace(one.prepared, plan=plan, loading=None)
-    with staged(prepared, folder, running, watching) as (staging, run):
+    with staged(prepared, RunRequest(folder, running, watching)) as (staging, run):
         try:
             results = run(results=kept_products(plan, staging, made.given), release=True).results
         except WeightsmithError:

@@ -21,7 +21,8 @@ from weightsmith._base.options.keywords import PlanKeywords
 from weightsmith._base.pages import Shown
 from weightsmith._base.pages.values import finite_or_mark, written
 from weightsmith._base.tensors import DTYPES
-from weightsmith._engine.local import Resources, open_merge
+from weightsmith._engine.local import open_merge
+from weightsmith._engine.resources import Resources
 from weightsmith._execution.distance import share_of
 from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
 
 from weightsmith import _methods as methods
+from weightsmith._base.closing import Closing
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._execution.stages import check_computable
@@ -25,7 +25,7 @@ OPEN = 4
 """Sets of models that stay open, where models are choices."""
 
 
-class Candidates:
+class Candidates(Closing):
     """Fills a recipe and plans it. Close it, or use it as a context manager.
 
     tunables  the values to tune
@@ -110,12 +110,6 @@ class Candidates:
         for bound in self._bounds:
             bound.close()
         self._bounds.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
 
 def _names(candidates: Candidates) -> set[str]:

@@ -30,7 +30,8 @@ from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
 from weightsmith._base.tensors import DTYPES
-from weightsmith._engine.local import Resources, Workload, run
+from weightsmith._engine.local import run
+from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.unwritten import MemoryOutput
 from weightsmith._methods.jobs.requires import usable_device

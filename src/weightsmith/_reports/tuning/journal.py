@@ -19,10 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import xxhash
 
+from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError
 from weightsmith._base.files import open_regular
 from weightsmith._base.strict_json import JsonError, parse
@@ -98,7 +99,7 @@ def _is_finite(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
-class Journal:
+class Journal(Closing):
     """The file; close it, or use it as a context manager. Several processes may have it, and share its trials.
 
     trials  by number; in the order of the file, which is not that of the numbers where processes share it
@@ -259,12 +260,6 @@ class Journal:
     def close(self) -> None:
         """Leave it to other processes."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
 
 # Locks are on bytes beyond the end of the file. The system releases those of a process that ends, however it ends.

@@ -22,6 +22,7 @@ from tests.mini import NUMPY, write_checkpoint
 from weightsmith._base.errors import FormatError, NotFound, ParameterError, PlanError, Unsupported
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._engine.reader import Reader
+from weightsmith._engine.resources import Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import ALIGNED_BYTES
 from weightsmith._models.checkpoint import open_checkpoint
@@ -566,7 +567,8 @@ def test_tiles_have_the_rows_that_an_input_prefers_and_the_bytes_do_not_depend_o
         (step,) = prepared.plan.steps
 
         def rows(tile_bytes: int, aligned_bytes: int) -> int:
-            reader = Reader(prepared.plan, prepared.inputs, Results(prepared.plan), tile_bytes, aligned_bytes)
+            resources = Resources(tile_bytes=tile_bytes, aligned_bytes=aligned_bytes)
+            reader = Reader(prepared.plan, prepared.inputs, Results(prepared.plan), resources)
             cuts = reader.cuts(step)
             assert sum(cut.size for cut in cuts) == n * cols
             return cuts[1].start // cols
@@ -590,7 +592,7 @@ def test_a_memory_bound_leaves_the_tiles_as_they_are(tmp_path: Path, monkeypatch
     original, names = Reader.__init__, signature(Reader.__init__)
 
     def init(self: Reader, *args: Any, **kwargs: Any) -> None:
-        given.append(names.bind(self, *args, **kwargs).arguments["aligned_bytes"])
+        given.append(names.bind(self, *args, **kwargs).arguments["resources"].aligned_bytes)
         original(self, *args, **kwargs)
 
     monkeypatch.setattr(Reader, "__init__", init)

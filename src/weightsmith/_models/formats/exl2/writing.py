@@ -10,13 +10,13 @@ Codes are rounded to nearest, with scales found by a search over the weights alo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.errors import NonFinite, Unsupported, raised_at
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.exl2.layout import (
@@ -202,11 +202,8 @@ class Exl2:
         """As `Encoding.encode`, for all rows at once. Raises NonFinite."""
         n, k = rows.shape
         groups, order = groups_of(self.params, k), by_norm(rows) if self.sort else np.arange(k)
-        try:
+        with raised_at(f"output tensor {show(spec.name)}"):
             stored = store((n, k), groups, order, lambda scales_of: round_plainly(rows, order, groups, scales_of, half=True))
-        except NonFinite as error:
-            error.finding = replace(error.finding, where=f"output tensor {show(spec.name)}")
-            raise
         for out, array in zip(outs, stored.arrays, strict=True):
             out[:] = array.reshape(-1).view(np.uint8)
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.errors import NonFinite, Unsupported, raised_at
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.exl3.layout import (
@@ -277,11 +277,8 @@ class Exl3:
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
         """As `Encoding.encode`, for all rows at once. Raises NonFinite."""
-        try:
+        with raised_at(f"output tensor {show(spec.name)}"):
             stored = store(rows, self.rate, find_scales(rows, self.rate), encode_plainly)
-        except NonFinite as error:
-            error.finding = replace(error.finding, where=f"output tensor {show(spec.name)}")
-            raise
         for out, array in zip(outs, stored.arrays, strict=True):
             out[:] = array.reshape(-1).view(np.uint8)
 
