@@ -9,9 +9,7 @@ from weightsmith._base.options import QuantizeSettings, option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats import formats
 from weightsmith._models.formats.engines import (
-    ENGINES,
     Engine,
-    Support,
     engines_of,
     find_engine,
     find_support,
@@ -110,30 +108,3 @@ def _fitting(engine: Engine, specs: Sequence[TensorSpec], draft: PlanDraft, leas
                 found.append(writing.name if encoding.name == writing.name else f"{writing.name} --group-size {group}")
                 break
     return found
-
-
-def engine_rows() -> list[list[str]]:
-    """The matrix of formats and programs, for the docs: a row for each format."""
-    names = dict.fromkeys(name for engine in ENGINES for name in formats_of(engine.name))
-    return [
-        [f"`{name}-…`" if name == "gguf" else f"`{name}`", *(_cell(find_support(each.name, name)) for each in ENGINES)]
-        for name in names
-    ]
-
-
-def _cell(support: Support | None) -> str:
-    if support is None:
-        return "no"
-    limits = []
-    if support.tiles:
-        limits.append("matrices of " + " or ".join(f"{high} by {wide}" for high, wide in support.tiles))
-    if support.parts > 1:
-        limits.append(f"joined parts of {support.parts} outputs")
-    if support.experts:
-        limits.append("no experts")
-    if support.hidden > 1:
-        limits.append(f"experts' hidden size of {support.hidden}")
-    if support.inner > 1:
-        limits.append(f"experts' intermediate size of {support.inner}")
-    limits += [f"MLPs' {name} size of {multiple}" for name, multiple, _ in support.mlps]
-    return "yes" + (f" ({', '.join(limits)})" if limits else "")
