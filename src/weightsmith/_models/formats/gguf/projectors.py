@@ -21,7 +21,6 @@ from typing import Any
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
-from weightsmith._models.formats.gguf.families import ALIKE, Fixed
 from weightsmith._models.formats.gguf.layout import Value, ValueType
 from weightsmith._models.formats.gguf.values import Config
 
@@ -95,6 +94,7 @@ class Projector:
     defaults      of vision_config in transformers, on which published config.json files rely
     keys          that other families do not have
     fixed         settings of config.json that the file does not hold
+    assumed       those of them that transformers takes to be something else where config.json lacks them
     fixed_vision  the same of vision_config
     """
 
@@ -114,8 +114,9 @@ class Projector:
     sizes: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     keys: tuple[ImageKey, ...] = ()
-    fixed: tuple[Fixed, ...] = ()
-    fixed_vision: tuple[Fixed, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    fixed_vision: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _gemma_scale(images: Images) -> int | None:
@@ -182,7 +183,7 @@ _PIXTRAL_DEFAULTS = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden
     "layer_norm_eps": 1e-5,
 }
 _GELU_OR_SILU = {"gelu": "use_gelu", "silu": "use_silu"}
-_LAST_LAYER, _GELU = Fixed("vision_feature_layer", -1), Fixed("projector_hidden_act", "gelu")
+_LAST_LAYER, _GELU = {"vision_feature_layer": -1}, {"projector_hidden_act": "gelu"}
 _IDEFICS_DEFAULTS = {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16} | {
     "image_size": 224,
     "patch_size": 32,
@@ -209,7 +210,7 @@ _QWEN_ENDS = {"v.post_ln": "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0", 
 _QWEN_BARE = dict.fromkeys(("v.patch_embd.weight", "v.patch_embd.weight.1"), "visual.patch_embed.proj.weight")
 _QWEN_SIZES = {"block_count": "depth", "attention.head_count": "num_heads"}
 _QWEN_DEFAULTS = {"depth": 32, "num_heads": 16, "patch_size": 14, "image_size": 560, "layer_norm_eps": 1e-6}
-_MERGES_TWO = Fixed("spatial_merge_size", 2)
+_MERGES_TWO = {"spatial_merge_size": 2}
 
 PROJECTORS = (
     Projector(
@@ -242,7 +243,8 @@ PROJECTORS = (
         rotated=True,
         token="[IMG_BREAK]",
         defaults=_PIXTRAL_DEFAULTS,
-        fixed=(Fixed("vision_feature_layer", -1, -2), Fixed("vision_feature_select_strategy", "full", "default"), _GELU),
+        fixed={**_LAST_LAYER, "vision_feature_select_strategy": "full", **_GELU},
+        assumed={"vision_feature_layer": -2, "vision_feature_select_strategy": "default"},
     ),
     Projector(
         "mistral3",
@@ -260,7 +262,7 @@ PROJECTORS = (
         token="[IMG_BREAK]",
         defaults=_PIXTRAL_DEFAULTS,
         keys=(ImageKey("vision.spatial_merge_size", "u32", lambda images: images.whole.count("spatial_merge_size", 2)),),
-        fixed=(_LAST_LAYER, _GELU),
+        fixed={**_LAST_LAYER, **_GELU},
     ),
     Projector(
         "internvl",
@@ -298,7 +300,7 @@ PROJECTORS = (
             ImageKey("vision.preproc_min_tiles", "u32", _optional_count("min_dynamic_patch")),
             ImageKey("vision.preproc_max_tiles", "u32", _optional_count("max_dynamic_patch")),
         ),
-        fixed=(_LAST_LAYER, Fixed("vision_feature_select_strategy", "default"), _GELU),
+        fixed={**_LAST_LAYER, "vision_feature_select_strategy": "default", **_GELU},
     ),
     *(
         Projector(
@@ -324,7 +326,7 @@ PROJECTORS = (
         bare=_QWEN_BARE,
         sizes={**_QWEN_SIZES, "embedding_length": "embed_dim", "feed_forward_length": "hidden_size"},
         defaults={**_QWEN_DEFAULTS, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu"},
-        fixed_vision=(_MERGES_TWO,),
+        fixed_vision=_MERGES_TWO,
     ),
     Projector(
         "qwen2_5_vl",
@@ -338,7 +340,7 @@ PROJECTORS = (
         defaults={**_QWEN_DEFAULTS, "hidden_size": 3584, "intermediate_size": 3420, "hidden_act": "silu"}
         | {"fullatt_block_indexes": [7, 15, 23, 31]},
         keys=(ImageKey("vision.n_wa_pattern", "u32", _window_pattern),),
-        fixed_vision=(_MERGES_TWO, Fixed("window_size", 112)),
+        fixed_vision={**_MERGES_TWO, "window_size": 112},
     ),
 )
 
@@ -412,9 +414,8 @@ def vision_keys(images: Images, projector: Projector, width: int, file_type: int
 
     Raises FormatError for values that are missing or no numbers, Unsupported for settings that llama.cpp does not know.
     """
-    for config, fixed in ((images.whole, projector.fixed), (images.vision, projector.fixed_vision)):
-        for each in fixed:
-            config.need(each.field, config.get(each.field, each.value if each.default is ALIKE else each.default), each.value)
+    images.whole.need_all(projector.fixed, projector.assumed)
+    images.vision.need_all(projector.fixed_vision, {})
     values = {
         "general.architecture": Value("str", "clip"),
         "general.type": Value("str", "mmproj"),
