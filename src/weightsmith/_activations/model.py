@@ -18,6 +18,7 @@ from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork, StatisticWork, Work
 from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import read_bounded
+from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
 from weightsmith._files.copied import MAX_COPIED_BYTES
@@ -336,6 +337,11 @@ def _needed(products: Sequence[Product]) -> tuple[Product, ...]:
     return tuple(product for product in products if not product.transient or product.name in names)
 
 
+def _kinds(requests: Iterable[StatisticRequest]) -> dict[tuple[int, TextSource], list[str]]:
+    """The statistics of each model on each text."""
+    return grouped(((each.model, each.text), each.kind) for each in dict.fromkeys(requests))
+
+
 def statistic_products(models: Callable[[int], TextModel], requests: Iterable[StatisticRequest]) -> tuple[Product, ...]:
     """The products of statistics of all linear layers of a model. Requests of one model and text share its states.
 
@@ -345,11 +351,8 @@ def statistic_products(models: Callable[[int], TextModel], requests: Iterable[St
 
     Raises PlanError; UnknownName for an unknown kind.
     """
-    texts: dict[tuple[int, TextSource], list[str]] = {}
-    for request in dict.fromkeys(requests):
-        texts.setdefault((request.model, request.text), []).append(request.kind)
     found: list[Product] = []
-    for (number, text), kinds in texts.items():
+    for (number, text), kinds in _kinds(requests).items():
         found += _products(TextRun(models(number), text, prefix_of(number, text)), kinds)
     return tuple(found)
 
@@ -366,13 +369,10 @@ def merged_products(
 
     Raises PlanError. Cost: each layer is merged once more for each text.
     """
-    kinds: dict[tuple[int, TextSource], list[str]] = {}
-    for request in dict.fromkeys(requests):
-        kinds.setdefault((request.model, request.text), []).append(request.kind)
     products: list[Product] = []
     maker: dict[str, str] = {}
     runs: list[tuple[TextRun, TextRun, list[str]]] = []
-    for (number, text), own_kinds in kinds.items():
+    for (number, text), own_kinds in _kinds(requests).items():
         model, prefix = models(number), prefix_of(number, text, merged=True)
         structure, needs = analyse([step.out for step in steps], model.config), partial(needs_of, maker=maker)
         merge = replace(model, label="the merge", steps=tuple(steps), structure=structure, needs=needs)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
@@ -67,9 +68,7 @@ class Built:
     @cached_property
     def sources(self) -> Mapping[str, tuple[str, ...]]:
         """Tensor of the model → those of the checkpoint that it is made of; of experts, in their order."""
-        found: dict[str, list[str]] = {}
-        for name, key in self.names.items():
-            found.setdefault(key, []).append(name)
+        found = grouped((key, name) for name, key in self.names.items())
         return {key: tuple(sorted(own, key=_expert_order)) for key, own in found.items()}
 
     @cached_property

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from weightsmith._base.errors import Finding, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, assignment, named, option_error
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import (
@@ -189,10 +190,8 @@ def _choose(model: Model, settings: QuantizeSettings, bits: float) -> list[Block
     """A setting for each role of each block."""
     if settings.measurement is not None:
         return _best(read_measurement(expand_user(settings.measurement), model.blocks), model, bits)
-    kinds: dict[str, list[Sublayer]] = {}
-    for block in model.blocks:
-        kinds.setdefault(block.key.rpartition(".")[2] if settings.uniform else block.key, []).append(block)
-    groups = list(kinds.values())
+    kinds = ((block.key.rpartition(".")[2] if settings.uniform else block.key, block) for block in model.blocks)
+    groups = list(grouped(kinds).values())
     chosen = choose([_expected(blocks) for blocks in groups], model.weights, bits)
     by_key = {block.key: block.options[i] for blocks, i in zip(groups, chosen, strict=True) for block in blocks}
     return [by_key[block.key] for block in model.blocks]
