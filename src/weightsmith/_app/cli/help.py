@@ -204,21 +204,17 @@ def page_of(command: Any, name: str) -> HelpPage:
 
 def overview(group: Any, name: str) -> HelpPage:
     """The help of the program: what to run first, and all commands in groups."""
+    from weightsmith._app.cli.exits import MEANINGS
+
     commands: dict[str, list[tuple[str, str]]] = {}
     for own, command in group.commands.items():
         if not command.hidden:
             commands.setdefault(command.rich_help_panel, []).append((own, _parts(command.help)[0]))
     listed = [Rows(title, tuple(rows)) for title, rows in commands.items()]
-    codes = Rows("Exit codes", tuple((f"{code:d}", meaning) for code, meaning in _exit_codes()))
+    codes = Rows("Exit codes", tuple((f"{code:d}", meaning) for code, meaning in MEANINGS.items()))
     summary, text, _ = _parts(group.help)
     sections = (Rows("Start here", START), *listed, *_options(group), codes)
     return HelpPage(name, "[OPTIONS] COMMAND [ARGS]...", summary, text, (), sections, aligned=False)
-
-
-def _exit_codes() -> Iterable[tuple[int, str]]:
-    from weightsmith._app.cli.exits import MEANINGS
-
-    return MEANINGS.items()
 
 
 def _parts(text: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:

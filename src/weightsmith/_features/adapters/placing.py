@@ -215,11 +215,8 @@ class Places:
             found += f".{part}" if i else part
             name = ".".join(parts[: i + 1])
             if name != module or not outer:
-                found += _LAYER * self._wrappers(name)
+                found += _LAYER * (int(name in self.modules) + len(self._of_module.get(name, ())))
         return found
-
-    def _wrappers(self, module: str) -> int:
-        return int(module in self.modules) + len(self._of_module.get(module, ()))
 
     def target_modules(self) -> list[str]:
         """Names that no other module has. Raises Unsupported if there are none."""

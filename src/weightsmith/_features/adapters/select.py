@@ -104,10 +104,7 @@ def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[
     own, theirs = structures
     assert own is not None
     assert theirs is not None
-    names = ModelNames(theirs, tuned.specs, own, base.specs)
-    found = dict(names.rest)
-    for prefix, layers in names.layers.items():
-        found |= {f"{prefix}{i}.{suffix}": name for i, parts in layers.items() for suffix, name in parts.items()}
+    found = ModelNames(theirs, tuned.specs, own, base.specs).all()
     embedding = next((name for name in found if name in base.specs and is_embedding(base.specs[name])), "")
     pairs: list[Pair] = []
     problems: list[str] = []

@@ -30,7 +30,6 @@ from weightsmith._models.structure import analyse
 from weightsmith._models.structure.vocabulary import is_head
 from weightsmith._plans import Plan, PlanDraft, Step
 
-_HALF = "plain F16"
 _WEIGHT = ".weight"
 
 
