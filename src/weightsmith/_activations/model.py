@@ -16,7 +16,7 @@ from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork, StatisticWork, Work
-from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, as_plan_error, noting
 from weightsmith._base.files import read_bounded
 from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -119,20 +119,14 @@ def text_for(
     problems = missing(PACKAGES, "texts", "calibration", model.instead)
     found = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
     text = TextSource("", "", 0, 0, 0)
-    try:
+    with noting(problems):
         text = text_source(path, rows, tokens, seed, option)
-    except WeightsmithError as error:
-        problems.append(error)
-    try:
+    with noting(found):
         text = replace(text, tokenizer=tokenizer_hash(model))
-    except WeightsmithError as error:
-        found.append(error)
     if problems := [*problems, *found]:
         raise PlanError(problems)
-    try:
+    with as_plan_error():
         count = len(rows_of(text, model.checkpoint.folder, model.vocabulary, model.bos, option))
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
     return replace(text, rows=min(count, most_rows or count))
 
 

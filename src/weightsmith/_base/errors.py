@@ -44,6 +44,7 @@ import difflib
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -162,6 +163,24 @@ class PlanError(WeightsmithError):
 
     def __str__(self) -> str:
         return report(self)
+
+
+@contextmanager
+def as_plan_error(kind: type[WeightsmithError] = WeightsmithError) -> Iterator[None]:
+    """Errors inside are those of a plan."""
+    try:
+        yield
+    except kind as error:
+        raise PlanError([error]) from error
+
+
+@contextmanager
+def noting(problems: list[WeightsmithError], kind: type[WeightsmithError] = WeightsmithError) -> Iterator[None]:
+    """An error inside ends the block, and is added to the problems."""
+    try:
+        yield
+    except kind as error:
+        problems.append(error)
 
 
 class RecipeError(WeightsmithError):

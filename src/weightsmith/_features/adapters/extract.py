@@ -25,6 +25,7 @@ from weightsmith._base.errors import (
     PlanError,
     Unsupported,
     WeightsmithError,
+    as_plan_error,
 )
 from weightsmith._base.options import ExtractSettings
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
@@ -107,10 +108,8 @@ def prepare_extraction(
         problems += found
         if problems or len(models) < 2:
             raise PlanError(problems)
-        try:
+        with as_plan_error():
             plan = _measuring_plan(models[0], models[1], settings).finish()
-        except WeightsmithError as error:
-            raise PlanError([error]) from error
         structure = analyse(models[0].specs.values(), models[0].config)
         stack.pop_all()
         return Prepared(plan, tuple(models), structure)
@@ -229,7 +228,7 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None
         raise FormatError("not a plan that can be run", where="then", fix="make the plan again")
     following = Following(**settings)
     matrices = list(_matrices(plan, arrays))
-    try:
+    with as_plan_error(ParameterError):
         ranks = choose_ranks(
             [matrix.spectrum for matrix in matrices],
             energy=following.energy,
@@ -237,8 +236,6 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None
             sv_epsilon=following.sv_epsilon,
             groups=[matrix.target.group for matrix in matrices],
         )
-    except ParameterError as error:
-        raise PlanError([error]) from error
     matrices = [replace(matrix, rank=rank) for matrix, rank in zip(matrices, ranks, strict=True)]
     compared = next((product for product in plan.products if product.op == "changes"), None)
     steps_compared = () if compared is None else compared.steps

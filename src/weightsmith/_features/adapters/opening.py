@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError
+from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import exists
 from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
@@ -88,10 +88,8 @@ class Opened:
                 except WeightsmithError as error:
                     problems.append(at(error, ref.where))
         if not problems:
-            try:
+            with noting(problems):
                 self._match()
-            except WeightsmithError as error:
-                problems.append(error)
         if problems:
             return [None for _ in refs], problems
         specs = [TensorSpec(f"{name}{WEIGHT}", DTYPES["F32"], module.shape) for name, module in self.matrices.items()]

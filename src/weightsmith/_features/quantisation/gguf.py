@@ -18,7 +18,7 @@ from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import keys_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import StatisticWork
-from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.options import QuantizeSettings, named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -324,10 +324,8 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
         libgguf()
     made: list[Step] = []
     for each, own in zip(stored_as, kinds, strict=True):
-        try:
+        with noting(problems):
             made.append(_encoded(each, own, importances, mixture, draft, family, given))
-        except WeightsmithError as error:
-            problems.append(error)
     if problems:
         raise PlanError(problems)
     embedding = next(each.step for each in stored_as if each.specs[0].name == "token_embd.weight")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from weightsmith._base.errors import Finding, PlanError, WeightsmithError
+from weightsmith._base.errors import Finding, PlanError, WeightsmithError, as_plan_error
 from weightsmith._base.files import expand_user
 from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, assignment, named, option_error
@@ -64,11 +64,9 @@ def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
     _check(settings)
     draft = assembled.draft
     model = prepare_model(draft)
-    try:
+    with as_plan_error():
         bits = _target(draft, model, settings)
         params = _choose(model, settings, bits)
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
     if not calibrates(settings) or settings.uniform or settings.measurement is not None:
         _store(assembled, model, settings, bits, params)
         return
@@ -161,10 +159,8 @@ def _target(draft: PlanDraft, model: Model, settings: QuantizeSettings) -> float
 def _check(settings: QuantizeSettings) -> None:
     """Raise PlanError with all problems of the settings."""
     problems: list[WeightsmithError] = []
-    try:
+    with as_plan_error():
         sized = read_target(settings) is not None
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
     if sized and (settings.uniform or not calibrates(settings) or settings.measurement is not None):
         what = "a target needs a measurement on a text"
         fix = f"leave out {named('uniform', 'measurement')}, and {assignment('calibration', 'none')}"

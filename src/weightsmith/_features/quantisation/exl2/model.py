@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import Finding, PlanError, Unsupported, as_plan_error
 from weightsmith._features.quantisation.exl2.blocks import HEAD, PLAIN_HEAD, Sublayer, find_blocks, shape_problems
 from weightsmith._features.quantisation.unfused import check_architecture, encoded, renamed, tokenizer_notes, unfused_steps
 from weightsmith._models.formats.exl2.layout import Params
@@ -74,10 +74,8 @@ def prepare_model(plan: Plan | PlanDraft) -> Model:
     architecture = check_architecture(plan.config, ARCHITECTURES, "EXL2", OTHER_FORMATS)
     steps, tied = unfused_steps(plan)
     split_specs = [step.out for step in steps]
-    try:
+    with as_plan_error():
         blocks = find_blocks(split_specs, analyse(split_specs, plan.config))
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
     head = next((spec for spec in split_specs if is_head(spec)), None)
     problems = shape_problems(spec for block in blocks for specs in block.linears.values() for spec in specs)
     if head is None or not blocks:
