@@ -183,6 +183,16 @@ def noting(problems: list[WeightsmithError], kind: type[WeightsmithError] = Weig
         problems.append(error)
 
 
+@contextmanager
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` if the block ends with an error."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
 class RecipeError(WeightsmithError):
     """What the user wrote cannot be accepted."""
 
