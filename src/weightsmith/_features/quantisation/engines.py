@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats import formats
@@ -77,10 +78,10 @@ def _refused(format: str, stored: Sequence[TensorSpec], plain: Sequence[TensorSp
 
 def _reported(refused: _Refusals, format: str, settings: QuantizeSettings, instead: Callable[[Engine], str]) -> list[Finding]:
     """Warnings, one for each reason, or none if a program is named. Raises PlanError with the reasons of that program."""
-    by_reason: dict[tuple[str, str], list[tuple[Engine, list[str]]]] = {}
-    for engine, reason, names in refused:
-        if settings.engine in (None, engine.name):
-            by_reason.setdefault((reason, names[0] if names else "model_type in config.json"), []).append((engine, names))
+    asked = [each for each in refused if settings.engine in (None, each[0].name)]
+    by_reason = grouped(
+        ((reason, names[0] if names else "model_type in config.json"), (engine, names)) for engine, reason, names in asked
+    )
     found = []
     for (reason, where), own in by_reason.items():
         who, refusing = " and ".join(engine.release for engine, _ in own), [engine for engine, _ in own]

@@ -12,6 +12,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from weightsmith._base.groups import grouped
 from weightsmith._base.pages import Code, Column, Curves, Facts, Mark, Page, Pictures, Table, heat_maps
 from weightsmith._base.pages.values import Block, Unit, Value, finite_or_mark, many, span_of, written
 from weightsmith._base.tensors import TensorSpec
@@ -361,10 +362,7 @@ def _of_measured(group: GroupDifference) -> str:
 
 def _by_layer(layers: Sequence[GroupDifference]) -> list[Curves]:
     """How far each layer moved, a line for each stack."""
-    stacks: dict[str, list[float]] = {}
-    for layer in layers:
-        if layer.name != OUTSIDE:
-            stacks.setdefault(layer.name.rstrip("0123456789"), []).append(layer.share)
+    stacks = grouped((layer.name.rstrip("0123456789"), layer.share) for layer in layers if layer.name != OUTSIDE)
     if not stacks:
         return []
     return [Curves("By layer", tuple((n, tuple(v)) for n, v in stacks.items()), "layer", "‖B - A‖ / ‖A‖", "share", first=0)]
