@@ -163,9 +163,9 @@ def _warnings(models: Sequence[Checkpoint], strange: Sequence[str]) -> Iterator[
         yield Finding(what, strange[0])
 
 
-def _difference(piece: Piece, name: str = "") -> Step:
+def _difference(piece: Piece) -> Step:
     """The step of the difference; of vocabularies of different sizes, of the fine-tune's tensor, which differs in any case."""
-    pair, name = piece.pair, name or piece.pair.spec.name
+    pair, name = piece.pair, piece.pair.spec.name
     if pair.grown:
         return Step(replace(pair.tuned, name=name), COPY, (Read(_TUNED, pair.tuned.name),))
     base = Read(_BASE, pair.base, piece.block)
