@@ -20,12 +20,9 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.projections import GATED
 from weightsmith._models.structure.roles import role_of
-from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, ties
 from weightsmith._planning.planner.loading import Began, describe
 from weightsmith._plans import Block
-
-TIED_HEAD = "lm_head.weight"
-"""The name of a head that no file holds: what transformers' causal language models call it."""
 
 WEIGHT = ".weight"
 

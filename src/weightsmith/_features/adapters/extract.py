@@ -29,7 +29,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.options import ExtractSettings
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
-from weightsmith._features.adapters.built import TIED_HEAD, Built, built_of, guessed, needs_asking
+from weightsmith._features.adapters.built import Built, built_of, guessed, needs_asking
 from weightsmith._features.adapters.changes import changes
 from weightsmith._features.adapters.factors import FactorWork
 from weightsmith._features.adapters.placing import Places
@@ -41,7 +41,7 @@ from weightsmith._files.copied import is_read
 from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._models.structure.vocabulary import TIED_HEAD, is_vocabulary
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.match import is_buffer

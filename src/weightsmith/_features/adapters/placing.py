@@ -16,10 +16,9 @@ from typing import Any
 from weightsmith._base.errors import Unsupported
 from weightsmith._features.adapters.built import WEIGHT, Built, matched
 from weightsmith._features.adapters.factors import Form, Target
+from weightsmith._models.lora.adapter import PREFIX
 
 # ---- What PEFT calls the tensors of an adapter, and its adapter_config.json.
-
-PREFIX = "base_model.model."
 
 
 def factor_names(module: str, form: Form) -> tuple[str, str]:

@@ -35,13 +35,13 @@ from weightsmith._features.quantisation.exl2.measurement import (
 from weightsmith._features.quantisation.exl2.model import Model, notes, prepare_model, store
 from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
 from weightsmith._features.quantisation.target import read_target
+from weightsmith._features.quantisation.unfused import DEFAULT_HEAD_BITS
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import ELSEWHERE
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
-DEFAULT_HEAD_BITS = 6
 HEADER_BYTES = 120
 """At most what the header of a weight file has for a tensor, besides its name."""
 ROUNDED_BITS = 4

@@ -12,8 +12,15 @@ from functools import cached_property
 from typing import Any
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, as_plan_error
-from weightsmith._features.quantisation.exl2.blocks import HEAD, PLAIN_HEAD, Sublayer, find_blocks, shape_problems
-from weightsmith._features.quantisation.unfused import check_architecture, encoded, renamed, tokenizer_notes, unfused_steps
+from weightsmith._features.quantisation.exl2.blocks import HEAD, Sublayer, find_blocks, shape_problems
+from weightsmith._features.quantisation.unfused import (
+    PLAIN_HEAD,
+    check_architecture,
+    encoded,
+    renamed,
+    tokenizer_notes,
+    unfused_steps,
+)
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import (
     ARCHITECTURES,
@@ -101,7 +108,7 @@ def store(
     """Make the draft that of the EXL2 model.
 
     params       setting of each weight of the blocks
-    head_bits    one of `blocks.HEAD`, or `PLAIN_HEAD`
+    head_bits    one of `blocks.HEAD`, or `unfused.PLAIN_HEAD`
     bits         for each weight, for config.json
     calibration  for config.json
     """
