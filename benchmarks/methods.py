@@ -129,7 +129,7 @@ def _references() -> dict[str, Any]:
     from tests.cases import gram as g
     from tests.cases import task_vectors as t
     from tests.cases.case import deltas, f64
-    from weightsmith._kernels import reference
+    from tests.kernels import reference
 
     found: dict[str, Any] = {
         "linear": lambda a: reference.combine(f64(a), [0.5, 0.5]),

@@ -100,7 +100,6 @@ BESIDE = {
     "_kernels/codes.py": ["models/formats"],
     "_kernels/matrix.py": ["models/lora"],
     "_kernels/perturb.py": ["features/mixture/test_upcycling.py"],
-    "_kernels/reference.py": ["models/formats"],
     "_reports/look": ["app/cli/test_look.py"],
     "_models/lora": ["features/adapters", "app/cli/test_merge.py"],
     "_methods": ["engine/products"],

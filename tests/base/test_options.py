@@ -21,8 +21,9 @@ from weightsmith._base.errors import PlanError
 from weightsmith._base.options import Option, keywords
 from weightsmith._base.options.option import read_options
 from weightsmith._base.tensors import DTYPES, DType
-from weightsmith._features.quantisation.exl2.blocks import HEAD, PLAIN_HEAD
+from weightsmith._features.quantisation.exl2.blocks import HEAD
 from weightsmith._features.quantisation.formats import FORMATS
+from weightsmith._features.quantisation.unfused import PLAIN_HEAD
 from weightsmith._features.transplant.approximations import APPROXIMATIONS
 
 __all__ = ["cli"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.cases.case import Arrays, Case, deltas, f64
-from weightsmith._kernels import reference
+from tests.kernels import reference
 
 
 def ram(arrays: Arrays, factors: tuple[float, ...] | None, epsilon: float = 1e-5) -> np.ndarray:

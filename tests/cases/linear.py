@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cases.case import Case, f64
-from weightsmith._kernels import reference
+from tests.kernels import reference
 
 W = [{"weight": 0.7}, {"weight": -0.2}, {"weight": 1.3}]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cases.case import Case, f64
-from weightsmith._kernels import reference
+from tests.kernels import reference
 
 PAIR = [{"weight": 3.0}, {"weight": 1.0}]
 FLAT = {"nuslerp_flatten": True, "nuslerp_row_wise": False}

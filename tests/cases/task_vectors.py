@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.cases.case import Arrays, Case, deltas, f64
-from weightsmith._kernels import reference
+from tests.kernels import reference
 from weightsmith._methods.jobs.selection import kept_ranks
 from weightsmith._methods.jobs.task_vectors import random_key
 

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.kernels import reference
 from weightsmith._base.tensors import DTYPES
-from weightsmith._kernels import reference
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.differences import SURVIVAL, agreement, sketch_deltas, survival
 from weightsmith._reports.look.differences import WIDTH, sparse_signs

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.kernels import reference
 from weightsmith._base.tensors import DTYPES
-from weightsmith._kernels import reference
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import DIFFERENCE_SUMS, STATISTICS, Sketch, difference, project, statistics
 from weightsmith._kernels.records import Encoded, Inputs

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.kernels import reference
 from weightsmith._base.tensors import DTYPES
-from weightsmith._kernels import reference
 from weightsmith._kernels.codecs import BLOCK, first_nonfinite
 from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, gram, gram_columns, gram_rows
 from weightsmith._kernels.delta import distance

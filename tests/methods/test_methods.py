@@ -12,11 +12,11 @@ import pytest
 from tests.cases import CASES, FIRST, SWEEP, swept, task_vectors
 from tests.cases.case import Case, fine_tunes, mixed
 from tests.cases.task_vectors import GTA
+from tests.kernels import reference
 from tests.mini import run_method
 from weightsmith import _methods as methods
 from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES
-from weightsmith._kernels import reference
 
 SHAPES = [(130, 517), (7,), (), (3, 40, 30)]
 

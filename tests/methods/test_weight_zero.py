@@ -14,11 +14,11 @@ import weightsmith
 from tests import plan_help
 from tests.cases import CASES, FIRST, swept
 from tests.cases.case import Case, fine_tunes
+from tests.kernels import reference
 from tests.mini import write_checkpoint
 from tests.plan_help import plan
 from weightsmith import _methods as methods
 from weightsmith._execution.memory import merge_state_dicts
-from weightsmith._kernels import reference
 from weightsmith._methods.base import Method
 from weightsmith._methods.jobs.task_vectors import random_key
 from weightsmith._planning.planner import prepare

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import IO, Self
 
+from weightsmith._base.errors import undoing
+
 _RUNNER = Path(__file__).with_name("bounded_script.py")
 _COMPLAINT_BYTES = 1 << 20
 _KEPT = (
@@ -46,13 +48,10 @@ class BoundedScript:
     def __enter__(self) -> Self:
         self._complaint = tempfile.TemporaryFile()
         stdout = subprocess.PIPE
-        try:
+        with undoing(self._complaint.close):
             self._process = subprocess.Popen(
                 self._command, stdin=self._given, stdout=stdout, stderr=self._complaint, env=self._env
             )
-        except BaseException:
-            self._complaint.close()
-            raise
         assert self._process.stdout is not None
         self.out = self._process.stdout
         return self

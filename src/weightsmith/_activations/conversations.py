@@ -18,9 +18,6 @@ from weightsmith._plans.statistics import TextSource
 Conversation = Sequence[Mapping[str, Any]]
 """Messages: `role` and `content`, and whatever else a template reads."""
 
-ANSWERS = "assistant"
-"""The role whose messages are scored."""
-
 RENDERING_BYTES = 512 << 20
 """Memory limit of rendering, on top of Jinja's own code."""
 RENDERING_SECONDS = 20

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -70,15 +70,6 @@ class LossesWork(LayerWork):
     def needs(self) -> set[str]:
         """The products that the settings name."""
         return {self.states, self.rows, *([] if self.reference is None else [self.reference.product])}
-
-    @classmethod
-    def of(cls, product: Product) -> Self:
-        """From the settings of a product."""
-        data = dict(product.settings)
-        other = data["reference"]
-        if other is not None:
-            other = Reference(Base(**other["base"]), other["product"], tuple(other["weights"]))
-        return cls(**data | {"base": Base(**data["base"]), "reference": other, "kept": tuple(data["kept"])})
 
     def outs(self, prefix: str, rows: tuple[int, int], weights: Mapping[str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
         """The arrays.

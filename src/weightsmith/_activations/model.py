@@ -16,8 +16,9 @@ from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork, StatisticWork, Work
-from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, as_plan_error, noting
 from weightsmith._base.files import read_bounded
+from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
 from weightsmith._files.copied import MAX_COPIED_BYTES
@@ -118,20 +119,14 @@ def text_for(
     problems = missing(PACKAGES, "texts", "calibration", model.instead)
     found = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
     text = TextSource("", "", 0, 0, 0)
-    try:
+    with noting(problems):
         text = text_source(path, rows, tokens, seed, option)
-    except WeightsmithError as error:
-        problems.append(error)
-    try:
+    with noting(found):
         text = replace(text, tokenizer=tokenizer_hash(model))
-    except WeightsmithError as error:
-        found.append(error)
     if problems := [*problems, *found]:
         raise PlanError(problems)
-    try:
+    with as_plan_error():
         count = len(rows_of(text, model.checkpoint.folder, model.vocabulary, model.bos, option))
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
     return replace(text, rows=min(count, most_rows or count))
 
 
@@ -336,6 +331,11 @@ def _needed(products: Sequence[Product]) -> tuple[Product, ...]:
     return tuple(product for product in products if not product.transient or product.name in names)
 
 
+def _kinds(requests: Iterable[StatisticRequest]) -> dict[tuple[int, TextSource], list[str]]:
+    """The statistics of each model on each text."""
+    return grouped(((each.model, each.text), each.kind) for each in dict.fromkeys(requests))
+
+
 def statistic_products(models: Callable[[int], TextModel], requests: Iterable[StatisticRequest]) -> tuple[Product, ...]:
     """The products of statistics of all linear layers of a model. Requests of one model and text share its states.
 
@@ -345,11 +345,8 @@ def statistic_products(models: Callable[[int], TextModel], requests: Iterable[St
 
     Raises PlanError; UnknownName for an unknown kind.
     """
-    texts: dict[tuple[int, TextSource], list[str]] = {}
-    for request in dict.fromkeys(requests):
-        texts.setdefault((request.model, request.text), []).append(request.kind)
     found: list[Product] = []
-    for (number, text), kinds in texts.items():
+    for (number, text), kinds in _kinds(requests).items():
         found += _products(TextRun(models(number), text, prefix_of(number, text)), kinds)
     return tuple(found)
 
@@ -366,13 +363,10 @@ def merged_products(
 
     Raises PlanError. Cost: each layer is merged once more for each text.
     """
-    kinds: dict[tuple[int, TextSource], list[str]] = {}
-    for request in dict.fromkeys(requests):
-        kinds.setdefault((request.model, request.text), []).append(request.kind)
     products: list[Product] = []
     maker: dict[str, str] = {}
     runs: list[tuple[TextRun, TextRun, list[str]]] = []
-    for (number, text), own_kinds in kinds.items():
+    for (number, text), own_kinds in _kinds(requests).items():
         model, prefix = models(number), prefix_of(number, text, merged=True)
         structure, needs = analyse([step.out for step in steps], model.config), partial(needs_of, maker=maker)
         merge = replace(model, label="the merge", steps=tuple(steps), structure=structure, needs=needs)

@@ -176,10 +176,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _plain(file: io.FileIO, path: Path) -> Iterator[str]:
-    return pieces(_decoded(file, path))
-
-
 def _decoded(file: io.FileIO, path: Path) -> Iterator[str]:
     decoder = getincrementaldecoder("utf-8")()
     at = file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
@@ -279,7 +275,7 @@ def _exactly(stream: IO[bytes], nbytes: int) -> bytes:
 
 
 _READ_BYTES = 1 << 20
-_READERS = {".txt": _plain, ".jsonl": _json_lines, ".parquet": _parquet}
+_READERS = {".txt": lambda file, path: pieces(_decoded(file, path)), ".jsonl": _json_lines, ".parquet": _parquet}
 
 
 def load_tokenizer(path: Path) -> Any:

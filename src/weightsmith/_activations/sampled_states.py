@@ -8,7 +8,6 @@ from weightsmith._activations.states import FORWARD
 from weightsmith._activations.states import check as check_states
 from weightsmith._activations.work import LayerWork
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 
 
@@ -17,8 +16,4 @@ def _compute(bench: ProductContext) -> Arrays:
     return [np.array(bench.arrays(LayerWork.of(bench.product).states)[0][:rows])]
 
 
-def _check(product: Product) -> str:
-    return check_states(product)
-
-
-KIND = ProductKind(FORWARD, compute=_compute, check=_check)
+KIND = ProductKind(FORWARD, compute=_compute, check=check_states)

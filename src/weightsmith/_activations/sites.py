@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weightsmith._base.groups import grouped
 from weightsmith._models.structure.projections import JOINED
 
 _ATTENTION = frozenset({"self_attn", "attention", "attn"})
@@ -21,10 +22,7 @@ def site_of(weight: str) -> str:
 
 def by_site(weights: Iterable[str]) -> dict[str, list[str]]:
     """The weights of each input."""
-    found: dict[str, list[str]] = {}
-    for weight in weights:
-        found.setdefault(site_of(weight), []).append(weight)
-    return found
+    return grouped((site_of(weight), weight) for weight in weights)
 
 
 def is_attention(weight: str) -> bool:

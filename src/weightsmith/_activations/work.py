@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from weightsmith._activations.decoder import Base
 from weightsmith._plans import Product
-from weightsmith._plans.codec import has_type
+from weightsmith._plans.codec import decode, has_type
 from weightsmith._plans.statistics import TextSource
 
 
@@ -29,9 +29,8 @@ class Work:
 
     @classmethod
     def of(cls, product: Product) -> Self:
-        """From the settings of a product."""
-        data = dict(product.settings)
-        return cls(**data | {"base": Base(**data["base"])})
+        """From the settings of a product. Raises FormatError."""
+        return decode(cls, product.settings, f"product {product.name}")
 
     @classmethod
     def check(cls, product: Product) -> str:
@@ -49,12 +48,6 @@ class EmbeddingWork(Work):
 
     text: TextSource
     bos: int | None
-
-    @classmethod
-    def of(cls, product: Product) -> Self:
-        """From the settings of a product."""
-        data = dict(product.settings)
-        return cls(**data | {"base": Base(**data["base"]), "text": TextSource(**data["text"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +97,6 @@ class GradientWork(LayerWork):
     seed: int
     text: TextSource | None = None
     bos: int | None = None
-
-    @classmethod
-    def of(cls, product: Product) -> Self:
-        """From the settings of a product."""
-        data = dict(product.settings)
-        text = data["text"]
-        return cls(**data | {"base": Base(**data["base"]), "text": None if text is None else TextSource(**text)})
 
     @property
     def needs(self) -> set[str]:

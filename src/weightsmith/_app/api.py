@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -80,11 +80,12 @@ def merge(
     StoreError for problems with the output, CheckpointError if an input changes or cannot be read, and PushFailed if the
     finished output cannot be uploaded. After KeyboardInterrupt or a crash, the same call resumes.
     """
-    began = time.monotonic()
     planning, settings, running = read_options("merge", options, *_ALL)
-    with quantised(lambda: assemble_merge(recipe, planning), planning.quantize, settings).finish() as prepared:
-        with _watched("merging", progress, rechecking, out, running) as watching:
-            return execute(prepared, out, running, watching, began=began)
+
+    def prepare() -> Prepared:
+        return quantised(lambda: assemble_merge(recipe, planning), planning.quantize, settings).finish()
+
+    return _make(prepare, "merging", out, running, progress, rechecking)
 
 
 @lists_options("moe", *_ALL)
@@ -106,11 +107,12 @@ def moe(
     """
     from weightsmith._features.mixture.build import assemble_moe
 
-    began = time.monotonic()
     planning, settings, running = read_options("moe", options, *_ALL)
-    with quantised(lambda: assemble_moe(recipe, planning), planning.quantize, settings).finish() as prepared:
-        with _watched("copying", progress, rechecking, out, running) as watching:
-            return execute(prepared, out, running, watching, began=began)
+
+    def prepare() -> Prepared:
+        return quantised(lambda: assemble_moe(recipe, planning), planning.quantize, settings).finish()
+
+    return _make(prepare, "copying", out, running, progress, rechecking)
 
 
 @lists_options("quantize", *_ALL, besides=("format",))
@@ -134,7 +136,10 @@ def quantize(
     >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
     ('fp8-dynamic',)
     """
-    return _copy("quantize", model, out, {"format": format, **options}, "quantising", progress, rechecking)
+    from weightsmith._features.quantisation.formats import prepare_copy
+
+    planning, settings, running = read_options("quantize", {"format": format, **options}, *_ALL)
+    return _make(lambda: prepare_copy(model, planning, settings), "quantising", out, running, progress, rechecking)
 
 
 @lists_options("dequantize", *_ALL, besides=("dtype",))
@@ -155,25 +160,10 @@ def dequantize(
 
     >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
     """
-    return _copy("dequantize", model, out, {"dtype": dtype, **options}, "dequantising", progress, rechecking)
-
-
-def _copy(
-    function: str,
-    model: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    options: Mapping[str, Any],
-    doing: str,
-    progress: Callable[[Progress], None] | bool,
-    rechecking: Callable[[int, int], None] | None,
-) -> Merged:
     from weightsmith._features.quantisation.formats import prepare_copy
 
-    began = time.monotonic()
-    planning, settings, running = read_options(function, options, *_ALL)
-    with prepare_copy(model, planning, settings) as prepared:
-        with _watched(doing, progress, rechecking, out, running) as watching:
-            return execute(prepared, out, running, watching, began=began)
+    planning, settings, running = read_options("dequantize", {"dtype": dtype, **options}, *_ALL)
+    return _make(lambda: prepare_copy(model, planning, settings), "dequantising", out, running, progress, rechecking)
 
 
 @lists_options("extract_lora", ExtractSettings, RunOptions, besides=("dtype",))
@@ -200,11 +190,8 @@ def extract_lora(
     """
     from weightsmith._features.adapters.extract import prepare_extraction
 
-    began = time.monotonic()
     settings, running = read_options("extract_lora", {"dtype": dtype, **options}, ExtractSettings, RunOptions)
-    with prepare_extraction(finetuned, base, settings) as prepared:
-        with _watched("storing", progress, rechecking) as watching:
-            return execute(prepared, out, running, watching, began=began)
+    return _make(lambda: prepare_extraction(finetuned, base, settings), "storing", out, running, progress, rechecking)
 
 
 @lists_options("transplant_tokenizer", TransplantSettings, RunOptions)
@@ -231,11 +218,8 @@ def transplant_tokenizer(
     """
     from weightsmith._features.transplant import prepare_transplant
 
-    began = time.monotonic()
     settings, running = read_options("transplant_tokenizer", options, TransplantSettings, RunOptions)
-    with prepare_transplant(model, donor, settings) as prepared:
-        with _watched("copying", progress, rechecking) as watching:
-            return execute(prepared, out, running, watching, began=began)
+    return _make(lambda: prepare_transplant(model, donor, settings), "copying", out, running, progress, rechecking)
 
 
 @lists_options("statistics", StatisticsSettings, RunOptions)
@@ -265,11 +249,9 @@ def statistics(
     """
     from weightsmith._features.statistics import prepare_statistics
 
-    began = time.monotonic()
     settings, running = read_options("statistics", options, StatisticsSettings, RunOptions)
-    with prepare_statistics(model, text, settings) as prepared:
-        with _watched("measuring", progress, rechecking) as watching:
-            return execute(prepared, out, replace(running, card=False), watching, began=began)
+    running = replace(running, card=False)
+    return _make(lambda: prepare_statistics(model, text, settings), "measuring", out, running, progress, rechecking)
 
 
 @lists_options("run", RunOptions)
@@ -297,11 +279,25 @@ def run(
     began = time.monotonic()
     (running,) = read_options("run", options, RunOptions)
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
-        with _watched("running", progress, rechecking) as watching:
+        with _watched("running", progress, rechecking, out, running) as watching:
             if part is not None:
                 execute_part(prepared, out, part, running, watching)
                 return None
             return execute(prepared, out, running, watching, began=began)
+
+
+def _make(
+    prepare: Callable[[], Prepared],
+    doing: str,
+    out: str | os.PathLike[str],
+    running: RunOptions,
+    progress: Callable[[Progress], None] | bool,
+    rechecking: Callable[[int, int], None] | None,
+) -> Merged:
+    """Plan, run and publish. doing: the verb of the work, for the progress bar."""
+    began = time.monotonic()
+    with prepare() as prepared, _watched(doing, progress, rechecking, out, running) as watching:
+        return execute(prepared, out, running, watching, began=began)
 
 
 @contextmanager
@@ -309,18 +305,17 @@ def _watched(
     doing: str,
     progress: Callable[[Progress], None] | bool,
     rechecking: Callable[[int, int], None] | None,
-    out: str | os.PathLike[str] = "",
-    running: RunOptions = RunOptions(),  # noqa: B008  frozen
+    out: str | os.PathLike[str],
+    running: RunOptions,
 ) -> Iterator[Callbacks]:
     """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks. out: whose result is evaluated."""
-    if not isinstance(progress, bool):
-        yield Callbacks(progress, rechecking, evaluating=_evaluator(running, out, progress))
-    elif not progress:
-        yield Callbacks(None, rechecking, evaluating=_evaluator(running, out, progress))
-    else:
+    if progress is True:
         with watched_meter() as shown:
-            own = callbacks(shown, doing)
-            yield Callbacks(own[0], rechecking or own[1], *own[2:], _evaluator(running, out, shown))
+            show, recheck, waiting, uploading = callbacks(shown, doing)
+            yield Callbacks(show, rechecking or recheck, waiting, uploading, _evaluator(running, out, shown))
+    else:
+        shows = None if progress is False else progress
+        yield Callbacks(shows, rechecking, evaluating=_evaluator(running, out, progress))
 
 
 def _evaluator(

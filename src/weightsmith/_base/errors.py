@@ -165,6 +165,34 @@ class PlanError(WeightsmithError):
         return report(self)
 
 
+@contextmanager
+def as_plan_error(kind: type[WeightsmithError] = WeightsmithError) -> Iterator[None]:
+    """Errors inside are those of a plan."""
+    try:
+        yield
+    except kind as error:
+        raise PlanError([error]) from error
+
+
+@contextmanager
+def noting(problems: list[WeightsmithError], kind: type[WeightsmithError] = WeightsmithError) -> Iterator[None]:
+    """An error inside ends the block, and is added to the problems."""
+    try:
+        yield
+    except kind as error:
+        problems.append(error)
+
+
+@contextmanager
+def undoing(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` if the block ends with an error."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
 class RecipeError(WeightsmithError):
     """What the user wrote cannot be accepted."""
 

@@ -375,6 +375,28 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return data
 
 
+def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write a file, whole or not at all; an earlier one of that name is replaced. durable: wait for the disk.
+
+    Raises OSError.
+    """
+    import tempfile
+
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:80]}.")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        Path(name).chmod(0o666 & ~mask)
+        Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
 def _check_size(path: Path, nbytes: int, max_bytes: int) -> None:
     if nbytes > max_bytes:
         what = f"{nbytes:,} bytes, and at most {max_bytes:,} are read from a file of this kind"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from weightsmith._activations.model import input_of, prefix_of, statistic_products, text_for
 from weightsmith._activations.statistics import STATISTICS
 from weightsmith._activations.stored import RECORD, ModelRecord, record_of
-from weightsmith._base.errors import PlanError, WeightsmithError, nearest
+from weightsmith._base.errors import PlanError, WeightsmithError, nearest, undoing
 from weightsmith._base.options import RecipeOptions, StatisticsSettings, option_error
 from weightsmith._planning.planner import Assembled, Prepared
 from weightsmith._planning.planner.build import assemble
@@ -31,13 +31,10 @@ def prepare_statistics(model: str | os.PathLike[str], text: str | os.PathLike[st
         assembled = assemble(recipe, RecipeOptions())
     except PlanError as error:
         raise PlanError([*error.problems, *problems]) from error
-    try:
+    with undoing(assembled.close):
         if problems:
             raise PlanError(problems)
         _fill(assembled, os.fspath(text), kinds, settings)
-    except BaseException:
-        assembled.close()
-        raise
     return assembled.finish()
 
 

@@ -243,10 +243,7 @@ def agreement(
         m = min(BLOCK, n - start)
         decode(raw[0], codes[0], start, m, base)
         used, plus, minus = marks[0, :m], marks[1, :m], marks[2, :m]
-        for j in range(m):
-            used[j] = 0
-            plus[j] = 0
-            minus[j] = 0
+        marks[:3, :m] = 0
         for i in range(k):
             decode(raw[1 + i], codes[1 + i], start, m, x)
             subtract(x, base, m)

@@ -41,8 +41,7 @@ def encode_q8_0(numbers: np.ndarray, out: np.ndarray) -> None:
     slope, packed = np.empty(LANES, np.float32), np.empty((34, LANES), np.uint8)
     for first in range(0, numbers.size // 32, LANES):
         count = load(numbers, first, 32, x)
-        for v in range(LANES):
-            scale[v] = ZERO
+        scale[:] = ZERO
         for i in range(32):
             for v in range(LANES):
                 scale[v] = abs(x[i, v]) if abs(x[i, v]) > scale[v] else scale[v]
@@ -138,8 +137,7 @@ def row_variance(numbers: np.ndarray, first: int, count: int, cols: int, out: np
                 sum_ += value * value
             known, mean = row, sum_ / np.float32(cols)
         out[v] = mean
-    for v in range(count, LANES):
-        out[v] = ZERO
+    out[count:] = ZERO
 
 
 # ---- blocks of 32 numbers that are one of sixteen values: IQ4_NL, IQ4_XS

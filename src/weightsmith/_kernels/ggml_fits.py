@@ -100,8 +100,7 @@ def store_half(values: np.ndarray, bytes_: np.ndarray) -> None:
 @kernel
 def mean_square(x: np.ndarray, factor: np.float32, out: np.ndarray) -> None:
     """out = factor · Σ x² / n, in ggml's order: (factor · Σ) / n."""
-    for v in range(LANES):
-        out[v] = ZERO
+    out[:] = ZERO
     for i in range(x.shape[0]):
         for v in range(LANES):
             out[v] += x[i, v] * x[i, v]
@@ -120,8 +119,7 @@ def weigh(x: np.ndarray, variance: np.ndarray, w: np.ndarray) -> None:
 @kernel
 def total(w: np.ndarray, out: np.ndarray) -> None:
     """out = Σ w of each lane."""
-    for v in range(LANES):
-        out[v] = ZERO
+    out[:] = ZERO
     for i in range(w.shape[0]):
         for v in range(LANES):
             out[v] += w[i, v]
@@ -222,8 +220,7 @@ def _offset_errors(
     out: np.ndarray,
 ) -> None:
     """out = Σ w · |error| or Σ w · error² of a trial: float32 [2, LANES], its scale and minimum."""
-    for v in range(LANES):
-        out[v] = ZERO
+    out[:] = ZERO
     for i in range(0, x.shape[0], 8):
         eight, weights = x[i : i + 8], w[i : i + 8]
         for v in range(LANES):
@@ -246,11 +243,7 @@ def fit_scales(x: np.ndarray, w: np.ndarray, top: np.float32, fit: np.ndarray) -
     scale, slope, live = fit[0], fit[1], fit[2]
     largest, slopes, best = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     sum_lx, sum_ll = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-    for v in range(LANES):
-        largest[v] = ZERO
-    for i in range(x.shape[0]):
-        for v in range(LANES):
-            largest[v] = x[i, v] if abs(x[i, v]) > abs(largest[v]) else largest[v]
+    largest_scale(x, largest)
     for v in range(LANES):
         live[v] = ZERO if abs(largest[v]) < SMALLEST else ONE
         slope[v] = -top / largest[v]
@@ -298,11 +291,9 @@ def descend_scales(x: np.ndarray, top: np.float32, scale: np.ndarray, levels: np
     levels  float32 [n, LANES]: l + top, or 0 where the group is zero
     """
     largest, sum_lx, sum_ll = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-    for v in range(LANES):
-        largest[v] = sum_lx[v] = sum_ll[v] = ZERO
-    for i in range(x.shape[0]):
-        for v in range(LANES):
-            largest[v] = x[i, v] if abs(x[i, v]) > abs(largest[v]) else largest[v]
+    largest_scale(x, largest)
+    sum_lx[:] = ZERO
+    sum_ll[:] = ZERO
     for i in range(x.shape[0]):
         for v in range(LANES):
             e = x[i, v]
@@ -399,8 +390,7 @@ def fitted_levels(x: np.ndarray, top: np.float32, fit: np.ndarray, out: np.ndarr
 @kernel
 def largest_scale(scales: np.ndarray, out: np.ndarray) -> None:
     """out = of the scales of a block [groups, LANES], the one of largest magnitude; the first of equal ones."""
-    for v in range(LANES):
-        out[v] = ZERO
+    out[:] = ZERO
     for g in range(scales.shape[0]):
         for v in range(LANES):
             out[v] = scales[g, v] if abs(scales[g, v]) > abs(out[v]) else out[v]

@@ -167,12 +167,7 @@ def encode_with_offsets(numbers: np.ndarray, importances: np.ndarray, bits: int,
             pack_fours(levels, packed[16:144])
         else:
             pack_fours(levels, packed[48:176])
-            for i in range(32):
-                for v in range(LANES):
-                    high = 0
-                    for g in range(8):
-                        high |= (levels[32 * g + i, v] >> 4) << g
-                    packed[16 + i, v] = np.uint8(high)
+            pack_bits(levels, 4, packed[16:48])
         store(packed, count, first, out)
 
 
@@ -215,6 +210,17 @@ def pack_fours(levels: np.ndarray, out: np.ndarray) -> None:
         j = i // 32 * 64 + i % 32
         for v in range(LANES):
             out[i, v] = np.uint8((levels[j, v] & 15) | ((levels[j + 32, v] & 15) << 4))
+
+
+@kernel
+def pack_bits(levels: np.ndarray, shift: int, out: np.ndarray) -> None:
+    """What is left of the levels [256, LANES] after a shift, a bit each: out [32, LANES]."""
+    for i in range(32):
+        for v in range(LANES):
+            high = 0
+            for g in range(8):
+                high |= (levels[32 * g + i, v] >> shift) << g
+            out[i, v] = np.uint8(high)
 
 
 # ---- blocks of 256 without offsets: Q3_K, Q6_K
@@ -330,11 +336,6 @@ def encode_q3_k(numbers: np.ndarray, importances: np.ndarray, out: np.ndarray) -
                 group_scale[v] = scale[v] * (np.float32(rounded[g, v]) - top_scale)
             part = slice(16 * g, 16 * g + 16)
             round_around_zero(x[part], 4, group_scale, levels[part])
-        for i in range(32):
-            for v in range(LANES):
-                high = 0
-                for g in range(8):
-                    high |= (levels[32 * g + i, v] >> 2) << g
-                packed[i, v] = np.uint8(high)
+        pack_bits(levels, 2, packed[0:32])
         pack_twos(levels, packed[32:96])
         store(packed, count, first, out)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.jobs.decompose import polar, thin_svd
+from weightsmith._methods.jobs.decompose import flattened, polar, thin_svd
 from weightsmith._methods.linears import linears_job, matrix_method
 from weightsmith._methods.signature import Bounds
 from weightsmith.abc.job import Job, Matrix
@@ -26,11 +26,7 @@ def merge(deltas: Sequence[Any], directions: int | None, flatten: float = 0.0) -
     parts = [thin_svd(d, keep) for d in deltas]
     u = polar(torch.cat([p[0] for p in parts], 1))
     v = polar(torch.cat([p[2] for p in parts], 0).T)
-    return (u * torch.cat([_flat(p[1], flatten) for p in parts])) @ v.T
-
-
-def _flat(s: Any, flatten: float) -> Any:
-    return ((1.0 - flatten) * s + flatten * s.mean()) * (s > 0)
+    return (u * torch.cat([flattened(p[1], flatten) for p in parts])) @ v.T
 
 
 @matrix_method(

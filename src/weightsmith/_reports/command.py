@@ -255,9 +255,9 @@ def _at(value: Any, keys: Sequence[str]) -> Any:
     return value
 
 
-def _paths(value: Any, before: str = "") -> Iterator[str]:
+def _paths(value: Any) -> Iterator[str]:
     """The paths of the numbers in an object, the first dozen."""
-    todo, given = [(before, value)], 0
+    todo, given = [("", value)], 0
     while todo and given < 12:
         path, value = todo.pop(0)
         if isinstance(value, dict):

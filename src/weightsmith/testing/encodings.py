@@ -23,6 +23,7 @@ from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats import Encoding
 from weightsmith.abc.stored import WHOLE, Modules
+from weightsmith.testing.errors import raised
 
 _BANDS = 5
 _ROWS = 32
@@ -71,12 +72,9 @@ class EncodingTests:
         spec = example_spec(encoding)
         assert encoding.refusal(spec) == ""
         integers = TensorSpec(spec.name, DTYPES["I64"], spec.shape)
-        why, error = encoding.refusal(integers), None
-        try:
-            encoding.outs(integers)
-        except Unsupported as raised:
-            error = raised
+        why, error = encoding.refusal(integers), raised(lambda: encoding.outs(integers))
         assert why
+        assert isinstance(error, Unsupported)
         assert why in str(error)
 
     def test_config_is_json_and_names_what_is_ignored(self, encoding: Encoding) -> None:

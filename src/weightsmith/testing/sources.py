@@ -26,8 +26,9 @@ from unittest import SkipTest
 
 import numpy as np
 
-from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
+from weightsmith._base.errors import CheckpointError, NotFound, ParameterError
 from weightsmith.abc.tensors import Tensors, read
+from weightsmith.testing.errors import raised
 
 _THREADS = 8
 
@@ -95,11 +96,11 @@ class SourceTests:
         with closing(case.open()) as source:
             name = next(iter(case.expected))
             for error in (
-                _raised(lambda: source.read_into(f"{name}x", 0, np.empty(0, np.uint8))),
-                _raised(lambda: source.location(f"{name}x")),
-                _raised(lambda: source.extents(f"{name}x", 0, 0)),
-                _raised(lambda: source.natural_dtype(f"{name}x")),
-                _raised(lambda: source.preferred_rows(f"{name}x")),
+                raised(lambda: source.read_into(f"{name}x", 0, np.empty(0, np.uint8))),
+                raised(lambda: source.location(f"{name}x")),
+                raised(lambda: source.extents(f"{name}x", 0, 0)),
+                raised(lambda: source.natural_dtype(f"{name}x")),
+                raised(lambda: source.preferred_rows(f"{name}x")),
             ):
                 assert isinstance(error, NotFound), error
                 assert f"{name}x" in str(error)
@@ -111,7 +112,7 @@ class SourceTests:
                 n = array.nbytes
                 for start, count in ((-1, 1), (-1, 0), (0, n + 1), (n, 1), (n + 1, 0), (1, n)):
                     out = np.full(count, 0xA5, np.uint8)
-                    error = _raised(partial(source.read_into, name, start, out))
+                    error = raised(partial(source.read_into, name, start, out))
                     assert isinstance(error, ParameterError), (name, start, count, error)
                     assert f"tensor {name!r} of {n:,} bytes" in str(error)
                     assert (out == 0xA5).all()
@@ -192,7 +193,7 @@ class SourceTests:
         for path in _paths(case):
             with closing(case.open()) as source:
                 _replace(path)
-                errors = [_raised(partial(read, source, name)) for name in source.specs]
+                errors = [raised(partial(read, source, name)) for name in source.specs]
                 found = [error for error in errors if error is not None]
                 assert found, "no tensor is read from this file"
                 assert all(isinstance(error, CheckpointError) and str(path) in str(error) for error in found)
@@ -211,14 +212,14 @@ class SourceTests:
                 continue
             raise AssertionError(f"file descriptor {fd} is still open")
         for name in source.specs:
-            error = _raised(partial(read, source, name))
+            error = raised(partial(read, source, name))
             empty = source.specs[name].nbytes == 0  # nothing is read
             assert empty or isinstance(error, CheckpointError), (name, error)
             assert empty or "closed" in str(error)
 
     @staticmethod
     def _changed(source: Tensors, path: Path) -> None:
-        error = _raised(source.check_unchanged)
+        error = raised(source.check_unchanged)
         assert isinstance(error, CheckpointError), error
         assert str(path) in str(error)
 
@@ -227,15 +228,6 @@ def _bytes(source: Tensors, name: str, start: int, count: int) -> bytes:
     out = np.full(count, 0xA5, np.uint8)
     source.read_into(name, start, out)
     return out.tobytes()
-
-
-def _raised(call: Callable[[], object]) -> WeightsmithError | None:
-    """The error that a call raises, or None."""
-    try:
-        call()
-    except WeightsmithError as error:
-        return error
-    return None
 
 
 def _paths(case: SourceCase) -> tuple[Path, ...]:

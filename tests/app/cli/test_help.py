@@ -13,7 +13,7 @@ from typer.main import get_command
 import weightsmith
 from tests.app.cli import snapshots
 from tests.cli_help import Cli, cli, run_process
-from weightsmith._app.cli import exits, mergekit_flags
+from weightsmith._app.cli import exits
 from weightsmith._app.cli.app import make_app
 from weightsmith._app.cli.exits import Exit
 from weightsmith._app.cli.help import page_of
@@ -154,12 +154,6 @@ def test_the_short_flags_for_version_and_traceback(cli: Cli, tmp_path: Path) -> 
     for args in (["-v", "plan", tmp_path / "r.yml"], ["plan", tmp_path / "r.yml", "-v"]):
         assert "| Traceback" in cli(*args).err
     assert "| Traceback" not in cli("plan", tmp_path / "r.yml").err
-
-
-def test_the_docs_hold_the_tables_that_the_program_works_by() -> None:
-    docs = DOCS.read_text()
-    assert exits.markdown() in docs
-    assert mergekit_flags.markdown() in docs
 
 
 def test_no_command_at_all_prints_the_help(cli: Cli) -> None:

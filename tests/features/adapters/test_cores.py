@@ -11,11 +11,11 @@ import pytest
 
 import weightsmith
 from tests.features.adapters.test_merge import SHAPES, delta, merge
+from tests.kernels.reference import random_mask
 from tests.mini import write_checkpoint
 from tests.models.lora.test_lora import DOWN, INNER, H, Q, adapter, factors, normal
 from tests.sampling import sampled
 from weightsmith._features.adapters import combinations
-from weightsmith._kernels.reference import random_mask
 from weightsmith._methods import NAMES, get
 from weightsmith._methods.jobs.task_vectors import random_key
 

@@ -16,9 +16,9 @@ import yaml
 
 import weightsmith
 from tests.cli_help import check_killed_and_resumed
+from tests.kernels import reference
 from tests.mini import as_bytes, write_checkpoint
 from weightsmith._base.errors import PlanError
-from weightsmith._kernels import reference
 from weightsmith._kernels.perturb import log, normal
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import weightsmith
+from tests.kernels import reference
 from tests.reports.look.models import changed, low_rank, save, trained, weights
 from weightsmith._base.errors import PlanError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._kernels import reference
 from weightsmith._plans import COPY, Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table
 from weightsmith._reports.look import sampling
 from weightsmith._reports.look.sampling import KIND, sample, survivals

@@ -30,9 +30,3 @@ MEANINGS = {
     Exit.INTERRUPTED: "interrupted; run the same command again to resume",
     Exit.NO_READER: "broken pipe (for example | head)",
 }
-
-
-def markdown() -> str:
-    """The table for the docs."""
-    rows = [f"| {code:d} | {text} |" for code, text in MEANINGS.items()]
-    return "\n".join(["| code | meaning |", "| --- | --- |", *rows])

@@ -17,6 +17,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from weightsmith._base.errors import Finding, nearest
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import GROUPS
 
 MAX_WIDTH = 100
@@ -204,21 +205,15 @@ def page_of(command: Any, name: str) -> HelpPage:
 
 def overview(group: Any, name: str) -> HelpPage:
     """The help of the program: what to run first, and all commands in groups."""
-    commands: dict[str, list[tuple[str, str]]] = {}
-    for own, command in group.commands.items():
-        if not command.hidden:
-            commands.setdefault(command.rich_help_panel, []).append((own, _parts(command.help)[0]))
+    from weightsmith._app.cli.exits import MEANINGS
+
+    shown = [(own, command) for own, command in group.commands.items() if not command.hidden]
+    commands = grouped((command.rich_help_panel, (own, _parts(command.help)[0])) for own, command in shown)
     listed = [Rows(title, tuple(rows)) for title, rows in commands.items()]
-    codes = Rows("Exit codes", tuple((f"{code:d}", meaning) for code, meaning in _exit_codes()))
+    codes = Rows("Exit codes", tuple((f"{code:d}", meaning) for code, meaning in MEANINGS.items()))
     summary, text, _ = _parts(group.help)
     sections = (Rows("Start here", START), *listed, *_options(group), codes)
     return HelpPage(name, "[OPTIONS] COMMAND [ARGS]...", summary, text, (), sections, aligned=False)
-
-
-def _exit_codes() -> Iterable[tuple[int, str]]:
-    from weightsmith._app.cli.exits import MEANINGS
-
-    return MEANINGS.items()
 
 
 def _parts(text: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -229,10 +224,8 @@ def _parts(text: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
 
 
 def _options(command: Any) -> list[Rows]:
-    groups: dict[str, list[tuple[str, str]]] = {}
-    for each in command.params:
-        if each.param_type_name == "option" and not each.hidden:
-            groups.setdefault(each.rich_help_panel or GROUPS[0], []).append((_names(each), _meaning(each)))
+    shown = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+    groups = grouped((each.rich_help_panel or GROUPS[0], (_names(each), _meaning(each))) for each in shown)
     groups.setdefault(GROUPS[-1], []).append(("-h, --help", "Show this help."))
     order = [GROUPS[0], *(name for name in groups if name not in GROUPS), *GROUPS[1:]]
     return [Rows(name, tuple(groups[name])) for name in order if name in groups]

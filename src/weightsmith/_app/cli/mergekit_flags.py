@@ -222,9 +222,3 @@ def answer(context: typer.Context, *, quiet: bool) -> None:
         os.environ["HF_HUB_CACHE"] = flags.hub_cache
     for line in () if quiet else flags.answers:
         note(line)
-
-
-def markdown() -> str:
-    """The table for the docs."""
-    rows = [f"| {', '.join(f'`{n}`' for n in flag.names)} | {flag.fate} | {flag.answer} |" for flag in FLAGS]
-    return "\n".join(["| flag | | reason or replacement |", "| --- | --- | --- |", *rows])

@@ -89,7 +89,8 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def command(**given: Any) -> None:
         asked = {each: given.pop(each) for each in flags}
-        asked |= {keyword: _settings[each.name] for keyword, each in flags.items() if _is_unset(asked[keyword], each)}
+        unset = {keyword: each.name for keyword, each in flags.items() if asked[keyword] is None}
+        asked |= {keyword: _settings[name] for keyword, name in unset.items() if name in _settings}
         texts = {each: value for each, value in asked.items() if value is not None and value != []}
         with failures(as_json=given.get("as_json", False), usage=True):
             found = read_options(name, texts, *made.values(), text=True)
@@ -102,10 +103,6 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
 
 _settings: dict[str, Any] = {}
 """Option → its default by the user's settings, for the command that runs."""
-
-
-def _is_unset(value: object, option: Option) -> bool:
-    return value is None and option.name in _settings
 
 
 def common(function: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsmith._activations.work import EmbeddingWork
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import RunOptions
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.computed import Computed
@@ -271,12 +272,9 @@ def _expected_steps(prepared: Prepared) -> Sequence[Step]:
 
 
 def _kinds(steps: Sequence[Step]) -> tuple[KindFacts, ...]:
-    found: dict[str, list[Step]] = {}
-    for step in steps:
-        found.setdefault(_kind(step.out), []).append(step)
     facts = [
         KindFacts(kind, len(own), sum(out.nbytes for step in own for out in step.outs), sum(step.out.size for step in own))
-        for kind, own in found.items()
+        for kind, own in grouped((_kind(step.out), step) for step in steps).items()
     ]
     return tuple(sorted(facts, key=lambda each: -each.nbytes))
 
@@ -361,9 +359,8 @@ def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
 
 def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
     why = stored_plain(plan) | dict.fromkeys(calibrated_weights(plan), CALIBRATED)
-    found: dict[tuple[str, str], list[Step]] = {}
-    for step in plan.steps if plan.encodings else ():
-        found.setdefault((step.encoding, why.get(step.out.name, "")), []).append(step)
+    steps = plan.steps if plan.encodings else ()
+    found = grouped(((step.encoding, why.get(step.out.name, "")), step) for step in steps)
     facts = [
         StoredFacts(*key, len(steps), sum(out.nbytes for step in steps for out in step.outs), steps[0].out.name)
         for key, steps in found.items()
@@ -372,9 +369,7 @@ def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
 
 
 def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
-    found: dict[tuple[int, str], list[str]] = {}
-    for d in plan.dropped:
-        found.setdefault((d.model, d.reason), []).append(d.tensor)
+    found = grouped(((d.model, d.reason), d.tensor) for d in plan.dropped)
     return tuple(DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in found.items())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from weightsmith import _methods as methods
@@ -64,10 +64,6 @@ class Control:
     main: bool = True
     parts: tuple[tuple[str, float], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -92,10 +88,6 @@ class Draft:
     controls: tuple[Control, ...] = ()
     held: str = ""
     blocks: tuple[Block, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
 
 def read(text: str) -> Draft:

@@ -278,10 +278,6 @@ def _cancel(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _name(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    return session.about_name(str(given["name"]))
-
-
 def _try(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     models, recipe = _texts(given["models"], 12), session.recipe(int(given["version"]))
     session.tasks.ask(recipe, models, str(given["prompt"]), str(given["text"]), int(given["new_tokens"]))
@@ -311,26 +307,18 @@ def _stop(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _two(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"html": session.compare_runs(int(given["first"]), int(given["second"]))}
-
-
-def _hub(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    return session.card(str(given["name"])[:1000])
-
-
 _ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] = {
     "edit": _edit,
     "merge": _merge,
     "cancel": _cancel,
-    "name": _name,
+    "name": lambda session, given: session.about_name(str(given["name"])),
     "try": _try,
     "sweep": _sweep,
     "tune": _tune,
     "look": _look,
     "stop": _stop,
-    "two": _two,
-    "hub": _hub,
+    "two": lambda session, given: {"html": session.compare_runs(int(given["first"]), int(given["second"]))},
+    "hub": lambda session, given: session.card(str(given["name"])[:1000]),
 }
 
 

@@ -129,20 +129,17 @@ class Session:
                 target.append(text)
                 text = source.pop()
             return text
-        new = draft.edited(text, change, self._on_base)
+        new = draft.edited(text, change, lambda model, base: self.places.on_base([model], base)[0])
         if new != text:
             back.append(text)
             ahead.clear()
         return new
 
-    def _on_base(self, model: str, base: str) -> str:
-        return self.places.on_base([model], base)[0]
-
     def _publish(self) -> None:
         """Put the document on the board."""
         text = self.kept.text
         found = draft.read(text) if text.strip() else draft.Draft()
-        about = {"version": self.kept.version, "text": text, "draft": found.to_json()}
+        about = {"version": self.kept.version, "text": text, "draft": asdict(found)}
         self.board.put("document", about | {"undo": len(self._back), "redo": len(self._ahead)})
 
     # ---- what follows from the recipe

@@ -18,7 +18,7 @@ from weightsmith._app.studio.kept import Run
 from weightsmith._app.studio.places import reference
 from weightsmith._app.studio.work import Status
 from weightsmith._base.pages import Page, charts_html
-from weightsmith._base.pages.values import finite_or_mark, safe, written
+from weightsmith._base.pages.values import finite_or_mark, many, safe, written
 from weightsmith._base.text import count, duration, size
 from weightsmith._execution.progress import how_far
 from weightsmith._methods.base import Method
@@ -106,22 +106,13 @@ def card(found: Inspection) -> dict[str, Any]:
     layers = sum(stack.layers for stack in found.stacks)
     return {
         "kind": found.architecture or ("adapter" if found.adapter else "no config.json"),
-        "parameters": _short(found.elements),
+        "parameters": many(found.elements),
         "layers": layers,
         "dtype": "/".join(amount.name for amount in found.dtypes[:3]),
         "bytes": size(sum(nbytes for _, nbytes in found.files)),
         "licence": found.licence,
         "quantised": found.quantised,
     }
-
-
-def _short(n: int) -> str:
-    """A number of parameters.
-
-    >>> _short(134_515_008), _short(7_241_732_096), _short(512)
-    ('134.5 M', '7.24 B', '512')
-    """
-    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" if n >= 1e6 else f"{n:,}"
 
 
 def preview(found: Preview) -> tuple[str, list[dict[str, Any]]]:
@@ -288,13 +279,10 @@ def two_runs(first: Run, second: Run) -> str:
     names = [*dict.fromkeys([*first.numbers, *second.numbers])]
     pairs = ((name, [safe(run.numbers.get(name, "")) for run in (first, second)]) for name in names)
     rows = "".join(f"<tr><th scope=row>{safe(name)}</th><td>{a}</td><td>{b}</td></tr>" for name, (a, b) in pairs)
-    heads = "".join(f"<th>{run.id} · {safe(run.kind)} · {safe(run.title)} · {_clock(run)}</th>" for run in (first, second))
+    clocks = ((run, time.strftime("%H:%M", time.localtime(run.when))) for run in (first, second))
+    heads = "".join(f"<th>{run.id} · {safe(run.kind)} · {safe(run.title)} · {clock}</th>" for run, clock in clocks)
     table = f"<table class='ws-two'><thead><tr><td></td>{heads}</tr></thead><tbody>{rows}</tbody></table>"
     return f"<div class='ws-scroll'>{table}</div>{recipe_diff(first.recipe, second.recipe)}"
-
-
-def _clock(run: Run) -> str:
-    return time.strftime("%H:%M", time.localtime(run.when))
 
 
 def recipe_diff(old: str, new: str) -> str:

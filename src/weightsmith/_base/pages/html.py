@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, StoreError, printable
-from weightsmith._base.files import expand_user, real_path
+from weightsmith._base.files import expand_user, real_path, write_whole
 from weightsmith._base.pages.colours import style
 from weightsmith._base.pages.grid import grid, legend
 from weightsmith._base.pages.svg import curves
@@ -345,17 +344,7 @@ def write_html(path: str | os.PathLike[str], data: bytes) -> Path:
     found = check_page(path)
     try:
         found.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(dir=found.parent, prefix=f".{found.name[:80]}.")
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-            mask = os.umask(0)
-            os.umask(mask)
-            Path(name).chmod(0o666 & ~mask)
-            Path(name).replace(found)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(found, data)
     except OSError as error:
         raise _refused(str(error), os.fspath(path), state="") from error
     return found

@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.projections import GATED
 from weightsmith._models.structure.roles import role_of
-from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, ties
 from weightsmith._planning.planner.loading import Began, describe
 from weightsmith._plans import Block
-
-TIED_HEAD = "lm_head.weight"
-"""The name of a head that no file holds: what transformers' causal language models call it."""
 
 WEIGHT = ".weight"
 
@@ -67,9 +65,7 @@ class Built:
     @cached_property
     def sources(self) -> Mapping[str, tuple[str, ...]]:
         """Tensor of the model → those of the checkpoint that it is made of; of experts, in their order."""
-        found: dict[str, list[str]] = {}
-        for name, key in self.names.items():
-            found.setdefault(key, []).append(name)
+        found = grouped((key, name) for name, key in self.names.items())
         return {key: tuple(sorted(own, key=_expert_order)) for key, own in found.items()}
 
     @cached_property

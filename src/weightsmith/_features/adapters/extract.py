@@ -25,10 +25,11 @@ from weightsmith._base.errors import (
     PlanError,
     Unsupported,
     WeightsmithError,
+    as_plan_error,
 )
 from weightsmith._base.options import ExtractSettings
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
-from weightsmith._features.adapters.built import TIED_HEAD, Built, built_of, guessed, needs_asking
+from weightsmith._features.adapters.built import Built, built_of, guessed, needs_asking
 from weightsmith._features.adapters.changes import changes
 from weightsmith._features.adapters.factors import FactorWork
 from weightsmith._features.adapters.placing import Places
@@ -40,7 +41,7 @@ from weightsmith._files.copied import is_read
 from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._models.structure.vocabulary import TIED_HEAD, is_vocabulary
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.match import is_buffer
@@ -107,10 +108,8 @@ def prepare_extraction(
         problems += found
         if problems or len(models) < 2:
             raise PlanError(problems)
-        try:
+        with as_plan_error():
             plan = _measuring_plan(models[0], models[1], settings).finish()
-        except WeightsmithError as error:
-            raise PlanError([error]) from error
         structure = analyse(models[0].specs.values(), models[0].config)
         stack.pop_all()
         return Prepared(plan, tuple(models), structure)
@@ -164,9 +163,9 @@ def _warnings(models: Sequence[Checkpoint], strange: Sequence[str]) -> Iterator[
         yield Finding(what, strange[0])
 
 
-def _difference(piece: Piece, name: str = "") -> Step:
+def _difference(piece: Piece) -> Step:
     """The step of the difference; of vocabularies of different sizes, of the fine-tune's tensor, which differs in any case."""
-    pair, name = piece.pair, name or piece.pair.spec.name
+    pair, name = piece.pair, piece.pair.spec.name
     if pair.grown:
         return Step(replace(pair.tuned, name=name), COPY, (Read(_TUNED, pair.tuned.name),))
     base = Read(_BASE, pair.base, piece.block)
@@ -229,7 +228,7 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None
         raise FormatError("not a plan that can be run", where="then", fix="make the plan again")
     following = Following(**settings)
     matrices = list(_matrices(plan, arrays))
-    try:
+    with as_plan_error(ParameterError):
         ranks = choose_ranks(
             [matrix.spectrum for matrix in matrices],
             energy=following.energy,
@@ -237,8 +236,6 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None
             sv_epsilon=following.sv_epsilon,
             groups=[matrix.target.group for matrix in matrices],
         )
-    except ParameterError as error:
-        raise PlanError([error]) from error
     matrices = [replace(matrix, rank=rank) for matrix, rank in zip(matrices, ranks, strict=True)]
     compared = next((product for product in plan.products if product.op == "changes"), None)
     steps_compared = () if compared is None else compared.steps

@@ -26,6 +26,7 @@ from weightsmith._base.errors import (
     nearest,
 )
 from weightsmith._base.files import same_bytes
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import RecipeOptions, assignment, named, option_error
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT
@@ -160,10 +161,7 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
     places = opened.find_places(ranks)
     whole = [step for step in draft.steps if step.out.name in opened.whole]
     _check_sums(draft, whole)
-    layers: dict[str, list[Step]] = {}
-    for step in draft.steps:
-        if step.out.name not in opened.whole:
-            layers.setdefault(_layer(step.out.name), []).append(step)
+    layers = grouped((_layer(step.out.name), step) for step in draft.steps if step.out.name not in opened.whole)
     for layer, own in layers.items():
         made = {step.out.name.removesuffix(WEIGHT): step for step in own}
         modules = list(dict.fromkeys(opened.matrices[matrix] for matrix in made))

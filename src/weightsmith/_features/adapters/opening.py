@@ -9,8 +9,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError
+from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import exists
+from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, Built, is_expert
 from weightsmith._features.adapters.cores import ZERO, Adapted, Space
@@ -87,10 +88,8 @@ class Opened:
                 except WeightsmithError as error:
                     problems.append(at(error, ref.where))
         if not problems:
-            try:
+            with noting(problems):
                 self._match()
-            except WeightsmithError as error:
-                problems.append(error)
         if problems:
             return [None for _ in refs], problems
         specs = [TensorSpec(f"{name}{WEIGHT}", DTYPES["F32"], module.shape) for name, module in self.matrices.items()]
@@ -235,10 +234,8 @@ def find_modules(adapters: Sequence[Adapter]) -> dict[str, Adapted]:
     Raises MismatchError and ShapeError for adapters of bases of different shapes, Unsupported for experts in an unknown order.
     """
     _check_layouts(adapters)
-    owners: dict[str, list[Adapted]] = {}
-    for i, adapter in enumerate(adapters):
-        for own in (*_of_linears(adapter, i), *_of_parameters(adapter, i)):
-            owners.setdefault(own.name, []).append(own)
+    every = (own for i, adapter in enumerate(adapters) for own in (*_of_linears(adapter, i), *_of_parameters(adapter, i)))
+    owners = grouped((own.name, own) for own in every)
     found = {}
     for name, known in owners.items():
         if len({(own.shape, own.experts) for own in known}) > 1:

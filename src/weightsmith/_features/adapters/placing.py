@@ -16,10 +16,9 @@ from typing import Any
 from weightsmith._base.errors import Unsupported
 from weightsmith._features.adapters.built import WEIGHT, Built, matched
 from weightsmith._features.adapters.factors import Form, Target
+from weightsmith._models.lora.adapter import PREFIX
 
 # ---- What PEFT calls the tensors of an adapter, and its adapter_config.json.
-
-PREFIX = "base_model.model."
 
 
 def factor_names(module: str, form: Form) -> tuple[str, str]:
@@ -215,11 +214,8 @@ class Places:
             found += f".{part}" if i else part
             name = ".".join(parts[: i + 1])
             if name != module or not outer:
-                found += _LAYER * self._wrappers(name)
+                found += _LAYER * (int(name in self.modules) + len(self._of_module.get(name, ())))
         return found
-
-    def _wrappers(self, module: str) -> int:
-        return int(module in self.modules) + len(self._of_module.get(module, ()))
 
     def target_modules(self) -> list[str]:
         """Names that no other module has. Raises Unsupported if there are none."""

@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import option_error
 
 Vector = npt.NDArray[np.float64]
@@ -147,9 +148,7 @@ def choose_ranks(
     Without `energy` and `max_parameters`, all singular values that are known. Raises ParameterError if nothing fits.
     """
     names = [name or str(i) for i, name in enumerate(groups or [""] * len(spectra))]
-    members: dict[str, list[Spectrum]] = {}
-    for name, spectrum in zip(names, spectra, strict=True):
-        members.setdefault(name, []).append(spectrum)
+    members = grouped(zip(names, spectra, strict=True))
     together = [_Together.of(own, sv_epsilon) for own in members.values()]
     if energy is not None:
         ranks = [_by_energy(each, energy) for each in together]

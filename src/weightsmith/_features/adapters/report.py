@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.errors import Finding
+from weightsmith._base.groups import grouped
 from weightsmith._base.pages import Column, HeatMap, Table, heat_maps
 from weightsmith._base.pages.svg import heat_map, picture
 from weightsmith._base.pages.values import Block, Mark
@@ -101,9 +102,7 @@ class Extraction:
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: for each kind of module, the ranks, and the shares that they keep."""
         head = ("module", "count", "rank", "kept", "possible", "signal", "noise", "least, in")
-        kinds: dict[str, list[Matrix]] = {}
-        for matrix in self.matrices:
-            kinds.setdefault(placed(matrix.target.module).part, []).append(matrix)
+        kinds = grouped((placed(matrix.target.module).part, matrix) for matrix in self.matrices)
         return head, [*(_row(kind, own) for kind, own in kinds.items()), _row("all", self.matrices)]
 
     def files(self) -> Mapping[str, bytes]:
@@ -124,9 +123,7 @@ class Extraction:
 
     def warnings(self, where: str) -> list[Finding]:
         """What the adapter leaves out, and what PEFT does not undo."""
-        reasons: dict[str, list[str]] = {}
-        for name, why in self.left_out.items():
-            reasons.setdefault(why, []).append(name)
+        reasons = grouped((why, name) for name, why in self.left_out.items())
         found = [
             Finding(f"{len(names):,} tensors differ and are not in the adapter: {why}", names[0])
             for why, names in reasons.items()

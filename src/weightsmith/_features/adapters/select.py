@@ -12,13 +12,13 @@ from weightsmith._base.errors import ShapeError, UnknownName, WeightsmithError, 
 from weightsmith._base.files import show
 from weightsmith._base.options import ExtractSettings, assignment, named, option_error
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
-from weightsmith._features.adapters.built import GROUP, TIED_HEAD, WEIGHT, Built, Stack, find_stacks, group_of, is_expert
+from weightsmith._features.adapters.built import GROUP, WEIGHT, Built, Stack, find_stacks, group_of, is_expert
 from weightsmith._features.adapters.factors import Form, Target, prefers_exact
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import COMPONENTS, role_of
-from weightsmith._models.structure.vocabulary import is_embedding, is_head, is_vocabulary, ties
+from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, is_vocabulary, ties
 from weightsmith._planning.planner.inputs import analyse_all
 from weightsmith._planning.planner.match import ModelNames, is_buffer
 from weightsmith._plans import Block
@@ -104,10 +104,7 @@ def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[
     own, theirs = structures
     assert own is not None
     assert theirs is not None
-    names = ModelNames(theirs, tuned.specs, own, base.specs)
-    found = dict(names.rest)
-    for prefix, layers in names.layers.items():
-        found |= {f"{prefix}{i}.{suffix}": name for i, parts in layers.items() for suffix, name in parts.items()}
+    found = ModelNames(theirs, tuned.specs, own, base.specs).all()
     embedding = next((name for name in found if name in base.specs and is_embedding(base.specs[name])), "")
     pairs: list[Pair] = []
     problems: list[str] = []

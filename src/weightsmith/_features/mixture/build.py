@@ -11,7 +11,7 @@ from typing import Any
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.packages import package_version
-from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.options import RecipeOptions
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
@@ -170,13 +170,11 @@ class _Builder:
         known = {id(checkpoint) for _, checkpoint in members}
         members += [(checkpoint.ref, checkpoint) for checkpoint in self.assembly.inputs if id(checkpoint) not in known]
         found = Companions([label for label, _ in members], [checkpoint for _, checkpoint in members], 0)
-        try:
+        with noting(self.problems):
             fix = "put the tokenizer that the output is to have next to the weights of the base"
             found.fill_tokenizer(self.recipe.section.at("base_model"), fix, {})
             found.fill_template()
             found.fill_generation()
-        except WeightsmithError as error:
-            self.problems.append(error)
         return found
 
     def _add_router(

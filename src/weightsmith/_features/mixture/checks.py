@@ -12,7 +12,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, ParameterError, ShapeError, Unsupported, WeightsmithError
 from weightsmith._features.mixture.assembly import Dense
 from weightsmith._features.mixture.layouts import LAYOUTS
-from weightsmith._features.mixture.layouts.dense_config import rope_scaling, rotary_share, semantics
+from weightsmith._features.mixture.layouts.dense_config import neutral_factors, rope_scaling, rotary_share, semantics
 from weightsmith._features.mixture.routing.gates import MODES
 from weightsmith._features.mixture.routing.product import missing_packages
 from weightsmith._features.mixture.routing.prompts import Texts, read_texts
@@ -207,7 +207,7 @@ def _config(layout: ExpertLayout, config: Mapping[str, Any]) -> Iterator[str]:
     if not all(_rotated(config)):
         yield "all its layers have rotary embeddings, but not all of the base's do"
     if not layout.multipliers:
-        for key, neutral in _neutral(config).items():
+        for key, neutral in neutral_factors(config).items():
             if not math.isclose(value := config.get(key) or neutral, neutral, rel_tol=1e-6):
                 yield f"it has no {key}, but the base's is {value:g}"
 
@@ -218,13 +218,6 @@ def _rotated(config: Mapping[str, Any]) -> list[bool]:
         return [bool(one) for one in given]
     every = config.get("no_rope_layer_interval") or 0
     return [(i + 1) % every != 0 for i in range(config["num_hidden_layers"])] if every else []
-
-
-def _neutral(config: Mapping[str, Any]) -> dict[str, float]:
-    """The values of Granite's factors that have no effect."""
-    size = config.get("head_dim")
-    factors = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
-    return factors | ({"attention_multiplier": size**-0.5} if size else {})
 
 
 def _names(layout: ExpertLayout, base: Dense) -> Iterator[str]:

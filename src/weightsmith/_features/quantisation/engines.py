@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats import formats
 from weightsmith._models.formats.engines import (
-    ENGINES,
     Engine,
-    Support,
     engines_of,
     find_engine,
     find_support,
@@ -84,10 +83,10 @@ def _refused(format: str, stored: Sequence[TensorSpec], plain: Sequence[TensorSp
 
 def _reported(refused: _Refusals, format: str, settings: QuantizeSettings, instead: Callable[[Engine], str]) -> list[Finding]:
     """Warnings, one for each reason, or none if a program is named. Raises PlanError with the reasons of that program."""
-    by_reason: dict[tuple[str, str], list[tuple[Engine, list[str]]]] = {}
-    for engine, reason, names in refused:
-        if settings.engine in (None, engine.name):
-            by_reason.setdefault((reason, names[0] if names else "model_type in config.json"), []).append((engine, names))
+    asked = [each for each in refused if settings.engine in (None, each[0].name)]
+    by_reason = grouped(
+        ((reason, names[0] if names else "model_type in config.json"), (engine, names)) for engine, reason, names in asked
+    )
     found = []
     for (reason, where), own in by_reason.items():
         who, refusing = " and ".join(engine.release for engine, _ in own), [engine for engine, _ in own]
@@ -115,30 +114,3 @@ def _fitting(engine: Engine, specs: Sequence[TensorSpec], draft: PlanDraft, leas
                 found.append(writing.name if encoding.name == writing.name else f"{writing.name} --group-size {group}")
                 break
     return found
-
-
-def engine_rows() -> list[list[str]]:
-    """The matrix of formats and programs, for the docs: a row for each format."""
-    names = dict.fromkeys(name for engine in ENGINES for name in formats_of(engine.name))
-    return [
-        [f"`{name}-…`" if name == "gguf" else f"`{name}`", *(_cell(find_support(each.name, name)) for each in ENGINES)]
-        for name in names
-    ]
-
-
-def _cell(support: Support | None) -> str:
-    if support is None:
-        return "no"
-    limits = []
-    if support.tiles:
-        limits.append("matrices of " + " or ".join(f"{high} by {wide}" for high, wide in support.tiles))
-    if support.parts > 1:
-        limits.append(f"joined parts of {support.parts} outputs")
-    if support.experts:
-        limits.append("no experts")
-    if support.hidden > 1:
-        limits.append(f"experts' hidden size of {support.hidden}")
-    if support.inner > 1:
-        limits.append(f"experts' intermediate size of {support.inner}")
-    limits += [f"MLPs' {name} size of {multiple}" for name, multiple, _ in support.mlps]
-    return "yes" + (f" ({', '.join(limits)})" if limits else "")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsmith._activations.rows import BUILT_IN
-from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError, undoing
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, assignment, named, option_error, read_options
 from weightsmith._features.quantisation import gguf
@@ -140,16 +140,13 @@ def in_format(assemble: Callable[[], Assembled], name: str | None, settings: Qua
         if not problems:
             raise
         raise PlanError([*error.problems, *problems], error.source) from error
-    try:
+    with undoing(assembled.close):
         if problems:
             raise PlanError(problems)
         if name is None:
             return assembled
         assembled.draft.warnings += family_problems(name, assembled.draft.config, settings)
         FORMATS[name].apply(assembled, settings)
-    except BaseException:
-        assembled.close()
-        raise
     draft, before = assembled.draft, assembled.again
     draft.made = replace(draft.made, format=name)
     draft.warnings += _decoded(assembled.inputs, name)

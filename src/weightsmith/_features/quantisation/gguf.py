@@ -18,8 +18,9 @@ from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import keys_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import StatisticWork
-from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import read_bounded, show
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.base import Format
@@ -215,10 +216,7 @@ def _slots(
 
     Raises ParameterError if even the smallest do not fit.
     """
-    weights: dict[str, list[str]] = {}
-    for weight in tried:
-        if place := gguf_place(family, weight):
-            weights.setdefault(place.name, []).append(weight)
+    weights = grouped((place.name, weight) for weight in tried if (place := gguf_place(family, weight)))
     slots: dict[str, _Slot] = {}
     fixed = len(draft.header) + len(draft.mmproj) + 4096
     for out in (out for step in draft.steps for out in step.stored):
@@ -324,10 +322,8 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
         libgguf()
     made: list[Step] = []
     for each, own in zip(stored_as, kinds, strict=True):
-        try:
+        with noting(problems):
             made.append(_encoded(each, own, importances, mixture, draft, family, given))
-        except WeightsmithError as error:
-            problems.append(error)
     if problems:
         raise PlanError(problems)
     embedding = next(each.step for each in stored_as if each.specs[0].name == "token_embd.weight")

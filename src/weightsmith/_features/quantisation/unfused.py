@@ -16,11 +16,12 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.fused import SubMatrix, fused_parts
-from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, ties
 from weightsmith._plans import JOIN, Block, Plan, PlanDraft, Read, Step
 
-TIED_HEAD = "lm_head.weight"
-"""Name of a head that config.json ties to the embedding."""
+DEFAULT_HEAD_BITS = 6
+PLAIN_HEAD = 16
+"""The value of `head_bits` with which the head is float16. A tied head is then the embedding, and is not stored again."""
 
 _HALF = "plain F16"
 

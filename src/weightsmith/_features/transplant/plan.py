@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, first_line
+from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, as_plan_error, first_line
 from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded
 from weightsmith._base.installation import install_package
 from weightsmith._base.options import RecipeOptions, TransplantSettings, option_error
@@ -110,11 +110,9 @@ def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[s
         _check_donor(found, approximation, settings)
         assembled = _copy(model, donor, found.rows, settings)
         stack.callback(assembled.close)
-        try:
+        with as_plan_error():
             _Transplant(assembled, found, settings, approximation).fill()
             prepared = assembled.finish()
-        except WeightsmithError as error:
-            raise PlanError([error]) from error
         stack.pop_all()
         return prepared
 

@@ -81,8 +81,12 @@ def polar(a: Tensor) -> Tensor:
 def flatten(total: Tensor, beta: float) -> Tensor:
     """The matrix (float64 [rows, cols]) with singular values (1 - β) S + β · mean S; zeros stay zero."""
     u, s, vt = thin_svd(total)
-    flat = ((1.0 - beta) * s + beta * s.mean()) * (s > 0)
-    return (u * flat) @ vt
+    return (u * flattened(s, beta)) @ vt
+
+
+def flattened(s: Tensor, beta: float) -> Tensor:
+    """Singular values, moved towards their mean; zeros stay zero."""
+    return ((1.0 - beta) * s + beta * s.mean()) * (s > 0)
 
 
 def raise_floor(total: Tensor, share: float) -> Tensor:

@@ -180,10 +180,15 @@ class MatrixJob(Job):
         return self._update[tile.start : tile.start + tile.size]
 
     def apply(self, tile: Tile, out: Bytes) -> None:
-        m, update = self.matrix, self.update(tile)
-        rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
-        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
-        combine_with(inputs, self.coefficients, update, tile.size, encoded, rows, sums)
+        write_with(self.matrix, tile, out, self.coefficients, self.update(tile))
+
+
+def write_with(matrix: Matrix, tile: Tile, out: Bytes, coefficients: Vector, update: npt.NDArray[Any]) -> None:
+    """Write Σ coefficients[i] · input[i] + update, of the first inputs, of which there are coefficients."""
+    k, m = len(coefficients), matrix
+    rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
+    inputs, encoded = Inputs(tile.raw[:k], m.codes[:k]), Encoded(out, m.out_code)
+    combine_with(inputs, coefficients, update, tile.size, encoded, rows, sums)
 
 
 def mean(deltas: Sequence[Tensor]) -> Tensor:

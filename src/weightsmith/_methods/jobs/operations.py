@@ -105,12 +105,8 @@ class PerturbedJob(Job):
         perturb(weight, tile.start, tile.size, Noise(*self._noise), redraw, self._factor, encoded, scratch)
 
 
-def _cast(matrix: Matrix) -> Job:
-    return CombinationJob(matrix, np.ones(1))
-
-
 OPERATIONS: Mapping[str, Callable[[Matrix], Job]] = {
-    CAST: _cast,
+    CAST: lambda matrix: CombinationJob(matrix, np.ones(1)),
     FILL: FillJob,
     PERTURB: PerturbedJob,
 }

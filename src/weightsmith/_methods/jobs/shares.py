@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._kernels.matrix import combine_with, copy_rows
-from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.matrix import copy_rows
+from weightsmith._methods.jobs.matrix import write_with
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
 
@@ -48,7 +48,7 @@ class SharesJob(Job):
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m = self.matrix
-        rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
+        rows = tile.scratch.rows(1, m.codes, m.out_code)
         deltas = np.empty((len(self._shares), tile.size), rows.dtype)
         copy_rows(tile.raw, m.codes, tile.size, 0, True, deltas, rows)
         update, mean, total = np.zeros(tile.size), np.zeros(tile.size), np.zeros(tile.size)
@@ -59,4 +59,4 @@ class SharesJob(Job):
                 update += (weight * own) * delta
                 mean += weight * delta
             update = self._factor * np.where(total > 0, update / total, mean / len(deltas))
-        combine_with(Inputs(tile.raw, m.codes), self._base, update, tile.size, Encoded(out, m.out_code), rows, sums)
+        write_with(m, tile, out, self._base, update)

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from weightsmith._kernels.codecs import F32, F64
 from weightsmith._kernels.delta import delta_squares, rescale_delta
-from weightsmith._kernels.matrix import combine_with, copy_rows
+from weightsmith._kernels.matrix import copy_rows
 from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._methods.jobs.decompose import transform
-from weightsmith._methods.jobs.matrix import MatrixJob
+from weightsmith._methods.jobs.matrix import MatrixJob, write_with
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
 
@@ -136,11 +136,7 @@ class SpectrumJob(FollowingJob):
         self._gathered.finish_pass(0, results)
 
     def apply(self, tile: Tile, out: Bytes) -> None:
-        m = self.matrix
-        update = self._gathered.update(tile)
-        rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
-        base, encoded = Inputs(tile.raw[:1], m.codes[:1]), Encoded(out, m.out_code)
-        combine_with(base, np.ones(1), update, tile.size, encoded, rows, sums)
+        write_with(self.matrix, tile, out, np.ones(1), self._gathered.update(tile))
 
 
 class ColumnsJob(FollowingJob):
@@ -153,8 +149,8 @@ class ColumnsJob(FollowingJob):
     def apply(self, tile: Tile, out: Bytes) -> None:
         m = self.matrix
         raw, codes = self.appended(tile.raw[:1], self.merged(tile)), np.array([m.codes[0], self.code])
-        rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
+        rows = tile.scratch.rows(1, m.codes, m.out_code)
         delta = np.empty((1, tile.size), rows.dtype)
         copy_rows(raw, codes, tile.size, 0, True, delta, rows)
         update = delta[0] * self._factors[(tile.start + np.arange(tile.size)) % m.cols]
-        combine_with(Inputs(raw[:1], codes[:1]), np.ones(1), update, tile.size, Encoded(out, m.out_code), rows, sums)
+        write_with(m, tile, out, np.ones(1), update)

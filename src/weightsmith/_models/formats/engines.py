@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.projections import joined_sets
@@ -107,8 +108,12 @@ class Support:
     alike: bool = False
 
 
-_VLLM = "vllm/model_executor/layers/quantization/"
-_SGLANG = "sglang/srt/layers/quantization/"
+_VLLM = "vllm/model_executor/layers/quantization"
+_SGLANG = "sglang/srt/layers/quantization"
+_COMPRESSED = "transformers/quantizers/quantizer_compressed_tensors.py"
+_EXLLAMAV2 = "exllamav2/exllamav2_ext/cuda/q_mlp.cu"
+_UNREAD = "does not load experts stored as"
+_vllm, _sglang = partial(Support, "vllm", alike=True), partial(Support, "sglang", alike=True)
 _MARLIN = ((64, 128), (128, 64))
 """Outputs and inputs of the tiles of Marlin's kernel."""
 
@@ -118,25 +123,13 @@ _EXLLAMAV3_MLPS = (("hidden", 128, "does not run MLPs with padded outputs"),)
 """`GatedMLP` does not cut what the padding adds, as its other modules do, and the next norm refuses the width."""
 
 SUPPORT = (
-    Support(
-        "transformers", ("fp8-dynamic", "w8a16", "w4a16", "mxfp4"), "transformers/quantizers/quantizer_compressed_tensors.py"
-    ),
-    Support(
-        "transformers",
-        ("fp8-block", "int8"),
-        "transformers/quantizers/quantizer_compressed_tensors.py",
-        experts="does not load experts stored as",
-    ),
-    Support(
-        "transformers",
-        ("fp8-static",),
-        "transformers/quantizers/quantizer_compressed_tensors.py",
-        "does not quantise what enters experts",
-    ),
+    Support("transformers", ("fp8-dynamic", "w8a16", "w4a16", "mxfp4"), _COMPRESSED),
+    Support("transformers", ("fp8-block", "int8"), _COMPRESSED, experts=_UNREAD),
+    Support("transformers", ("fp8-static",), _COMPRESSED, "does not quantise what enters experts"),
     Support(
         "transformers",
         ("nvfp4a16", "nvfp4"),
-        "transformers/quantizers/quantizer_compressed_tensors.py",
+        _COMPRESSED,
         experts="ignores the global scales of experts, and computes garbage from those stored as",
     ),
     Support(
@@ -144,136 +137,87 @@ SUPPORT = (
         ("gptq-8bit", "gptq-4bit"),
         "optimum/gptq/quantizer.py",
         "with optimum 2.3.0 and GPTQModel",
-        experts="does not load experts stored as",
+        experts=_UNREAD,
     ),
-    Support(
-        "transformers",
-        ("awq-4bit",),
-        "transformers/integrations/awq.py",
-        "with GPTQModel",
-        experts="does not load experts stored as",
-    ),
+    Support("transformers", ("awq-4bit",), "transformers/integrations/awq.py", "with GPTQModel", experts=_UNREAD),
     Support("transformers", ("gguf",), "transformers/modeling_gguf_pytorch_utils.py", "with `gguf_file`; dequantised"),
-    Support(
-        "vllm",
+    _vllm(
         ("fp8-dynamic", "fp8-static"),
-        _VLLM + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
+        f"{_VLLM}/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
         "multiplies FP8 from compute capability 8.9, weights only on older GPUs",
-        alike=True,
     ),
-    Support(
-        "vllm",
-        ("fp8-block",),
-        _VLLM + "utils/fp8_utils.py",
-        "no part of a joined matrix may end inside a block",
-        parts=128,
-        inner=128,
-        alike=True,
+    _vllm(
+        ("fp8-block",), f"{_VLLM}/utils/fp8_utils.py", "no part of a joined matrix may end inside a block", parts=128, inner=128
     ),
-    Support("vllm", ("int8",), _VLLM + "compressed_tensors/schemes/compressed_tensors_w8a8_int8.py", alike=True),
-    Support(
-        "vllm",
+    _vllm(("int8",), f"{_VLLM}/compressed_tensors/schemes/compressed_tensors_w8a8_int8.py"),
+    _vllm(
         ("w8a16", "w4a16"),
-        _VLLM + "utils/marlin_utils.py",
+        f"{_VLLM}/utils/marlin_utils.py",
         "from compute capability 7.5; other shapes than 64 by 128 are padded",
-        alike=True,
     ),
-    Support(
-        "vllm",
-        ("gptq-8bit", "gptq-4bit"),
-        _VLLM + "auto_gptq.py",
-        "from compute capability 7.5; padded, as `w4a16`",
-        alike=True,
-    ),
-    Support("vllm", ("awq-4bit",), _VLLM + "auto_awq.py", "from compute capability 7.5; padded, as `w4a16`", alike=True),
-    Support("vllm", ("nvfp4a16",), _VLLM + "utils/marlin_utils_fp4.py", "padded, as `w4a16`", hidden=64, alike=True),
-    Support(
-        "vllm",
+    _vllm(("gptq-8bit", "gptq-4bit"), f"{_VLLM}/auto_gptq.py", "from compute capability 7.5; padded, as `w4a16`"),
+    _vllm(("awq-4bit",), f"{_VLLM}/auto_awq.py", "from compute capability 7.5; padded, as `w4a16`"),
+    _vllm(("nvfp4a16",), f"{_VLLM}/utils/marlin_utils_fp4.py", "padded, as `w4a16`", hidden=64),
+    _vllm(
         ("nvfp4",),
-        _VLLM + "compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
+        f"{_VLLM}/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
         "multiplies FP4 from compute capability 10.0, weights only on older GPUs; padded, as `w4a16`",
         hidden=64,
-        alike=True,
     ),
-    Support(
-        "vllm",
+    _vllm(
         ("mxfp4",),
-        _VLLM + "compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py",
+        f"{_VLLM}/compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py",
         "from compute capability 8.0; padded, as `w4a16`",
-        alike=True,
     ),
-    Support(
-        "sglang",
-        ("fp8-dynamic", "fp8-static"),
-        _SGLANG + "compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py",
-        alike=True,
+    _sglang(("fp8-dynamic", "fp8-static"), f"{_SGLANG}/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py"),
+    _sglang(
+        ("fp8-block",), f"{_SGLANG}/fp8_utils.py", "no part of a joined matrix may end inside a block", parts=128, inner=128
     ),
-    Support(
-        "sglang",
-        ("fp8-block",),
-        _SGLANG + "fp8_utils.py",
-        "no part of a joined matrix may end inside a block",
-        parts=128,
-        inner=128,
-        alike=True,
-    ),
-    Support(
-        "sglang",
+    _sglang(
         ("int8",),
         "sgl-kernel/csrc/gemm/int8_gemm_kernel.cu",
         "up to compute capability 9.0 (in commit 1f2840c)",
         tiles=((8, 16),),
         experts="runs experts on NPUs only, not on GPUs, if they are stored as",
-        alike=True,
     ),
-    Support(
-        "sglang",
+    _sglang(
         ("w8a16", "w4a16"),
         "sglang/kernels/jit/csrc/gemm/marlin/gptq_marlin.cuh",
         "from compute capability 8.0; no padding",
         tiles=_MARLIN,
-        alike=True,
     ),
-    Support(
-        "sglang",
+    _sglang(
         ("gptq-8bit", "gptq-4bit"),
-        _SGLANG + "gptq/schemes/gptq_marlin.py",
+        f"{_SGLANG}/gptq/schemes/gptq_marlin.py",
         "from compute capability 8.0; no padding",
         tiles=_MARLIN,
-        alike=True,
     ),
-    Support(
-        "sglang",
+    _sglang(
         ("awq-4bit",),
-        _SGLANG + "awq/awq.py",
+        f"{_SGLANG}/awq/awq.py",
         "from compute capability 8.0; slow for matrices that are not a multiple of 64 by 128",
-        alike=True,
     ),
-    Support(
-        "sglang",
+    _sglang(
         ("nvfp4a16",),
-        _SGLANG + "compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4_moe.py",
+        f"{_SGLANG}/compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4_moe.py",
         "from compute capability 8.0",
         hidden=128,
         inner=64,
-        alike=True,
     ),
-    Support(
-        "sglang",
+    _sglang(
         ("nvfp4",),
-        _SGLANG + "compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
+        f"{_SGLANG}/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py",
         "multiplies FP4 from compute capability 10.0, weights only on older GPUs",
         hidden=128,
         inner=64,
-        alike=True,
     ),
-    Support("sglang", ("gguf",), _SGLANG + "gguf.py", "on NVIDIA and Moore Threads GPUs"),
+    Support("sglang", ("gguf",), f"{_SGLANG}/gguf.py", "on NVIDIA and Moore Threads GPUs"),
     Support("llama.cpp", ("gguf",), "llama_model_quantize", "was run; also Ollama and LM Studio, which contain it"),
-    Support("exllamav2", ("exl2",), "exllamav2/exllamav2_ext/cuda/q_mlp.cu", "see [EXL2](exl2.md)", mlps=_EXLLAMAV2_MLPS),
+    Support("exllamav2", ("exl2",), _EXLLAMAV2, "see [EXL2](exl2.md)", mlps=_EXLLAMAV2_MLPS),
     Support(
         "exllamav2",
         ("gptq-4bit",),
-        "exllamav2/exllamav2_ext/cuda/q_mlp.cu",
+        _EXLLAMAV2,
         "in float16; the models that it computes as transformers does: see [EXL2](exl2.md)",
         mlps=_EXLLAMAV2_MLPS,
     ),
@@ -285,13 +229,7 @@ SUPPORT = (
         "experts of " + ", ".join(f"`{each}`" for each in sorted(_MLX_MIXTURES)) + "; also LM Studio, which contains it",
         mixtures=_MLX_MIXTURES,
     ),
-    Support(
-        "mlx-lm",
-        ("awq-4bit",),
-        "mlx_lm/utils.py",
-        "in float16; also LM Studio, which contains it",
-        experts="does not load experts stored as",
-    ),
+    Support("mlx-lm", ("awq-4bit",), "mlx_lm/utils.py", "in float16; also LM Studio, which contains it", experts=_UNREAD),
 )
 
 

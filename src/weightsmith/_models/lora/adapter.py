@@ -34,7 +34,7 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
 MAX_CONFIG_BYTES = 16 << 20
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -207,7 +207,7 @@ def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     magnitudes: dict[str, str] = {}
     replacements: dict[str, str] = {}
     for name, spec in checkpoint.specs.items():
-        inner = _WRAPPERS.sub("", name).removeprefix(_PREFIX)
+        inner = _WRAPPERS.sub("", name).removeprefix(PREFIX)
         match = _FACTOR.fullmatch(inner)
         if ".original_module." in inner:
             continue  # what a module that is saved whole was before the training

@@ -13,6 +13,7 @@ from typing import Any
 
 from weightsmith._base.errors import Finding, ShapeError, nearest
 from weightsmith._base.files import same_bytes, show
+from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import Adapter, Factors
@@ -79,9 +80,7 @@ def _matched(base: Checkpoint, adapter: Adapter, ref: str, names: Names) -> _Mat
     try:
         return _Match(base, adapter, ref)
     except ShapeError:
-        sources: dict[str, list[str]] = {}
-        for name, key in names().items():
-            sources.setdefault(key, []).append(name)
+        sources = grouped((key, name) for name, key in names().items())
         if all(own == [key] for key, own in sources.items()):
             raise  # they are the same
         return _Match(base, adapter, ref, sources)
@@ -190,9 +189,7 @@ class _Match:
 
     def _flat_names(self) -> Callable[[str], str]:
         """From names with `_` for each dot to the base's, whose names may begin with other modules. Only where one fits."""
-        names: dict[str, list[str]] = {}
-        for name in self.base.specs:
-            names.setdefault(name.removesuffix(".weight").replace(".", "_"), []).append(name)
+        names = grouped((name.removesuffix(".weight").replace(".", "_"), name) for name in self.base.specs)
 
         def rename(name: str) -> str:
             flat = name.removesuffix(".weight")

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, permutations, takewhile
 
+from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.lora.adapter import Adapter, Parameter, Stacked
 from weightsmith._models.sources.adapted import Update
@@ -85,10 +86,8 @@ def _made_of(specs: Specs, name: str, sources: Sequence[str]) -> ExpertPlace | N
     if len(sources) == 1 and len(specs[sources[0]].shape) == 3:
         n_experts, rows, cols = specs[sources[0]].shape
         return ExpertPlace(sources[0], n_experts, rows, cols)
-    experts: dict[int, list[str]] = {}
-    for source in sorted(sources):
-        if found := re.search(r"\.experts\.(\d+)\.", source):
-            experts.setdefault(int(found[1]), []).append(source)
+    numbered = ((re.search(r"\.experts\.(\d+)\.", source), source) for source in sorted(sources))
+    experts = grouped((int(found[1]), source) for found, source in numbered if found)
     if sorted(experts) != list(range(len(experts))):
         return None
     return _joined(specs, name, [experts[e] for e in range(len(experts))])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from weightsmith._base.errors import CheckpointError, FormatError
+from weightsmith._base.errors import CheckpointError, FormatError, undoing
 from weightsmith._base.files import Extent, FileState, RemoteBytes, StoredTensor, raise_open_files, read_into, show
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
@@ -167,14 +167,11 @@ class SourceFiles:
                 what = "not downloaded: only its header was read from the Hub"
                 raise CheckpointError(what, where=str(path), fix="Call the checkpoint's download() first.")
             fd = _open_readonly(path)
-            try:
+            with undoing(lambda: os.close(fd)):
                 _check_same(path, state, os.fstat(fd))
                 if hasattr(os, "posix_fadvise"):
                     with contextlib.suppress(OSError):  # only a hint
                         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            except BaseException:
-                os.close(fd)
-                raise
             self._fds[path] = fd
             return fd
 

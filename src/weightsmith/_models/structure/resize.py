@@ -332,24 +332,13 @@ def _written_out(types: Sequence[Any], n_layers: int) -> list[Any]:
     return listed if len(listed) == n_layers else []
 
 
-def _nowhere(i: int, n: int) -> Hashable:
-    return None
-
-
-def _is_first(i: int, n: int) -> Hashable:
-    return i == 0
-
-
-def _is_last(i: int, n: int) -> Hashable:
-    return i == n - 1
-
-
-def _is_end(i: int, n: int) -> Hashable:
-    return (i == 0, i == n - 1)
+_PLACES: tuple[Callable[[int, int], Hashable], ...] = (
+    lambda i, n: None,
+    lambda i, n: i == 0,
+    lambda i, n: i == n - 1,
+    lambda i, n: (i == 0, i == n - 1),
+)
 
 
 def _remainder(period: int) -> Callable[[int, int], Hashable]:
     return lambda i, n: i % period
-
-
-_PLACES: tuple[Callable[[int, int], Hashable], ...] = (_nowhere, _is_first, _is_last, _is_end)

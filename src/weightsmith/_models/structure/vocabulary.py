@@ -21,6 +21,8 @@ EMBEDDINGS = (
 )
 """Modules that may be a token embedding."""
 
+TIED_HEAD = "lm_head.weight"
+"""The name of a head that no file holds: what transformers' causal language models call it."""
 HEADS = ("lm_head", "embed_out", "output", "output_layer", "head", "proj_out", "decoder", "vocab_proj")
 """Modules that may be an output head."""
 

@@ -107,6 +107,13 @@ class ModelNames:
         twin.specs = specs
         return twin
 
+    def all(self) -> dict[str, str]:
+        """Donor's name of each tensor → the model's own, layers too."""
+        found = dict(self.rest)
+        for prefix, layers in self.layers.items():
+            found |= {f"{prefix}{i}.{suffix}": name for i, parts in layers.items() for suffix, name in parts.items()}
+        return found
+
     def place(self, tensor: str) -> tuple[str, int] | None:
         """Donor's stack prefix and layer of a tensor of the model; None for one that is in `rest`."""
         if tensor in self.outer:

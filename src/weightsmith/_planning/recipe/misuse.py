@@ -10,14 +10,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from weightsmith._base.errors import ParameterError, UnknownKey, Unsupported, WeightsmithError
+from weightsmith._methods import TO_MOE
 from weightsmith._planning.recipe.grammar import INPUT, LEVELS, RECIPE, SOURCE
 from weightsmith._planning.recipe.kinds import NOT_IN_MIXTURES, Level
 from weightsmith._planning.recipe.moe_grammar import SURGERY, UPCYCLING
 from weightsmith._planning.recipe.nodes import Node, Pair, short
 
 IGNORED = "mergekit silently ignored it"
-
-TO_MOE = "Write a recipe with base_model and experts, without merge_method and models, and run `weightsmith moe`."
 
 RETIRED = {
     "embed_slerp": (

@@ -11,7 +11,7 @@ from typing import Any
 from weightsmith._activations.model import PACKAGES
 from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import TOKENS, text_source
-from weightsmith._base.errors import Finding, PlanError, WeightsmithError
+from weightsmith._base.errors import Finding, PlanError, as_plan_error
 from weightsmith._base.options import EvaluateSettings, RunOptions
 from weightsmith._base.pages.values import Block
 from weightsmith._base.text import markdown, markdown_table
@@ -121,9 +121,7 @@ def evaluator(options: RunOptions, out: str | os.PathLike[str]) -> Evaluator | N
     check_options(out, options)
     if problems := missing(PACKAGES, "evaluations", "calibration"):
         raise PlanError(problems)
-    try:
+    with as_plan_error():
         text_source(options.evaluate, None, TOKENS, 0, "evaluate")
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
     running = replace(options, evaluate=None, push=None, commit_message=None, ray=None, keep_stages=False, overwrite=False)
     return Evaluator(EvaluateSettings(text=(options.evaluate,), work=str(sibling(out, "").parent)), running)

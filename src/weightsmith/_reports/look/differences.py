@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.groups import grouped
 from weightsmith._features.adapters.factors import rounding_noise
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES
@@ -342,10 +343,7 @@ def _batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step
 
     A step has a sketch for each input but the first.
     """
-    own: dict[str, list[Step]] = {}
-    for name, step in steps:
-        own.setdefault(name, []).append(step)
-    for name, members in own.items():
+    for name, members in grouped(steps).items():
         batch: list[Step] = []
         held, number = 0, 0
         for step in members:

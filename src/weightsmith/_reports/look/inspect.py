@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
+from weightsmith._base.groups import grouped
 from weightsmith._base.pages import Shown
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.codecs import BLOCK
@@ -360,9 +361,7 @@ def _first(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
 
 
 def _amounts(specs: Sequence[TensorSpec], names: Sequence[str]) -> tuple[Amount, ...]:
-    found: dict[str, list[TensorSpec]] = {}
-    for spec, name in zip(specs, names, strict=True):
-        found.setdefault(name, []).append(spec)
+    found = grouped(zip(names, specs, strict=True))
     return tuple(Amount(name, len(own), sum(s.size for s in own), sum(s.nbytes for s in own)) for name, own in found.items())
 
 

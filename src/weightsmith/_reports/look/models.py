@@ -104,7 +104,8 @@ def match(models: Sequence[Checkpoint], patterns: Sequence[str] = ()) -> Matchin
     check_patterns(patterns, list(first.specs), first.ref)
     structures = [structure for structure in analyse_all(models) if structure is not None]
     own = structures[0]
-    found = [_names(other, structure, first, own) for other, structure in zip(others, structures[1:], strict=True)]
+    theirs_and_own = zip(others, structures[1:], strict=True)
+    found = [ModelNames(structure, other.specs, own, first.specs).all() for other, structure in theirs_and_own]
     missing: list[list[str]] = [[] for _ in found]
     different: list[tuple[str, tuple[str, ...]]] = []
     matrices: list[Matched] = []
@@ -128,15 +129,6 @@ def match(models: Sequence[Checkpoint], patterns: Sequence[str] = ()) -> Matchin
         for names in found
     ]
     return Matching(tuple(matrices), tuple(map(tuple, missing)), tuple(strange), tuple(different), own)
-
-
-def _names(other: Checkpoint, structure: Structure, first: Checkpoint, own: Structure) -> dict[str, str]:
-    """The first model's names → the other's."""
-    names = ModelNames(structure, other.specs, own, first.specs)
-    found = dict(names.rest)
-    for prefix, layers in names.layers.items():
-        found |= {f"{prefix}{i}.{suffix}": name for i, parts in layers.items() for suffix, name in parts.items()}
-    return found
 
 
 def _comparable(specs: Sequence[TensorSpec]) -> bool:

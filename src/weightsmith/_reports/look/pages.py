@@ -12,13 +12,14 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from weightsmith._base.groups import grouped
 from weightsmith._base.pages import Code, Column, Curves, Facts, Mark, Page, Pictures, Table, heat_maps
 from weightsmith._base.pages.values import Block, Unit, Value, finite_or_mark, many, span_of, written
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count, size
 from weightsmith._execution.distance import share_of
 from weightsmith._reports.look.comparison import Alignment, Comparison, letters
-from weightsmith._reports.look.files import Change, FileDifference
+from weightsmith._reports.look.files import FileDifference
 from weightsmith._reports.look.inspect import Amount, Inspection, TensorStatistics
 from weightsmith._reports.look.models import OUTSIDE, Place, by_layer_and_part
 from weightsmith._reports.look.nonfinite import mark_of, together
@@ -361,10 +362,7 @@ def _of_measured(group: GroupDifference) -> str:
 
 def _by_layer(layers: Sequence[GroupDifference]) -> list[Curves]:
     """How far each layer moved, a line for each stack."""
-    stacks: dict[str, list[float]] = {}
-    for layer in layers:
-        if layer.name != OUTSIDE:
-            stacks.setdefault(layer.name.rstrip("0123456789"), []).append(layer.share)
+    stacks = grouped((layer.name.rstrip("0123456789"), layer.share) for layer in layers if layer.name != OUTSIDE)
     if not stacks:
         return []
     return [Curves("By layer", tuple((n, tuple(v)) for n, v in stacks.items()), "layer", "‖B - A‖ / ‖A‖", "share", first=0)]
@@ -417,7 +415,7 @@ def _files(files: FileDifference) -> list[Table | Facts | Code]:
     found: list[Table | Facts | Code] = []
     for title, changed in (("config.json", files.config), ("generation_config.json", files.generation)):
         if changed:
-            rows = tuple((change.key, *_values(change)) for change in changed)
+            rows = tuple((change.key, _setting(change.old), _setting(change.new)) for change in changed)
             found.append(Table(title, (Column("key"), Column("A"), Column("B")), rows))
     tokenizer = files.tokenizer
     if tokenizer is not None and not tokenizer.same:
@@ -432,10 +430,6 @@ def _files(files: FileDifference) -> list[Table | Facts | Code]:
         for which, template in zip("AB", files.templates, strict=True):
             found.append(Code(f"Chat template of {which}", template or "none"))
     return found
-
-
-def _values(change: Change) -> tuple[str, str]:
-    return _setting(change.old), _setting(change.new)
 
 
 def _setting(value: Any) -> str:
@@ -500,7 +494,7 @@ def _layers(statistics: Sequence[TensorStatistics]) -> Table:
         low, high = min((s.low for s in known), default=math.nan), max((s.high for s in known), default=math.nan)
         zeros = sum(s.zeros for s in own) / sum(s.elements for s in own)
         nans, infinities = sum(s.nans for s in own), sum(s.infinities for s in own)
-        rows.append((name, norm, low, high, zeros, nans, infinities, sum(map(_outliers, own))))
+        rows.append((name, norm, low, high, zeros, nans, infinities, sum(len(s.outliers) for s in own)))
     columns = Column("layer"), *(Column(name, unit) for name, unit in zip(names, units, strict=True))
     about = "Norms and extremes are of the finite elements." if any(s.nonfinite for s in statistics) else ""
     return Table("Layers", columns, tuple(rows), about)
@@ -513,51 +507,22 @@ def _shape(found: TensorSpec | TensorDifference | TensorStatistics) -> str:
     return " x ".join(map(str, found.shape))
 
 
-def _nans(found: GroupDifference | TensorDifference) -> int:
-    return sum(own.nans for own in found.nonfinite)
-
-
-def _infinities(found: GroupDifference | TensorDifference) -> int:
-    return sum(own.infinities for own in found.nonfinite)
-
-
-def _changed(found: GroupDifference | TensorDifference) -> float | Mark:
-    return finite_or_mark(found.changed_share)
-
-
-def _angle(found: GroupDifference | TensorDifference) -> float | Mark:
-    return _mark(found) or found.cosine
-
-
-def _largest(tensor: TensorDifference) -> float | Mark:
-    return _mark(tensor) or tensor.largest
-
-
-def _middle(group: GroupDifference) -> int | None:
-    return group.ranks[1] if group.ranks else None
-
-
-def _stable_rank(tensor: TensorDifference) -> float | None:
-    return tensor.stable_rank if tensor.leading is not None else None
-
-
-def _outliers(tensor: TensorStatistics) -> int:
-    return len(tensor.outliers)
-
-
 _NAME: _Field = (Column("tensor"), attrgetter("name"))
 _MOVED: tuple[_Field, ...] = (
-    (Column("changed", "share", "share of elements that differ"), _changed),
+    (Column("changed", "share", "share of elements that differ"), lambda found: finite_or_mark(found.changed_share)),
     (Column("delta / A", "share", "Frobenius norm of B - A over that of A"), _moved),
-    (Column("cosine", "cosine", "of A and B as vectors"), _angle),
+    (Column("cosine", "cosine", "of A and B as vectors"), lambda found: _mark(found) or found.cosine),
 )
 _NONFINITE: tuple[_Field, ...] = (
-    (Column("NaN", "count", "elements of A and B"), _nans),
-    (Column("infinite", "count", "elements of A and B"), _infinities),
+    (Column("NaN", "count", "elements of A and B"), lambda found: sum(own.nans for own in found.nonfinite)),
+    (Column("infinite", "count", "elements of A and B"), lambda found: sum(own.infinities for own in found.nonfinite)),
 )
 _GROUP: tuple[_Field, ...] = (
     *_MOVED,
-    (Column("rank", "count", "the middle one of the deltas whose rank is known and not full"), _middle),
+    (
+        Column("rank", "count", "the middle one of the deltas whose rank is known and not full"),
+        lambda group: group.ranks[1] if group.ranks else None,
+    ),
     (Column("full rank", "count", "deltas of full rank"), attrgetter("full")),
     (Column("high rank", "count", f"deltas {Mark.HIGH.meaning}"), attrgetter("high")),
     (Column("matrices", "count"), attrgetter("tensors")),
@@ -568,10 +533,13 @@ _DIFFERENCE: tuple[_Field, ...] = (
     _NAME,
     *_MOVED,
     (Column("rank", "count", "of the delta, above the rounding noise"), attrgetter("rank")),
-    (Column("largest", "number", "the largest magnitude of the delta"), _largest),
+    (Column("largest", "number", "the largest magnitude of the delta"), lambda found: _mark(found) or found.largest),
     (Column("shape"), _shape),
     *_NONFINITE,
-    (Column("stable rank", "number", "‖delta‖² over the square of its largest singular value"), _stable_rank),
+    (
+        Column("stable rank", "number", "‖delta‖² over the square of its largest singular value"),
+        lambda tensor: tensor.stable_rank if tensor.leading is not None else None,
+    ),
 )
 _STATISTICS: tuple[_Field, ...] = (
     _NAME,
@@ -583,7 +551,7 @@ _STATISTICS: tuple[_Field, ...] = (
     (Column("zeros", "count"), attrgetter("zeros")),
     (Column("NaN", "count"), attrgetter("nans")),
     (Column("infinite", "count"), attrgetter("infinities")),
-    (Column("outlier rows", "count", "rows whose norm is far above the others'"), _outliers),
+    (Column("outlier rows", "count", "rows whose norm is far above the others'"), lambda tensor: len(tensor.outliers)),
     (Column("dtype"), attrgetter("dtype")),
     (Column("shape"), _shape),
 )

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding, Unsupported
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, lists_options, read_options
 from weightsmith._base.options.keywords import PlanKeywords
 from weightsmith._base.pages import Shown
@@ -300,9 +301,7 @@ def _preview(
         by_model = dict(zip(own, in_all[2:], strict=True))
         held = (*in_all[:2], *(by_model.get(model, NonFinite()) for model in range(len(names))))
         found.append(_Found(place, size, size / step.out.size, sums[i], squares[i], float(counts[i]), own, held))
-    by_place: dict[Place, list[_Found]] = {}
-    for each in found:
-        by_place.setdefault(each.place, []).append(each)
+    by_place = grouped((each.place, each) for each in found)
     layers, parts = by_layer_and_part(found)
     return Preview(
         plan.made.name,

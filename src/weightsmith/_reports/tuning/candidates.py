@@ -37,7 +37,8 @@ class Candidates(Closing):
         self._template = read_template(source, settings=options.settings, lenient=options.lenient)
         self._options = replace(options, settings={})
         self.tunables = self._template.tunables
-        kinds = {name: {p.kind for m in methods.all_methods() for p in m.parameters if p.name == name} for name in _names(self)}
+        names = {each.parameter for each in self.tunables}
+        kinds = {name: {p.kind for m in methods.all_methods() for p in m.parameters if p.name == name} for name in names}
         self.whole = tuple(kinds[each.parameter] == {"int"} for each in self.tunables)
         self._bounds: list[Bound] = []
         self._check_ranges()
@@ -110,10 +111,6 @@ class Candidates(Closing):
         for bound in self._bounds:
             bound.close()
         self._bounds.clear()
-
-
-def _names(candidates: Candidates) -> set[str]:
-    return {each.parameter for each in candidates.tunables}
 
 
 def _rounded(each: Tunable, whole: bool, value: Scalar) -> Scalar:

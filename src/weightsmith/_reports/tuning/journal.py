@@ -24,7 +24,7 @@ from typing import IO, Any
 import xxhash
 
 from weightsmith._base.closing import Closing
-from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError
+from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError, undoing
 from weightsmith._base.files import open_regular
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._planning.recipe import Scalar
@@ -124,14 +124,11 @@ class Journal(Closing):
         self._end = self._lines = 0
         self._taken: int | None = None
         self._file = _opened(path)
-        try:
+        with undoing(self._file.close):
             with self._alone():
                 self._begin(resume=resume)
                 lock(self._file, _PRESENT, fcntl.LOCK_SH, wait=True)
                 self.seat = next(n for n in range(_SEATS) if lock(self._file, _SEAT + n, fcntl.LOCK_EX))
-        except BaseException:
-            self._file.close()
-            raise
 
     def _begin(self, *, resume: bool) -> None:
         """Read what is there, or begin a file."""

@@ -26,8 +26,8 @@ from weightsmith._activations.packages import missing
 from weightsmith._base.errors import PlanError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._planning.recipe import Scalar, Tunable
+from weightsmith._reports.tuning.candidates import Values
 
-Values = tuple[Scalar, ...]
 Round = list[Values]
 """Candidates that are tried together."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -25,7 +24,7 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
-from weightsmith._base.files import expand_user
+from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import (
     EvaluateSettings,
     RecipeOptions,
@@ -195,20 +194,10 @@ def write_recipe(path: Path, text: str, about: str) -> None:
     """Write a recipe, whole or not at all. about: a comment for its first lines."""
     check_output(str(path))
     rest = f"# {about}\n{text.removeprefix(chr(0xFEFF))}".encode()
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:80]}.")
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(_mark(rest).encode() + b"\n" + rest)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(name).chmod(0o666 & ~mask)
-        Path(name).replace(path)
+        write_whole(path, _mark(rest).encode() + b"\n" + rest, durable=True)
     except OSError as error:
         raise StoreError(f"the recipe cannot be written: {error.strerror}", where=str(path)) from error
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 # ---- the search

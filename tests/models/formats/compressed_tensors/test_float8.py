@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.kernels import reference
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._kernels import reference
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.codes import TABLES, block_maxima, dequantise, quantise_float8
 from weightsmith._models.formats import Encoding, encodings

@@ -46,7 +46,7 @@ _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers
 _ROPELESS = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _INTERLEAVED = {**_MLA, "attention_bias": False, "rope_interleave": True}
-_MULTIPLIERS = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0)
+_FACTORS = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
 _MORE: Mapping[str, Mapping[str, Any]] = {
     "llama": _BIASES,
     "mistral": {"sliding_window": 4096},
@@ -54,7 +54,7 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "attention_bias": False},
     "phi3": {"original_max_position_embeddings": 4096, "sliding_window": None},
-    "granite": {**_BIASES, **_MULTIPLIERS},
+    "granite": {**_BIASES, **_FACTORS, "attention_multiplier": 1.0},
     "olmo2": {"attention_bias": False},
     "seed_oss": {"attention_dropout": 0.1, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
     "smollm3": {"use_sliding_window": False, "sliding_window": None, "layer_types": None, **_ROPELESS, **_BIASES},
@@ -79,12 +79,18 @@ _COUNTS = frozenset(
     max_window_layers no_rope_layer_interval q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
     """.split()
 )
-_NUMBERS = frozenset(_MULTIPLIERS) | {"rope_theta", "partial_rotary_factor"}
+_NUMBERS = frozenset(_FACTORS) | {"attention_multiplier", "rope_theta", "partial_rotary_factor"}
 _TYPES: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("layer_types", "no_rope_layers"), (list, "a list")),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
     **dict.fromkeys(("hidden_act", "model_type"), (str, "a string")),
 }
+
+
+def neutral_factors(config: Mapping[str, Any]) -> dict[str, float]:
+    """The values of Granite's factors that have no effect."""
+    size = config.get("head_dim")
+    return _FACTORS | ({"attention_multiplier": size**-0.5} if size else {})
 
 
 def semantics(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:

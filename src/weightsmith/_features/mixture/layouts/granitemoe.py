@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from weightsmith._features.mixture.layouts.dense_config import neutral_factors
 from weightsmith.abc.layout import ATTENTION, ATTENTION_BIASES, NORMS, ExpertLayout, Facts
 
 
 def _keys(facts: Facts) -> dict[str, Any]:
-    neutral = {
-        "embedding_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": facts.config["head_dim"] ** -0.5,
-    }
     return {
-        **{key: facts.config.get(key, value) for key, value in neutral.items()},
+        **{key: facts.config.get(key, value) for key, value in neutral_factors(facts.config).items()},
         "attention_bias": facts.biased,
         "num_local_experts": facts.experts,
         "num_experts_per_tok": facts.per_token,

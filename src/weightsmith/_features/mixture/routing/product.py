@@ -19,6 +19,7 @@ from weightsmith._base.errors import (
     Unsupported,
     WeightsmithError,
     first_line,
+    noting,
 )
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
@@ -201,10 +202,8 @@ class _Route:
         from weightsmith._activations.decoder.forward import build
 
         base, problems = self.gating.base, list[WeightsmithError]()
-        try:
+        with noting(problems, ParameterError):
             self.device = usable_device(self.device)
-        except ParameterError as error:
-            problems.append(error)
         decoder = build(base, {step.out.name: step.out for step in self.bench.product.steps})
         if isinstance(decoder, WeightsmithError):
             raise PlanError([*problems, decoder])

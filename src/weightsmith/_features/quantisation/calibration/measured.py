@@ -107,10 +107,7 @@ def _losses(
     """
     some, shares = drawn(squares)
     part = np.ascontiguousarray(weight[some])
-    found = []
-    for encoding in encodings:
-        found.append(0.5 * float(shares @ _energies(part - quantised(part, encoding), weighted)))
-    return found
+    return [0.5 * float(shares @ _energies(part - quantised(part, encoding), weighted)) for encoding in encodings]
 
 
 def drawn(squares: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

@@ -10,6 +10,7 @@ from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import BUILT_IN, TOKENIZER
 from weightsmith._base.errors import ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import show
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, assignment, named
 from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
 from weightsmith._features.quantisation.calibration.common import CalibratedWork, takes_hessian
@@ -163,10 +164,8 @@ def add_scales(chain: Chain, draft: PlanDraft, encoding: str, *, cache: bool) ->
 
 def with_scales(steps: Iterable[Step], products: Iterable[Product]) -> list[Step]:
     """The steps, with those that copy scales of activations: each follows the last of its module's tensors."""
-    scales: dict[str, list[Step]] = {}
-    for product in products:
-        for out in product.outs if product.op == "activation_scales" else ():
-            scales.setdefault(out.name.rpartition(".")[0], []).append(Step(out, COPY, (Read(PRODUCTS, out.name),)))
+    outs = [out for product in products if product.op == "activation_scales" for out in product.outs]
+    scales = grouped((out.name.rpartition(".")[0], Step(out, COPY, (Read(PRODUCTS, out.name),))) for out in outs)
     found: list[Step] = []
     for step in reversed([*steps]):
         modules = step.out.name.split(".")[:-1]

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._activations.decoder import Base
 from weightsmith._activations.gradients import LAST_FIRST, predict
 from weightsmith._activations.rows import rows_of
 from weightsmith._activations.work import LayerWork
@@ -86,12 +85,6 @@ class VocabularyWork(ScoreWork):
     def needs(self) -> set[str]:
         """The products that the settings name."""
         return {self.states, self.gradients, self.embedded}
-
-    @classmethod
-    def of(cls, product: Product) -> VocabularyWork:
-        """From the settings of a product."""
-        data = dict(product.settings)
-        return cls(**data | {"base": Base(**data["base"]), "text": TextSource(**data["text"])})
 
 
 def places(rows: int, tokens: int) -> npt.NDArray[np.int64]:

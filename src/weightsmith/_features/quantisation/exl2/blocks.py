@@ -89,9 +89,6 @@ MLP = _options(("gate", "up", "down"), _MLP)
 HEAD = {bits: params(text) for bits, text in _HEAD.items()}
 """The setting of a quantised head for each value of `head_bits`."""
 
-PLAIN_HEAD = 16
-"""The other value of `head_bits`: the head is float16. A tied head is then the embedding, and is not stored again."""
-
 _IN_ATTENTION = re.compile(r"self_attn\.([qkvo])_proj\.weight")
 _IN_MLP = re.compile(r"mlp\.(?:experts\.\d+\.)?(gate|up|down)_proj\.weight")
 _IN_EXPERT = re.compile(r"block_sparse_moe\.experts\.\d+\.(w[123])\.weight")

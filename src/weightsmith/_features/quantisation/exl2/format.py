@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from weightsmith._base.errors import Finding, PlanError, WeightsmithError
+from weightsmith._base.errors import Finding, PlanError, WeightsmithError, as_plan_error
 from weightsmith._base.files import expand_user
+from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, assignment, named, option_error
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import (
@@ -34,13 +35,13 @@ from weightsmith._features.quantisation.exl2.measurement import (
 from weightsmith._features.quantisation.exl2.model import Model, notes, prepare_model, store
 from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
 from weightsmith._features.quantisation.target import read_target
+from weightsmith._features.quantisation.unfused import DEFAULT_HEAD_BITS
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import ELSEWHERE
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
-DEFAULT_HEAD_BITS = 6
 HEADER_BYTES = 120
 """At most what the header of a weight file has for a tensor, besides its name."""
 ROUNDED_BITS = 4
@@ -63,11 +64,9 @@ def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
     _check(settings)
     draft = assembled.draft
     model = prepare_model(draft)
-    try:
+    with as_plan_error():
         bits = _target(draft, model, settings)
         params = _choose(model, settings, bits)
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
     if not calibrates(settings) or settings.uniform or settings.measurement is not None:
         _store(assembled, model, settings, bits, params)
         return
@@ -160,10 +159,8 @@ def _target(draft: PlanDraft, model: Model, settings: QuantizeSettings) -> float
 def _check(settings: QuantizeSettings) -> None:
     """Raise PlanError with all problems of the settings."""
     problems: list[WeightsmithError] = []
-    try:
+    with as_plan_error():
         sized = read_target(settings) is not None
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
     if sized and (settings.uniform or not calibrates(settings) or settings.measurement is not None):
         what = "a target needs a measurement on a text"
         fix = f"leave out {named('uniform', 'measurement')}, and {assignment('calibration', 'none')}"
@@ -189,10 +186,8 @@ def _choose(model: Model, settings: QuantizeSettings, bits: float) -> list[Block
     """A setting for each role of each block."""
     if settings.measurement is not None:
         return _best(read_measurement(expand_user(settings.measurement), model.blocks), model, bits)
-    kinds: dict[str, list[Sublayer]] = {}
-    for block in model.blocks:
-        kinds.setdefault(block.key.rpartition(".")[2] if settings.uniform else block.key, []).append(block)
-    groups = list(kinds.values())
+    kinds = ((block.key.rpartition(".")[2] if settings.uniform else block.key, block) for block in model.blocks)
+    groups = list(grouped(kinds).values())
     chosen = choose([_expected(blocks) for blocks in groups], model.weights, bits)
     by_key = {block.key: block.options[i] for blocks, i in zip(groups, chosen, strict=True) for block in blocks}
     return [by_key[block.key] for block in model.blocks]

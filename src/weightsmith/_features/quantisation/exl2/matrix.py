@@ -91,25 +91,46 @@ def prepare(hessian: Floats, *, sort: bool = True, threads: int = 1) -> Factored
     """
     import torch
 
-    if not np.isfinite(hessian).all():
-        raise NonFinite("the Hessian of a layer contains NaN or infinity", fix="check the model's activations")
+    check_hessian(hessian)
     diagonal = hessian.diagonal().astype(np.float64)
     order = np.argsort(-diagonal, kind="stable") if sort else np.arange(len(diagonal))
     k, damping = len(order), max(DAMPING * float(diagonal.mean()), MIN_DAMPING)
     with one_thread():
         # Its columns are contiguous, as LAPACK needs them: any other matrix is copied.
-        work, failed = torch.empty(k, k, dtype=torch.float64).mT, torch.empty((), dtype=torch.int32)
-        for attempt in range(1, ATTEMPTS + 1):
+        work = torch.empty(k, k, dtype=torch.float64).mT
+
+        def fill() -> None:
             # Factorised from the last feature to the first: H = R Rᵀ with R upper triangular, and U = R⁻¹.
             for top in range(0, k, SORTED):
                 work.mT[top : top + SORTED].numpy()[:] = hessian[order[::-1][top : top + SORTED]][:, order[::-1]]
-            work.diagonal().add_(attempt * damping)
-            torch.linalg.cholesky_ex(work, out=(work, failed))
-            if not failed and bool(work.diagonal().isfinite().all()):
-                _invert(work, threads)
-                factor = torch.empty(k, k)
-                factor.numpy()[:] = work.numpy()[::-1, ::-1]
-                return FactoredHessian(order, factor)
+
+        damped_cholesky(work, fill, damping)
+        _invert(work, threads)
+        factor = torch.empty(k, k)
+        factor.numpy()[:] = work.numpy()[::-1, ::-1]
+    return FactoredHessian(order, factor)
+
+
+def check_hessian(hessian: Floats) -> None:
+    """Raise NonFinite for one that has NaN or infinity."""
+    if not np.isfinite(hessian).all():
+        raise NonFinite("the Hessian of a layer contains NaN or infinity", fix="check the model's activations")
+
+
+def damped_cholesky(work: Tensor, fill: Callable[[], None], damping: float) -> None:
+    """Factorise a Hessian in place, float64, with as much damping as it takes. Raises ParameterError if none helps.
+
+    fill  writes the Hessian into `work`
+    """
+    import torch
+
+    failed = torch.empty((), dtype=torch.int32)
+    for attempt in range(1, ATTEMPTS + 1):
+        fill()
+        work.diagonal().add_(attempt * damping)
+        torch.linalg.cholesky_ex(work, out=(work, failed))
+        if not failed and bool(work.diagonal().isfinite().all()):
+            return
     raise ParameterError(f"the Hessian of a layer is not positive definite, even with {ATTEMPTS * damping:.3g} on its diagonal")
 
 

@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
-from weightsmith._features.quantisation.exl2.blocks import HEAD, PLAIN_HEAD, Sublayer, find_blocks, shape_problems
-from weightsmith._features.quantisation.unfused import check_architecture, encoded, renamed, tokenizer_notes, unfused_steps
+from weightsmith._base.errors import Finding, PlanError, Unsupported, as_plan_error
+from weightsmith._features.quantisation.exl2.blocks import HEAD, Sublayer, find_blocks, shape_problems
+from weightsmith._features.quantisation.unfused import (
+    PLAIN_HEAD,
+    check_architecture,
+    encoded,
+    renamed,
+    tokenizer_notes,
+    unfused_steps,
+)
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import (
     ARCHITECTURES,
@@ -30,7 +37,6 @@ from weightsmith._models.structure import analyse
 from weightsmith._models.structure.vocabulary import is_head
 from weightsmith._plans import Plan, PlanDraft, Step
 
-_HALF = "plain F16"
 _WEIGHT = ".weight"
 
 
@@ -75,10 +81,8 @@ def prepare_model(plan: Plan | PlanDraft) -> Model:
     architecture = check_architecture(plan.config, ARCHITECTURES, "EXL2", OTHER_FORMATS)
     steps, tied = unfused_steps(plan)
     split_specs = [step.out for step in steps]
-    try:
+    with as_plan_error():
         blocks = find_blocks(split_specs, analyse(split_specs, plan.config))
-    except WeightsmithError as error:
-        raise PlanError([error]) from error
     head = next((spec for spec in split_specs if is_head(spec)), None)
     problems = shape_problems(spec for block in blocks for specs in block.linears.values() for spec in specs)
     if head is None or not blocks:
@@ -104,7 +108,7 @@ def store(
     """Make the draft that of the EXL2 model.
 
     params       setting of each weight of the blocks
-    head_bits    one of `blocks.HEAD`, or `PLAIN_HEAD`
+    head_bits    one of `blocks.HEAD`, or `unfused.PLAIN_HEAD`
     bits         for each weight, for config.json
     calibration  for config.json
     """

@@ -15,7 +15,15 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
 from weightsmith._features.quantisation.engines import engine_findings
-from weightsmith._features.quantisation.unfused import check_architecture, encoded, tokenizer_notes, unfused_steps
+from weightsmith._features.quantisation.unfused import (
+    DEFAULT_HEAD_BITS,
+    PLAIN_HEAD,
+    check_architecture,
+    encoded,
+    tokenizer_notes,
+    unfused_steps,
+)
+from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate, config_entry
 from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction, differences, loader_config
 from weightsmith._models.formats.exl3.writing import encoding_name
@@ -23,11 +31,6 @@ from weightsmith._models.structure.vocabulary import is_head
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.encode import encodable
 from weightsmith._plans import PlanDraft
-
-DEFAULT_HEAD_BITS = 6
-PLAIN_HEAD = 16
-"""The other value of `head_bits`: the head is float16. A tied head is then the embedding, and is not stored again."""
-OTHER_FORMATS = "choose another format; weightsmith quantize --list shows all"
 
 _WEIGHT = ".weight"
 _FIRST = ("v_proj", "k_proj", "o_proj", "down_proj", "w2", "q_proj")

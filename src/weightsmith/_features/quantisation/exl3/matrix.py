@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith._base.errors import NonFinite, ParameterError
-from weightsmith._features.quantisation.exl2.matrix import ATTEMPTS, MIN_DAMPING, Unread
+from weightsmith._features.quantisation.exl2.matrix import MIN_DAMPING, Unread, check_hessian, damped_cholesky
 from weightsmith._methods.jobs.matrix import Tensor, one_thread
 from weightsmith._models.formats.exl3.layout import BLOCK, Floats, Halves, Rate, values_of
 from weightsmith._models.formats.exl3.writing import (
@@ -70,26 +69,19 @@ def factorise(hessian: Floats, inputs: Halves) -> Tensor:
     """
     import torch
 
-    if not np.isfinite(hessian).all():
-        raise NonFinite("the Hessian of a layer contains NaN or infinity", fix="check the model's activations")
+    check_hessian(hessian)
     scales = inputs.astype(np.float32)
     k = len(scales)
     with one_thread():
         turned = rotated(hessian, scales, scales)
-        work, failed = torch.empty(k, k, dtype=torch.float64), torch.empty((), dtype=torch.int32)
+        work = torch.empty(k, k, dtype=torch.float64)
         damping = max(DAMPING * float(turned.diagonal().mean(dtype=np.float64)), MIN_DAMPING * float(np.square(scales).mean()))
-        for attempt in range(1, ATTEMPTS + 1):
-            work.numpy()[:] = turned
-            work.diagonal().add_(attempt * damping)
-            torch.linalg.cholesky_ex(work, out=(work, failed))
-            if not failed and bool(work.diagonal().isfinite().all()):
-                for first in range(0, k, ROWS):
-                    part = work[first:, first : first + ROWS]
-                    own = part[:ROWS].clone()
-                    torch.linalg.solve_triangular(own, part.clone(), upper=False, left=False, out=part)
-                return work.float()
-    what = f"the Hessian of a layer is not positive definite, even with {ATTEMPTS * damping:.3g} on its diagonal"
-    raise ParameterError(what)
+        damped_cholesky(work, lambda: work.copy_(torch.from_numpy(turned)), damping)
+        for first in range(0, k, ROWS):
+            part = work[first:, first : first + ROWS]
+            own = part[:ROWS].clone()
+            torch.linalg.solve_triangular(own, part.clone(), upper=False, left=False, out=part)
+        return work.float()
 
 
 def _compensate(target: Floats, factor: Tensor, encoder: Encoder, words: Words) -> None:

@@ -89,11 +89,6 @@ def stored_specs(name: str, rate: Rate, inputs: int, outputs: int) -> tuple[Tens
     )
 
 
-def bits_on_disk(rate: Rate, inputs: int, outputs: int) -> int:
-    """Bits of all tensors of a layer."""
-    return 8 * sum(spec.nbytes for spec in stored_specs("", rate, inputs, outputs))
-
-
 @cache
 def values_of(codebook: str) -> Floats:
     """float32 [65536]: the value of each state, a float16."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
-from weightsmith._models.formats.gguf.families import ALIKE, ARCHITECTURES, FAMILIES, MODEL_TYPES, Family, Key
+from weightsmith._models.formats.gguf.families import ARCHITECTURES, FAMILIES, MODEL_TYPES, Family, Key
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.values import Config, Floats, Values
 
@@ -137,7 +137,7 @@ def config_of_keys(
         if there in found and not found.equals(there, constant):
             what = f"{family.architecture}.{there} is {show(found.get(there))}, which config.json cannot say"
             raise Unsupported(what, where=where, fix="Use the original checkpoint.")
-    config |= {each.field: each.value for each in family.fixed if each.field not in config}
+    config |= {name: value for name, value in family.fixed.items() if name not in config}
     config |= {here: any(name.endswith(f".{there}") for name in shapes) for here, there in family.present.items()}
     if family.model_type == "llama":
         config["attention_bias"] = _all_or_none(shapes, ("attn_q", "attn_k", "attn_v", "attn_output"), where)
@@ -375,8 +375,7 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
 
 def _check_fixed(given: Config, family: Family) -> None:
     """Raise Unsupported for a setting that is another in llama.cpp's code."""
-    for each in family.fixed:
-        given.need(each.field, given.get(each.field, each.value if each.default is ALIKE else each.default), each.value)
+    given.need_all(family.fixed, family.assumed)
     name = "hidden_activation" if given.get("hidden_activation") is not None else "hidden_act"
     alike = {"gelu": "gelu_pytorch_tanh"} if family.architecture == "gemma" else {"swish": "silu"}  # of Gemma, so transformers
     found = given.get(name, family.activation)

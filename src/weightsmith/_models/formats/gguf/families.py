@@ -28,8 +28,6 @@ from weightsmith._models.formats.gguf.values import Config, Floats, Put, Values
 from weightsmith._models.structure.projections import MIXTRAL
 
 LAYERS = "model.layers."
-ALIKE = object()
-"""Nothing in config.json is the same as the value of llama.cpp."""
 
 _ENDS = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
 _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"} | {
@@ -39,9 +37,11 @@ _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_
 _NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _AFTER = {"ffn_norm": "post_attention_layernorm"}
-_SANDWICH = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | {
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_LLAMA = {**_ATTENTION, **_DENSE, **_AFTER}
+_BETWEEN = {"post_attention_norm": "post_attention_layernorm"}
+_POST = {**_BETWEEN, "post_ffw_norm": "post_feedforward_layernorm"}
+_SANDWICH = {**_POST, "ffn_norm": "pre_feedforward_layernorm"}
+_UNGATED = {**_ATTENTION, **_AFTER, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
 Take = Callable[[Values, dict[str, Any], Mapping[str, tuple[int, ...]], Mapping[str, Floats]], None]
@@ -66,20 +66,6 @@ class Key:
     default: float | None = None
     least: int = 1
     times: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """A setting that llama.cpp has in its code.
-
-    field    in config.json
-    value    what llama.cpp computes with
-    default  what transformers computes with where config.json lacks it; ALIKE: the same
-    """
-
-    field: str
-    value: Any
-    default: Any = ALIKE
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +110,9 @@ class Family:
     """A family of models, under its names in both formats.
 
     architecture  of the GGUF file: `general.architecture`
-    model_type    in config.json
     class_name    of transformers' class, in config.json
-    layer         modules of a layer: llama.cpp's name → the Hub's
+    model_type    in config.json; "": the architecture
+    layer         modules of a layer: llama.cpp's name → the Hub's; Llama's, if not given
     experts       modules of all experts of a layer: llama.cpp's name → the Hub's of one, with `{}` for its number
     bare          tensors of a layer whose names have no `.weight`: llama.cpp's name → the Hub's
     cuts          tensors of a layer that llama.cpp stores in parts
@@ -142,7 +128,8 @@ class Family:
     ones          tensors of a layer with a dimension of 1 that the GGUF file does not have: llama.cpp's name → its position
     keys          numbers that other families do not have
     constants     numbers that the GGUF file holds, and config.json does not: they are those of the family
-    fixed         settings that the GGUF file does not hold
+    fixed         settings that the GGUF file does not hold: llama.cpp has them in its code
+    assumed       those of them that transformers takes to be something else where config.json lacks them
     put, take     set keys that follow from several settings, and the settings from these keys: `delta_net.py`, `latent.py`, …;
                   `put` gives the tensors that exist in GGUF files alone
     rope          its own type of RoPE, which `put` checks; "default": there is none
@@ -163,9 +150,9 @@ class Family:
     """
 
     architecture: str
-    model_type: str
     class_name: str
-    layer: Mapping[str, str]
+    model_type: str = ""
+    layer: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
     experts: Mapping[str, str] = field(default_factory=dict)
     bare: Mapping[str, str] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
@@ -181,7 +168,8 @@ class Family:
     ones: Mapping[str, int] = field(default_factory=dict)
     keys: tuple[Key, ...] = ()
     constants: Mapping[str, int] = field(default_factory=dict)
-    fixed: tuple[Fixed, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
     put: Callable[[Config, Put], Mapping[str, Floats] | None] | None = None
     take: Take | None = None
     widths: bool = True
@@ -200,11 +188,15 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "silu"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model_type", self.model_type or self.architecture)
+
 
 _MIXTRAL = {f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{part}_proj']}" for part in ("gate", "down", "up")}
 _QWEN_EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
 _SHARED_GATED = {**_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_QWEN_MOE: dict[str, Any] = {"experts": _QWEN_EXPERTS, "count": "num_experts"}
 _QWEN_MOE_KEYS = (
     Key("expert_feed_forward_length", "moe_intermediate_size"),
     Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
@@ -221,6 +213,7 @@ _DEEPSEEK_KEYS = (
     Key("expert_group_count", "n_group", default=1),
     Key("expert_group_used_count", "topk_group", default=1),
 )
+_DEEPSEEK_MOE: dict[str, Any] = {"experts": _QWEN_EXPERTS, "count": "n_routed_experts", "keys": _DEEPSEEK_KEYS}
 """What the experts of DeepSeek, and of models with the same settings, have."""
 _LATENT: dict[str, Any] = {
     "layer": {
@@ -229,7 +222,7 @@ _LATENT: dict[str, Any] = {
         **{"attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
         **{**_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
     },
-    "experts": _QWEN_EXPERTS,
+    **_DEEPSEEK_MOE,
     "cuts": (
         Cut(
             "self_attn.kv_b_proj.weight",
@@ -240,13 +233,12 @@ _LATENT: dict[str, Any] = {
             bands=True,
         ),
     ),
-    "count": "n_routed_experts",
-    "keys": _DEEPSEEK_KEYS,
     "put": put_latent,
     "take": take_latent,
     "widths": False,
 }
 """DeepSeek's models from the second version on."""
+_COHERE_KEYS = (Key("logit_scale", "logit_scale", "f32", 0.0625),)
 _GRANITE_KEYS = (
     Key("attention.scale", "attention_multiplier", "f32", 1.0),
     Key("embedding_scale", "embedding_multiplier", "f32", 1.0),
@@ -266,7 +258,7 @@ _GRANITE_MOE: dict[str, Any] = {
     "rotated": True,
 }
 _DELTA_NET = {
-    **{**_ATTENTION, **_NORMS, "post_attention_norm": "post_attention_layernorm"},
+    **{**_ATTENTION, **_NORMS, **_BETWEEN},
     **{"ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"},
 }
 _DELTA_APART = {
@@ -305,10 +297,9 @@ _LFM2_ALL: dict[str, Any] = {
 }
 _PREDICTING = "num_nextn_predict_layers"
 _SIGMOID = {"expert_gating_func": 2}
-_POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LINEARS = {name: here for name, here in _ATTENTION.items() if name != "attn_norm"}
 _LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
-_UNTIED, _TIED = Fixed("tie_word_embeddings", False), Fixed("tie_word_embeddings", True)
+_UNTIED, _TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 _GELU = "gelu_pytorch_tanh"
 
 
@@ -351,70 +342,56 @@ def _groups_of_deepseek2(config: Config) -> tuple[str, object, object]:
 
 
 FAMILIES = (
-    Family(
-        "llama", "llama", "LlamaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, rotated=True, also=("mistral",), scaled=True
-    ),
+    Family("llama", "LlamaForCausalLM", rotated=True, also=("mistral",), scaled=True),
     Family(
         "llama",
-        "mixtral",
         "MixtralForCausalLM",
-        {**_ATTENTION, **_AFTER, "ffn_gate_inp": "block_sparse_moe.gate"},
+        model_type="mixtral",
+        layer={**_ATTENTION, **_AFTER, "ffn_gate_inp": "block_sparse_moe.gate"},
         experts=_MIXTRAL,
         rotated=True,
         count="num_local_experts",
         scaled=True,
     ),
-    Family(
-        "mistral3",
-        "ministral3",
-        "Ministral3ForCausalLM",
-        {**_ATTENTION, **_DENSE, **_AFTER},
-        rotated=True,
-    ),
-    Family("qwen2", "qwen2", "Qwen2ForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}),
+    Family("mistral3", "Ministral3ForCausalLM", model_type="ministral3", rotated=True),
+    Family("qwen2", "Qwen2ForCausalLM"),
     Family(
         "qwen2moe",
-        "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        {**_ATTENTION, **_AFTER, **_ROUTER, **_SHARED_GATED},
-        experts=_QWEN_EXPERTS,
-        count="num_experts",
+        model_type="qwen2_moe",
+        layer={**_ATTENTION, **_AFTER, **_ROUTER, **_SHARED_GATED},
+        **_QWEN_MOE,
         keys=_QWEN_MOE_KEYS,
-        fixed=(Fixed("norm_topk_prob", False), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
+        fixed={"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 1},
     ),
-    Family("qwen3", "qwen3", "Qwen3ForCausalLM", {**_ATTENTION, **_NORMS, **_DENSE, **_AFTER}),
+    Family("qwen3", "Qwen3ForCausalLM", layer={**_ATTENTION, **_NORMS, **_DENSE, **_AFTER}),
     Family(
         "qwen3moe",
-        "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
-        experts=_QWEN_EXPERTS,
-        count="num_experts",
+        model_type="qwen3_moe",
+        layer={**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
+        **_QWEN_MOE,
         keys=(Key("expert_feed_forward_length", "moe_intermediate_size"),),
-        fixed=(Fixed("norm_topk_prob", True, False), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
+        fixed={"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        assumed={"norm_topk_prob": False},
     ),
     Family(
         "dots1",
-        "dots1",
         "Dots1ForCausalLM",
-        {**_ATTENTION, **_NORMS, **_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
-        experts=_QWEN_EXPERTS,
+        layer={**_ATTENTION, **_NORMS, **_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
+        **_DEEPSEEK_MOE,
         bare=_BIASED_ROUTER,
-        count="n_routed_experts",
-        keys=_DEEPSEEK_KEYS,
         constants=_SIGMOID,
-        fixed=(_UNTIED, Fixed("attention_bias", False)),
+        fixed={**_UNTIED, "attention_bias": False},
         implied=_as_many_kv_heads,
     ),
     Family(
         "glm4moe",
-        "glm4_moe",
         "Glm4MoeForCausalLM",
-        {**_ATTENTION, **_NORMS, **_DENSE, **_ROUTER, **_SEVERAL_SHARED, "post_attention_norm": "post_attention_layernorm"},
-        experts=_QWEN_EXPERTS,
+        model_type="glm4_moe",
+        layer={**_ATTENTION, **_NORMS, **_DENSE, **_ROUTER, **_SEVERAL_SHARED, **_BETWEEN},
+        **_DEEPSEEK_MOE,
         bare=_BIASED_ROUTER,
-        count="n_routed_experts",
-        keys=_DEEPSEEK_KEYS,
         constants=_SIGMOID,
         present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         predicting=_PREDICTING,
@@ -422,56 +399,53 @@ FAMILIES = (
     ),
     Family(
         "deepseek2",
-        "deepseek_v2",
         "DeepseekV2ForCausalLM",
+        model_type="deepseek_v2",
         **_LATENT,
         constants={"expert_gating_func": 1},
-        fixed=(Fixed("attention_bias", False), Fixed("scoring_func", "softmax"), Fixed("norm_topk_prob", False)),
+        fixed={"attention_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
         implied=_groups_of_deepseek2,
     ),
     Family(
         "deepseek2",
-        "deepseek_v3",
         "DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
         **_LATENT,
         bare=_BIASED_ROUTER,
         also=("glm4_moe_lite",),
         told_by="expert_gating_func",
         constants=_SIGMOID,
-        fixed=(Fixed("attention_bias", False), Fixed("scoring_func", "sigmoid"), Fixed("rope_interleave", True)),
+        fixed={"attention_bias": False, "scoring_func": "sigmoid", "rope_interleave": True},
         predicting=_PREDICTING,
     ),
-    Family(
-        "gemma", "gemma", "GemmaForCausalLM", {**_ATTENTION, **_DENSE, **_AFTER}, shift=1.0, fixed=(_TIED,), activation=_GELU
-    ),
+    Family("gemma", "GemmaForCausalLM", shift=1.0, fixed=_TIED, activation=_GELU),
     Family(
         "qwen35",
-        "qwen3_5_text",
         "Qwen3_5ForCausalLM",
-        {**_DELTA_NET, **_DELTA_APART, **_DENSE},
+        model_type="qwen3_5_text",
+        layer={**_DELTA_NET, **_DELTA_APART, **_DENSE},
         **_DELTA_NET_ALL,
         keys=_DELTA_KEYS,
         sections=(11, 11, 10),
     ),
     Family(
         "qwen35moe",
-        "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
-        {**_DELTA_NET, **_DELTA_APART, **_ROUTER, **_SHARED_GATED},
+        model_type="qwen3_5_moe_text",
+        layer={**_DELTA_NET, **_DELTA_APART, **_ROUTER, **_SHARED_GATED},
         **{**_DELTA_NET_ALL, "bare": {**_DELTA_NET_ALL["bare"], "ffn_down_exps.weight": "mlp.experts.down_proj"}},
-        experts=_QWEN_EXPERTS,
+        **_QWEN_MOE,
         cuts=(Cut("mlp.experts.gate_up_proj", (Part("ffn_gate_exps.weight"), Part("ffn_up_exps.weight"))),),
-        count="num_experts",
         keys=(*_DELTA_KEYS, *_QWEN_MOE_KEYS),
         sections=(11, 11, 10),
     ),
     Family(
         "qwen3next",
-        "qwen3_next",
         "Qwen3NextForCausalLM",
-        {**_DELTA_NET, "ssm_ba": "linear_attn.in_proj_ba", **_DENSE, **_ROUTER, **_SHARED_GATED},
+        model_type="qwen3_next",
+        layer={**_DELTA_NET, "ssm_ba": "linear_attn.in_proj_ba", **_DENSE, **_ROUTER, **_SHARED_GATED},
         **_DELTA_NET_ALL,
-        experts=_QWEN_EXPERTS,
+        **_QWEN_MOE,
         cuts=(
             Cut(
                 "linear_attn.in_proj_qkvz.weight",
@@ -483,33 +457,23 @@ FAMILIES = (
                 flat=True,
             ),
         ),
-        count="num_experts",
         keys=(*_DELTA_KEYS, *_QWEN_MOE_KEYS),
-        fixed=(Fixed("norm_topk_prob", True), Fixed("mlp_only_layers", []), Fixed("decoder_sparse_step", 1)),
+        fixed={"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
     ),
     Family(
         "qwen2vl",
-        "qwen2_vl_text",
         "Qwen2VLForConditionalGeneration",
-        {**_ATTENTION, **_DENSE, **_AFTER},
+        model_type="qwen2_vl_text",
         also=("qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl"),
         sections=(16, 24, 24),
         is_read=False,
     ),
-    Family(
-        "gemma2",
-        "gemma2",
-        "Gemma2ForCausalLM",
-        {**_ATTENTION, **_DENSE, **_SANDWICH},
-        shift=1.0,
-        every=2,
-        activation=_GELU,
-    ),
+    Family("gemma2", "Gemma2ForCausalLM", layer={**_ATTENTION, **_DENSE, **_SANDWICH}, shift=1.0, every=2, activation=_GELU),
     Family(
         "gemma3",
-        "gemma3_text",
         "Gemma3ForCausalLM",
-        {**_ATTENTION, **_NORMS, **_DENSE, **_SANDWICH},
+        model_type="gemma3_text",
+        layer={**_ATTENTION, **_NORMS, **_DENSE, **_SANDWICH},
         shift=1.0,
         every=6,
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
@@ -518,9 +482,9 @@ FAMILIES = (
     ),
     Family(
         "gemma4",
-        "gemma4_text",
         "Gemma4ForCausalLM",
-        {
+        model_type="gemma4_text",
+        layer={
             **{**_ATTENTION, **_NORMS, **_DENSE, **_SANDWICH, "ffn_gate_inp": "router.proj"},
             **{"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"},
             **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
@@ -536,7 +500,7 @@ FAMILIES = (
             "per_layer_model_proj": "model.per_layer_model_projection",
             "per_layer_proj_norm": "model.per_layer_projection_norm",
         },
-        fixed=(Fixed("attention_bias", False),),
+        fixed={"attention_bias": False},
         either=True,
         layered=("num_key_value_heads", "intermediate_size"),
         put=put_gemma4,
@@ -550,94 +514,58 @@ FAMILIES = (
     ),
     Family(
         "phi2",
-        "phi",
         "PhiForCausalLM",
-        {
-            **_LINEARS,
-            "attn_output": "self_attn.dense",
-            "attn_norm": "input_layernorm",
-            "ffn_up": "mlp.fc1",
-            "ffn_down": "mlp.fc2",
-        },
+        model_type="phi",
+        layer=_ATTENTION | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
         ends={**_ENDS, "output_norm": "model.final_layernorm"},
-        fixed=(_UNTIED, Fixed("qk_layernorm", False)),
+        fixed={**_UNTIED, "qk_layernorm": False},
         eps=_LAYER_NORM,
         partial=0.5,
         activation="gelu_new",
     ),
     Family(
         "phi3",
-        "phi3",
         "Phi3ForCausalLM",
-        {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"}
+        layer={"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"}
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", **_AFTER},
         partial=1.0,
         widths=False,
     ),
-    Family(
-        "smollm3",
-        "smollm3",
-        "SmolLM3ForCausalLM",
-        {**_ATTENTION, **_DENSE, **_AFTER},
-        rotated=True,
-        fixed=(Fixed("no_rope_layer_interval", 4),),
-        implied=_rope_of_smollm3,
-    ),
+    Family("smollm3", "SmolLM3ForCausalLM", rotated=True, fixed={"no_rope_layer_interval": 4}, implied=_rope_of_smollm3),
+    Family("olmo2", "Olmo2ForCausalLM", layer={**_LINEARS, **_NORMS, **_DENSE, **_POST}, fixed=_UNTIED),
     Family(
         "olmo2",
-        "olmo2",
-        "Olmo2ForCausalLM",
-        {**_LINEARS, **_NORMS, **_DENSE, **_POST},
-        fixed=(_UNTIED,),
-    ),
-    Family(
-        "olmo2",
-        "olmo3",
         "Olmo3ForCausalLM",
-        {**_LINEARS, **_NORMS, **_DENSE, **_POST},
+        model_type="olmo3",
+        layer={**_LINEARS, **_NORMS, **_DENSE, **_POST},
         told_by="attention.sliding_window",
-        fixed=(_UNTIED,),
+        fixed=_UNTIED,
         every=4,
         stated=True,
     ),
     Family(
         "olmoe",
-        "olmoe",
         "OlmoeForCausalLM",
-        {**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
-        experts=_QWEN_EXPERTS,
-        count="num_experts",
-        fixed=(_UNTIED, Fixed("norm_topk_prob", False), Fixed("clip_qkv", None)),
+        layer={**_ATTENTION, **_NORMS, **_AFTER, **_ROUTER},
+        **_QWEN_MOE,
+        fixed={**_UNTIED, "norm_topk_prob": False, "clip_qkv": None},
         implied=_as_many_kv_heads,
     ),
-    Family(
-        "granite",
-        "granite",
-        "GraniteForCausalLM",
-        {**_ATTENTION, **_DENSE, **_AFTER},
-        rotated=True,
-        keys=_GRANITE_KEYS,
-    ),
+    Family("granite", "GraniteForCausalLM", rotated=True, keys=_GRANITE_KEYS),
+    Family("granitemoe", "GraniteMoeForCausalLM", **_GRANITE_MOE, keys=_GRANITE_KEYS),
     Family(
         "granitemoe",
-        "granitemoe",
-        "GraniteMoeForCausalLM",
-        **_GRANITE_MOE,
-        keys=_GRANITE_KEYS,
-    ),
-    Family(
-        "granitemoe",
-        "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
+        model_type="granitemoeshared",
         **_GRANITE_MOE,
         keys=(*_GRANITE_KEYS, Key("expert_shared_feed_forward_length", "shared_intermediate_size")),
         told_by="expert_shared_feed_forward_length",
     ),
     Family(
         "gpt-oss",
-        "gpt_oss",
         "GptOssForCausalLM",
-        {**_ATTENTION, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        model_type="gpt_oss",
+        layer={**_ATTENTION, **_BETWEEN, "ffn_gate_inp": "mlp.router"},
         bare={"attn_sinks.weight": "self_attn.sinks", "ffn_down_exps.bias": "mlp.experts.down_proj_bias"},
         cuts=(
             Cut(
@@ -656,67 +584,54 @@ FAMILIES = (
         count="num_local_experts",
         keys=(Key("expert_feed_forward_length", "intermediate_size"),),
         take=_take_gpt_oss,
-        fixed=(Fixed("attention_bias", True), Fixed("swiglu_limit", 7.0), Fixed("swiglu_alpha", 1.702)),
+        fixed={"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         every=2,
     ),
     Family(
         "command-r",
-        "cohere",
         "CohereForCausalLM",
-        {**_ATTENTION, **_NORMS, **_DENSE},
-        keys=(Key("logit_scale", "logit_scale", "f32", 0.0625),),
-        fixed=(_TIED, Fixed("attention_bias", False)),
+        model_type="cohere",
+        layer={**_ATTENTION, **_NORMS, **_DENSE},
+        keys=_COHERE_KEYS,
+        fixed={**_TIED, "attention_bias": False},
         implied=_norms_of_cohere,
         eps=_LAYER_NORM,
     ),
     Family(
         "cohere2",
-        "cohere2",
         "Cohere2ForCausalLM",
-        {**_ATTENTION, **_DENSE},
-        keys=(Key("logit_scale", "logit_scale", "f32", 0.0625),),
-        fixed=(_TIED, Fixed("attention_bias", False)),
+        layer={**_ATTENTION, **_DENSE},
+        keys=_COHERE_KEYS,
+        fixed={**_TIED, "attention_bias": False},
         eps=_LAYER_NORM,
         every=4,
     ),
     Family(
         "starcoder2",
-        "starcoder2",
         "Starcoder2ForCausalLM",
-        {**_ATTENTION, **_AFTER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        fixed=(Fixed("use_bias", True),),
+        layer={**_ATTENTION, **_AFTER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        fixed={"use_bias": True},
         eps=("attention.layer_norm_epsilon", "norm_epsilon"),
         activation=_GELU,
     ),
+    Family("stablelm", "StableLmForCausalLM", fixed={**_UNTIED, "qk_layernorm": False}, eps=_LAYER_NORM, partial=0.25),
     Family(
-        "stablelm",
-        "stablelm",
-        "StableLmForCausalLM",
-        {**_ATTENTION, **_DENSE, **_AFTER},
-        fixed=(_UNTIED, Fixed("qk_layernorm", False)),
-        eps=_LAYER_NORM,
-        partial=0.25,
-    ),
-    Family(
-        "glm4",
         "glm4",
         "Glm4ForCausalLM",
-        {**_ATTENTION, "post_attention_norm": "post_self_attn_layernorm", "ffn_norm": "post_attention_layernorm"}
+        layer={**_ATTENTION, "post_attention_norm": "post_self_attn_layernorm", "ffn_norm": "post_attention_layernorm"}
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", "post_ffw_norm": "post_mlp_layernorm"},
         partial=0.5,
     ),
     Family(
         "seed_oss",
-        "seed_oss",
         "SeedOssForCausalLM",
-        {**_ATTENTION, **_DENSE, "post_attention_norm": "post_attention_layernorm"},
-        fixed=(Fixed("attention_out_bias", False), Fixed("mlp_bias", False)),
+        layer={**_ATTENTION, **_DENSE, **_BETWEEN},
+        fixed={"attention_out_bias": False, "mlp_bias": False},
     ),
     Family(
         "exaone4",
-        "exaone4",
         "Exaone4ForCausalLM",
-        {**_LINEARS, **_NORMS, **_DENSE, **_POST},
+        layer={**_LINEARS, **_NORMS, **_DENSE, **_POST},
         implied=_window_of_exaone4,
         every=4,
         stated=True,
@@ -724,9 +639,9 @@ FAMILIES = (
     ),
     Family(
         "ernie4_5-moe",
-        "ernie4_5_moe",
         "Ernie4_5_MoeForCausalLM",
-        {**_ATTENTION, **_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
+        model_type="ernie4_5_moe",
+        layer={**_ATTENTION, **_DENSE, **_AFTER, **_ROUTER, **_SEVERAL_SHARED},
         experts=_QWEN_EXPERTS,
         bare={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
         ones={"exp_probs_b.bias": 0},
@@ -739,23 +654,22 @@ FAMILIES = (
             Key("leading_dense_block_count", "moe_layer_start_index", least=0),
         ),
         constants={"interleave_moe_layer_step": 1},
-        fixed=(Fixed("use_bias", False), Fixed("moe_layer_interval", 1)),
+        fixed={"use_bias": False, "moe_layer_interval": 1},
         implied=_last_layer_of_ernie,
     ),
     Family(
         "lfm2",
-        "lfm2",
         "Lfm2ForCausalLM",
-        {**_LFM2, **_LFM2_DENSE},
+        layer={**_LFM2, **_LFM2_DENSE},
         **_LFM2_ALL,
         keys=(Key("shortconv.l_cache", "conv_L_cache"),),
-        fixed=(Fixed("conv_bias", False),),
+        fixed={"conv_bias": False},
     ),
     Family(
         "lfm2moe",
-        "lfm2_moe",
         "Lfm2MoeForCausalLM",
-        {**_LFM2, **_LFM2_DENSE, "ffn_gate_inp": "feed_forward.gate"},
+        model_type="lfm2_moe",
+        layer={**_LFM2, **_LFM2_DENSE, "ffn_gate_inp": "feed_forward.gate"},
         **_LFM2_ALL,
         experts={f"{name}_exps": here.replace(".", ".experts.{}.") for name, here in _LFM2_DENSE.items()},
         bare={"exp_probs_b.bias": "feed_forward.expert_bias"},
@@ -766,50 +680,27 @@ FAMILIES = (
             Key("leading_dense_block_count", "num_dense_layers", least=0),
         ),
         constants=_SIGMOID,
-        fixed=(
-            *(Fixed("conv_bias", False), Fixed("norm_topk_prob", True), Fixed("use_expert_bias", True)),
-            Fixed("routed_scaling_factor", 1.0),
-        ),
+        fixed={"conv_bias": False, "norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
     ),
-    Family(
-        "ernie4_5",
-        "ernie4_5",
-        "Ernie4_5ForCausalLM",
-        {**_ATTENTION, **_DENSE, **_AFTER},
-        fixed=(Fixed("use_bias", False),),
-    ),
+    Family("ernie4_5", "Ernie4_5ForCausalLM", fixed={"use_bias": False}),
     Family(
         "hunyuan-dense",
-        "hunyuan_v1_dense",
         "HunYuanDenseV1ForCausalLM",
-        {
-            **_ATTENTION,
-            **_DENSE,
-            **_AFTER,
-            "attn_q_norm": "self_attn.query_layernorm",
-            "attn_k_norm": "self_attn.key_layernorm",
-        },
-        fixed=(Fixed("attention_bias", False), Fixed("mlp_bias", False)),
+        model_type="hunyuan_v1_dense",
+        layer=_LLAMA | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        fixed={"attention_bias": False, "mlp_bias": False},
     ),
     Family(
         "nemotron",
-        "nemotron",
         "NemotronForCausalLM",
-        {**_ATTENTION, **_AFTER, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        layer=_UNGATED,
         shift=1.0,
-        fixed=(_UNTIED,),
+        fixed=_UNTIED,
         eps=("attention.layer_norm_epsilon", "norm_eps"),
         partial=0.5,
         activation="relu2",
     ),
-    Family(
-        "arcee",
-        "arcee",
-        "ArceeForCausalLM",
-        {**_ATTENTION, **_AFTER, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
-        rotated=True,
-        activation="relu2",
-    ),
+    Family("arcee", "ArceeForCausalLM", layer=_UNGATED, rotated=True, activation="relu2"),
 )
 """Every family. Of several with one architecture, `told_by` and the number of experts decide which one a file is of."""
 

@@ -16,12 +16,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
-from weightsmith._models.formats.gguf.families import ALIKE, Fixed
 from weightsmith._models.formats.gguf.layout import Value, ValueType
 from weightsmith._models.formats.gguf.values import Config
 
@@ -95,6 +95,7 @@ class Projector:
     defaults      of vision_config in transformers, on which published config.json files rely
     keys          that other families do not have
     fixed         settings of config.json that the file does not hold
+    assumed       those of them that transformers takes to be something else where config.json lacks them
     fixed_vision  the same of vision_config
     """
 
@@ -114,8 +115,9 @@ class Projector:
     sizes: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     keys: tuple[ImageKey, ...] = ()
-    fixed: tuple[Fixed, ...] = ()
-    fixed_vision: tuple[Fixed, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    fixed_vision: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _gemma_scale(images: Images) -> int | None:
@@ -156,60 +158,71 @@ def _window_pattern(images: Images) -> int:
     return int(every)
 
 
-_SIGLIP = {"ln1": "layer_norm1", "ln2": "layer_norm2", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"} | {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_out": "self_attn.out_proj",
-}
+def _attention(module: str, out: str) -> dict[str, str]:
+    """The projections of an attention block, under llama.cpp's names. out: what the Hub calls the last one."""
+    return {f"attn_{p}": f"{module}.{p}_proj" for p in "qkv"} | {"attn_out": f"{module}.{out}"}
+
+
+def _gated(module: str) -> dict[str, str]:
+    """The three projections of a gated MLP, under llama.cpp's names."""
+    return {f"ffn_{p}": f"{module}.{p}_proj" for p in ("gate", "up", "down")}
+
+
+_TWO_LAYERS = {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_SIGLIP = {"ln1": "layer_norm1", "ln2": "layer_norm2", **_attention("self_attn", "out_proj"), **_TWO_LAYERS}
 _TANH = "gelu_pytorch_tanh"
-_PIXTRAL = {"ln1": "attention_norm", "ln2": "ffn_norm", "attn_out": "attention.o_proj"} | {
-    "attn_q": "attention.q_proj",
-    "attn_k": "attention.k_proj",
-    "attn_v": "attention.v_proj",
-    "ffn_gate": "feed_forward.gate_proj",
-    "ffn_up": "feed_forward.up_proj",
-    "ffn_down": "feed_forward.down_proj",
-}
-_PIXTRAL_ENDS = {"v.patch_embd": "vision_tower.patch_conv", "v.pre_ln": "vision_tower.ln_pre"} | {
+_TANH_ONLY = {_TANH: "use_gelu"}
+_GELU_OR_SILU = {"gelu": "use_gelu", "silu": "use_silu"}
+_LAST_LAYER, _GELU = {"vision_feature_layer": -1}, {"projector_hidden_act": "gelu"}
+_VIT_LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+_PIXTRAL_ENDS = {
+    "v.patch_embd": "vision_tower.patch_conv",
+    "v.pre_ln": "vision_tower.ln_pre",
     "mm.1": "multi_modal_projector.linear_1",
     "mm.2": "multi_modal_projector.linear_2",
 }
-_PIXTRAL_DEFAULTS = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16} | {
-    "image_size": 1024,
-    "patch_size": 16,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-5,
-}
-_GELU_OR_SILU = {"gelu": "use_gelu", "silu": "use_silu"}
-_LAST_LAYER, _GELU = Fixed("vision_feature_layer", -1), Fixed("projector_hidden_act", "gelu")
-_IDEFICS_DEFAULTS = {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16} | {
-    "image_size": 224,
-    "patch_size": 32,
-    "hidden_act": _TANH,
-    "layer_norm_eps": 1e-6,
-}
-_IDEFICS_ENDS = {"v.patch_embd": "vision_model.embeddings.patch_embedding", "v.post_ln": "vision_model.post_layernorm"} | {
-    "v.position_embd": "vision_model.embeddings.position_embedding",
-    "mm.model.fc": "connector.modality_projection.proj",
-}
-_IDEFICS_KEYS = (
-    ImageKey("vision.projector.scale_factor", "u32", lambda images: images.whole.count("scale_factor", 2)),
-    ImageKey("vision.preproc_image_size", "u32", _longest_edge),
-)
-_QWEN = {
-    "ln1": "norm1",
-    "ln2": "norm2",
-    "attn_q": "attn.qkv",
-    "attn_k": "attn.qkv",
-    "attn_v": "attn.qkv",
-    "attn_out": "attn.proj",
-}
-_QWEN_ENDS = {"v.post_ln": "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0", "mm.2": "visual.merger.mlp.2"}
-_QWEN_BARE = dict.fromkeys(("v.patch_embd.weight", "v.patch_embd.weight.1"), "visual.patch_embed.proj.weight")
 _QWEN_SIZES = {"block_count": "depth", "attention.head_count": "num_heads"}
 _QWEN_DEFAULTS = {"depth": 32, "num_heads": 16, "patch_size": 14, "image_size": 560, "layer_norm_eps": 1e-6}
-_MERGES_TWO = Fixed("spatial_merge_size", 2)
+_MERGES_TWO = {"spatial_merge_size": 2}
+
+_pixtral = partial(
+    Projector,
+    name="pixtral",
+    vision_type="pixtral",
+    blocks="vision_tower.transformer.layers.",
+    layer={"ln1": "attention_norm", "ln2": "ffn_norm", **_attention("attention", "o_proj"), **_gated("feed_forward")},
+    activations=_GELU_OR_SILU,
+    rotated=True,
+    token="[IMG_BREAK]",
+    defaults={**_VIT_LARGE, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-5},
+)
+_idefics = partial(
+    Projector,
+    name="idefics3",
+    blocks="vision_model.encoder.layers.",
+    layer=_SIGLIP,
+    ends={
+        "v.patch_embd": "vision_model.embeddings.patch_embedding",
+        "v.position_embd": "vision_model.embeddings.position_embedding",
+        "v.post_ln": "vision_model.post_layernorm",
+        "mm.model.fc": "connector.modality_projection.proj",
+    },
+    activations=_TANH_ONLY,
+    types={"v.patch_embd.weight": "F32"},
+    defaults={"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16}
+    | {"image_size": 224, "patch_size": 32, "hidden_act": _TANH, "layer_norm_eps": 1e-6},
+    keys=(
+        ImageKey("vision.projector.scale_factor", "u32", lambda images: images.whole.count("scale_factor", 2)),
+        ImageKey("vision.preproc_image_size", "u32", _longest_edge),
+    ),
+)
+_qwen = partial(
+    Projector,
+    blocks="visual.blocks.",
+    ends={"v.post_ln": "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0", "mm.2": "visual.merger.mlp.2"},
+    bare=dict.fromkeys(("v.patch_embd.weight", "v.patch_embd.weight.1"), "visual.patch_embed.proj.weight"),
+)
+_QWEN = {"ln1": "norm1", "ln2": "norm2", **dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn.qkv"), "attn_out": "attn.proj"}
 
 PROJECTORS = (
     Projector(
@@ -223,7 +236,7 @@ PROJECTORS = (
             "v.post_ln": "vision_tower.post_layernorm",
             "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
         },
-        {_TANH: "use_gelu"},
+        _TANH_ONLY,
         bare={"mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight"},
         unused=("vision_tower.head.", "vision_tower.embeddings.position_ids"),
         types={"mm.input_projection.weight": "F16", "v.patch_embd.weight": "F32"},
@@ -231,53 +244,28 @@ PROJECTORS = (
         defaults={"hidden_act": _TANH, "layer_norm_eps": 1e-6},
         keys=(ImageKey("vision.projector.scale_factor", "u32", _gemma_scale),),
     ),
-    Projector(
+    _pixtral(
         "llava",
-        "pixtral",
-        "vision_tower.transformer.layers.",
-        _PIXTRAL,
-        _PIXTRAL_ENDS,
-        _GELU_OR_SILU,
-        vision_type="pixtral",
-        rotated=True,
-        token="[IMG_BREAK]",
-        defaults=_PIXTRAL_DEFAULTS,
-        fixed=(Fixed("vision_feature_layer", -1, -2), Fixed("vision_feature_select_strategy", "full", "default"), _GELU),
+        ends=_PIXTRAL_ENDS,
+        fixed={**_LAST_LAYER, "vision_feature_select_strategy": "full", **_GELU},
+        assumed={"vision_feature_layer": -2, "vision_feature_select_strategy": "default"},
     ),
-    Projector(
+    _pixtral(
         "mistral3",
-        "pixtral",
-        "vision_tower.transformer.layers.",
-        _PIXTRAL,
-        {
+        ends={
             **_PIXTRAL_ENDS,
             "mm.input_norm": "multi_modal_projector.norm",
             "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
         },
-        _GELU_OR_SILU,
-        vision_type="pixtral",
-        rotated=True,
-        token="[IMG_BREAK]",
-        defaults=_PIXTRAL_DEFAULTS,
         keys=(ImageKey("vision.spatial_merge_size", "u32", lambda images: images.whole.count("spatial_merge_size", 2)),),
-        fixed=(_LAST_LAYER, _GELU),
+        fixed={**_LAST_LAYER, **_GELU},
     ),
     Projector(
         "internvl",
         "internvl",
         "vision_tower.encoder.layer.",
-        {
-            "ln1": "layernorm_before",
-            "ln2": "layernorm_after",
-            "attn_q": "attention.q_proj",
-            "attn_k": "attention.k_proj",
-            "attn_v": "attention.v_proj",
-            "attn_q_norm": "attention.q_norm",
-            "attn_k_norm": "attention.k_norm",
-            "attn_out": "attention.projection_layer",
-            "ffn_up": "mlp.fc1",
-            "ffn_down": "mlp.fc2",
-        },
+        {"ln1": "layernorm_before", "ln2": "layernorm_after", **_attention("attention", "projection_layer"), **_TWO_LAYERS}
+        | {"attn_q_norm": "attention.q_norm", "attn_k_norm": "attention.k_norm"},
         {
             "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
             "mm.model.mlp.0": "multi_modal_projector.layer_norm",
@@ -291,54 +279,35 @@ PROJECTORS = (
             "v.blk.{}.ls1.weight": "vision_tower.encoder.layer.{}.lambda_1",
             "v.blk.{}.ls2.weight": "vision_tower.encoder.layer.{}.lambda_2",
         },
-        defaults={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-        | {"image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
+        defaults={**_VIT_LARGE, "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
         keys=(
             ImageKey("vision.projector.scale_factor", "u32", _intern_scale),
             ImageKey("vision.preproc_min_tiles", "u32", _optional_count("min_dynamic_patch")),
             ImageKey("vision.preproc_max_tiles", "u32", _optional_count("max_dynamic_patch")),
         ),
-        fixed=(_LAST_LAYER, Fixed("vision_feature_select_strategy", "default"), _GELU),
+        fixed={**_LAST_LAYER, "vision_feature_select_strategy": "default", **_GELU},
     ),
-    *(
-        Projector(
-            model_type,
-            "idefics3",
-            "vision_model.encoder.layers.",
-            _SIGLIP,
-            _IDEFICS_ENDS,
-            {_TANH: "use_gelu"},
-            types={"v.patch_embd.weight": "F32"},
-            defaults=_IDEFICS_DEFAULTS,
-            keys=_IDEFICS_KEYS,
-        )
-        for model_type in ("idefics3", "smolvlm")
-    ),
-    Projector(
+    _idefics("idefics3"),
+    _idefics("smolvlm"),
+    _qwen(
         "qwen2_vl",
-        "qwen2vl_merger",
-        "visual.blocks.",
-        {**_QWEN, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
-        _QWEN_ENDS,
-        {"quick_gelu": ""},
-        bare=_QWEN_BARE,
+        name="qwen2vl_merger",
+        layer={**_QWEN, **_TWO_LAYERS},
+        activations={"quick_gelu": ""},
         sizes={**_QWEN_SIZES, "embedding_length": "embed_dim", "feed_forward_length": "hidden_size"},
         defaults={**_QWEN_DEFAULTS, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu"},
-        fixed_vision=(_MERGES_TWO,),
+        fixed_vision=_MERGES_TWO,
     ),
-    Projector(
+    _qwen(
         "qwen2_5_vl",
-        "qwen2.5vl_merger",
-        "visual.blocks.",
-        {**_QWEN, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
-        _QWEN_ENDS,
-        {"silu": "use_silu"},
-        bare=_QWEN_BARE,
+        name="qwen2.5vl_merger",
+        layer={**_QWEN, **_gated("mlp")},
+        activations={"silu": "use_silu"},
         sizes=_QWEN_SIZES,
         defaults={**_QWEN_DEFAULTS, "hidden_size": 3584, "intermediate_size": 3420, "hidden_act": "silu"}
         | {"fullatt_block_indexes": [7, 15, 23, 31]},
         keys=(ImageKey("vision.n_wa_pattern", "u32", _window_pattern),),
-        fixed_vision=(_MERGES_TWO, Fixed("window_size", 112)),
+        fixed_vision={**_MERGES_TWO, "window_size": 112},
     ),
 )
 
@@ -412,9 +381,8 @@ def vision_keys(images: Images, projector: Projector, width: int, file_type: int
 
     Raises FormatError for values that are missing or no numbers, Unsupported for settings that llama.cpp does not know.
     """
-    for config, fixed in ((images.whole, projector.fixed), (images.vision, projector.fixed_vision)):
-        for each in fixed:
-            config.need(each.field, config.get(each.field, each.value if each.default is ALIKE else each.default), each.value)
+    images.whole.need_all(projector.fixed, projector.assumed)
+    images.vision.need_all(projector.fixed_vision, {})
     values = {
         "general.architecture": Value("str", "clip"),
         "general.type": Value("str", "mmproj"),

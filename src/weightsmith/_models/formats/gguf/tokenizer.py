@@ -37,9 +37,6 @@ from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, read_sente
 
 T = TypeVar("T")
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-"""The files that are made from a GGUF file's keys, besides config.json."""
-
 READ = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "chat_template.json")
 """The files that the keys are made from, besides config.json."""
 

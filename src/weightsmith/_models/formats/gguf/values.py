@@ -109,3 +109,8 @@ class Config(Values):
         if found != expected:
             what = f"{name} is {show(found)}, and llama.cpp takes {show(expected)} for granted"
             raise Unsupported(what, where="config.json", fix=_OTHER)
+
+    def need_all(self, fixed: Mapping[str, Any], assumed: Mapping[str, Any]) -> None:
+        """`need` of several. assumed: what transformers takes a setting for that config.json lacks, if it is something else."""
+        for name, value in fixed.items():
+            self.need(name, self.get(name, assumed.get(name, value)), value)
