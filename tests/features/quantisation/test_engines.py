@@ -161,12 +161,17 @@ def test_a_format_that_a_program_does_not_load(tmp_path: Path) -> None:
     assert "does not load gguf-q4_k_m, only exl3" in refused(model, "gguf-q4_k_m", "exllamav3")
 
 
-@pytest.mark.parametrize("format_", ["gptq-4bit", "awq-4bit", "mlx-4bit", "mlx-8bit"])
-def test_the_rope_is_where_exllamav2_and_mlx_lm_look(format_: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("format_", "key", "other"),
+    [("gptq-4bit", "rope_type", "type"), *((name, "type", "rope_type") for name in ("awq-4bit", "mlx-4bit", "mlx-8bit"))],
+)
+def test_the_rope_is_where_exllamav2_and_mlx_lm_look(format_: str, key: str, other: str, tmp_path: Path) -> None:
+    """ExLlamaV2 ends if both keys are there."""
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
     model = save(tmp_path / "m", dense(256, 512, 256), rope_parameters=rope)
     found = plan(model, format_).config
-    assert (found["rope_theta"], found["rope_scaling"]["rope_type"], found["rope_scaling"]["factor"]) == (5e5, "llama3", 8.0)
+    assert (found["rope_theta"], found["rope_scaling"][key], found["rope_scaling"]["factor"]) == (5e5, "llama3", 8.0)
+    assert other not in found["rope_scaling"]
     assert found["rope_parameters"] == rope
     assert "rope_theta" not in plan(model, "w4a16").config
 

@@ -405,7 +405,7 @@ def test_gemma3_gets_the_names_that_exllamav2_knows(tmp_path: Path) -> None:
     assert found["architectures"] == ["Gemma3ForConditionalGeneration"]
     assert found["sliding_window_pattern"] == 2
     assert found["text_config"]["rope_theta"] == 1e6
-    assert found["text_config"]["rope_scaling"] == {"rope_type": "linear", "type": "linear", "factor": 8.0}
+    assert found["text_config"]["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     weightsmith.dequantize(tmp_path / "q", tmp_path / "d", progress=False)
     assert set(tensors_of(tmp_path / "d")) == {*tensors_of(tmp_path / "m"), "lm_head.weight"}
     plain = config_of(tmp_path / "d")

@@ -78,9 +78,10 @@ def _grouped(writing: Writing, *, caches: bool) -> Format:
         draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
         group = asked or max(groups, key=lambda group: len(encodable(draft, names[group])))
         quantise(draft, names[group])
-        if writing.name in (*formats_of("exllamav2"), *formats_of("mlx-lm")):
+        if writing.name in formats_of("exllamav2"):
             draft.config = older_config(draft.config or {})
         if writing.name in formats_of("mlx-lm"):
+            draft.config = older_config(draft.config or {}, scaling_key="type")
             _warn_of_windows(draft)
         if asked is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"

@@ -12,8 +12,10 @@ from typing import Any
 _DROPPED = ("rope_theta", "type", "rope_type", "partial_rotary_factor")
 
 
-def older_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def older_config(config: Mapping[str, Any], scaling_key: str = "rope_type") -> dict[str, Any]:
     """A config.json with `rope_theta`, `rope_scaling` and other older keys, also of its `text_config`. Those it has are kept.
+
+    scaling_key  of the type in `rope_scaling`. Some models of mlx-lm require `type`; ExLlamaV2 refuses both at once
 
     >>> older_config({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}})["rope_theta"]
     100000.0
@@ -22,14 +24,14 @@ def older_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(config)
     if isinstance(config.get("text_config"), Mapping):
-        found["text_config"] = older_config(config["text_config"])
-    for key, value in {**_rope(config), **_layers(config)}.items():
+        found["text_config"] = older_config(config["text_config"], scaling_key)
+    for key, value in {**_rope(config, scaling_key), **_layers(config)}.items():
         if found.get(key) is None:
             found[key] = value  # None as well: some models of mlx-lm require the key
     return found
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], scaling_key: str) -> dict[str, Any]:
     """What `rope_parameters` says, by the older keys."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping):
@@ -46,7 +48,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     found["rope_scaling"] = None
     if kind not in (None, "default"):
         rest = {key: value for key, value in main.items() if key not in _DROPPED}
-        found["rope_scaling"] = {"rope_type": kind, "type": kind, **rest}
+        found["rope_scaling"] = {scaling_key: kind, **rest}
         if kind == "longrope" and "original_max_position_embeddings" in main:  # ExLlamaV2 asserts that it is there
             found["original_max_position_embeddings"] = main["original_max_position_embeddings"]
     return found
