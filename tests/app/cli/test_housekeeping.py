@@ -41,6 +41,8 @@ def test_unfinished_work_is_listed_and_removed_only_on_request(cli: Cli, work: P
     assert STAGED in ran.out
     assert "1 folder" in ran.out
     assert unfinished.is_dir()
+    assert "to remove them: weightsmith clean --yes" in ran.out
+    assert f"to remove them: weightsmith clean {work} --yes" in cli("clean", str(work)).out
     (found,) = json.loads(cli("clean", str(work), "--json").out)
     assert (found["folder"], found["out"], found["removed"]) == (str(unfinished), str(work / "out"), False)
     assert found["bytes"] > 0
