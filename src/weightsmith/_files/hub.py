@@ -295,7 +295,7 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
     """
     from huggingface_hub import errors
 
-    details: tuple[str, ...] = (_first_lines(error),)
+    details = () if isinstance(error, _Silent) else (_first_lines(error),)  # a question that was not asked has no error
     if isinstance(error, errors.GatedRepoError):
         return CheckpointError(
             "this Hub model is gated: its owner decides who may download it",
