@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import socket
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,11 @@ def test_a_hub_that_answers_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         assert doctor._ask(f"http://127.0.0.1:{server.getsockname()[1]}").startswith("answers, in ")
         thread.join()
+
+
+def test_the_doctor_knows_packages_of_every_extra() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    for extra, needs in project["optional-dependencies"].items():
+        if extra not in ("test", "dev", "site", "dist", "demo"):
+            names = {re.split(r"[>=\[]", need)[0] for need in needs}
+            assert names & doctor.OPTIONAL.keys(), extra
