@@ -300,9 +300,7 @@ def open_checkpoint(
     try:
         repository, only = open_place(place, cache_dir=cache_dir, token=token)
     except NotFound as error:
-        if (
-            hint := "" if isinstance(place, Address) else _nearest_sibling(name)
-        ):  # `models/lama` looks like a hub id
+        if hint := "" if isinstance(place, Address) else _nearest_sibling(name):  # `models/lama` looks like a hub id
             found = error.finding
             raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
         raise

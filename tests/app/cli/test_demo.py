@@ -109,8 +109,12 @@ def test_a_folder_that_cannot_be_written_is_a_problem_of_the_output(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "mkdir", refuse)
-    for command, reason in (("demo", "Read-only file system"), ("init", "No such file or directory")):
-        ran = cli(command, *(["no/such/folder.yml", "--preset", "ties-paper"] if command == "init" else []))
+    reasons = {
+        ("demo",): "Read-only file system",
+        ("init", "no/such.yml", "--preset", "ties-paper"): "No such file",
+    }
+    for arguments, reason in reasons.items():
+        ran = cli(*arguments)
         assert ran.code == 3
         assert "error[store]" in ran.err
         assert "cannot be written: " in ran.err

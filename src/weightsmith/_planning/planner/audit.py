@@ -54,7 +54,9 @@ class Audit:
                 known = f"write one of {', '.join(self._known)}" if self._known else "remove it"
                 what = f"merge_method {self.method.name} has no parameter '{name}'{nearest(name, self._known)}"
                 option = OPTIONS.get(name.replace("-", "_"))
-                fix = f"remove it and pass {option} on the command line" if option else f"write '{close[0]}'" if close else known
+                fix = (
+                    f"remove it and pass {option} on the command line" if option else f"write '{close[0]}'" if close else known
+                )
                 self._misused(UnknownParameter(f"{what}; mergekit ignores it", where=setting.where, fix=fix))
             elif place == "base" and parameter.scope == "model":
                 what = f"{name} has no effect here: the base has no {name}"

@@ -16,7 +16,9 @@ def _source(pair: Pair, key: Key, walk: Walk) -> str | ModelRef | None:
         return str(pair.value.value)
     if isinstance(pair.value.value, str) and pair.value.value.startswith("model:"):
         what = "mergekit's old form 'model:' of a tokenizer source, which its later versions do not read either"
-        walk.problem(what, pair.value.where, f"Write the model alone: {short(pair.value.value.removeprefix('model:').strip())}.")
+        walk.problem(
+            what, pair.value.where, f"Write the model alone: {short(pair.value.value.removeprefix('model:').strip())}."
+        )
         return None
     found: ModelRef | None = MODEL.read(pair, key, walk)
     return found
