@@ -41,6 +41,7 @@ from tests.script_help import load
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.build import prepare_moe
+from weightsmith._features.quantisation.formats import FORMATS
 from weightsmith._files.containers.safetensors import make_layout
 from weightsmith._methods import all_methods
 from weightsmith._planning import recipe as recipes
@@ -483,6 +484,13 @@ def code(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
     blocks = "\n".join(block.text for block in blocks_of(page) if block.language in ("console", "bash"))
     return re.sub(r"#.*", "", blocks) + "\n".join(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+
+
+def test_the_pages_count_methods_and_formats_right() -> None:
+    methods, formats = f"{len(all_methods())} merge methods", f"{len(FORMATS)} formats"
+    assert f"[{methods}](" in (ROOT / "README.md").read_text()
+    assert f"[{formats}](" in (ROOT / "README.md").read_text()
+    assert f"the {methods}" in (ROOT / "docs" / "studio.md").read_text()
 
 
 def test_make_targets_in_the_docs_exist() -> None:

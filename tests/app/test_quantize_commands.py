@@ -139,8 +139,11 @@ def test_what_is_wrong_with_a_command_is_one_error(arguments: tuple[str, ...], t
 
 
 def test_an_unknown_format_in_python(model: Path) -> None:
-    with pytest.raises(PlanError, match=r"--format \(format\): must be one of fp8-dynamic, .*awq-4bit, \.\.\., not 'fp8'"):
+    listed = r"--format \(format\): must be one of fp8-dynamic, .*awq-4bit, \.\.\. "
+    with pytest.raises(PlanError, match=listed + r"\(did you mean 'fp8-dynamic'\?\), not 'fp8'"):
         weightsmith.quantize("m", "q", "fp8")
+    with pytest.raises(PlanError, match=listed + r"\(did you mean 'gguf-q4_k_m'\?\), not 'gguf-Q4_K_M'"):
+        weightsmith.quantize("m", "q", "gguf-Q4_K_M")
 
 
 def test_an_option_under_another_name_in_python(model: Path) -> None:

@@ -210,6 +210,11 @@ def test_citations_are_entries_of_bibtex() -> None:
     assert len(keys) == len(found)
 
 
+def test_a_name_with_accents_is_written_as_it_is(here: Path) -> None:
+    weightsmith.merge(RECIPE, "größe x")
+    assert 'from_pretrained("größe x", dtype="auto"' in Path("größe x", "README.md").read_text()
+
+
 def test_a_paper_that_is_named_twice_is_cited_once() -> None:
     assert len(cite("TIES, https://arxiv.org/abs/2306.01708; mergekit, 0.1; again https://arxiv.org/abs/2306.01708")) == 2
 

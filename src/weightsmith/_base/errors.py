@@ -343,11 +343,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str]) -> list[str]:
-    """The nearest known name, if one is near."""
+    """The nearest known name, if one is near: the first that begins so, or one of similar spelling; case does not count.
+
+    >>> nearest_names("FP8", ["int8", "fp8-dynamic"]), nearest_names("Q4_K_M", ["gguf-q4_k_s", "gguf-q4_k_m"])
+    (['fp8-dynamic'], ['gguf-q4_k_m'])
+    """
     candidates = list(known)
     if len(candidates) > _MANY:  # the names of a model's tensors: a comparison takes 20 microseconds and more
         candidates = [one for one in candidates if abs(len(one) - len(name)) < 3][:_MANY]
-    return difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    folded = {one.casefold(): one for one in reversed(candidates)}
+    asked = name.casefold()
+    begin = [one for one in reversed(folded) if one.startswith(asked)] if len(asked) > 2 else []
+    return [folded[one] for one in begin[:1] or difflib.get_close_matches(asked, folded, n=1, cutoff=0.6)]
 
 
 # ---- as text

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith._base.tensors import DType
+from weightsmith._base.text import count
 
 TILE_BYTES = 1 << 20
 """Of each input. Long enough to make the cost of a call negligible, short enough to stay in the cache."""
@@ -72,7 +73,7 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, leve
     if tile_bytes < MIN_TILE_BYTES:
         needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs, levels)
         raise ParameterError(
-            f"a merge of {inputs} inputs on {threads} thread{'s' if threads > 1 else ''} needs {math.ceil(needed / 1e6)} MB, "
+            f"a merge of {count(inputs, 'input')} on {count(threads, 'thread')} needs {math.ceil(needed / 1e6)} MB, "
             f"and max_memory is {max_memory_bytes / 1e6:.0f} MB",
             fix=f"write --max-memory {math.ceil(needed / 1e6)}MB or more{', or fewer --threads' if threads > 1 else ''}",
             state=NOTHING_WRITTEN,

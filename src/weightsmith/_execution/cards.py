@@ -189,7 +189,7 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
             "from transformers import AutoModelForCausalLM",
             "",
             f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto", device_map="auto")',
-            f"model = PeftModel.from_pretrained(base, {json.dumps(name)}{at})",
+            f"model = PeftModel.from_pretrained(base, {_quoted(name)}{at})",
         ]
         return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
     if plan.container == GGUF:
@@ -208,8 +208,8 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
     tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in (*plan.carried, *plan.files))
     lines = [f"from transformers import {', '.join(sorted([loader, *(['AutoTokenizer'] if tokenizer else [])]))}", ""]
     if tokenizer:
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{at}{more})")
-    lines.append(f'model = {loader}.from_pretrained({json.dumps(name)}{at}, dtype="auto", device_map="auto"{more})')
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_quoted(name)}{at}{more})")
+    lines.append(f'model = {loader}.from_pretrained({_quoted(name)}{at}, dtype="auto", device_map="auto"{more})')
     if tokenizer and loader == "AutoModelForCausalLM":
         lines += [
             'inputs = tokenizer("Hello", return_tensors="pt").to(model.device)',
@@ -290,3 +290,8 @@ def _is_on_hub(ref: str, commit: str) -> bool:
 def _sentences(text: str) -> str:
     """Text of a method, or of a plan that somebody else made: one paragraph without HTML."""
     return printable(redacted(" ".join(text.split()))).replace("<", "&lt;")
+
+
+def _quoted(name: str) -> str:
+    """A folder's name as Python writes it; with escapes only where letters cannot be seen."""
+    return json.dumps(name, ensure_ascii=not name.isprintable())

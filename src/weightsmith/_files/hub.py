@@ -293,7 +293,7 @@ def _explain(error: Exception, where: str, *, cached: Path | None = None) -> Che
     from huggingface_hub import errors
 
     kind: type[CheckpointError] = NotFound
-    details: tuple[str, ...] = (_first_lines(error),)
+    details = () if isinstance(error, _Silent) else (_first_lines(error),)  # a question that was not asked has no error
     again = "Run the same command again to resume: what has arrived is kept in the cache."
     if isinstance(error, errors.GatedRepoError):
         kind, what = CheckpointError, "this Hub model is gated: its owner decides who may download it"

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, final
 
 from weightsmith._base.closing import Closing
-from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
+from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest_names
 from weightsmith._base.files import exists, expand_user, real_path, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.tensors import DType, TensorSpec
@@ -294,9 +294,7 @@ def open_checkpoint(
     try:
         repository, only = open_place(place, cache_dir=cache_dir, token=token)
     except NotFound as error:
-        if (
-            hint := "" if isinstance(place, Address) else _nearest_sibling(expand_user(name))
-        ):  # `models/lama` looks like a hub id
+        if hint := "" if isinstance(place, Address) else _nearest_sibling(name):  # `models/lama` looks like a hub id
             found = error.finding
             raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
         raise
@@ -464,12 +462,15 @@ def _not_found(name: str, path: Path) -> NotFound:
     if "/" not in name and os.sep not in name:
         kind += ", and not a Hub id, which has the form org/name"
     fix = "Write the path of a folder that exists, or a Hub id: org/name."
-    return NotFound(kind + _nearest_sibling(path), where=name, fix=fix)
+    return NotFound(kind + _nearest_sibling(name), where=name, fix=fix)
 
 
-def _nearest_sibling(path: Path) -> str:
+def _nearest_sibling(name: str) -> str:
+    """` (did you mean 'models/llama'?)`: the path of a model beside one that does not exist, or an empty string."""
     try:
+        path = expand_user(name)
         siblings = [p.name for p in path.parent.iterdir() if p.is_dir() or is_weights(p.name)]
-        return nearest(path.name, sorted(siblings))
+        close = nearest_names(path.name, sorted(siblings))
+        return f" (did you mean '{PurePath(name).with_name(close[0])}'?)" if close else ""
     except (OSError, ValueError):
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -98,3 +99,24 @@ def test_the_real_demo_says_what_it_needs(cli: Cli, tmp_path: Path, monkeypatch:
     assert "the real demo needs no_such_package" in ran.err
     assert "run make demo in" in ran.err.lower()
     assert not (tmp_path / "real").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem_of_the_output(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    reasons = {
+        ("demo",): "Read-only file system",
+        ("init", "no/such.yml", "--preset", "ties-paper"): "No such file",
+    }
+    for arguments, reason in reasons.items():
+        ran = cli(*arguments)
+        assert ran.code == 3
+        assert "error[store]" in ran.err
+        assert "cannot be written: " in ran.err
+        assert reason in ran.err
+        assert list(tmp_path.iterdir()) == []

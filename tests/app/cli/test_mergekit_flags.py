@@ -101,3 +101,10 @@ def test_they_are_not_in_the_help(cli: Cli) -> None:
     words = set(ran.out.replace(",", " ").split())
     assert ran.code == 0
     assert words & {*MERGEKIT} == OURS
+
+
+def test_a_model_after_a_flag_of_mergekit_is_an_argument_here(cli: Cli) -> None:
+    ran = cli("extract-lora", "--model", "tuned", "--base-model", "base", "--out-path", "out")
+    assert ran.code == 2
+    assert "no such option: --model\n" in ran.err
+    assert "-> Write models and OUT without flags, in the order of the usage." in ran.err

@@ -479,6 +479,14 @@ def test_the_recipe_of_this_browser_is_offered_to_an_empty_studio(browser: Any, 
 # ---- what it takes to use it
 
 
+def test_a_folder_of_links_says_that_they_are_not_followed(browser: Any, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "models" / "fr").symlink_to(root / "models" / "fr")
+    with serving(tmp_path.resolve()) as studio, Visit(browser, studio.address) as visit:
+        visit.has("#found", "Links to other folders are not followed")
+
+
 def test_two_hundred_models_are_searched(browser: Any, tmp_path: Path) -> None:
     root = tmp_path.resolve()
     make(root)

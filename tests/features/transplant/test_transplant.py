@@ -152,6 +152,16 @@ def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same
     assert json.loads((made.out / "transplant.json").read_text())["how"] == {"approximated": missing}
 
 
+@pytest.mark.parametrize("name", ["base", "union"])
+def test_a_donor_may_have_the_name_of_a_word_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    own, donor = pair(tmp_path)
+    donor.rename(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    made = transplant(own, name, tmp_path / "out", approximation="zero")
+    assert (made.out / "tokenizer.json").read_bytes() == (tmp_path / name / "tokenizer.json").read_bytes()
+    assert table(made.out).shape[0] == len(vocabulary(tmp_path / name))
+
+
 @pytest.mark.slow
 def test_transformers_loads_the_result_and_generates(tmp_path: Path) -> None:
     pytest.importorskip("torch")

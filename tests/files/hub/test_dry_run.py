@@ -296,9 +296,10 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
     monkeypatch.setattr(hub, "_silent", {})
     for name in ("org/one", "org/two"):
-        with pytest.raises(NotFound, match="did not answer"):
+        with pytest.raises(NotFound, match="did not answer") as caught:
             hub.open_repository(name, None, cache_dir=tmp_path)
     assert asked == ["org/one"]
+    assert [line.split(" ", 1)[0] for line in caught.value.finding.details] == ["https://huggingface.co", "cache"]
     monkeypatch.setattr(hub, "SILENT_SECONDS", -1.0)
     monkeypatch.setattr(hub, "_silent", {})
     for name in ("org/one", "org/two"):

@@ -275,6 +275,18 @@ parameters:
     ]
 
 
+def test_a_seed_among_the_parameters_is_an_option_of_the_command(abc: tuple[str, str, str]) -> None:
+    a, b, _ = abc
+    recipe = {
+        "merge_method": "dare_ties",
+        "base_model": a,
+        "models": [{"model": b, "parameters": {"weight": 1}}],
+        "parameters": {"random_seed": 145},
+    }
+    (problem,) = problems(recipe)
+    assert problem.finding.fix == "Remove it and pass --seed on the command line."
+
+
 def test_lenient_turns_what_mergekit_ignores_into_warnings_and_ignores_it(abc: tuple[str, str, str]) -> None:
     a, b, _ = abc
     recipe = {

@@ -86,6 +86,17 @@ def test_an_unknown_method_does_not_hide_missing_models(tmp_path: Path) -> None:
     ]
 
 
+def test_models_that_are_in_the_folder_of_the_recipe_are_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "merges" / "a").mkdir(parents=True)
+    recipe = "merge_method: passthrough\nmodels: [{model: ./a}]\n"
+    (tmp_path / "merges" / "r.yml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    (problem,) = problems("merges/r.yml")
+    assert problem.finding.fix == (
+        "Run weightsmith in merges: relative paths start in the current folder, not in that of the recipe."
+    )
+
+
 def test_a_missing_base_does_not_hide_what_is_wrong_with_the_rest(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
     models = [{"model": a, "parameters": {"weight": "x"}}]

@@ -121,6 +121,8 @@ def test_a_misspelt_source_is_told_from_a_model(make: Callable[..., Tokenizer]) 
     make("a")
     with pytest.raises(weightsmith.PlanError, match=r"unoin: .* \(did you mean 'union'\?\)"):
         weightsmith.plan(recipe("a", tokenizer_source="unoin"))
+    with pytest.raises(weightsmith.PlanError, match=r"old form 'model:'.*\n.*Write the model alone: org/name\."):
+        weightsmith.plan(recipe("a", tokenizer_source="model:org/name"))
 
 
 def test_the_tokenizer_of_another_recipes_result(make: Callable[..., Tokenizer]) -> None:

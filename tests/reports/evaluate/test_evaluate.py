@@ -24,6 +24,7 @@ import weightsmith
 from tests.calibration_help import TEXT, changed, save_model
 from tests.cli_help import Cli, cli, run_process
 from weightsmith._base.errors import CannotResume, NonFinite, ParameterError, PlanError
+from weightsmith._base.pages.terminal import show_page
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
 from weightsmith._reports.evaluate.pages import evaluation_page
@@ -76,7 +77,9 @@ def left(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(work: Path) -> None:
+def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weightsmith.merge("ties.yml", "merged", progress=False)
     weightsmith.quantize("a", "codes", "fp8-dynamic", progress=False)
     weightsmith.dequantize("codes", "decoded", dtype="float32", progress=False)
@@ -96,6 +99,11 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(work: 
     page = evaluation_page(found)
     assert page.summary == found.reading
     assert len(page.blocks) == 1 + 3 + 3 + 1  # settings; all texts and each; the layers of all but the reference; the command
+    capsys.readouterr()
+    show_page(page)
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith("layer")] == []  # a row for each layer of each model
+    assert shown.rstrip().endswith(page.summary[-1])
 
 
 @pytest.mark.slow

@@ -282,7 +282,7 @@ WORDS: dict[str, tuple[int, Change, str]] = {
     "rank 70 of 200": (200, every(added(ranked(70))), f"{LOW} 70 in all linear layers"),
     "rank 110 of 200": (200, every(added(ranked(110))), "A change of mixed ranks (4 weights of a higher rank), as full"),
     "rank 150 of 200": (200, every(added(ranked(150)), dims=(2,)), "White noise, as rounding makes it"),
-    "one matrix of low rank": (16, assign(UP, added(ranked(2))), f"{LOW} 2 in mlp.up_proj of layers 0."),
+    "one matrix of low rank": (16, assign(UP, added(ranked(2))), f"{LOW} 2 in mlp.up_proj of layer 0."),
     "vectors alone": (16, every(lambda x: x + 1, dims=(1,)), "No linear layer differs, only input_layernorm."),
     "nothing": (16, lambda tensors: None, "The same weights: every tensor that both have is equal in every element."),
     "another dtype": (16, every(lambda x: x.astype(ml_dtypes.bfloat16)), "Rounding, not training: nothing but what storing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import Annotated
 
@@ -75,4 +76,5 @@ def clean(
         ]
         show_table(("unfinished work", "tensors", "stored", "last change"), rows, right={1, 2})
         folders_ = f"{count(len(removable), 'folder')}, {size(sum(each.nbytes for each in removable))}"
-        say(f"removed {folders_}" if yes else f"{folders_}; weightsmith clean --yes removes them, the same merge resumes them")
+        command = shlex.join(["weightsmith", "clean", *(folders or []), "--yes"])
+        say(f"removed {folders_}" if yes else f"{folders_}; the same merge resumes them; to remove them: {command}")

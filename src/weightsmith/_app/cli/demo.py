@@ -16,7 +16,7 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import failures, wrote
-from weightsmith._base.errors import NotFound, OutputExists, Unsupported, printable, undoing
+from weightsmith._base.errors import NotFound, OutputExists, StoreError, Unsupported, first_line, printable, undoing
 from weightsmith._base.installation import install_package
 from weightsmith._base.text import count, duration, result, say, section, show_json, show_table, status, status_line
 
@@ -56,8 +56,12 @@ def demo(
             _run_real(target)
             return
         with status_line("making three tiny models", quiet=quiet or as_json):
-            with undoing(lambda: shutil.rmtree(target, ignore_errors=True)):
-                _run(target, quiet=quiet, as_json=as_json)
+            try:
+                with undoing(lambda: shutil.rmtree(target, ignore_errors=True)):
+                    _run(target, quiet=quiet, as_json=as_json)
+            except OSError as error:
+                what = f"the demo cannot be written: {first_line(error)}"
+                raise StoreError(what, where=folder, fix="name a folder on another disk: weightsmith demo FOLDER") from error
 
 
 def _run(target: Path, *, quiet: bool, as_json: bool) -> None:

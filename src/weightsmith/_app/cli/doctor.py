@@ -24,15 +24,20 @@ from weightsmith._version import __version__
 
 REQUIRED = ("numpy", "numba", "ml_dtypes", "PyYAML", "typer", "rich", "huggingface_hub", "xxhash")
 OPTIONAL = {
-    "torch": "methods of whole matrices, gate modes, torch tensors in Python",
-    "transformers": "gate modes of weightsmith moe",
+    "torch": "methods of whole matrices, gate modes, evaluation and calibration, torch tensors in Python",
+    "transformers": "gate modes, evaluation and calibration, the check that an output loads",
+    "tokenizers": "texts: gate modes, evaluation and calibration",
+    "peft": "names of modules in extracted adapters",
     "scipy": "merge_experts with match: true",
+    "cmaes": "weightsmith tune",
+    "libgguf": "llama.cpp's quantised types in GGUF files",
+    "starlette": "weightsmith studio",
+    "uvicorn": "weightsmith studio",
+    "ray": "several machines",
     "obstore": "models in S3, Google Cloud Storage and Azure",
     "botocore": "outputs in S3",
     "google-auth": "outputs in Google Cloud Storage",
     "azure-storage-blob": "outputs in Azure",
-    "safetensors": "not needed",
-    "peft": "not needed: adapters are read without it",
 }
 
 HUB_SECONDS = 5.0
@@ -150,9 +155,9 @@ def _show(facts: dict[str, Any]) -> None:
     fact("weightsmith", f"{facts['weightsmith']}, Python {facts['python']} ({sys.executable})")
     fact("system", facts["platform"])
     for number, (name, version) in enumerate(facts["packages"].items()):
-        fact("" if number else "packages", f"{name:<15} {version or f'MISSING: run {reinstall()}'}")
+        fact("" if number else "packages", f"{name:<18} {version or f'MISSING: run {reinstall()}'}")
     for number, (name, version) in enumerate(facts["optional"].items()):
-        fact("" if number else "optional", f"{name:<15} {version or f'not installed ({OPTIONAL[name]})'}")
+        fact("" if number else "optional", f"{name:<18} {version or f'not installed ({OPTIONAL[name]})'}")
     fact("cores", str(facts["cores"]))
     memory, available = facts["memory_bytes"], facts["memory_available_bytes"]
     shown = "unknown" if memory is None else size(memory)

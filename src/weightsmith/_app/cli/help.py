@@ -112,6 +112,10 @@ def is_overview(error: Any) -> bool:
     return type(error).__name__ == "NoArgsIsHelpError"
 
 
+PLACED = ("--model", "--base-model", "--out-path")
+"""Options of mergekit's commands that are arguments here."""
+
+
 def misuse(error: Any) -> Finding:
     """A typer error as a message of ours: the problem, the usage, the next step."""
     context = error.ctx
@@ -124,6 +128,8 @@ def misuse(error: Any) -> Finding:
     if type(error).__name__ == "MissingParameter" and parameter is not None:
         named = _argument(parameter) if parameter.param_type_name == "argument" else _names(parameter)
         what, fix = f"{named} is missing", f"{fix}, which has examples"
+    elif options in PLACED:
+        what, fix = f"no such option: {options}", "write models and OUT without flags, in the order of the usage"
     elif options and hasattr(error, "possibilities"):
         known = [flag for each in context.command.params for flag in (*each.opts, *each.secondary_opts)]
         what = f"no such option: {options}{nearest(options, known)}"

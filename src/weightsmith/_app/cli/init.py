@@ -15,7 +15,7 @@ import typer
 
 from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._app.goals import GOALS, Goal
-from weightsmith._base.errors import nearest, printable
+from weightsmith._base.errors import StoreError, nearest, printable
 from weightsmith._base.redaction import has_secret
 from weightsmith._base.text import columns, note, result, say, show_table
 
@@ -94,7 +94,7 @@ def init(
             raise _exists(file) from None
         except (OSError, ValueError) as error:  # ValueError: a NUL
             reason = error.strerror if isinstance(error, OSError) else error
-            raise typer.BadParameter(f"{printable(file)} cannot be written: {reason}.", param_hint="FILE") from None
+            raise StoreError(f"the recipe cannot be written: {reason}", where=file, fix="name another file") from error
         command = "moe" if re.search(r"^experts:", text, re.MULTILINE) else "merge"
         name = printable(file)
         wrote(f"Recipe written: {name}")

@@ -43,7 +43,7 @@ def quantize(
 
     Examples:
         weightsmith quantize ./model ./model-fp8 --format fp8-dynamic
-        weightsmith quantize org/model model.gguf --format gguf-q4_k_m
+        weightsmith quantize org/model ./model-q4 --format gguf-q4_k_m
     """
     _copy(model, out, planning, settings, running, "quantising", plan_only=plan_only, quiet=quiet, as_json=as_json)
 

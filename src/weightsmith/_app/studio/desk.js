@@ -34,7 +34,7 @@ export class Desk {
   cards() {
     const { models = [] } = this.link.state, words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = models.filter(each => words.every(word => each.ref.toLowerCase().includes(word)));
-    $("found").textContent = models.length ? `${found.length} of ${models.length} models${found.length > MAX_CARDS ? `, the first ${MAX_CARDS} are shown` : ""}` : "No models were found in these folders.";
+    $("found").textContent = models.length ? `${found.length} of ${models.length} models${found.length > MAX_CARDS ? `, the first ${MAX_CARDS} are shown` : ""}` : "No models were found in these folders. Links to other folders are not followed: name those too.";
     const { base, models: used } = this.draft, focused = document.activeElement?.closest?.("#cards li")?.dataset.ref, button = document.activeElement?.dataset?.act;
     $("cards").replaceChildren(...found.slice(0, MAX_CARDS).map(each => this.card(each, base, used)));
     if (focused && button) $("cards").querySelector(`li[data-ref="${CSS.escape(focused)}"] [data-act="${button}"]`)?.focus();

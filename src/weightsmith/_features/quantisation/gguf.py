@@ -60,8 +60,9 @@ from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._models.tokenizers.files import settings_in
 from weightsmith._planning.planner import Assembled
-from weightsmith._planning.planner.companions import joined, lacking
+from weightsmith._planning.planner.companions import GENERATION, joined, lacking
 from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Product, Settings, Step, Table
 from weightsmith.abc.product import Arrays, Floats
 
@@ -331,7 +332,7 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     vision, warnings = _vision(mixture, assembled, embedding, others) if others and settings.mmproj else (VisionHalf(), [])
     constants, numbers = _constants(extra, len(draft.settings))
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py")]
-    said = {"config.json", *READ, *(PROCESSOR if vision.header else ())}  # the keys say the same
+    said = {"config.json", *READ, *_generation(assembled), *(PROCESSOR if vision.header else ())}  # the keys say the same
     held = {*copied, "config.json", *said.intersection((*draft.carried, *draft.files))}
     dropped += _dropped(predict, PREDICTS)
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(others, OTHER_PART)
@@ -617,6 +618,13 @@ def _files(assembled: Assembled, wanted: Sequence[str]) -> dict[str, bytes]:
     donor.fetch(names)
     written = {name: data for name, data in draft.files.items() if name in wanted}
     return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in names} | written
+
+
+def _generation(assembled: Assembled) -> list[str]:
+    """generation_config.json, if it says nothing but what config.json says."""
+    config, made_by = assembled.draft.config or {}, ("_from_model_config", "transformers_version")
+    found = {name: settings_in(data) for name, data in _files(assembled, (GENERATION,)).items()}
+    return [name for name, own in found.items() if all(key in made_by or config.get(key) == own[key] for key in own)]
 
 
 def _format_name(mixture: Mixture) -> str:

@@ -151,15 +151,14 @@ def _check_donor(donor: _Side, approximation: Approximation, settings: Transplan
 
 def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: int, settings: TransplantSettings) -> Assembled:
     """The draft of the recipe that copies the model with the donor's tokenizer. rows: of the output; 0: one for each id."""
-    source = {
-        "merge_method": "passthrough",
-        "models": [{"model": os.fspath(model)}],
-        "tokenizer": {"source": os.fspath(donor)},
-    }
-    loaded = recipes.load(source, "merge", settings={}, lenient=False, parameter_names=())
+    source = parse_reference(os.fspath(donor), "DONOR")  # a folder may have the name of a word of the recipe, such as `base`
+    if not isinstance(source, ModelRef):
+        raise PlanError([source])
+    text = {"merge_method": "passthrough", "models": [{"model": os.fspath(model)}], "tokenizer": {"source": "base"}}
+    loaded = recipes.load(text, "merge", settings={}, lenient=False, parameter_names=())
     if not isinstance(loaded.recipe, recipes.Recipe) or loaded.recipe.tokenizer is None:
         raise PlanError(list(loaded.problems))
-    asked = replace(loaded.recipe, tokenizer=replace(loaded.recipe.tokenizer, rows=rows))
+    asked = replace(loaded.recipe, tokenizer=replace(loaded.recipe.tokenizer, source=source, rows=rows))
     options = RecipeOptions(seed=settings.seed, max_shard_bytes=settings.max_shard_bytes)
     return assemble_recipe(asked, options, loaded.problems)
 

@@ -8,7 +8,7 @@ from weightsmith._base.errors import Finding, ParameterError, UnknownParameter, 
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._planning.planner.parameters import coerce
 from weightsmith._planning.planner.segments import Segment, SegmentInput
-from weightsmith._planning.recipe import HARMLESS, SCHEDULED, Entry, Parameters, Schedule, Setting
+from weightsmith._planning.recipe import HARMLESS, OPTIONS, SCHEDULED, Entry, Parameters, Schedule, Setting
 
 
 class Audit:
@@ -53,7 +53,10 @@ class Audit:
                 self._misspelled.setdefault(id(settings), set()).update(close := nearest_names(name, self._known))
                 known = f"write one of {', '.join(self._known)}" if self._known else "remove it"
                 what = f"merge_method {self.method.name} has no parameter '{name}'{nearest(name, self._known)}"
-                fix = f"write '{close[0]}'" if close else known
+                option = OPTIONS.get(name.replace("-", "_"))
+                fix = (
+                    f"remove it and pass {option} on the command line" if option else f"write '{close[0]}'" if close else known
+                )
                 self._misused(UnknownParameter(f"{what}; mergekit ignores it", where=setting.where, fix=fix))
             elif place == "base" and parameter.scope == "model":
                 what = f"{name} has no effect here: the base has no {name}"

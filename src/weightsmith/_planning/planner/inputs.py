@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -86,9 +87,21 @@ def missing_models(refs: Iterable[ModelRef]) -> list[WeightsmithError]:
 def _with_nearest(error: WeightsmithError, ref: ModelRef, names: Iterable[str]) -> WeightsmithError:
     """The error of a model that is nowhere, with the recipe that may have been meant."""
     found, hint = error.finding, nearest(ref.path, names)
-    if not isinstance(error, NotFound) or not hint or hint in found.what:
+    if not isinstance(error, NotFound):
+        return error
+    if not ref.revision and (folder := _recipe_folder(ref)) is not None and exists(folder / ref.path):
+        fix = f"run weightsmith in {folder}: relative paths start in the current folder, not in that of the recipe"
+        return changed(error, fix=fix)
+    if not hint or hint in found.what:
         return error
     return changed(error, what=f"{found.what}; no recipe of the file has this name{hint}")
+
+
+def _recipe_folder(ref: ModelRef) -> Path | None:
+    """The folder of the recipe that names a model; None without a file, or if it is the current folder."""
+    file, *place = ref.where.rsplit(":", 2)
+    folder = Path(file).parent
+    return folder if len(place) == 2 and folder != Path() else None
 
 
 def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | None]) -> Checkpoint:
@@ -134,10 +147,10 @@ def at(error: WeightsmithError, where: str) -> WeightsmithError:
     return changed(error, where=f"{where}: {found.where}" if found.where and where else where or found.where)
 
 
-def changed(error: WeightsmithError, *, what: str = "", where: str = "") -> WeightsmithError:
-    """The same error with another text or place."""
+def changed(error: WeightsmithError, *, what: str = "", where: str = "", fix: str = "") -> WeightsmithError:
+    """The same error with another text, place or next step."""
     made, found = copy.copy(error), error.finding
-    made.finding = replace(found, what=what or found.what, where=where or found.where)
+    made.finding = replace(found, what=what or found.what, where=where or found.where, fix=fix or found.fix)
     return made
 
 

@@ -22,6 +22,7 @@ from weightsmith._planning.recipe.load import load as load
 from weightsmith._planning.recipe.load import parse as parse
 from weightsmith._planning.recipe.load import read_template as read_template
 from weightsmith._planning.recipe.misuse import HARMLESS as HARMLESS
+from weightsmith._planning.recipe.misuse import OPTIONS as OPTIONS
 from weightsmith._planning.recipe.misuse import RETIRED as RETIRED
 from weightsmith._planning.recipe.moe_grammar import GATE_MODES as GATE_MODES
 from weightsmith._planning.recipe.nodes import Scalar as Scalar

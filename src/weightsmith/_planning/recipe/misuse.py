@@ -50,7 +50,7 @@ _SYNONYMS = {
     "range": "layer_range",
     "torch_dtype": "dtype",
 }
-_OPTIONS = {
+OPTIONS = {
     "allow_crimes": "",
     "clone_tensors": "",
     "copy_tokenizer": "",
@@ -64,6 +64,7 @@ _OPTIONS = {
     "trust_remote_code": "",
     "write_model_card": "",
 }
+"""Options of commands that recipes name as keys, and their flags; "" for those that nothing needs."""
 
 
 _OF_TOKENS = frozenset({"source", "tokens", "token", "kind", "force"})
@@ -100,7 +101,7 @@ def explain(name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], p
         return Misuse(*NOT_IN_MIXTURES[name], error=Unsupported)
     if level is RECIPE and any(other.key(name) for other in (UPCYCLING, SURGERY)):
         return Misuse(f"the key {name!r} is of a recipe of `weightsmith moe`", TO_MOE)
-    option = _OPTIONS.get(name.replace("-", "_")) if level is RECIPE else None
+    option = OPTIONS.get(name.replace("-", "_")) if level is RECIPE else None
     if option is not None:
         what = f"{shown!r} is a command-line option, not a key of a recipe; {IGNORED}"
         fix = f"Remove it and pass {option} on the command line." if option else "Remove it: nothing needs it."

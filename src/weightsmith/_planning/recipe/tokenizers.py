@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightsmith._planning.recipe.kinds import Key, Kind, Level, Walk
-from weightsmith._planning.recipe.nodes import Pair
+from weightsmith._planning.recipe.nodes import Pair, short
 from weightsmith._planning.recipe.records import ModelRef, Section, Tokenizer, TokenRule
 from weightsmith._planning.recipe.references import MODEL
 from weightsmith._planning.recipe.single import FLAG, TEXT, choice, count
@@ -14,6 +14,12 @@ WORDS = ("union", "base")
 def _source(pair: Pair, key: Key, walk: Walk) -> str | ModelRef | None:
     if pair.value.value in WORDS:
         return str(pair.value.value)
+    if isinstance(pair.value.value, str) and pair.value.value.startswith("model:"):
+        what = "mergekit's old form 'model:' of a tokenizer source, which its later versions do not read either"
+        walk.problem(
+            what, pair.value.where, f"Write the model alone: {short(pair.value.value.removeprefix('model:').strip())}."
+        )
+        return None
     found: ModelRef | None = MODEL.read(pair, key, walk)
     return found
 

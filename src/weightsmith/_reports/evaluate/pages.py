@@ -61,7 +61,7 @@ def _command_table(found: Evaluation) -> Table:
 
 
 def layer_blocks(found: Evaluation) -> list[Block]:
-    """The error of each layer's output, a table for each model that has them."""
+    """The error of each layer's output, a table for each model that has them. With a name: terminals leave such tables out."""
     columns = (
         Column("layer"),
         Column("error", "number", "of the layer's output, relative to the reference's, on the first rows"),
@@ -69,10 +69,14 @@ def layer_blocks(found: Evaluation) -> list[Block]:
     )
     about = "The layers with the largest increase come first."
     return [
-        Table(f"Layers of {name}", columns, tuple((f"{i}", e, g) for i, e, g in worst_layers(errors, len(errors))), about)
-        for name, errors in zip(found.models, found.layers, strict=False)
+        Table(f"Layers of {model}", columns, _by_increase(errors), about, f"layers-{number}")
+        for number, (model, errors) in enumerate(zip(found.models, found.layers, strict=False))
         if errors
     ]
+
+
+def _by_increase(errors: Sequence[float]) -> tuple[tuple[Value, ...], ...]:
+    return tuple((f"{layer}", error, grown) for layer, error, grown in worst_layers(errors, len(errors)))
 
 
 def _row(name: str, score: Score, found: Evaluation) -> tuple[Value, ...]:

@@ -35,7 +35,7 @@ from weightsmith._planning.recipe import Source
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
 from weightsmith._reports.look.models import Place, by_layer_and_part, json_values, place_of
 from weightsmith._reports.look.nonfinite import NonFinite, of_rows, sentences, together
-from weightsmith._reports.look.reading import ranges
+from weightsmith._reports.look.reading import in_layers
 from weightsmith._reports.look.sampling import merging_leaves, sample, survivals
 from weightsmith._reports.look.surveys import Watching, survey
 
@@ -399,5 +399,5 @@ def _layers(found: Preview, numbers: Sequence[int] | dict[int, float]) -> str:
             stacks.setdefault(prefix, []).append(int(last))
         else:
             others.append(name)
-    texts = [f"layers {ranges(own)}{f' of {prefix}' if len(stacks) > 1 else ''}" for prefix, own in stacks.items()]
+    texts = [f"{in_layers(own)}{f' of {prefix}' if len(stacks) > 1 else ''}" for prefix, own in stacks.items()]
     return " and ".join([*texts, *others])

@@ -181,7 +181,7 @@ def _where(found: Difference, changed: Sequence[TensorDifference]) -> str:
             what = "all linear layers"
         elif set(parts) == {t.place.part for t in every}:
             what = "all tensors"
-        where = "all layers" if layers == all_layers else f"layers {ranges(layers)}"
+        where = "all layers" if layers == all_layers else in_layers(layers)
         name = "" if len({t.place.stack for t in inside}) == 1 else f" of {stack.rstrip('.')}"
         there = sum(t.place.part in parts and t.place.layer in layers for t in every)
         some = (
@@ -190,6 +190,16 @@ def _where(found: Difference, changed: Sequence[TensorDifference]) -> str:
         texts.append(f"{some}{what} of {where}{name}")
     outside = [tensor for tensor in changed if not tensor.place.stack]
     return "; ".join([*texts, *([_names(outside)] if outside else [])])
+
+
+def in_layers(numbers: Iterable[int]) -> str:
+    """Layers by their numbers.
+
+    >>> in_layers([29]), in_layers([0, 1])
+    ('layer 29', 'layers 0 to 1')
+    """
+    found = list(numbers)
+    return f"layer{'s' if len(found) > 1 else ''} {ranges(found)}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

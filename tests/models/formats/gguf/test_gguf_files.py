@@ -127,6 +127,15 @@ def test_another_reader_finds_the_same(model: Path) -> None:
     assert sorted(file.name for file in Path("q").iterdir()) == ["README.md", "model.gguf", "recipe.yml", "weightsmith.json"]
 
 
+def test_a_generation_config_that_says_more_than_the_file_is_listed(model: Path) -> None:
+    changed("m", bos_token_id=1, eos_token_id=2)
+    ids = {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "transformers_version": "5.0.0"}
+    for more in ({}, {"temperature": 0.6}, {"eos_token_id": [2, 3]}):
+        Path("m/generation_config.json").write_text(json.dumps({**ids, **more}))
+        made = weightsmith.quantize("m", "q", "gguf-q8_0", overwrite=True, progress=False)
+        assert made.plan.lacking == ({"m": ("generation_config.json",)} if more else {})
+
+
 def test_scores_are_those_of_a_sentencepiece_model(model: Path) -> None:
     def field(number: int, data: bytes) -> bytes:
         """A field of bytes, whose length takes two bytes from 128 on."""
@@ -703,7 +712,7 @@ def test_tensors_tokenizers_and_numbers_that_do_not_fit(model: Path) -> None:
         "--imatrix (imatrix): not a setting of gguf-q8_0, which reads --mmproj (mmproj), --tensor-type (tensor_types)"
         in refused(imatrix="x")
     )
-    assert "(did you mean 'gguf-q4_k_s'?), not 'gguf-q4_k'" in refused("q4_k")
+    assert "(did you mean 'gguf-q4_k_m'?), not 'gguf-q4_k'" in refused("q4_k")
 
 
 def test_unknown_tensors(model: Path) -> None:
