@@ -268,7 +268,7 @@ def test_offline_and_not_cached(tmp_path: Path) -> None:
     got = run(None, tmp_path, "models/llama-medik")
     assert got["error"] == "NotFound"
     assert "neither a local path nor a model in the Hub cache" in got["message"]
-    assert "did you mean 'llama-medic'?" in got["message"]
+    assert "did you mean 'models/llama-medic'?" in got["message"]
 
 
 @pytest.mark.slow
