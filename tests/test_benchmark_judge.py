@@ -161,9 +161,11 @@ def test_the_floor_moves_every_byte_once(tmp_path):
     source = tmp_path / "in"
     source.write_bytes(bytes(9_000_000))
     with source.open("rb") as reading, (tmp_path / "out").open("wb") as writing:
-        jobs = interleave([*chunks(reading.fileno(), 9_000_000, False)], [*chunks(writing.fileno(), 5_000_000, True)])
+        jobs = interleave(
+            [*chunks(reading.fileno(), 9_000_000, 4 << 20, False)], [*chunks(writing.fileno(), 5_000_000, 4 << 20, True)]
+        )
         assert sum(nbytes for _, _, nbytes, write in jobs if not write) == 9_000_000
-        run(jobs, threads=2)
+        run(jobs, threads=2, chunk_bytes=4 << 20)
     assert (tmp_path / "out").stat().st_size == 5_000_000
 
 
@@ -171,7 +173,7 @@ def test_the_floor_says_when_a_read_falls_short(tmp_path):
     source = tmp_path / "in"
     source.write_bytes(bytes(100))
     with source.open("rb") as reading, pytest.raises(OSError, match="read 100 of 101"):
-        run([*chunks(reading.fileno(), 101, False)], threads=1)
+        run([*chunks(reading.fileno(), 101, 4 << 20, False)], threads=1, chunk_bytes=4 << 20)
 
 
 def test_outputs_that_differ_in_one_byte_are_not_the_same(tmp_path):
