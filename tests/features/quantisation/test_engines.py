@@ -210,8 +210,8 @@ def test_mixtures_whose_experts_mlx_lm_does_not_join(tmp_path: Path) -> None:
     experts = {
         f"model.layers.0.mlp.experts.{e}.{name}_proj.weight": (128, 128) for e in (0, 1) for name in ("gate", "up", "down")
     }
-    model = save(tmp_path / "m", {**dense(128, 128, 128), **experts}, model_type="qwen3_moe")
-    what = "mlx-lm 0.32.2 does not load experts of qwen3_moe stored as mlx-4bit"
+    model = save(tmp_path / "m", {**dense(128, 128, 128), **experts}, model_type="minimax")
+    what = "mlx-lm 0.32.2 does not load experts of minimax stored as mlx-4bit"
     assert [each for each in warned(model, "mlx-4bit") if what in each]
     assert what in refused(model, "mlx-4bit", "mlx-lm")
     assert not warned(save(tmp_path / "known", {**dense(128, 128, 128), **experts}, model_type="qwen2_moe"), "mlx-4bit")

@@ -30,6 +30,7 @@ from weightsmith._features.quantisation.calibration.plan import (
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
 from weightsmith._features.quantisation.exl2 import format as exl2
 from weightsmith._features.quantisation.exl3 import format as exl3
+from weightsmith._features.quantisation.stacked import stack_experts
 from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
@@ -88,6 +89,8 @@ def _grouped(writing: Writing, *, caches: bool) -> Format:
             draft.warn(what, "quantize")
         check_engines(draft, names[group], writing.name, settings)
         measure_activations(plain, draft, names[group], settings, calibrates=has_text)
+        if writing.name.startswith("mlx-"):
+            stack_experts(draft, names[group])
 
     more = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
     return Format(writing.name, writing.summary, writing.readers, apply, frozenset({"group_size"}) | more)

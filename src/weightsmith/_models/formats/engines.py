@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.formats.mlx import JOINED, STACKED
 from weightsmith._models.structure.projections import joined_sets
 
 
@@ -56,13 +57,8 @@ _MLX_FAMILIES = frozenset(
 )
 """The modules of mlx_lm.models, and what MODEL_REMAPPING of mlx_lm/utils.py maps to them."""
 
-_MLX_MIXTURES = frozenset(
-    """
-    afmoe bailing_hybrid bailing_moe bailing_moe_linear deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe
-    glm4_moe_lite hunyuan jamba kimi_k2 kimi_vl longcat_flash mimo_v2_flash mistral4 mixtral olmoe phimoe phixtral qwen2_moe
-    """.split()
-)
-"""Those whose `sanitize` joins the codes, scales and biases of experts. Others join plain weights alone."""
+_MLX_EXPERTS = JOINED.keys() | STACKED.keys() | {"phixtral"}
+"""Values of `model_type` whose quantised experts it loads, joined or stacked."""
 
 ENGINES = (
     Engine("transformers", "transformers", "5.23.0"),
@@ -226,8 +222,8 @@ SUPPORT = (
         "mlx-lm",
         ("mlx-8bit", "mlx-4bit"),
         "mlx_lm/utils.py",
-        "experts of " + ", ".join(f"`{each}`" for each in sorted(_MLX_MIXTURES)) + "; also LM Studio, which contains it",
-        mixtures=_MLX_MIXTURES,
+        "experts of " + ", ".join(f"`{each}`" for each in sorted(_MLX_EXPERTS)) + "; also LM Studio, which contains it",
+        mixtures=frozenset(_MLX_EXPERTS),
     ),
     Support("mlx-lm", ("awq-4bit",), "mlx_lm/utils.py", "in float16; also LM Studio, which contains it", experts=_UNREAD),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class MatrixEncoding:
     fill      (weight, rows, buffers, numbers): `Encoding.encode`; the bytes of a row do not depend on its position
     settings  ignored modules → `Encoding.config`
     group     elements of a row that share a scale; it divides the width
+    stacks    in the names of matrices that are stacked: [stack, rows, columns]; "" if none are
     """
 
     name: str
@@ -47,8 +48,11 @@ class MatrixEncoding:
     whole: int = 0
     product: str = ""
     vocabulary: bool = False
+    stacks: str = ""
 
     def refusal(self, spec: TensorSpec) -> str:
+        if self.stacks and self.stacks in spec.name and len(spec.shape) == 3:
+            spec = replace(spec, shape=spec.shape[1:])
         return matrix_refusal(spec, self.group)
 
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:

@@ -23,7 +23,7 @@ end of the range, because the adjusted scale may be smaller by 1/16; and the rou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,28 @@ _MODES = ("affine", *_FIXED)
 GROUPS = (64, 32, 128)
 """Group sizes, the default first."""
 
+STACK = "switch_mlp"
+"""The module of experts whose matrices are one tensor [experts, outputs, inputs]."""
+
+_LETTERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+_GATED = """
+    afmoe bailing_hybrid bailing_moe bailing_moe_linear deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe
+    glm4_moe_lite hunyuan jamba kimi_k2 kimi_vl longcat_flash mimo_v2_flash mistral4 olmoe qwen2_moe
+"""
+
+JOINED: Mapping[str, Mapping[str, str]] = {
+    **{model_type: {} for model_type in _GATED.split()},
+    "mixtral": _LETTERS,
+    "phimoe": _LETTERS,
+}
+"""Values of `model_type` of which mlx-lm 0.32.2 joins codes, scales and biases of experts while it loads them (`sanitize`), and
+its names of projections where they differ.
+"""
+
+STACKED: Mapping[str, Mapping[str, str]] = {"ernie4_5_moe": {}, "lfm2_moe": _LETTERS, "qwen3_moe": {}, "qwen3_next": {}}
+"""Those of which it joins plain experts only, so that quantised ones must be stacked."""
+
 _SMALLEST_SCALE = np.float32(1e-7)
 """MLX's."""
 
@@ -61,11 +83,13 @@ class MlxWeight(Weight):
     mode        `affine`, `mxfp4`, …
     bits        of a code
     group_size  inputs of a group
+    top         of the stored rows, where those of an expert begin
     """
 
     mode: str
     bits: int
     group_size: int
+    top: int = 0
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         from weightsmith._kernels.packed import dequantise_rows
@@ -73,6 +97,7 @@ class MlxWeight(Weight):
         inputs, table = self.spec.shape[1], self._table()
         width, groups = inputs * self.bits // 32, inputs // self.group_size
         for row, bottom, skip, part in bands(first, values, inputs):
+            row, bottom = row + self.top, bottom + self.top
             words = read_all(stored, self.stored[0], row * width, bottom * width)
             scales = self._scales(read_all(stored, self.stored[1], row * groups, bottom * groups))
             biases = np.zeros_like(scales)
@@ -105,10 +130,12 @@ def is_quantised(name: str, specs: Mapping[str, TensorSpec]) -> bool:
 
 
 def weights(model: QuantisedModel) -> list[MlxWeight]:
-    return [_weight(model, name.removesuffix(".scales")) for name in model.specs if is_quantised(name, model.specs)]
+    modules = [name.removesuffix(".scales") for name in model.specs if is_quantised(name, model.specs)]
+    return [weight for module in modules for weight in _weights(model, module)]
 
 
-def _weight(model: QuantisedModel, module: str) -> MlxWeight:
+def _weights(model: QuantisedModel, module: str) -> Iterator[MlxWeight]:
+    """The weight of a module, or those of its experts."""
     own = model.entry.get(module)
     settings = {"group_size": 64, "bits": 4, **own} if isinstance(own, Mapping) else model.entry  # the defaults of MLX's layers
     mode = model.setting("mode", "affine", _MODES, settings)
@@ -117,22 +144,31 @@ def _weight(model: QuantisedModel, module: str) -> MlxWeight:
     else:
         bits, group_size = _FIXED[mode]
     codes = model.specs[f"{module}.weight"]
-    if len(codes.shape) != 2:
-        what = f"tensor {show(codes.name)} is {list(codes.shape)}: experts that MLX has stacked (switch_mlp) are not read"
-        raise model.unsupported(what)
-    outputs, width = codes.shape
+    prefix, stacked, projection = module.partition(f".{STACK}.")
+    if len(codes.shape) != (3 if stacked else 2):
+        raise model.unsupported(f"tensor {show(codes.name)} is {list(codes.shape)}, and only matrices and {STACK} are read")
+    *experts, outputs, width = codes.shape
     inputs = 32 * width // bits
     if inputs * bits != 32 * width or group_size < 1 or inputs % group_size:
         what = f"tensor {show(codes.name)} is {list(codes.shape)}, which {bits} bits in groups of {group_size} do not fill"
         raise model.damaged(what)
-    shape = (outputs, inputs // group_size)
+    shape = (*experts, outputs, inputs // group_size)
     scales = model.part(f"{module}.scales", ("F32", "BF16", "F16") if mode == "affine" else ("U8",), shape)
     names, default = [codes.name, scales.name], DTYPES["BF16"]
     if mode == "affine":
         names.append(model.part(f"{module}.biases", (scales.dtype.name,), shape).name)
         default = scales.dtype
-    spec = TensorSpec(codes.name, F32, (outputs, inputs))
-    return MlxWeight(spec, tuple(names), plain_dtype(model.config, default), mode, bits, group_size)
+    if stacked and not codes.size:
+        raise model.damaged(f"tensor {show(codes.name)} is {list(codes.shape)}, which is empty")
+    if stacked:
+        names_of = {**JOINED, **STACKED}.get(str(model.config.get("model_type")))
+        if names_of is None:
+            raise model.unsupported(f"experts that MLX has stacked ({STACK}) are not read for this model_type")
+        projection = next((own for own, theirs in names_of.items() if theirs == projection), projection)
+    for expert in range(experts[0]) if experts else [0]:
+        name = f"{prefix}.experts.{expert}.{projection}.weight" if stacked else codes.name
+        spec = TensorSpec(name, F32, (outputs, inputs))
+        yield MlxWeight(spec, tuple(names), plain_dtype(model.config, default), mode, bits, group_size, expert * outputs)
 
 
 _read = reader("MLX", (".weight", ".scales", ".biases"), weights)
@@ -152,10 +188,10 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
     """
 
     def parts(spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        rows, cols = spec.shape
-        module, groups = spec.name.removesuffix(SUFFIX), (rows, cols // group)
+        *rows, cols = spec.shape
+        module, groups = spec.name.removesuffix(SUFFIX), (*rows, cols // group)
         return (
-            TensorSpec(spec.name, DTYPES["U32"], (rows, cols * bits // 32)),
+            TensorSpec(spec.name, DTYPES["U32"], (*rows, cols * bits // 32)),
             TensorSpec(f"{module}.scales", spec.dtype, groups),
             TensorSpec(f"{module}.biases", spec.dtype, groups),
         )
@@ -188,7 +224,8 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
         entry = {"group_size": group, "bits": bits, "mode": "affine"}
         return {"quantization": entry, "quantization_config": entry}
 
-    return MatrixEncoding(grouped_name(f"mlx-{bits}bit", group, GROUPS), parts, fill, config, group=group, vocabulary=True)
+    name = grouped_name(f"mlx-{bits}bit", group, GROUPS)
+    return MatrixEncoding(name, parts, fill, config, group=group, vocabulary=True, stacks=f".{STACK}.")
 
 
 def affine(bits: int) -> dict[int, MatrixEncoding]:

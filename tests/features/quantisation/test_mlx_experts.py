@@ -1,0 +1,92 @@
+"""Experts of mixtures in MLX's formats: some models of mlx-lm load them stacked alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import weightsmith
+from tests.mini import write_checkpoint
+from weightsmith._base.errors import WeightsmithError
+
+EXPERTS, HIDDEN, INNER = 3, 64, 32
+LETTERS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MODELS = {
+    "qwen2_moe": "mlp.experts",
+    "qwen3_moe": "mlp.experts",
+    "ernie4_5_moe": "mlp.experts",
+    "lfm2_moe": "feed_forward.experts",
+    "mixtral": "block_sparse_moe.experts",
+}
+
+
+def model(folder: Path, model_type: str) -> Path:
+    """Two layers in float16."""
+    random = np.random.default_rng(0)
+    shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    tensors = {"model.embed_tokens.weight": (32, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (32, HIDDEN)}
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.q_proj.weight"] = (HIDDEN, HIDDEN)
+        for expert in range(EXPERTS):
+            for name, shape in shapes.items():
+                own = LETTERS[name] if model_type in ("lfm2_moe", "mixtral") else name
+                tensors[f"model.layers.{layer}.{MODELS[model_type]}.{expert}.{own}.weight"] = shape
+    values = {name: random.standard_normal(shape).astype(np.float16) for name, shape in tensors.items()}
+    config = {
+        "model_type": model_type,
+        "architectures": ["X"],
+        "num_hidden_layers": 2,
+        "num_experts": EXPERTS,
+        "hidden_size": HIDDEN,
+    }
+    return write_checkpoint(folder, values, config)
+
+
+def plain(folder: Path, model_type: str, **options: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A model as it is stored in mlx-4bit, and plain again."""
+    weightsmith.quantize(model(folder / "m", model_type), folder / "q", "mlx-4bit", group_size=32, progress=False, **options)
+    weightsmith.dequantize(folder / "q", folder / "d", progress=False)
+    return load_file(folder / "q" / "model.safetensors"), load_file(folder / "d" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "ernie4_5_moe", "lfm2_moe"])
+def test_stacked_experts_have_the_numbers_of_those_apart(model_type: str, tmp_path: Path) -> None:
+    stored, found = plain(tmp_path / "a", model_type)
+    prefix = f"model.layers.1.{MODELS[model_type].removesuffix('.experts')}"
+    assert stored[f"{prefix}.switch_mlp.gate_proj.weight"].shape == (EXPERTS, INNER, HIDDEN // 8)
+    assert stored[f"{prefix}.switch_mlp.down_proj.scales"].shape == (EXPERTS, HIDDEN, 1)
+    assert not [name for name in stored if ".experts." in name]
+    apart, expected = plain(tmp_path / "b", "mixtral" if model_type == "lfm2_moe" else "qwen2_moe")
+    assert [name for name in apart if ".experts." in name]
+    assert not [name for name in apart if "switch_mlp" in name]
+    same = {name.replace("block_sparse_moe", "feed_forward"): array for name, array in expected.items()}
+    assert same.keys() == found.keys()
+    for name, array in same.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.slow
+def test_the_bytes_do_not_depend_on_threads_and_verify_reads_them(tmp_path: Path) -> None:
+    one, _ = plain(tmp_path / "one", "qwen3_moe", threads=1)
+    two, _ = plain(tmp_path / "two", "qwen3_moe", threads=2)
+    assert {name: array.tobytes() for name, array in one.items()} == {name: array.tobytes() for name, array in two.items()}
+    weightsmith.verify(tmp_path / "one" / "q")
+
+
+@pytest.mark.slow
+def test_stacked_experts_of_another_model_are_refused(tmp_path: Path) -> None:
+    stored, _ = plain(tmp_path, "qwen3_moe")
+    config = {"model_type": "gpt_oss", "quantization": {"group_size": 32, "bits": 4}}
+    other = write_checkpoint(tmp_path / "other", stored, config)
+    with pytest.raises(WeightsmithError, match="switch_mlp"):
+        weightsmith.dequantize(other, tmp_path / "out", progress=False)
+    empty = {name: array[:, :0] if "switch_mlp" in name else array for name, array in stored.items()}
+    save_file(empty, other / "model.safetensors")
+    (other / "config.json").write_text('{"model_type": "qwen3_moe", "quantization": {"group_size": 32, "bits": 4}}')
+    with pytest.raises(WeightsmithError, match="is empty"):
+        weightsmith.dequantize(other, tmp_path / "out", progress=False)
