@@ -18,9 +18,7 @@ _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
 
 def stack_experts(draft: PlanDraft, encoding: str) -> None:
     """Join the encoded experts of a draft, if mlx-lm needs that, and all of a projection are encoded."""
-    config = draft.config or {}
-    names = STACKED.get(str(config.get("model_type")))
-    if names is None:
+    if (draft.config or {}).get("model_type") not in STACKED:
         return
     stacks: dict[tuple[str, str], dict[int, Step]] = {}
     for step in draft.steps:
@@ -31,7 +29,7 @@ def stack_experts(draft: PlanDraft, encoding: str) -> None:
         ordered = [own[number] for number in sorted(own)]
         alike = {(step.encoding, step.out.shape, step.out.dtype) for step in ordered}
         if sorted(own) == list(range(len(own))) and len(alike) == 1 and ordered[0].encoding == encoding:
-            name = f"{prefix}{STACK}.{names.get(projection, projection)}.weight"
+            name = f"{prefix}{STACK}.{projection}.weight"
             joined[ordered[0].out.name] = _joined(name, ordered)
             joined |= dict.fromkeys(step.out.name for step in ordered[1:])
     draft.steps = [found for step in draft.steps if (found := joined.get(step.out.name, step)) is not None]

@@ -57,7 +57,7 @@ _MLX_FAMILIES = frozenset(
 )
 """The modules of mlx_lm.models, and what MODEL_REMAPPING of mlx_lm/utils.py maps to them."""
 
-_MLX_EXPERTS = JOINED.keys() | STACKED.keys() | {"phixtral"}
+_MLX_EXPERTS = JOINED | STACKED
 """Values of `model_type` whose quantised experts it loads, joined or stacked."""
 
 ENGINES = (
@@ -223,7 +223,7 @@ SUPPORT = (
         ("mlx-8bit", "mlx-4bit"),
         "mlx_lm/utils.py",
         "experts of " + ", ".join(f"`{each}`" for each in sorted(_MLX_EXPERTS)) + "; also LM Studio, which contains it",
-        mixtures=frozenset(_MLX_EXPERTS),
+        mixtures=_MLX_EXPERTS,
     ),
     Support("mlx-lm", ("awq-4bit",), "mlx_lm/utils.py", "in float16; also LM Studio, which contains it", experts=_UNREAD),
 )

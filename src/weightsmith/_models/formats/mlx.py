@@ -49,24 +49,24 @@ GROUPS = (64, 32, 128)
 STACK = "switch_mlp"
 """The module of experts whose matrices are one tensor [experts, outputs, inputs]."""
 
-_LETTERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-
-_GATED = """
+JOINED = frozenset(
+    """
     afmoe bailing_hybrid bailing_moe bailing_moe_linear deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe
-    glm4_moe_lite hunyuan jamba kimi_k2 kimi_vl longcat_flash mimo_v2_flash mistral4 olmoe qwen2_moe
+    glm4_moe_lite hunyuan jamba kimi_k2 kimi_vl longcat_flash mimo_v2_flash mistral4 mixtral olmoe phimoe phixtral qwen2_moe
+    """.split()
+)
+"""Values of `model_type` of which mlx-lm 0.32.2 joins codes, scales and biases of experts while it loads them (`sanitize`)."""
+
+STACKED = frozenset({"ernie4_5_moe", "qwen3_moe"})
+"""Those of which it joins plain experts only, so that quantised ones must be stacked. Not those of which it changes other
+tensors too, but only where experts are apart: Qwen3-Next, LFM2-MoE.
 """
 
-JOINED: Mapping[str, Mapping[str, str]] = {
-    **{model_type: {} for model_type in _GATED.split()},
-    "mixtral": _LETTERS,
-    "phimoe": _LETTERS,
+_READ: Mapping[str, Mapping[str, str]] = {
+    **{model_type: {} for model_type in ("glm4_moe", "olmoe", "qwen2_moe", *STACKED)},
+    "mixtral": {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
 }
-"""Values of `model_type` of which mlx-lm 0.32.2 joins codes, scales and biases of experts while it loads them (`sanitize`), and
-its names of projections where they differ.
-"""
-
-STACKED: Mapping[str, Mapping[str, str]] = {"ernie4_5_moe": {}, "lfm2_moe": _LETTERS, "qwen3_moe": {}, "qwen3_next": {}}
-"""Those of which it joins plain experts only, so that quantised ones must be stacked."""
+"""Those whose stacked experts are read, since mlx-lm's files differ in nothing else, and the projections with other names."""
 
 _SMALLEST_SCALE = np.float32(1e-7)
 """MLX's."""
@@ -161,10 +161,10 @@ def _weights(model: QuantisedModel, module: str) -> Iterator[MlxWeight]:
     if stacked and not codes.size:
         raise model.damaged(f"tensor {show(codes.name)} is {list(codes.shape)}, which is empty")
     if stacked:
-        names_of = {**JOINED, **STACKED}.get(str(model.config.get("model_type")))
-        if names_of is None:
+        other_names = _READ.get(str(model.config.get("model_type")))
+        if other_names is None:
             raise model.unsupported(f"experts that MLX has stacked ({STACK}) are not read for this model_type")
-        projection = next((own for own, theirs in names_of.items() if theirs == projection), projection)
+        projection = other_names.get(projection, projection)
     for expert in range(experts[0]) if experts else [0]:
         name = f"{prefix}.experts.{expert}.{projection}.weight" if stacked else codes.name
         spec = TensorSpec(name, F32, (outputs, inputs))
