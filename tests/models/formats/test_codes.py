@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.kernels import reference
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._kernels import codes, reference
+from weightsmith._kernels import codes
 from weightsmith._models.formats import encodings
 from weightsmith.abc.stored import Modules
 

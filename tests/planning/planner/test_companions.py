@@ -219,7 +219,8 @@ def test_files_that_a_stage_loses_are_listed(make: Make, keep: bool) -> None:
 
 def test_a_gguf_file_gets_the_tokenizer_that_is_taken(make: Make) -> None:
     make("base", whole=True)
-    make("fr", trained(), {"generation_config.json": "{}", "chat_template.jinja": TEMPLATE, "LICENSE": "x"}, seed=1, whole=True)
+    files = {"generation_config.json": '{"temperature": 0.5}', "chat_template.jinja": TEMPLATE, "LICENSE": "x"}
+    make("fr", trained(), files, seed=1, whole=True)
     plan = weightsmith.plan(recipe("base", "fr"), quantize="gguf-f16")
     assert TEMPLATE.encode() in plan.header
     assert b"tokenizer.ggml.tokens" in plan.header
