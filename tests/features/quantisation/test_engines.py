@@ -184,6 +184,7 @@ def test_gemma3_has_its_other_rope_and_its_pattern_where_mlx_lm_looks(tmp_path: 
     found = plan(save(tmp_path / "m", dense(128, 128, 128), layer_types=kinds * 2, **keys), "mlx-4bit").config
     assert (found["rope_theta"], found["rope_local_base_freq"], found["sliding_window_pattern"]) == (1e6, 1e4, 2)
     assert found["rope_scaling"]["type"] == "linear"
+    assert not warned(save(tmp_path / "none", dense(128, 128, 128), model_type="gemma3_text", text_config=None), "mlx-4bit")
     stacked = save(tmp_path / "stacked", dense(128, 128, 128), layer_types=[*kinds, *kinds[:1], *kinds], **keys)
     assert [each for each in warned(stacked, "mlx-4bit") if "every n-th" in each]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import weightsmith
 from tests.mini import write_checkpoint
@@ -74,8 +74,12 @@ def test_stacked_experts_of_another_model_are_refused(tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", stored, config)
     with pytest.raises(WeightsmithError, match="switch_mlp"):
         weightsmith.dequantize(other, tmp_path / "out", progress=False)
-    empty = {name: array[:, :0] if "switch_mlp" in name else array for name, array in stored.items()}
-    save_file(empty, other / "model.safetensors")
-    (other / "config.json").write_text('{"model_type": "qwen3_moe", "quantization": {"group_size": 32, "bits": 4}}')
-    with pytest.raises(WeightsmithError, match="is empty"):
-        weightsmith.dequantize(other, tmp_path / "out", progress=False)
+    config = {**config, "model_type": "qwen3_moe", "num_experts": EXPERTS}
+    first = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    damage = {
+        "has 3 experts, and config.json says": (stored, {**config, "num_experts": 4}),
+        "is stored twice": ({**stored, first: np.zeros((INNER, HIDDEN), np.float16)}, config),
+    }
+    for number, (message, (tensors, changed)) in enumerate(damage.items()):
+        with pytest.raises(WeightsmithError, match=message):
+            weightsmith.dequantize(write_checkpoint(tmp_path / str(number), tensors, changed), tmp_path / "out", progress=False)

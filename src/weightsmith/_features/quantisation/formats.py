@@ -99,7 +99,8 @@ def _grouped(writing: Writing, *, caches: bool) -> Format:
 def _warn_of_windows(draft: PlanDraft) -> None:
     """Warn of a Gemma 3 whose full attention mlx-lm expects in other layers, as after layers were stacked."""
     config = draft.config or {}
-    text = config.get("text_config", config)
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, Mapping) else config
     kinds = text.get("layer_types")
     if str(text.get("model_type")).startswith("gemma3") and isinstance(kinds, list) and full_attention_every(kinds) is None:
         what = "full attention is not in every n-th layer, where mlx-lm expects it: it computes something else"

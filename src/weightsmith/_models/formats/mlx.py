@@ -35,6 +35,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import config_entries, plain_dtype
 from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, reader
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
+from weightsmith._models.structure.configs import EXPERT_COUNTS
 from weightsmith.abc.stored import Bytes, Config, Rows, Specs, StoredFormat, Writing, grouped_name
 from weightsmith.abc.tensors import Tensors
 
@@ -158,15 +159,19 @@ def _weights(model: QuantisedModel, module: str) -> Iterator[MlxWeight]:
     if mode == "affine":
         names.append(model.part(f"{module}.biases", (scales.dtype.name,), shape).name)
         default = scales.dtype
-    if stacked and not codes.size:
-        raise model.damaged(f"tensor {show(codes.name)} is {list(codes.shape)}, which is empty")
     if stacked:
+        counts = [model.config[key] for key in EXPERT_COUNTS if key in model.config]
+        if experts[0] not in counts:
+            what = f"tensor {show(codes.name)} has {experts[0]:,} experts, and config.json says {show(counts)}"
+            raise model.damaged(what)
         other_names = _READ.get(str(model.config.get("model_type")))
         if other_names is None:
             raise model.unsupported(f"experts that MLX has stacked ({STACK}) are not read for this model_type")
         projection = other_names.get(projection, projection)
     for expert in range(experts[0]) if experts else [0]:
         name = f"{prefix}.experts.{expert}.{projection}.weight" if stacked else codes.name
+        if stacked and name in model.specs:
+            raise model.damaged(f"tensor {show(name)} is stored twice: by itself, and in {show(codes.name)}")
         spec = TensorSpec(name, F32, (outputs, inputs))
         yield MlxWeight(spec, tuple(names), plain_dtype(model.config, default), mode, bits, group_size, expert * outputs)
 
