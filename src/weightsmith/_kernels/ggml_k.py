@@ -214,7 +214,7 @@ def pack_fours(levels: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def pack_bits(levels: np.ndarray, shift: int, out: np.ndarray) -> None:
-    """What is left of the levels [256, LANES] after a shift, a bit each: out [32, LANES]."""
+    """Shift the levels [256, LANES] right, which leaves one bit of each, and pack these: out [32, LANES]."""
     for i in range(32):
         for v in range(LANES):
             high = 0

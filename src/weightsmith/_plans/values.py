@@ -223,7 +223,7 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors to write."""
+        """Bytes of the tensors to write."""
         return sum(out.nbytes for out in self.outs)
 
     @property

@@ -15,7 +15,7 @@ from tests.vllm_help import Crash, Floats, Request, error, logprobs, minutes, ne
 
 TOKENS = np.random.default_rng(0).integers(3, 128, 60)
 BOUND = 1e-4
-"""Of the worst token. Numbers of float32 differ by 1e-5 at most."""
+"""Limit for the worst token. Rounding in float32 stays below 1e-5."""
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}

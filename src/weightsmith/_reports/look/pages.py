@@ -511,7 +511,7 @@ _NAME: _Field = (Column("tensor"), attrgetter("name"))
 _MOVED: tuple[_Field, ...] = (
     (Column("changed", "share", "share of elements that differ"), lambda found: finite_or_mark(found.changed_share)),
     (Column("delta / A", "share", "Frobenius norm of B - A over that of A"), _moved),
-    (Column("cosine", "cosine", "of A and B as vectors"), lambda found: _mark(found) or found.cosine),
+    (Column("cosine", "cosine", "between A and B as vectors"), lambda found: _mark(found) or found.cosine),
 )
 _NONFINITE: tuple[_Field, ...] = (
     (Column("NaN", "count", "elements of A and B"), lambda found: sum(own.nans for own in found.nonfinite)),

@@ -29,7 +29,7 @@ from tests.models.formats.readers.loaders import GENERATED, SHORT, STEPS
 ROOT = Path(__file__).parents[4]
 
 BOUND = 0.005
-"""Of the median token: RMS difference of its logits, by the standard deviation of all logits."""
+"""Limit for the median token: the RMS error of its logits, divided by the standard deviation of all logits."""
 
 TOKENIZER = tokenizer_help.trained()
 TEXT = tokenizer_help.TEXT + tokenizer_help.OTHER_TEXT

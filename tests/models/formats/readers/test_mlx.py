@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).with_name("mlx_script.py")
 
 TOKENS = np.array(TOKENIZER.encode(TEXT).ids[:200])
 BOUNDS = {"mlx-4bit": 1e-4, "mlx-8bit": 1e-4, "awq-4bit": 1e-3}
-"""Of the median token. mlx-lm multiplies AWQ's scales and zeros in float16."""
+"""Limits for the median token. mlx-lm multiplies AWQ's scales and zeros in float16."""
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3-deep", "phi3", "mixtral", "qwen3-moe")
 CASES = [(model, f"mlx-{bits}bit") for model in MODELS for bits in (4, 8)]
 CASES += [(model, "awq-4bit") for model in MODELS if model not in ("mixtral", "qwen3-moe")]

@@ -21,7 +21,7 @@ from tests.vllm_help import Crash, Floats, Request, error, logprobs, minutes, ne
 
 TOKENS = np.array(TOKENIZER.encode(TEXT).ids[:200])
 BOUNDS = {"float32": 1e-4, "float16": 0.005}
-"""Of a token, see `typical`."""
+"""Limits for the error of a `typical` token."""
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 

@@ -47,7 +47,7 @@ class Piece:
         return self.end - self.first
 
     def shape(self, cols: int) -> tuple[int, int]:
-        """Of the part of one band of `cols` columns."""
+        """The shape that this part has in a band of `cols` columns."""
         taken = len(range(self.column, cols, self.step))
         return (taken, self.rows) if self.transposed else (self.rows, taken)
 

@@ -112,7 +112,7 @@ class Family:
     architecture  of the GGUF file: `general.architecture`
     class_name    of transformers' class, in config.json
     model_type    in config.json; "": the architecture
-    layer         modules of a layer: llama.cpp's name → the Hub's; Llama's, if not given
+    layer         modules of a layer: llama.cpp's name → the Hub's; defaults to Llama's
     experts       modules of all experts of a layer: llama.cpp's name → the Hub's of one, with `{}` for its number
     bare          tensors of a layer whose names have no `.weight`: llama.cpp's name → the Hub's
     cuts          tensors of a layer that llama.cpp stores in parts

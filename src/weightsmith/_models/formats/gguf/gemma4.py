@@ -20,7 +20,7 @@ _STILL = 1e30
 
 
 def put_gemma4(given: Config, put: Put) -> Mapping[str, Floats]:
-    """The keys of a GGUF file, and a tensor that the model has not. Raises FormatError, Unsupported."""
+    """The keys of a GGUF file, and the extra tensor that llama.cpp expects. Raises FormatError, Unsupported."""
     layers, slides = given.count("num_hidden_layers"), _slides(given)
     wide, kv_heads = _global(given, "head_dim", 512), _global(given, "num_key_value_heads", 0)
     narrow = given.count("head_dim", 256)
