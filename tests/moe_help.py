@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+Dense = Callable[..., Path]
+"""(name, seed = 0) → the folder of a model of `DENSE`."""
+
+
 class Models:
     """Saved dense models, each made once, and their logits."""
 
@@ -118,6 +122,19 @@ def recipe(base: Path, experts: int = 4, **keys: Any) -> dict[str, Any]:
 def made(source: Mapping[str, Any], out: Path) -> list[str]:
     """Make the checkpoint. Returns the warnings."""
     return [warning.what for warning in moe(source, out).warnings]
+
+
+def mixture(dense: Dense, architecture: str, name: str, shared: bool, out: Path, *, alike: bool, per_token: int = 2) -> Path:
+    """Four experts, all the base or of three seeds. If they are alike the whole puts out what the base does."""
+    halves = shared and architecture != "qwen2_moe"
+    seeds = (0, 0, 0, 0) if alike else (0, 1, 2, 1)
+    more = {"residual_scale": 0.5} if halves else {}
+    source = recipe(dense(name), architecture=architecture, experts_per_token=per_token)
+    source["experts"] = [{"source_model": str(dense(name, seed)), **more} for seed in seeds]
+    if shared:
+        source["shared_experts"] = [{"source_model": str(dense(name)), "residual_scale": 0.5 if halves else 0}]
+    made(source, out)
+    return out
 
 
 def load(folder: Path) -> Any:

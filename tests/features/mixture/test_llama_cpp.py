@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import pytest
 import torch
 import transformers
 
-from tests.moe_help import DENSE, made, recipe
+from tests.moe_help import DENSE, Dense, mixture
 
 CHECKOUT = Path(os.environ.get("WEIGHTSMITH_LLAMA_CPP", "/nowhere"))
 PROGRAM = CHECKOUT / "build/bin/llama-perplexity"
@@ -62,7 +61,6 @@ UNREADABLE = [
 ]
 
 Floats = npt.NDArray[np.float32]
-Dense = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -105,19 +103,6 @@ def dense(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Dense:
         return out
 
     return make
-
-
-def mixture(dense: Dense, architecture: str, name: str, shared: bool, out: Path, *, alike: bool, per_token: int = 2) -> Path:
-    """Four experts, all the base or of three seeds. If they are alike the whole puts out what the base does."""
-    halves = shared and architecture != "qwen2_moe"
-    seeds = (0, 0, 0, 0) if alike else (0, 1, 2, 1)
-    more = {"residual_scale": 0.5} if halves else {}
-    source = recipe(dense(name), architecture=architecture, experts_per_token=per_token)
-    source["experts"] = [{"source_model": str(dense(name, seed)), **more} for seed in seeds]
-    if shared:
-        source["shared_experts"] = [{"source_model": str(dense(name)), "residual_scale": 0.5 if halves else 0}]
-    made(source, out)
-    return out
 
 
 def llama_cpp(folder: Path, work: Path) -> tuple[npt.NDArray[np.int32], Floats]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import transformers
 
-from tests.moe_help import DENSE, made, recipe
+from tests.models.formats.readers.test_loaders import logits
+from tests.moe_help import DENSE, mixture
 from tests.vllm_help import Crash, Floats, Request, error, logprobs, minutes, needs_vllm
 
 TOKENS = np.random.default_rng(0).integers(3, 128, 60)
@@ -63,27 +64,6 @@ def dense(root: Path, name: str, seed: int = 0) -> Path:
     return out
 
 
-def mixture(root: Path, architecture: str, name: str, shared: bool) -> Path:
-    """Four experts of three seeds."""
-    out = root / f"{architecture}-{name}-{shared}"
-    halves = shared and architecture != "qwen2_moe"
-    more = {"residual_scale": 0.5} if halves else {}
-    # transformers does not divide the weights of DeepSeek-V2's experts by their sum. That of all is 1
-    per_token = 4 if architecture == "deepseek_v2" else 2
-    source = recipe(dense(root, name), architecture=architecture, experts_per_token=per_token)
-    source["experts"] = [{"source_model": str(dense(root, name, seed)), **more} for seed in (0, 1, 2, 1)]
-    if shared:
-        source["shared_experts"] = [{"source_model": str(dense(root, name)), "residual_scale": 0.5 if halves else 0}]
-    made(source, out)
-    return out
-
-
-def of_transformers(folder: Path) -> npt.NDArray[np.float32]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with torch.inference_mode():
-        return np.asarray(model(torch.from_numpy(TOKENS)[None]).logits[0].numpy())
-
-
 Case = tuple[str, str, bool]
 Found = dict[Case, tuple[Path, Floats | Crash]]
 
@@ -91,7 +71,11 @@ Found = dict[Case, tuple[Path, Floats | Crash]]
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Found:
     root = tmp_path_factory.mktemp("mixtures")
-    folders = [mixture(root, *case) for case in CASES]
+    folders = [root / "-".join(map(str, case)) for case in CASES]
+    for case, folder in zip(CASES, folders, strict=True):
+        # transformers does not divide the weights of DeepSeek-V2's experts by their sum. That of all is 1
+        per_token = 4 if case[0] == "deepseek_v2" else 2
+        mixture(partial(dense, root), *case, folder, alike=False, per_token=per_token)
     found = logprobs([Request(folder, TOKENS) for folder in folders], root / "outputs")
     return {case: both for case, *both in zip(CASES, folders, found, strict=True)}  # type: ignore[misc]
 
@@ -99,7 +83,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("case", SAME, ids=str)
 def test_the_same_as_in_transformers(case: Case, outputs: Found) -> None:
     folder, found = outputs[case]
-    worst = error(found, of_transformers(folder)).max()
+    worst = error(found, logits(folder, TOKENS)).max()
     print(f"{case}: worst token {worst:.7f}")
     assert worst < BOUND
 
@@ -111,7 +95,7 @@ def test_latent_attention_is_right_for_the_first_token(case: Case, outputs: Foun
     The first token is not rotated.
     """
     folder, found = outputs[case]
-    each = error(found, of_transformers(folder))
+    each = error(found, logits(folder, TOKENS))
     print(f"{case}: first token {each[0]:.7f}, median {np.median(each):.4f}")
     assert each[0] < BOUND
     assert np.median(each) > 0.1
