@@ -75,7 +75,7 @@ _FALLBACK = {
 """Where the rows are no multiple of 256."""
 
 _PLAIN = (".ssm_conv1d.weight", ".shortconv.conv.weight")
-"""How the names of weights end that llama.cpp leaves as they are, besides vectors, norms and routers."""
+"""Endings of the names of weights that llama.cpp leaves unquantised, besides vectors, norms and routers."""
 
 _KEPT = "per_layer_model_proj.weight"
 """A matrix that llama.cpp leaves as it is, too: plain numbers in files of plain numbers, else F32."""

@@ -32,7 +32,7 @@ def older_config(config: Mapping[str, Any], scaling_key: str = "rope_type") -> d
 
 
 def _rope(config: Mapping[str, Any], scaling_key: str) -> dict[str, Any]:
-    """What `rope_parameters` says, by the older keys."""
+    """The older keys for the values in `rope_parameters`."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return {}
@@ -55,7 +55,7 @@ def _rope(config: Mapping[str, Any], scaling_key: str) -> dict[str, Any]:
 
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have full attention, and how many experts there are, by the older keys."""
+    """The older keys for the pattern of full attention and the number of experts."""
     found = {}
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and "sliding_attention" in kinds and (pattern := full_attention_every(kinds)) is not None:

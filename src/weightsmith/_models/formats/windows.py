@@ -15,11 +15,11 @@ _IF_USED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 _MISTRAL_WINDOW = 4096
 _FULL_LAYERS = 28
-"""What transformers takes where config.json has no `sliding_window` (Mistral), and no `max_window_layers` (Qwen)."""
+"""Defaults of transformers if config.json lacks `sliding_window` (Mistral) or `max_window_layers` (Qwen)."""
 
 
 def window_difference(config: Mapping[str, Any], reader: str) -> list[tuple[str, str, str]]:
-    """That `reader` ignores a window which transformers applies to texts of this model: (what, where, fix), or nothing.
+    """A finding if `reader` ignores a window that transformers applies: (what, where, fix), else nothing.
 
     >>> config = {"architectures": ["MistralForCausalLM"], "sliding_window": 4096, "max_position_embeddings": 32768}
     >>> [where for _, where, _ in window_difference(config, "ExLlamaV2 0.3.2")]
@@ -33,7 +33,7 @@ def window_difference(config: Mapping[str, Any], reader: str) -> list[tuple[str,
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """How many tokens the layers with a window see, the own one included; None without such layers."""
+    """The window of the layers that have one, in tokens, including the current one; None if no layer does."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     window = config.get("sliding_window", _MISTRAL_WINDOW if name == _WINDOWED[0] else None)

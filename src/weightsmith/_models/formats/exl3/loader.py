@@ -1,4 +1,4 @@
-"""Which models exllamav3 loads as EXL3, and the config.json that it expects."""
+"""The models that exllamav3 loads as EXL3, and the config.json that it expects."""
 
 from __future__ import annotations
 

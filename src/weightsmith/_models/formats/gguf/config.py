@@ -77,7 +77,7 @@ def token_id(keys: Mapping[str, Any], name: str, tokens: int, where: str) -> int
 
 
 def predicting_layers(keys: Mapping[str, Any], family: Family, where: str) -> int:
-    """How many of the last layers of a GGUF file predict several tokens at a time. Raises FormatError."""
+    """The number of layers at the end of a GGUF file that predict several tokens at a time. Raises FormatError."""
     found = Values(keys, where, DAMAGED, f"{family.architecture}.")
     several = found.count("nextn_predict_layers", 0, least=0)
     if several >= found.count("block_count"):

@@ -214,7 +214,7 @@ _DEEPSEEK_KEYS = (
     Key("expert_group_used_count", "topk_group", default=1),
 )
 _DEEPSEEK_MOE: dict[str, Any] = {"experts": _QWEN_EXPERTS, "count": "n_routed_experts", "keys": _DEEPSEEK_KEYS}
-"""What the experts of DeepSeek, and of models with the same settings, have."""
+"""Fields of the families that have DeepSeek's experts."""
 _LATENT: dict[str, Any] = {
     "layer": {
         **{"attn_q": "self_attn.q_proj", "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm"},
@@ -767,14 +767,14 @@ def gguf_place(family: Family, name: str) -> GgufPlace | None:
 
 
 def cut_of(family: Family, name: str) -> tuple[Cut, str] | None:
-    """How a tensor of the Hub's layout is cut into parts, and the number of its layer; None if it is stored as one."""
+    """The cut that splits a tensor of the Hub's layout, and its layer number; None if it is stored whole."""
     match = _HUB_BARE.fullmatch(text_name(name))
     found = next((cut for cut in family.cuts if match is not None and cut.name == match[2]), None)
     return None if found is None or match is None else (found, match[1])
 
 
 def part_of(family: Family, name: str) -> tuple[Cut, str] | None:
-    """Which tensor a tensor of a GGUF file is a part of, and the number of its layer; None if it is whole."""
+    """The tensor that a GGUF tensor is part of, and its layer number; None if it is whole."""
     match = _BARE.fullmatch(name)
     if match is None or match[2].removesuffix(".weight") in family.experts:  # which are read one by one
         return None
