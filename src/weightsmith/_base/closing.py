@@ -7,13 +7,13 @@ from typing import Self
 
 
 class Closing(ABC):
-    """Is closed at the end of a `with` block."""
+    """A context manager that calls `close` when its block ends."""
 
     __slots__ = ()
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what it holds. May be called twice."""
+        """Release its resources. May be called twice."""
 
     def __enter__(self) -> Self:
         return self

@@ -167,7 +167,7 @@ class PlanError(WeightsmithError):
 
 @contextmanager
 def as_plan_error(kind: type[WeightsmithError] = WeightsmithError) -> Iterator[None]:
-    """Errors inside are those of a plan."""
+    """Raise an error of the block as a PlanError."""
     try:
         yield
     except kind as error:
@@ -176,7 +176,7 @@ def as_plan_error(kind: type[WeightsmithError] = WeightsmithError) -> Iterator[N
 
 @contextmanager
 def noting(problems: list[WeightsmithError], kind: type[WeightsmithError] = WeightsmithError) -> Iterator[None]:
-    """An error inside ends the block, and is added to the problems."""
+    """Add an error of the block to the problems; the block ends there."""
     try:
         yield
     except kind as error:
@@ -185,7 +185,7 @@ def noting(problems: list[WeightsmithError], kind: type[WeightsmithError] = Weig
 
 @contextmanager
 def undoing(undo: Callable[[], object]) -> Iterator[None]:
-    """Calls `undo` if the block ends with an error."""
+    """Call `undo` if the block raises, whatever it raises."""
     try:
         yield
     except BaseException:
@@ -299,7 +299,7 @@ class Corrupt(StoreError):
 
 @contextmanager
 def raised_at(where: str) -> Iterator[None]:
-    """Give errors that are raised inside, and do not say where, this place.
+    """Add this place to errors of the block that name none.
 
     >>> with raised_at("a.bin"):
     ...     raise FormatError("it is empty")

@@ -1,4 +1,4 @@
-"""Values by a key that several of them share."""
+"""Grouping by key."""
 
 from __future__ import annotations
 
