@@ -60,7 +60,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """How rows run through a layer.
+    """Options of running rows through a layer.
 
     last     the site after which the rest of the layer need not run; "" runs all of it
     scales   of the tokens of each weight: its inputs are given once more, times these, under the name of the weight

@@ -176,7 +176,7 @@ class ProductGraph:
             self.done(each, arrays)
 
     def context(self, product: Product, beside: dict[str, tuple[Product, Arrays]]) -> ProductContext:
-        """What a product that computes works with. beside: others that it makes on the way are added, by name."""
+        """The context in which a product is computed. beside: receives products made on the way, by name."""
         doing, resources = find_kind(product.op).doing, self._resources
         steps = {step.out.name: step for step in product.steps}
 

@@ -1,4 +1,4 @@
-"""What a run of a plan may use, and what it is to do."""
+"""Limits and tasks of a run."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ NO_CALLBACKS = Callbacks()
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What is asked of a run: its output, how it is made, and who hears of it. began: `time.monotonic()` at its start."""
+    """The request for a run: its output, options and callbacks. began: `time.monotonic()` at its start."""
 
     out: str | os.PathLike[str]
     options: RunOptions

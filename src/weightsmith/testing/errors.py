@@ -1,4 +1,4 @@
-"""What a call raises."""
+"""Errors of calls, for tests."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Region:
 
 
 def wanted_models(method: Method, count: int) -> str:
-    """How many inputs a method takes besides the base, "at least 2"; "" if it takes `count`."""
+    """The number of inputs that a method takes besides the base, "at least 2"; "" if it takes `count`."""
     low, high = method.min_models, method.max_models
     if low <= count and (high is None or count <= high):
         return ""

@@ -34,7 +34,7 @@ from weightsmith.abc.tensors import Tensors
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a part takes of each band: rows first … end, and of these the columns `column`, `column + step`, …"""
+    """The slice that a part takes of each band: rows first … end, and the columns `column`, `column + step`, …"""
 
     first: int
     end: int
