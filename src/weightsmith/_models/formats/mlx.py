@@ -59,16 +59,17 @@ JOINED = frozenset(
 """Values of `model_type` of which mlx-lm 0.32.2 joins codes, scales and biases of experts while it loads them (`sanitize`)."""
 
 STACKED = frozenset({"ernie4_5_moe", "qwen3_moe"})
-"""Values of `model_type` of which it joins plain experts only, so quantised ones must be stacked. Qwen3-Next and LFM2-MoE are not
-among them: if their experts are stacked, mlx-lm does not convert other tensors either.
+"""Values of `model_type` of which it joins plain experts only, so quantised ones must be stacked. Qwen3-Next and LFM2-MoE are
+not among them: if their experts are stacked, mlx-lm does not convert other tensors either.
 """
 
 _READ: Mapping[str, Mapping[str, str]] = {
     **{model_type: {} for model_type in ("glm4_moe", "olmoe", "qwen2_moe", *STACKED)},
     "mixtral": {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
 }
-"""Values of `model_type` whose stacked experts are read, with projections that have other names. Nothing else of their mlx-lm files
-differs from transformers' files."""
+"""Values of `model_type` whose stacked experts are read, with projections that have other names. Nothing else in their files
+from mlx-lm differs from those of transformers.
+"""
 
 _SMALLEST_SCALE = np.float32(1e-7)
 """MLX's."""
