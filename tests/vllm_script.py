@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
-os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
-os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+SETTINGS = {
+    **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+    **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+}
+"""Set before vllm is imported, and in this program alone: pytest imports this file too."""
 
 
 def logprobs(request: dict[str, Any]) -> Any:
@@ -51,6 +54,7 @@ def logprobs(request: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Answer each request with a file: an array, or what went wrong."""
+    os.environ.update(SETTINGS)
     for request in json.load(sys.stdin):
         out = Path(request["out"])
         try:

@@ -219,10 +219,7 @@ def test_a_model_of_the_hub_is_checked_previewed_and_merged(browser: Any, root: 
     """No byte of it is asked for before its name is typed; a preview reads ranges, a merge downloads."""
     files = {name: {file.name: file.read_bytes() for file in (root / "models" / name).iterdir()} for name in ("fr", "de")}
     with serve({(f"org/{name}", COMMIT): own for name, own in files.items()}) as hub:
-        with (
-            serving(root, out="out/hub", hub=hub.environment(tmp_path), fresh=True) as studio,
-            Visit(browser, studio.address) as visit,
-        ):
+        with serving(root, out="out/hub", hub=hub.environment(tmp_path)) as studio, Visit(browser, studio.address) as visit:
             page = visit.page
             visit.choose(BASE, "use as base")
             visit.saved()
