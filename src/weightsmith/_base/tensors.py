@@ -48,11 +48,10 @@ class DType:
         """The numpy dtype (ml_dtypes' for bf16 and fp8)."""
         import numpy as np
 
-        if self.name in ("BF16", "F8_E4M3", "F8_E5M2"):
+        if self.name == "BF16" or self.name.startswith("F8_"):
             import ml_dtypes
 
-            names = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-            found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, names[self.name]))
+            found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.torch))
             return found
         return np.dtype(self.torch)
 
@@ -66,6 +65,8 @@ DTYPES = {
         DType("BF16", 2, "bfloat16", True, 1),
         DType("F8_E4M3", 1, "float8_e4m3fn", True, 3),
         DType("F8_E5M2", 1, "float8_e5m2", True, 5),
+        DType("F8_E8M0", 1, "float8_e8m0fnu", False),
+        DType("F8_E8M0", 1, "float8_e8m0fnu", False),
         DType("I64", 8, "int64", False),
         DType("I32", 4, "int32", False),
         DType("I16", 2, "int16", False),

@@ -48,7 +48,7 @@ from weightsmith.abc.stored import Modules, Rows, StoredFormat, Writing, grouped
 from weightsmith.abc.tensors import Tensors
 
 METHOD = "gptq"
-_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
+PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
@@ -104,17 +104,25 @@ class GptqWeight(TransposedWeight):
 
 
 def weights(model: QuantisedModel) -> list[GptqWeight]:
-    entry, found = model.entry, []
+    entry = model.entry
     if entry.get("is_marlin_format"):
         raise model.unsupported("GPTQ weights in Marlin's layout (is_marlin_format) are not read")
     model.setting("pack_dtype", "int32", ("int32",))
     key = "checkpoint_format" if "checkpoint_format" in entry else "format"
     version = model.setting(key, "gptq", ("gptq", "gptq_v2"))
-    bits, group_size = model.setting("bits", None, _BITS), model.group_size()
+    return packed_weights(model, 1 if version == "gptq" else 0, _BITS, mixed=bool(entry.get("dynamic")))
+
+
+def packed_weights(model: QuantisedModel, zero_minus: int, allowed: Sequence[int], *, mixed: bool) -> list[GptqWeight]:
+    """The weights of a model in this layout. allowed: bits of a code.
+
+    mixed  modules may have other bits and group sizes than the entry of config.json says
+    """
+    found, bits, group_size = [], model.setting("bits", None, allowed), model.group_size()
     for module in model.modules(".qweight"):
-        shape = _shape(model, module, bits, group_size)
+        shape = _shape(model, module, [bits, *allowed] if mixed else [bits], group_size)
         scales = model.part(f"{module}.scales", ("F16", "BF16", "F32"), (shape.groups, shape.outputs))
-        if entry.get("desc_act") is True and shape.groups > 1:  # its groups are not in order
+        if model.entry.get("desc_act") is True and shape.groups > 1:  # its groups are not in order
             model.part(f"{module}.g_idx", ("I32",), (shape.inputs,))
         zeros = model.part(f"{module}.qzeros", ("I32",), (shape.groups, -(-shape.outputs * shape.bits // 32)))
         index = [f"{module}.g_idx"] if f"{module}.g_idx" in model.specs else []
@@ -124,9 +132,9 @@ def weights(model: QuantisedModel) -> list[GptqWeight]:
                 stored=(f"{module}.qweight", zeros.name, scales.name, *index),
                 natural_dtype=plain_dtype(model.config, scales.dtype),
                 bits=shape.bits,
-                zero_minus=1 if version == "gptq" else 0,
+                zero_minus=zero_minus,
                 groups=shape.groups,
-                group_size=shape.inputs if group_size < 0 else group_size,
+                group_size=shape.group_size,
             )
         )
     return found
@@ -137,21 +145,31 @@ class _Shape(NamedTuple):
     outputs: int
     bits: int
     groups: int
+    group_size: int
 
 
-def _shape(model: QuantisedModel, module: str, bits: int, group_size: int) -> _Shape:
-    """What the shapes of qweight and g_idx say. config.json may have other bits and group sizes for some modules (dynamic)."""
-    specs, mixed = model.specs, bool(model.entry.get("dynamic"))
+def _shape(model: QuantisedModel, module: str, bits: Sequence[int], group_size: int) -> _Shape:
+    """What the shapes of a weight's tensors say. bits: the first are config.json's; if there are others, so may group sizes."""
+    specs, mixed, own = model.specs, len(bits) > 1, bits[0]
     rows, outputs = model.part(f"{module}.qweight", ("I32",), (None, None)).shape
     indexed = f"{module}.g_idx" in specs
-    inputs = model.part(f"{module}.g_idx", ("I32",), (None,)).shape[0] if indexed else rows * 32 // bits
-    if mixed and indexed:
-        bits = next((b for b in (bits, *_BITS) if -(-inputs * b // 32) == rows), bits)
-    model.part(f"{module}.qweight", ("I32",), (-(-inputs * bits // 32), outputs))
-    groups = 1 if group_size < 0 else -(-inputs // group_size)
-    if mixed and indexed and f"{module}.scales" in specs:
-        groups = (*specs[f"{module}.scales"].shape, 0)[0]
-    return _Shape(inputs, outputs, bits, groups)
+    if mixed and not indexed:
+        words = model.part(f"{module}.qzeros", ("I32",), (None, None)).shape[1]
+        fitting = dict.fromkeys(b for b in bits if -(-outputs * b // 32) == words)
+        if len(fitting) > 1:
+            found = " or ".join(map(str, fitting))
+            raise model.unsupported(f"the bits of {show(module)} cannot be told: with {outputs} outputs they may be {found}")
+        own = next(iter(fitting), own)
+    inputs = model.part(f"{module}.g_idx", ("I32",), (None,)).shape[0] if indexed else rows * 32 // own
+    if indexed:
+        own = next((b for b in bits if -(-inputs * b // 32) == rows), own)
+    model.part(f"{module}.qweight", ("I32",), (-(-inputs * own // 32), outputs))
+    groups, group_size = (1, inputs) if group_size < 0 else (-(-inputs // group_size), group_size)
+    if mixed and f"{module}.scales" in specs and (count := (*specs[f"{module}.scales"].shape, 0)[0]) not in (0, groups):
+        if not indexed and inputs % count:
+            raise model.damaged(f"{show(f'{module}.scales')} has {count:,} groups, which do not divide {inputs:,} inputs")
+        groups, group_size = count, -(-inputs // count)
+    return _Shape(inputs, outputs, own, groups, group_size)
 
 
 # ---- writing
@@ -160,7 +178,7 @@ def _shape(model: QuantisedModel, module: str, bits: int, group_size: int) -> _S
 def _parts(bits: int, group: int, spec: TensorSpec) -> tuple[TensorSpec, ...]:
     outputs, inputs = spec.shape
     groups, i32 = inputs // group, DTYPES["I32"]
-    qweight, qzeros, scales, g_idx = (spec.name.removesuffix(SUFFIX) + part for part in _PARTS)
+    qweight, qzeros, scales, g_idx = (spec.name.removesuffix(SUFFIX) + part for part in PARTS)
     return (
         TensorSpec(qweight, i32, (inputs * bits // 32, outputs)),
         TensorSpec(qzeros, i32, (groups, outputs * bits // 32)),
@@ -228,7 +246,7 @@ def _encoding(bits: int, group: int) -> TransposedEncoding:
     """
     name, own = grouped_name(f"gptq-{bits}bit", group, GROUPS), (bits, group)
     parts, fill, settings = partial(_parts, *own), partial(_fill, *own), partial(_settings, *own)
-    return TransposedEncoding(name, bits, group, parts, fill, settings, len(_PARTS))
+    return TransposedEncoding(name, bits, group, parts, fill, settings, len(PARTS))
 
 
 _READERS = {8: "transformers, vLLM, SGLang", 4: "transformers, vLLM, SGLang, ExLlamaV2"}
@@ -249,6 +267,6 @@ GROUPED = {
 }
 """The encodings whose codes may be chosen for the inputs of a weight."""
 
-_read = reader("GPTQ", _PARTS, weights)
+_read = reader("GPTQ", PARTS, weights)
 _MARKS = {".qweight": labelled("GPTQ or AWQ")}
 FORMAT = StoredFormat("gptq", "GPTQ", recogniser(ending(".qweight"), METHOD), _read, _MARKS, writes=_WRITES)

@@ -7,6 +7,7 @@ Each read multiplies the values of the codes that it needs by their scales.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,9 @@ _FOREIGN = (f".weight{ZEROS}", ".weight_g_idx")
 _UNUSED = frozenset(
     "input_scale output_scale activation_scale k_scale v_scale q_scale kv_scale input_global_scale input_zero_point".split()
 )
-_FLOATS = ("F32", "BF16", "F16")
+FLOATS = ("F32", "BF16", "F16")
+POWERS = ("U8", "F8_E8M0")
+"""Dtypes of scales: numbers, and exponents of 2 with 127 added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ class Scheme:
     codes     dtype of their tensor; it is packed if it is not the dtype of a single code
     packed    the tensor of codes is X.weight_packed, not X.weight
     block     what a scale is for
-    scales    dtypes that scales may have; U8 is an exponent
-    suffixes  of the tensor of scales, after X.weight
+    scales    dtypes that scales may have
+    suffixes  of the tensor of scales: after X.weight, or after X if they begin with a dot
     shaped    there is a tensor X.weight_shape
     divided   scales are divided by X.weight_global_scale
     multiplied  scales are multiplied by X.weight_scale_2
@@ -67,7 +70,7 @@ class Scheme:
     codes: str
     block: Structure
     packed: bool = False
-    scales: tuple[str, ...] = _FLOATS
+    scales: tuple[str, ...] = FLOATS
     suffixes: tuple[str, ...] = ("_scale",)
     shaped: bool = False
     divided: bool = False
@@ -111,7 +114,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight(Weight):
-    """A matrix of codes and its scales.
+    """A matrix of codes and its scales, or several matrices of one shape, whose rows count as those of one.
 
     stored   the tensors of codes, and of scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major
              order; then those of the next four that there are
@@ -137,21 +140,26 @@ class ScaledWeight(Weight):
         return int(self.kind[-1])
 
     @property
+    def rows(self) -> int:
+        """Rows of all matrices."""
+        return math.prod(self.spec.shape[:-1])
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Blocks of a column and of a row."""
-        (rows, cols), (high, wide) = self.spec.shape, self.block
-        return -(-rows // high), -(-cols // wide)
+        high, wide = self.block
+        return -(-self.rows // high), -(-self.spec.shape[-1] // wide)
 
     @property
     def preferred_rows(self) -> int:
         """The height of a block, so that no scale is read twice; 1 if one block is the whole matrix."""
-        return self.block[0] if self.block[0] < self.spec.shape[0] else 1
+        return self.block[0] if self.block[0] < self.rows else 1
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         from weightsmith._kernels.codes import TABLES, dequantise
 
         self._check_extent(stored)
-        cols, (block_rows, block_cols), across = self.spec.shape[1], self.block, self.grid[1]
+        cols, (block_rows, block_cols), across = self.spec.shape[-1], self.block, self.grid[1]
         for at, part in chunks(first, values):
             band, last = at // cols // block_rows, (at + part.size - 1) // cols // block_rows
             scales = self._scales(stored, band * across, (last + 1) * across)
@@ -189,7 +197,7 @@ class ScaledWeight(Weight):
         dtype = stored.specs[name].dtype
         raw = np.empty((end - first) * dtype.itemsize, np.uint8)
         stored.read_into(name, first * dtype.itemsize, raw)
-        if dtype.name == "U8":
+        if dtype.name in POWERS:
             return powers_of_two(raw)
         scales = np.empty(end - first, np.float32)
         decode(raw, dtype.code, 0, scales.size, scales)
@@ -212,10 +220,11 @@ class ScaledWeight(Weight):
 ReadEntry = Callable[[Mapping[str, Any], str, str], tuple[Sequence[Scheme], Sequence[Finding]]]
 
 
-def read_scaled(read_entry: ReadEntry) -> Callable[[Tensors, Config, str], Wrapped]:
+def read_scaled(read_entry: ReadEntry, unused: Sequence[str] = ()) -> Callable[[Tensors, Config, str], Wrapped]:
     """`StoredFormat.read`.
 
     read_entry  (the entry in config.json, its place, the model) → how weights are stored, and what the user should know
+    unused      ends of the names of tensors that the plain model does not have, beside scales of activations
 
     Raises what `read_entry` raises; Unsupported for tensors that are not read; FormatError when tensors and config.json
     contradict each other: no scale, a scale of another shape, a scale without its weight.
@@ -232,10 +241,12 @@ def read_scaled(read_entry: ReadEntry) -> Callable[[Tensors, Config, str], Wrapp
             wanted = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
             what = f"{place} in config.json says that the weights are quantised, and no tensor is {wanted}"
             raise FormatError(what, where=where, fix=f"Remove {place} from config.json, if the weights are plain numbers.")
-        _check_others(specs, weights, where)
-        dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED]
+        foreign = [name for name in specs if name.rpartition(".")[2] in unused]
+        dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED or name.endswith("_proj_activation_scale")]
         dropped += [name for name, spec in specs.items() if name.endswith((".k_bias", ".v_bias")) and spec.size == 1]
-        source = DecodedTensors(stored, weights, dropped, where)
+        hidden = {*foreign, *dropped}
+        _check_others([name for name in specs if name not in hidden], specs, weights, where)
+        source = DecodedTensors(stored, weights, [*foreign, *dropped], where)
         return Wrapped(source, without_entries(config), (*notes, *dropped_scales(dropped, where)))
 
     return read_model
@@ -243,7 +254,7 @@ def read_scaled(read_entry: ReadEntry) -> Callable[[Tensors, Config, str], Wrapp
 
 def is_codes(spec: TensorSpec) -> bool:
     """The tensor may be the codes of a weight."""
-    if spec.dtype.name.startswith("F8_"):
+    if spec.dtype.name in ("F8_E4M3", "F8_E5M2"):
         return not spec.name.endswith((".weight_scale", ".weight_scale_inv"))
     return spec.name.endswith(_PACKED) or (spec.dtype.name == "I8" and spec.name.endswith(".weight"))
 
@@ -258,19 +269,23 @@ def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DT
     packed = spec.name.endswith(_PACKED)
     name = spec.name.removesuffix(PACKED) if packed else spec.name
     fitting = [scheme for scheme in schemes if (scheme.packed, scheme.codes) == (packed, spec.dtype.name)]
-    if not fitting or len(spec.shape) != 2:
+    stacked = len(spec.shape) == 3 and not packed
+    if not fitting or not (len(spec.shape) == 2 or stacked):
         wanted = ", ".join(dict.fromkeys(scheme.codes for scheme in schemes if scheme.packed == packed))
         what = f"tensor {show(spec.name)} is {list(spec.shape)} {spec.dtype}; "
         what += f"only matrices of {wanted} are read as codes" if wanted else "config.json says nothing of such codes"
         raise unsupported(what, where)
-    suffixes = tuple(dict.fromkeys(suffix for scheme in fitting for suffix in scheme.suffixes))
-    scale = next((specs[name + suffix] for suffix in suffixes if name + suffix in specs), None)
+    module = name.removesuffix(".weight")
+    names = [(module if suffix[0] == "." else name) + suffix for scheme in fitting for suffix in scheme.suffixes]
+    scale = next((specs[each] for each in names if each in specs), None)
     if scale is None:
-        names = " or ".join(show(name + suffix) for suffix in suffixes)
-        raise damaged(f"tensor {show(spec.name)} is {spec.dtype}, and has no scale {names}", where)
+        wanted = " or ".join(map(show, dict.fromkeys(names)))
+        raise damaged(f"tensor {show(spec.name)} is {spec.dtype}, and has no scale {wanted}", where)
     dtypes = tuple(dict.fromkeys(dtype for scheme in fitting for dtype in scheme.scales))
     if scale.dtype.name not in dtypes:
         raise unsupported(f"scale {show(scale.name)} is {scale.dtype}, and only {', '.join(dtypes)} are read", where)
+    if stacked:
+        return _stacked(spec, scale, fitting, dtype, where)
     candidates = dict.fromkeys(_described(name, spec, scale.name, scheme, dtype) for scheme in fitting)
     found = [made for made in candidates if scale.shape in _spellings(made.grid)]
     if len(found) != 1:
@@ -286,6 +301,24 @@ def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DT
     words = -(-found[0].spec.shape[0] * found[0].bits // 32)
     _check_part(found[0].zeros, "I32", [(words, found[0].grid[1])], specs, spec, where)
     return found[0]
+
+
+def _stacked(spec: TensorSpec, scale: TensorSpec, schemes: Sequence[Scheme], dtype: DType, where: str) -> ScaledWeight:
+    """The experts of a layer in one tensor, each with blocks of its own: as transformers stores them.
+
+    A scheme with a scale for a matrix may have one for each part of it that was joined: gate and up.
+    """
+    count, rows, cols = spec.shape
+    for scheme in schemes:
+        width = cols * spec.dtype.itemsize * 8 // scheme.bits
+        high, wide = scheme.block_of(rows, width)
+        if scheme.block == TENSOR and len(scale.shape) == 3 and scale.shape[1] and rows % scale.shape[1] == 0:
+            high = rows // scale.shape[1]
+        if scale.shape == (count, rows // high, -(-width // wide)) and rows % high == 0:
+            shaped = TensorSpec(spec.name, F32, (count, rows, width))
+            return ScaledWeight(shaped, (spec.name, scale.name), dtype, scheme.kind, (high, wide))
+    what = f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}"
+    raise damaged(f"{what}: it has no block for whole rows of each of {count} matrices", where)
 
 
 def _check_part(name: str, dtype: str, shapes: Sequence[tuple[int, ...]], specs: Specs, codes: TensorSpec, where: str) -> None:
@@ -313,13 +346,13 @@ def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:
     return [grid, *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
 
 
-def _check_others(specs: Specs, weights: Sequence[ScaledWeight], where: str) -> None:
-    """Nothing else in the checkpoint may be part of a quantised weight."""
+def _check_others(others: Sequence[str], specs: Specs, weights: Sequence[ScaledWeight], where: str) -> None:
+    """Nothing else in the checkpoint may be part of a quantised weight. others: the tensors that are kept."""
     used = {name for weight in weights for name in weight.stored}
-    for name in specs:
+    for name in others:
         if name in used:
             continue
-        if name.endswith((*_FOREIGN, *_PARTS)):
+        if name.endswith((*_FOREIGN, *_PARTS)) or specs[name].dtype.name == "F8_E8M0":
             kinds = ", ".join(dict.fromkeys(weight.kind for weight in weights))
             raise unsupported(f"tensor {show(name)} is part of a weight that is not read: the others are {kinds}", where)
         weight = next((name.removesuffix(s) for s in ("_scale_inv", "_scale") if name.endswith(f".weight{s}")), None)

@@ -8,6 +8,7 @@ pack-quantized, 4 or 8 bits   X.weight_packed, I32   the same; and X.weight_shap
 nvfp4-pack-quantized          X.weight_packed, U8    X.weight_scale, F8_E4M3: of 16 elements, divided by
                                                      X.weight_global_scale
 mxfp4-pack-quantized          X.weight_packed, U8    X.weight_scale, U8: exponents, of 32 elements
+mxfp8-quantized               X.weight, F8_E4M3      the same
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ _FORMATS: Mapping[str, Mapping[tuple[str, int], Scheme]] = {
         ("int", 8): Scheme("offset8", "I32", TENSOR, packed=True, shaped=True),
     },
     "nvfp4-pack-quantized": {("float", 4): Scheme("float4", "U8", TENSOR, packed=True, scales=("F8_E4M3",), divided=True)},
+    "mxfp8-quantized": {("float", 8): Scheme("float8", "F8_E4M3", TENSOR, scales=("U8",))},
     "mxfp4-pack-quantized": {("float", 4): Scheme("float4", "U8", TENSOR, packed=True, scales=("U8",))},
 }
 """compressed-tensors' formats: (type, bits) → how the weights are stored. The block comes from the strategy."""

@@ -1,0 +1,71 @@
+"""AMD Quark's weights: quant_method quark. They are read: FP8, INT8 and MXFP4.
+
+X.weight             F8_E4M3 or I8 [rows, cols], with a scale for the matrix or for each row
+                     U8 [rows, cols / 2]: two float4 in a byte, the first in the low half, with a scale for 32 elements
+X.weight_scale       by which codes are multiplied; of float4: U8, an exponent of 2 with 127 added
+X.weight_zero_point  of I8: zeros, because the codes are symmetric
+
+Modules may have settings of their own (layer_quant_config, layer_type_quant_config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weightsmith._base.errors import Finding
+from weightsmith._base.files import show
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.formats.config import recogniser, setting, unsupported
+from weightsmith._models.formats.matrices import MXFP4_GROUP
+from weightsmith._models.formats.scaled import TENSOR, ZEROS, Scheme, read_scaled
+from weightsmith.abc.stored import StoredFormat
+
+_SCHEMES = {
+    ("fp8_e4m3", "per_tensor"): Scheme("float8", "F8_E4M3", TENSOR),
+    ("fp8_e4m3", "per_channel"): Scheme("float8", "F8_E4M3", (1, None)),
+    ("int8", "per_tensor"): Scheme("int8", "I8", TENSOR),
+    ("int8", "per_channel"): Scheme("int8", "I8", (1, None)),
+    ("fp4", "per_group"): Scheme("float4", "U8", (1, MXFP4_GROUP), scales=("U8",)),
+}
+
+
+def is_codes(spec: TensorSpec) -> bool:
+    return spec.dtype.name in ("F8_E4M3", "I8", "U8", "I32") and spec.name.endswith(".weight")
+
+
+def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[Scheme], list[Finding]]:
+    """How weights are stored, from the entry in config.json; see `scaled.read_scaled`."""
+    export = entry.get("export")
+    if isinstance(export, Mapping):
+        setting(export, "weight_format", "real_quantized", ("real_quantized",), where)
+    return [_scheme(label, weights, where) for label, weights in _weights(entry)], []
+
+
+def _weights(entry: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """The settings of weights, each with its place in the entry."""
+    settings = {"global_quant_config": entry.get("global_quant_config")}
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        own = entry.get(key)
+        settings |= {f"{key}.{name}": value for name, value in own.items()} if isinstance(own, Mapping) else {}
+    for label, value in settings.items():
+        if isinstance(value, Mapping) and value.get("weight") is not None:
+            yield label, value["weight"]
+
+
+def _scheme(label: str, weights: object, where: str) -> Scheme:
+    if not isinstance(weights, Mapping):
+        raise unsupported(f"Quark's weights in several stages are not read ({show(label)})", where)
+    found = _SCHEMES.get((str(weights.get("dtype")), str(weights.get("qscheme"))))
+    if found is None:
+        kinds = ", ".join(f"{dtype} {scheme}" for dtype, scheme in _SCHEMES)
+        what = f"Quark's weights with dtype {show(weights.get('dtype'))} {show(weights.get('qscheme'))} are not read"
+        raise unsupported(f"{what}, only {kinds} ({show(label)})", where)
+    required = {"fp4": {"group_size": MXFP4_GROUP, "scale_format": "e8m0"}, "int8": {"symmetric": True}}
+    for key, value in required.get(str(weights["dtype"]), {}).items():
+        setting(weights, key, None, (value,), where)
+    return found
+
+
+_read = read_scaled(read_entry, unused=(f"weight{ZEROS}",))
+FORMAT = StoredFormat("quark", "Quark", recogniser(is_codes, "quark"), _read)
