@@ -3,8 +3,9 @@
 Run it where the other programs are installed; the suite needs none of them, and compares with the file:
 
     pip install bitsandbytes==0.50.2 mlx[cpu]==0.32.4
+    pip install auto-round==0.16.1
     pip install "setuptools>=80" && BUILD_CUDA_EXT=0 pip install --no-build-isolation gptqmodel==7.6.0
-    python -m tests.models.formats.oracles --write
+    python -m tests.models.formats.oracles --write            # --only autoround: the others stay as they are
 """
 
 from __future__ import annotations
@@ -96,6 +97,25 @@ def awq(case: Case) -> np.ndarray:
     return np.ascontiguousarray(_numpy(dequantize_gemm(*parts, 4, len(parts[0]) if size < 0 else size)).T)
 
 
+def autoround(case: Case) -> np.ndarray:
+    import torch
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    (name,) = case.plain
+    entry, (outputs, inputs) = case.config["quantization_config"], case.plain[name].shape
+    bits, size = entry["bits"], entry["group_size"]
+    parts = {part: _tensor(case.tensors[name.replace("weight", part)]) for part in ("qweight", "qzeros", "scales")}
+    if entry["packing_format"] == "auto_round:auto_awq":
+        return np.ascontiguousarray(_numpy(dequantize_gemm(*parts.values(), bits, size)).T)
+    module = qlinear_torch_zp if entry["packing_format"] == "auto_round:auto_gptq" else qlinear_torch
+    layer = module.QuantLinear(bits, size, inputs, outputs, bias=False)
+    for part, tensor in parts.items():
+        setattr(layer, part, tensor)
+    layer.post_init()
+    return np.ascontiguousarray(_numpy(layer(torch.eye(inputs, dtype=torch.float16)).detach()).T)
+
+
 def exl3(case: Case) -> np.ndarray:
     from gptqmodel.nn_modules.exllamav3_torch import ExllamaV3TorchLinear
 
@@ -124,12 +144,22 @@ def mlx(case: Case) -> np.ndarray:
     return np.array(found.astype(mx.float32))
 
 
-ORACLES: dict[str, Callable[[Case], np.ndarray]] = {"bnb": bitsandbytes, "gptq": gptq, "awq": awq, "exl3": exl3, "mlx": mlx}
+ORACLES: dict[str, Callable[[Case], np.ndarray]] = {
+    "bnb": bitsandbytes,
+    "gptq": gptq,
+    "awq": awq,
+    "autoround": autoround,
+    "exl3": exl3,
+    "mlx": mlx,
+}
 
 
 def main() -> None:
-    found = {}
+    only = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else ""
+    found = json.loads(FILE.read_text()) if only else {}
     for name, make in CASES.items():
+        if only and name.partition("-")[0] != only:
+            continue
         case = make()
         theirs = ORACLES[name.partition("-")[0]](case)
         (ours,) = case.plain.values()

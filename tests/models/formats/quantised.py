@@ -157,7 +157,7 @@ def gptq(
     qzeros = pack(zeros, bits)
     if version == "gptq":
         ones = pack(np.ones_like(zeros), bits)
-        qzeros = qzeros - ones if bits != 3 else pack((zeros - 1) % 8, bits)
+        qzeros = qzeros - ones if bits in (2, 4, 8) else pack((zeros - 1) % (1 << bits), bits)
     tensors = {
         f"{name}.qweight": np.ascontiguousarray(pack(codes.T, bits).T).view(np.int32),
         f"{name}.qzeros": qzeros.view(np.int32),
@@ -203,6 +203,15 @@ def awq(
     plain = ((codes - zeros[index]) * scales.astype(np.float64)[index]).T.astype(np.float32)
     settings = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm", **entry}
     return Case(tensors, config_of(settings), {f"{name}.weight": np.ascontiguousarray(plain)}, np.dtype(np.float16))
+
+
+# ---- AutoRound
+
+
+def autoround(make: Callable[..., Case], packing: str, **settings: Any) -> Case:
+    """A weight in the layout of `gptq` or `awq`."""
+    entry = {"quant_method": "auto-round", "packing_format": packing, "data_type": "int"}
+    return make((64, 96), **settings, **entry)
 
 
 # ---- EXL3
@@ -376,6 +385,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "gptq-v2-3": lambda: gptq((64, 96), bits=3, symmetric=False, version="gptq_v2"),
     "gptq-8": lambda: gptq((64, 96), bits=8, symmetric=False, dtype=BF16),
     "awq-4": lambda: awq((64, 96), bias=True),
+    "autoround-4": lambda: autoround(gptq, "auto_round:auto_gptq", indexed=False, bias=True),
+    "autoround-3": lambda: autoround(gptq, "auto_round:auto_gptq", bits=3, indexed=False),
+    "autoround-2-asymmetric": lambda: autoround(gptq, "auto_round", bits=2, indexed=False, symmetric=False, version="gptq_v2"),
+    "autoround-6-asymmetric": lambda: autoround(gptq, "auto_round", bits=6, indexed=False, symmetric=False, version="gptq_v2"),
+    "autoround-8-gptqmodel": lambda: autoround(gptq, "auto_round:gptqmodel", bits=8, version="gptq_v2"),
+    "autoround-awq": lambda: autoround(awq, "auto_round:auto_awq"),
     **{f"exl3-{k}-{book}": partial(exl3, (128, 256), bits=k, codebook=book) for k, book in _EXL3},
     **{f"mlx-{bits}": partial(mlx, (48, 128), bits=bits, dtype=np.float32) for bits in (2, 3, 4, 5, 6, 8)},
     "mlx-4-bf16": lambda: mlx((48, 128), group_size=32),

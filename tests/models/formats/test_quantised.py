@@ -19,7 +19,7 @@ import safetensors.numpy
 import weightsmith
 from tests.mini import write_checkpoint
 from tests.models.formats import oracles
-from tests.models.formats.quantised import BF16, CASES, E4M3, Case, awq, bnb4, bnb8, exl3, gptq, mlx, modelopt
+from tests.models.formats.quantised import BF16, CASES, E4M3, Case, autoround, awq, bnb4, bnb8, exl3, gptq, mlx, modelopt
 from weightsmith._base.errors import CheckpointError, FormatError, NonFinite, Unsupported, WeightsmithError
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.formats import decoded
@@ -330,6 +330,37 @@ def test_gptq_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> N
     with opened(tmp_path, case) as checkpoint:
         for name, plain in case.plain.items():
             np.testing.assert_array_equal(checkpoint.read(name), plain)
+
+
+def mixed(*cases: Case) -> Case:
+    """AutoRound's weights with bits and groups of their own."""
+    return joined(replace(cases[0], config=changed(cases[0], extra_config={"b": {"bits": 2}}).config), *cases[1:])
+
+
+def test_autoround_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> None:
+    first = autoround(gptq, "auto_round:auto_gptq", indexed=False)
+    case = mixed(first, *(gptq((32, 64), bits=b, group_size=16, name=f"m{b}", indexed=False) for b in (2, 3, 5, 8)))
+    with opened(tmp_path, case) as checkpoint:
+        for name, plain in case.plain.items():
+            np.testing.assert_array_equal(checkpoint.read(name), plain)
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "message"),
+    [
+        (gptq((8, 64), bits=2, name="b", indexed=False), Unsupported, "the bits of 'b' cannot be told: with 8 outputs"),
+        (
+            changed(gptq((32, 64), name="b", indexed=False), {"b.scales": np.ones((3, 32), np.float16)}),
+            FormatError,
+            "'b.scales' has 3 groups, which do not divide 64 inputs",
+        ),
+    ],
+)
+def test_bits_and_groups_that_shapes_do_not_tell_are_refused(
+    other: Case, kind: type[WeightsmithError], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        opened(tmp_path, mixed(autoround(gptq, "auto_round:auto_gptq", indexed=False), other))
 
 
 def test_mlx_modules_may_have_settings_of_their_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""FP8 as transformers and DeepSeek store it: quant_method fp8, or fbgemm_fp8. It is read; `compressed_tensors` writes 8-bit floats.
+"""FP8 as transformers and DeepSeek store it: quant_method fp8 or fbgemm_fp8. Read; `compressed_tensors` writes 8-bit floats.
 
 X.weight            F8_E4M3 [rows, cols]
 X.weight_scale_inv  by which codes are multiplied, whatever the name says: of a block of weight_block_size, or of the matrix.

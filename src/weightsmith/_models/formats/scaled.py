@@ -43,7 +43,8 @@ _PACKED = f".weight{PACKED}"
 _PARTS = tuple(f".weight{part}" for part in (PACKED, SHAPE, DIVISOR, FACTOR))
 _FOREIGN = (f".weight{ZEROS}", ".weight_g_idx")
 _UNUSED = frozenset(
-    "input_scale output_scale activation_scale k_scale v_scale q_scale kv_scale input_global_scale input_zero_point".split()
+    "input_scale input_scale_ub output_scale activation_scale qscale_act k_scale v_scale q_scale kv_scale "
+    "input_global_scale input_zero_point".split()
 )
 FLOATS = ("F32", "BF16", "F16")
 POWERS = ("U8", "F8_E8M0")

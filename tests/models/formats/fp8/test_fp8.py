@@ -331,13 +331,13 @@ _W = "config_groups/FP8/weights"
     ("entry", "message"),
     [
         (changed(DEEPSEEK, "fmt", "e5m2"), "fmt 'e5m2'"),
-        (changed(DEEPSEEK, "expert_dtype", "fp4"), "expert_dtype 'fp4'"),
+        (changed(DEEPSEEK, "expert_dtype", "int4"), "expert_dtype 'int4'"),
         (changed(CHANNEL, "quantization_status", "initialized"), "quantization_status 'initialized'"),
         (changed(CHANNEL, "transform_config", {"config_groups": {"u": {}}}), "transform_config"),
         (changed(CHANNEL, "sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config"),
         (changed(CHANNEL, "config_groups", {}), "without config_groups"),
         (changed(CHANNEL, "config_groups", {"FP8": ["Linear"]}), "not an object"),
-        (changed(CHANNEL, "config_groups/FP8/format", "mxfp8-quantized"), "'mxfp8-quantized'"),
+        (changed(CHANNEL, "config_groups/FP8/format", "mxfp6-quantized"), "'mxfp6-quantized'"),
         (changed(CHANNEL, _W, 3), "not an object"),
         (changed(CHANNEL, _W + "/num_bits", 4), "num_bits 4"),
         (changed(CHANNEL, _W + "/num_bits", True), "num_bits True"),
@@ -387,7 +387,7 @@ def test_an_empty_matrix_has_no_scales() -> None:
         ({"q.weight_scale_inv": scales_of(1, 1), "q.weight": np.ones((4, 4), BF16)}, FormatError, "no tensor is F8_E4M3"),
         ({**BLOCK_ARRAYS, "q.weight_scale_inv": scales_of(2, 3)}, FormatError, r"is \[2, 3\], and its blocks need \[3, 2\]"),
         ({**BLOCK_ARRAYS, "q.weight_scale_inv": scales_of(6)}, FormatError, r"is \[6\], and its blocks need \[3, 2\]"),
-        ({**BLOCK_ARRAYS, "q.weight_scale_inv": np.ones((3, 2), np.uint8)}, Unsupported, "is U8, and only F32, BF16, F16"),
+        ({**BLOCK_ARRAYS, "q.weight_scale_inv": np.ones((3, 2), np.int8)}, Unsupported, "is I8, and only F32, BF16, F16"),
         ({**BLOCK_ARRAYS, "z.weight_scale_inv": scales_of(1, 1)}, FormatError, "'z.weight_scale_inv' has no quantised weight"),
         (
             {**BLOCK_ARRAYS, "z.weight": np.ones((2, 2), BF16), "z.weight_scale_inv": scales_of(1, 1)},
@@ -402,7 +402,7 @@ def test_an_empty_matrix_has_no_scales() -> None:
             Unsupported,
             "only matrices of F8_E4M3",
         ),
-        ({**BLOCK_ARRAYS, "z.weight": codes_of(4, 4).reshape(2, 2, 4)}, Unsupported, r"\[2, 2, 4\] F8_E4M3; only matrices"),
+        ({**BLOCK_ARRAYS, "z.weight": codes_of(4, 4).reshape(4, 4, 1, 1)}, Unsupported, r"\[4, 4, 1, 1\] F8_E4M3; only mat"),
     ],
 )
 def test_tensors_that_do_not_fit_are_errors(arrays: dict[str, np.ndarray], kind: type[Exception], message: str) -> None:
@@ -606,10 +606,10 @@ def test_what_other_encodings_hold_is_refused_when_a_recipe_names_them(tmp_path:
     packed = {"q.weight_packed": np.zeros((4, 2), np.uint8), "q.weight_scale": scales_of(4, 1, dtype=E4M3)}
     for name, arrays, entry, message in (
         (
-            "mxfp8",
+            "mxfp6",
             packed,
-            changed(CHANNEL, "config_groups/FP8/format", "mxfp8-quantized"),
-            "'mxfp8-quantized' is not",
+            changed(CHANNEL, "config_groups/FP8/format", "mxfp6-quantized"),
+            "'mxfp6-quantized' is not",
         ),
         ("int8", {"q.weight": np.zeros((4, 4), np.int8)}, changed(CHANNEL, _W + "/type", "int"), "type 'int' are not read"),
         ("hqq", {"q.qweight": np.zeros((4, 4), np.int32)}, {"quant_method": "hqq", "bits": 4}, "is quantised"),

@@ -1,0 +1,291 @@
+"""Codes with scales, as several programs store them: the numbers that come out, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.mini import write_checkpoint
+from weightsmith._base.errors import FormatError, Unsupported, WeightsmithError
+from weightsmith._models.checkpoint import open_checkpoint
+
+E4M3, E8M0, BF16 = (np.dtype(d) for d in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16))
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+RANDOM = np.random.default_rng(3)
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32], "fmt": "e4m3"}
+FP4 = {**FP8, "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+MX8 = {**FP8, "scale_fmt": "ue8m0", "weight_block_size": [1, 32]}
+WHOLE = {**FP8, "weight_block_size": None, "activation_scheme": "static"}
+ROWS = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+_GROUP = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": 32}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp8-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _GROUP, "format": "mxfp8-quantized"}},
+}
+
+
+def quark(dtype: str, scheme: str, **weights: Any) -> dict[str, Any]:
+    """Quark's entry of config.json."""
+    layers = {"weight": {"dtype": dtype, "qscheme": scheme, "symmetric": True, **weights}, "input_tensors": None}
+    export = {"weight_format": "real_quantized", "pack_method": "reorder"}
+    return {"quant_method": "quark", "global_quant_config": layers, "layer_quant_config": {}, "export": export}
+
+
+def rounded(packing: str, kind: str, bits: int, group: int) -> dict[str, Any]:
+    """AutoRound's entry of config.json."""
+    entry = {"quant_method": "auto-round", "packing_format": packing, "data_type": kind, "bits": bits}
+    return {**entry, "group_size": group, "sym": True}
+
+
+def codes8(*shape: int) -> np.ndarray:
+    """Any codes but NaN."""
+    codes = RANDOM.integers(0, 255, shape).astype(np.uint8)
+    return np.where(codes & 0x7F == 0x7F, np.uint8(0), codes).view(E4M3)
+
+
+def codes4(*shape: int) -> np.ndarray:
+    """Pairs of codes in bytes; shape: of the bytes."""
+    return RANDOM.integers(0, 256, shape).astype(np.uint8)
+
+
+def values(codes: np.ndarray) -> np.ndarray:
+    """float64: of pairs of float4 twice as wide."""
+    if codes.dtype in (E4M3, np.dtype(np.int8)):
+        return codes.astype(np.float64)
+    pairs = np.stack([FLOAT4[codes & 15], FLOAT4[codes >> 4]], -1)
+    return pairs.reshape(*codes.shape[:-1], -1).astype(np.float64)
+
+
+def powers(*shape: int) -> np.ndarray:
+    return RANDOM.integers(110, 130, shape).astype(np.uint8)
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return (RANDOM.standard_normal(shape) * 0.01).astype(np.float32)
+
+
+def scaled(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float32: each block of codes times its scale; the last two axes are those of a matrix."""
+    found = values(codes)
+    factors = 2.0 ** (scales.astype(np.float64) - 127) if scales.dtype == np.uint8 else scales.astype(np.float64)
+    for axis in (-2, -1):
+        factors = np.repeat(factors, -(-found.shape[axis] // factors.shape[axis]), axis)
+    return (found * factors[..., : found.shape[-2], : found.shape[-1]]).astype(np.float32)
+
+
+def opened(folder: Path, entry: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint by name, decoded."""
+    config = {"model_type": "llama", "dtype": "bfloat16", "quantization_config": dict(entry)}
+    with open_checkpoint(write_checkpoint(folder, tensors, config)) as checkpoint:
+        assert checkpoint.quantised is None
+        return {name: checkpoint.read(name) for name in checkpoint.specs}
+
+
+Q8, Q4 = codes8(48, 96), codes4(48, 64)
+INT8 = RANDOM.integers(-127, 128, (48, 96)).astype(np.int8)
+BLOCKS, EACH, GROUPS, GROUPS4 = powers(3, 3), numbers(48, 1), powers(48, 3), powers(48, 4)
+ONE = numbers(1, 1)
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray]] = {
+    "DeepSeek V3.1": (FP8, {"q.weight": Q8, "q.weight_scale_inv": BLOCKS}, scaled(Q8, BLOCKS)),
+    "DeepSeek V4": (FP4, {"q.weight": Q8, "q.scale": BLOCKS.view(E8M0)}, scaled(Q8, BLOCKS)),
+    "DeepSeek V4 experts": (FP4, {"q.weight": Q4.view(np.int8), "q.scale": GROUPS4.view(E8M0)}, scaled(Q4, GROUPS4)),
+    "Mistral Large 4": (WHOLE, {"q.weight": Q8, "q.qscale_weight": ONE[0, 0], "q.qscale_act": ONE[0]}, scaled(Q8, ONE)),
+    "MXFP8": (MX8, {"q.weight": Q8, "q.weight_scale_inv": GROUPS}, scaled(Q8, GROUPS)),
+    "fbgemm": (ROWS, {"q.weight": Q8, "q.weight_scale": EACH, "q.input_scale_ub": ONE[0]}, scaled(Q8, EACH)),
+    "compressed-tensors MXFP8": (COMPRESSED, {"q.weight": Q8, "q.weight_scale": GROUPS}, scaled(Q8, GROUPS)),
+    "Quark FP8": (
+        quark("fp8_e4m3", "per_tensor"),
+        {"q.weight": Q8, "q.weight_scale": ONE[0, 0].astype(BF16), "q.input_scale": ONE[0], "q.output_scale": ONE[0]},
+        scaled(Q8, ONE.astype(BF16)),
+    ),
+    "Quark FP8 by row": (
+        quark("fp8_e4m3", "per_channel"),
+        {"q.weight": Q8, "q.weight_scale": EACH[:, 0]},
+        scaled(Q8, EACH),
+    ),
+    "Quark INT8": (
+        quark("int8", "per_channel"),
+        {"q.weight": INT8, "q.weight_scale": EACH[:, 0], "q.weight_zero_point": np.zeros(48, np.int8)},
+        scaled(INT8, EACH),
+    ),
+    "Quark MXFP4": (
+        quark("fp4", "per_group", group_size=32, scale_format="e8m0"),
+        {"q.weight": Q4, "q.weight_scale": GROUPS4},
+        scaled(Q4, GROUPS4),
+    ),
+    "AutoRound MXFP4": (
+        rounded("auto_round:llm_compressor", "mx_fp", 4, 32),
+        {"q.weight_packed": Q4, "q.weight_scale": GROUPS4},
+        scaled(Q4, GROUPS4),
+    ),
+    "AutoRound MXFP8": (
+        rounded("auto_round:llm_compressor", "mx_fp", 8, 32),
+        {"q.weight": Q8, "q.weight_scale": GROUPS},
+        scaled(Q8, GROUPS),
+    ),
+    "AutoRound NVFP4": (
+        rounded("auto_round:llm_compressor", "nv_fp", 4, 16),
+        {
+            "q.weight_packed": Q4,
+            "q.weight_scale": np.full((48, 8), 3, E4M3),
+            "q.weight_global_scale": np.array([8], np.float32),
+            "q.input_global_scale": np.ones(1, np.float32),
+        },
+        scaled(Q4, np.full((48, 8), 3 / 8)),
+    ),
+    "AutoRound FP8": (
+        rounded("auto_round:fp8_static", "fp", 8, -1),
+        {"q.weight": Q8, "q.weight_scale": EACH[:, 0], "q.input_scale": ONE[0]},
+        scaled(Q8, EACH),
+    ),
+    "stacked experts": (
+        FP8,
+        {"q.weight": np.stack([Q8, Q8[::-1]]), "q.weight_scale_inv": np.stack([BLOCKS, BLOCKS + 1])},
+        np.stack([scaled(Q8, BLOCKS), scaled(Q8[::-1], BLOCKS + 1)]),
+    ),
+    "stacked float4": (
+        FP4,
+        {"q.weight": np.stack([Q4, Q4[::-1]]).view(np.int8), "q.scale": np.stack([GROUPS4, GROUPS4]).view(E8M0)},
+        np.stack([scaled(Q4, GROUPS4), scaled(Q4[::-1], GROUPS4)]),
+    ),
+    "gate and up stacked": (
+        WHOLE,
+        {"q.weight": Q8[None], "q.weight_scale_inv": numbers(2, 1)[None]},
+        np.zeros(0),
+    ),
+}
+_, _joined, _ = CASES["gate and up stacked"]
+CASES["gate and up stacked"] = (WHOLE, _joined, scaled(Q8[None], _joined["q.weight_scale_inv"]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_codes_times_scales(name: str, tmp_path: Path) -> None:
+    entry, tensors, plain = CASES[name]
+    found = opened(tmp_path, entry, tensors)
+    assert list(found) == ["q.weight"]
+    np.testing.assert_array_equal(found["q.weight"], plain)
+
+
+@pytest.mark.parametrize(
+    "name", ["DeepSeek V3.1", "DeepSeek V4", "DeepSeek V4 experts", "MXFP8", "stacked experts", "stacked float4"]
+)
+def test_transformers_decodes_the_same_weights(name: str) -> None:
+    import torch
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    _, tensors, plain = CASES[name]
+    codes, scales = (torch.from_numpy(np.array(a.view(np.uint8))) for a in tensors.values())
+    codes = codes.view(torch.int8 if tensors["q.weight"].dtype == np.int8 else torch.float8_e4m3fn)
+    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32).numpy()
+    np.testing.assert_array_equal(theirs, plain)
+
+
+def test_experts_may_be_stacked_without_the_end_of_the_name(tmp_path: Path) -> None:
+    _, tensors, plain = CASES["stacked experts"]
+    stored = {"experts.down_proj": tensors["q.weight"], "experts.down_proj_scale_inv": tensors["q.weight_scale_inv"]}
+    stored["experts.down_proj_activation_scale"] = np.ones(2, np.float32)
+    found = opened(tmp_path, FP8, stored)
+    assert list(found) == ["experts.down_proj"]
+    np.testing.assert_array_equal(found["experts.down_proj"], plain)
+
+
+def test_any_part_of_stacked_experts_is_the_same(tmp_path: Path) -> None:
+    entry, tensors, plain = CASES["stacked experts"]
+    config = {"model_type": "llama", "quantization_config": entry}
+    with open_checkpoint(write_checkpoint(tmp_path, tensors, config)) as checkpoint:
+        for start, size in ((0, 5), (4601, 97), (9000, 216)):
+            out = np.empty(size, np.float32)
+            checkpoint.read_into("q.weight", 4 * start, out)
+            np.testing.assert_array_equal(out, plain.reshape(-1)[start : start + size])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], type[WeightsmithError], str]] = {
+    "fp4 is not named": (
+        FP8,
+        {"q.weight": Q4.view(np.int8), "q.scale": GROUPS4},
+        Unsupported,
+        "only matrices of F8_E4M3 are read",
+    ),
+    "exponents without a weight": (
+        FP8,
+        {"q.weight": Q8, "q.weight_scale_inv": BLOCKS, "k.scale": BLOCKS.view(E8M0)},
+        Unsupported,
+        "'k.scale' is part of a weight that is not read",
+    ),
+    "few scales of experts": (
+        FP8,
+        {"q.weight": np.stack([Q8, Q8]), "q.weight_scale_inv": BLOCKS[None]},
+        FormatError,
+        r"no block for whole rows of each of 2 matrices",
+    ),
+    "blocks across experts": (
+        {**FP8, "weight_block_size": [40, 32]},
+        {"q.weight": np.stack([Q8, Q8]), "q.weight_scale_inv": powers(2, 2, 3)},
+        FormatError,
+        "no block for whole rows",
+    ),
+    "fbgemm by tensor": (ROWS, {"q.weight": Q8, "q.weight_scale": ONE[0]}, FormatError, r"is \[1\], and its blocks need"),
+    "Quark uint4": (
+        quark("uint4", "per_group"),
+        {"q.weight": np.zeros((96, 6), np.int32), "q.weight_scale": numbers(3, 48)},
+        Unsupported,
+        "'uint4' 'per_group' are not read, only fp8_e4m3 per_tensor",
+    ),
+    "Quark asymmetric": (
+        quark("int8", "per_channel", symmetric=False),
+        {"q.weight": INT8, "q.weight_scale": EACH},
+        Unsupported,
+        "symmetric False are not read",
+    ),
+    "Quark fake": (
+        {**quark("fp8_e4m3", "per_tensor"), "export": {"weight_format": "fake_quantized"}},
+        {"q.weight": Q8, "q.weight_scale": ONE},
+        Unsupported,
+        "weight_format 'fake_quantized'",
+    ),
+    "Quark in stages": (
+        {"quant_method": "quark", "layer_quant_config": {"*.q": {"weight": [{"dtype": "fp8_e4m3"}]}}},
+        {"q.weight": Q8, "q.weight_scale": ONE},
+        Unsupported,
+        r"several stages are not read \('layer_quant_config\.\*\.q'\)",
+    ),
+    "AutoRound integers": (
+        rounded("auto_round:llm_compressor", "mx_int", 4, 32),
+        {"q.weight_packed": Q4, "q.weight_scale": GROUPS4},
+        Unsupported,
+        "data_type 'mx_int' are not read",
+    ),
+    "AutoRound rotated": (
+        {**rounded("auto_round:llm_compressor", "mx_fp", 4, 32), "rotation_config": {"hadamard_type": "random"}},
+        {"q.weight_packed": Q4, "q.weight_scale": GROUPS4},
+        Unsupported,
+        "rotation_config",
+    ),
+    "AutoRound packed otherwise": (
+        rounded("auto_round:ark", "int", 4, 32),
+        {"q.qweight": np.zeros((4, 4), np.int32)},
+        Unsupported,
+        "packing_format 'auto_round:ark' are not read",
+    ),
+    "AutoRound without a packing": (
+        {"quant_method": "auto-round", "bits": 4},
+        {"q.qweight": np.zeros((4, 4), np.int32)},
+        Unsupported,
+        "packing_format None are not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    entry, tensors, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        opened(tmp_path, entry, tensors)
