@@ -44,10 +44,10 @@ def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[S
 
 def _weights(entry: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """The settings of weights, each with its place in the entry."""
-    settings = {"global_quant_config": entry.get("global_quant_config")}
+    settings: dict[str, object] = {"global_quant_config": entry.get("global_quant_config")}
     for key in ("layer_quant_config", "layer_type_quant_config"):
-        own = entry.get(key)
-        settings |= {f"{key}.{name}": value for name, value in own.items()} if isinstance(own, Mapping) else {}
+        if isinstance(own := entry.get(key), Mapping):
+            settings |= {f"{key}.{name}": value for name, value in own.items()}
     for label, value in settings.items():
         if isinstance(value, Mapping) and value.get("weight") is not None:
             yield label, value["weight"]
@@ -61,7 +61,10 @@ def _scheme(label: str, weights: object, where: str) -> Scheme:
         kinds = ", ".join(f"{dtype} {scheme}" for dtype, scheme in _SCHEMES)
         what = f"Quark's weights with dtype {show(weights.get('dtype'))} {show(weights.get('qscheme'))} are not read"
         raise unsupported(f"{what}, only {kinds} ({show(label)})", where)
-    required = {"fp4": {"group_size": MXFP4_GROUP, "scale_format": "e8m0"}, "int8": {"symmetric": True}}
+    required: dict[str, dict[str, object]] = {
+        "fp4": {"group_size": MXFP4_GROUP, "scale_format": "e8m0"},
+        "int8": {"symmetric": True},
+    }
     for key, value in required.get(str(weights["dtype"]), {}).items():
         setting(weights, key, None, (value,), where)
     return found
