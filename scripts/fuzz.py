@@ -192,10 +192,16 @@ def mutate_safetensors(rng: Rng, data: bytes) -> bytes:
     return length.to_bytes(8, "little") + header + body
 
 
+_QUANTISATION_WORDS = tuple(
+    "bits group_size mode version checkpoint_format dynamic quant_method packing_format extra_config data_type "
+    "global_quant_config layer_quant_config weight dtype qscheme weight_block_size expert_dtype".split()
+)
+
+
 def mutate_quantised(rng: Rng, data: bytes) -> bytes:
     """Another config.json, header or tensor data: the JSON of bitsandbytes' weights and GPTQ's indexes are data."""
     if data.startswith(b"{"):
-        return mutate_json(rng, data, ("bits", "group_size", "mode", "version", "checkpoint_format", "dynamic", "quant_method"))
+        return mutate_json(rng, data, _QUANTISATION_WORDS)
     if rng.random() < 0.5:
         return mutate_safetensors(rng, data)
     start = 8 + int.from_bytes(data[:8], "little")
@@ -663,18 +669,26 @@ def _make_pytorch() -> None:
 
 
 _EXL2 = "exl2"
-_QUANTISED = ("gptq-3", "gptq-4-act-order", "awq-4", "bnb-nf4-nested", "bnb-int8", "exl3-3-3inst", "mlx-3", "mlx-nvfp4")
+_QUANTISED = (
+    *("gptq-3", "gptq-4-act-order", "awq-4", "autoround-6-asymmetric", "bnb-nf4-nested", "bnb-int8", "exl3-3-3inst", "mlx-3"),
+    "mlx-nvfp4",
+)
+_SCALED = ("DeepSeek V4 experts", "stacked experts", "Quark INT8", "Quark MXFP4", "AutoRound NVFP4")
 
 
 def _make_quantised() -> None:
     from tests.mini import write_checkpoint
     from tests.models.formats.exl2.test_reading import write
     from tests.models.formats.quantised import CASES
+    from tests.models.formats.test_scaled import CASES as SCALED
 
     write(Path(_EXL2), 0, 96)
     for name in _QUANTISED:
         case = CASES[name]()
         write_checkpoint(Path(name), case.tensors, case.config)
+    for name in _SCALED:
+        entry, tensors, _ = SCALED[name]
+        write_checkpoint(Path(name), tensors, {"model_type": "llama", "quantization_config": entry})
 
 
 def _use_quantised(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
@@ -1256,7 +1270,7 @@ KINDS: dict[str, Kind] = {
     ),
     "quantised": Kind(
         _make_quantised,
-        tuple(f"{name}/{file}" for name in (*_QUANTISED, _EXL2) for file in ("config.json", "model.safetensors")),
+        tuple(f"{name}/{file}" for name in (*_QUANTISED, *_SCALED, _EXL2) for file in ("config.json", "model.safetensors")),
         mutate_quantised,
         _use_quantised,
     ),

@@ -106,7 +106,8 @@ def _weight(model: QuantisedModel, module: str, sizes: set[int]) -> Exl3Weight:
     if len(codebooks) > 1:
         raise model.damaged(f"tensors {show(f'{module}.mcg')} and {show(f'{module}.mul1')} name two codebooks for one weight")
     # Weights of several models may be in one file, so another marker than config.json's is legal, but not none.
-    if (codebook := model.entry.get("codebook")) in CODEBOOKS and not codebooks:
+    codebook = model.entry.get("codebook")
+    if isinstance(codebook, str) and codebook in CODEBOOKS and not codebooks:
         model.part(f"{module}.{codebook}", (), ())
     named = _named_sizes(model.config, module)
     outputs, inputs = (_plain_size(model, n, sizes, own, trellis.name) for n, own in zip(padded, named, strict=True))
