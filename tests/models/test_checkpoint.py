@@ -19,7 +19,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, WeightsmithError
-from weightsmith._models.checkpoint import MAX_CONFIG_BYTES, Checkpoint, HubModel, locate, open_checkpoint
+from weightsmith._models.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
+from weightsmith._models.formats.opening import MAX_CONFIG_BYTES
 from weightsmith._models.sources import files
 
 INDEX = "model.safetensors.index.json"

@@ -51,6 +51,9 @@ _OURS = frozenset(
 )
 """Files that weightsmith writes about a model. They describe how that model was made, so they are not copied to the next."""
 
+_QUANTISATION = frozenset("quantization_config.json hf_quant_config.json quantize_config.json quant_config.json".split())
+"""Files of quantisers about the weights that they stored: an output has other weights, and says so in config.json."""
+
 WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .pkl .gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split())
 """How the names of weight files end, of any format."""
 _LOADED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -145,7 +148,7 @@ def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
 
 def _never_copied(name: str) -> bool:
     lower = name.lower()
-    if "/" in name or name.startswith(".") or name in _OURS:
+    if "/" in name or name.startswith(".") or name in _OURS | _QUANTISATION:
         return True
     return lower.endswith((*WEIGHTS, ".index.json", *_MEDIA)) or TRAINING.fullmatch(lower) is not None
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, final
 from weightsmith._base.closing import Closing
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest_names
 from weightsmith._base.files import exists, expand_user, real_path, show
-from weightsmith._base.strict_json import read_object
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
 from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith._models.formats import opening
+from weightsmith._models.formats.config import SETTINGS_FILES
 from weightsmith._models.named import NamedTensors
 from weightsmith._models.sources import Opened, Tensors
 from weightsmith.abc.stored import Wrapped
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from weightsmith._plans import Plan
     from weightsmith.abc.tensors import Buffer
 
-MAX_CONFIG_BYTES = 16 << 20
 CARD_NAME = "README.md"
 
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(.+))?", re.ASCII)
@@ -302,7 +301,8 @@ def open_checkpoint(
         repository.read_starts([only])
         opened = opening.open_file(repository.folder / only, name, repository.open)
         return _checkpoint(name, opened, ModelFolder.of(repository.folder, repository, alone=True), raw=raw)
-    repository.download(["config.json", *(pattern for kind in opening.kinds() for pattern in kind.indexes)], quiet=True)
+    indexes = [pattern for kind in opening.kinds() for pattern in kind.indexes]
+    repository.download(["config.json", *SETTINGS_FILES, *indexes], quiet=True)
     weights = [path.name for path in opening.find_weights(repository.folder, repository.sizes, name).paths]
     repository.want([*weights, *copied_files(repository.sizes), CARD_NAME])
     stream |= isinstance(place, Address) or place.streams
@@ -371,12 +371,13 @@ def _open_folder(
 ) -> Checkpoint:
     """A folder with the files `names`; `repository` if it is in the Hub's cache (whose links need no check)."""
     found = opening.find_weights(folder, names, str(folder) if repository is None else ref)
-    config = _read_config(folder / "config.json") if "config.json" in names else None
+    config: Mapping[str, Any] | None = opening.read_config(folder / "config.json") if "config.json" in names else None
     files, left_out = choose_copied(folder, names, config)
     if repository is None:
         check_links(folder, files)
     check_copied(folder, [name for name in files if repository is None or name not in repository.missing])
     opened = found.open(ref) if repository is None else found.open(ref, repository.open)
+    config = opening.complete_config(config, folder, names, opened.source.specs)
     rest = {"config": config, "files": files, "left_out": left_out, "ignored": found.ignored}
     return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), raw=raw)
 
@@ -388,7 +389,7 @@ def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool) -> 
         path, files = Path(temporary.name), tuple(sorted(opened.files))
         for name, content in opened.files.items():
             (path / name).write_bytes(content)
-        config = _read_config(path / "config.json")
+        config = opening.read_config(path / "config.json")
         folder = replace(folder, path=path, config=config, files=files, left_out=(), temporary=temporary)
     wrapped = Wrapped(opened.source, folder.config) if raw else opening.wrap(opened.source, folder.config, ref)
     notes = (*(note for repository in folder.repositories for note in repository.notes), *opened.notes, *wrapped.notes)
@@ -400,11 +401,6 @@ def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool) -> 
         notes=notes,
         decoded=wrapped.kind or opened.decoded,
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    # Duplicate keys are accepted, and the last one counts, as in every other reader of config.json.
-    return read_object(path, MAX_CONFIG_BYTES, "config.json", "Repair config.json, or download it again.", unique=False)
 
 
 def _local_names(folder: Path) -> list[str]:

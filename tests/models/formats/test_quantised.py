@@ -384,6 +384,42 @@ def test_modelopt_weights_are_codes_times_scales(algorithm: str, tmp_path: Path)
         ]
 
 
+SETTINGS = {
+    "hf_quant_config.json": (
+        modelopt((8, 32)),
+        {
+            "producer": {"name": "modelopt", "version": "0.23"},
+            "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None},
+        },
+    ),
+    "quantize_config.json": (
+        gptq((64, 96)),
+        {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.01},
+    ),
+    "quant_config.json": (awq((64, 96)), {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_file_beside_config_json_may_describe_the_quantisation(name: str, tmp_path: Path) -> None:
+    case, settings = SETTINGS[name]
+    folder = write_checkpoint(tmp_path / "m", case.tensors, {"model_type": "llama"})
+    (folder / name).write_text(json.dumps(settings))
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.quantised is None
+        assert checkpoint.left_out == ()
+        for tensor, plain in case.plain.items():
+            np.testing.assert_array_equal(checkpoint.read(tensor), plain)
+    (folder / name).write_text("[]")
+    with pytest.raises(FormatError, match=name):
+        open_checkpoint(folder)
+    plain_model = write_checkpoint(tmp_path / "plain", dict(case.plain), {"model_type": "llama"})
+    (plain_model / name).write_text(json.dumps(settings))
+    with open_checkpoint(plain_model) as checkpoint:
+        assert checkpoint.quantised is None
+        assert checkpoint.config == {"model_type": "llama"}
+
+
 @pytest.mark.parametrize("codebook", ["mul1", "3inst"])
 def test_exl3_scales_may_be_signs(codebook: str, tmp_path: Path) -> None:
     case = exl3((128, 384), bits=6, codebook=codebook, signs=True)

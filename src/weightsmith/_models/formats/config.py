@@ -16,6 +16,9 @@ DAMAGED_CHECKPOINT = "The checkpoint is damaged or incomplete: download it again
 _CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 _WEIGHT_DTYPES = ("BF16", "F16", "F32")
 
+SETTINGS_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files that describe the quantisation in place of config.json → `quant_method`: ModelOpt's, AutoGPTQ's and AutoAWQ's."""
+
 
 def config_entries(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """What config.json says of quantisation, each with its place: at the top level, then in sub-configs.

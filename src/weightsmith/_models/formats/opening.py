@@ -9,12 +9,15 @@ from typing import Any
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import Opener, open_local, show
+from weightsmith._base.strict_json import read_object
 from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
 from weightsmith._models.formats import broken, formats
-from weightsmith._models.formats.config import config_entries
+from weightsmith._models.formats.config import SETTINGS_FILES, config_entries
 from weightsmith.abc.files import FileKind, Index, Opened
-from weightsmith.abc.stored import Specs, Wrapped
+from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors
+
+MAX_CONFIG_BYTES = 16 << 20
 
 
 def kinds() -> tuple[FileKind, ...]:
@@ -111,6 +114,29 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
                 if name.endswith(suffix) and (label := mark(name, specs)):
                     return f"{label} (tensor {show(name)})"
     return None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json, or a file like it. Of a repeated key the last one counts, as in other readers. Raises FormatError."""
+    return read_object(path, MAX_CONFIG_BYTES, path.name, f"Repair {path.name}, or download it again.", unique=False)
+
+
+def complete_config(config: Config | None, folder: Path, names: Collection[str], specs: Specs) -> Config | None:
+    """config.json; if it says nothing of a quantisation that the tensors have, with what a file of `SETTINGS_FILES` says.
+
+    Raises FormatError for a file of the folder that is no JSON object.
+    """
+    if config is None or config_entries(config):
+        return config
+    for name, method in SETTINGS_FILES.items():
+        if name in names:
+            found = read_config(folder / name)
+            inner = found.get("quantization")
+            entry = inner if isinstance(inner, Mapping) else found
+            whole = {**config, "quantization_config": {**entry, "quant_method": method}}
+            if any(each.recognises(whole, specs) for each in formats()):
+                return whole
+    return config
 
 
 def wrap(source: Tensors, config: Mapping[str, Any] | None, where: str) -> Wrapped:
