@@ -82,7 +82,7 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
 ) -> None:
     weightsmith.merge("ties.yml", "merged", progress=False)
     weightsmith.quantize("a", "codes", "fp8-dynamic", progress=False)
-    weightsmith.dequantize("codes", "decoded", dtype="float32", progress=False)
+    weightsmith.dequantize("codes", "decoded", out_dtype="float32", progress=False)
     models = ("a", "b", "ties.yml", "codes")
     found = weightsmith.evaluate(*models, text=["t.txt", "u.txt"], tokens=32, reference="a", progress=False)
     for name, scores in zip(("a", "b", "merged", "decoded"), found.scores, strict=True):

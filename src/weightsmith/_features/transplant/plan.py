@@ -154,8 +154,7 @@ def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: in
     source = parse_reference(os.fspath(donor), "DONOR")  # a folder may have the name of a word of the recipe, such as `base`
     if not isinstance(source, ModelRef):
         raise PlanError([source])
-    text = {"merge_method": "passthrough", "models": [{"model": os.fspath(model)}], "tokenizer": {"source": "base"}}
-    loaded = recipes.load(text, "merge", settings={}, lenient=False, parameter_names=())
+    loaded = recipes.load(recipes.copy_of(model, tokenizer={"source": "base"}), "merge")
     if not isinstance(loaded.recipe, recipes.Recipe) or loaded.recipe.tokenizer is None:
         raise PlanError(list(loaded.problems))
     asked = replace(loaded.recipe, tokenizer=replace(loaded.recipe.tokenizer, source=source, rows=rows))

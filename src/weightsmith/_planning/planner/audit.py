@@ -52,7 +52,8 @@ class Audit:
             elif parameter is None:
                 self._misspelled.setdefault(id(settings), set()).update(close := nearest_names(name, self._known))
                 known = f"write one of {', '.join(self._known)}" if self._known else "remove it"
-                what = f"merge_method {self.method.name} has no parameter '{name}'{nearest(name, self._known)}"
+                no = f"merge_method {self.method.name} has no" if self.method.name else "no merge method has a"
+                what = f"{no} parameter '{name}'{nearest(name, self._known)}"
                 option = OPTIONS.get(name.replace("-", "_"))
                 fix = (
                     f"remove it and pass {option} on the command line" if option else f"write '{close[0]}'" if close else known
