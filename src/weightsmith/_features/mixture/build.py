@@ -242,7 +242,9 @@ class _Builder:
         refs = list(dict.fromkeys(model for model, _ in listed if isinstance(model, ModelRef)))
         opened, problems = open_models(refs, stack)
         self.problems += problems
-        self.warnings += [note for checkpoint in opened if checkpoint is not None for note in checkpoint.notes]
+        for ref, checkpoint in zip(refs, opened, strict=True):
+            if checkpoint is not None:  # embedding and head are the base's
+                self.warnings += [note for note in checkpoint.notes if ref == base or note is not checkpoint.untied]
         checkpoints = dict(zip(refs, opened, strict=True))
         found: dict[ModelRef | str, Dense | None] = {}
         for model, where in (listed[0], *sorted(listed[1:], key=lambda each: not isinstance(each[0], ModelRef))):
