@@ -28,7 +28,7 @@ from weightsmith._planning import recipe as recipes
 from weightsmith._planning.planner.agreement import Model as Compared
 from weightsmith._planning.planner.agreement import tokenizer_disagreements
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe, assemble_source
-from weightsmith._planning.planner.companions import Companions, carried, lacking
+from weightsmith._planning.planner.companions import Companions, carried, held_files, lacking
 from weightsmith._planning.planner.dtypes import main_dtype
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
@@ -298,7 +298,7 @@ class _Builder:
         draft.dropped = list(self._dropped(base, steps))
         draft.carried = list(carried(checkpoint.files, companions.files, companions.removed))
         draft.files = dict(companions.files)
-        draft.lacking = lacking(((c.ref, c.files) for c in self.assembly.inputs), draft.held)
+        draft.lacking = lacking(((c.ref, c.files) for c in self.assembly.inputs), held_files(draft, checkpoint.folder))
         draft.max_shard_bytes, draft.seed, draft.recipe = self.options.shard_bytes, self.options.seed, self.recipe.text
         draft.warnings = [*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)]
 

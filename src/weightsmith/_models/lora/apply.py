@@ -64,7 +64,9 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         repositories=(*base.repositories, *own.repositories),
     )
     source = Adapted(base, own, match.origins(), ref)
-    return Checkpoint(ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded)
+    return Checkpoint(
+        ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded
+    )
 
 
 def find_places(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict[str, str]:

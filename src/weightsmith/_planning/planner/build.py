@@ -20,7 +20,7 @@ from weightsmith._files.collector import collector_paused
 from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
-from weightsmith._planning.planner.companions import joined
+from weightsmith._planning.planner.companions import held_files, joined
 from weightsmith._planning.planner.inputs import missing_models, open_models
 from weightsmith._planning.planner.merges import (
     Matched,
@@ -310,7 +310,7 @@ class _Stages:
         if self._stages:
             draft = assembled.draft
             draft.warnings = [*self._warnings, *self._same_names(), *draft.warnings]
-            draft.lacking = joined([*self._lacking, draft.lacking], draft.held)
+            draft.lacking = joined([*self._lacking, draft.lacking], held_files(draft, assembled.inputs[draft.donor].folder))
             assembled.named = [*(path for stage in self._stages for path in code_files(stage.plan)), *assembled.named]
             assembled.stages = [*self._stages]
         return assembled

@@ -30,7 +30,7 @@ from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith._planning.planner.account import Account
 from weightsmith._planning.planner.agreement import Model, compared, disagreements, of_different_architectures
 from weightsmith._planning.planner.audit import Audit
-from weightsmith._planning.planner.companions import carried, lacking
+from weightsmith._planning.planner.companions import carried, held_files, lacking
 from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.decide import decide
 from weightsmith._planning.planner.dtypes import DTypes
@@ -334,7 +334,7 @@ class _Assembler:
             warnings=self.warnings,
             recipe=self.recipe.text,
         )
-        draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), draft.held)
+        draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Assembled(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
