@@ -437,9 +437,21 @@ def test_a_wrong_base_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_models_that_are_equal_or_differ_where_no_factors_are_give_no_adapter(tmp_path: Path) -> None:
+def test_models_that_are_equal_or_differ_where_no_factors_are_give_no_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = base(tmp_path / "base")
-    assert "nothing differs from" in str(refusal(model, model, tmp_path / "out"))
+    shutil.copytree(model, tmp_path / "copy")
+    with monkeypatch.context() as patched:
+        for name in ("thin_svd", "_krylov"):  # an equal matrix is found equal before it would be decomposed
+            patched.setattr(f"weightsmith._features.adapters.factors.{name}", None)
+        assert f"copy: nothing differs from {model}" in str(refusal(tmp_path / "copy", model, tmp_path / "out"))
+        (tmp_path / "link").symlink_to(model)
+        for same in (model, tmp_path / "link", f"{tmp_path}/copy/../base/"):
+            with pytest.raises(PlanError, match=r"FINETUNED: \S*: this is BASE itself, and nothing differs from it"):
+                prepare_extraction(same, model, ExtractSettings())
+    (tmp_path / "link").unlink()
+    shutil.rmtree(tmp_path / "copy")
     fine = tuned(tmp_path / "fine", {"model.norm.weight": normal(H)})
     assert "only 1 tensors that cannot become factors differ" in str(refusal(fine, model, tmp_path / "out"))
     fine = tuned(tmp_path / "fine2", {f"{Q}.weight": 1e-2 * normal(H, H)})

@@ -43,7 +43,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_vocabulary
 from weightsmith._planning.planner import Prepared
-from weightsmith._planning.planner.inputs import open_models
+from weightsmith._planning.planner.inputs import find_model, open_models
 from weightsmith._planning.planner.match import is_buffer
 from weightsmith._planning.planner.prepared import model_input
 from weightsmith._planning.recipe import ModelRef
@@ -103,13 +103,17 @@ def prepare_extraction(
         what = "the base of an adapter is one model, not a model and an adapter"
         problems.append(Unsupported(what, where=str(base), fix="merge them first: weightsmith dequantize BASE+ADAPTER FOLDER"))
     with ExitStack() as stack:
-        opened, found = open_models([ref for ref in refs if isinstance(ref, ModelRef)], stack)
+        known = [ref for ref in refs if isinstance(ref, ModelRef)]
+        opened, found = open_models(known, stack)
         models = [checkpoint for checkpoint in opened if checkpoint is not None]
         problems += found
         if problems or len(models) < 2:
             raise PlanError(problems)
         with as_plan_error():
             plan = _measuring_plan(models[0], models[1], settings).finish()
+        if find_model({known[_BASE]: _BASE}, known[_TUNED]) is not None:
+            what, fix = "this is BASE itself, and nothing differs from it", "name another fine-tune, or another base"
+            raise PlanError([MismatchError(what, where=f"FINETUNED: {finetuned}", fix=fix)])
         structure = analyse(models[0].specs.values(), models[0].config)
         stack.pop_all()
         return Prepared(plan, tuple(models), structure)
