@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_opened_is_named_as_the_argument(model: Path) -> 
     ):
         with pytest.raises(PlanError, match=r"^error\[not-found\]: MODEL: empty: no weights"):
             make()
-    with pytest.raises(PlanError, match=r"^error\[syntax\]: MODEL: cannot read the model ''"):
+    with pytest.raises(PlanError, match=r"^error\[syntax\]: MODEL: cannot read the model 'm[+]': no adapter"):
         weightsmith.dequantize("m+", "out")
 
 
