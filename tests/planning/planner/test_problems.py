@@ -120,6 +120,24 @@ def test_an_unknown_method_is_told_even_if_the_recipe_cannot_be_read_to_its_end(
     assert str(second).startswith("<text>:3:1: unknown key 'modles'")
 
 
+def test_a_pattern_without_matches_hides_no_mistake_that_does_not_depend_on_it(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a")
+    text = f"""merge_method: ties
+models:
+  - {{model: {tmp_path}/step-*, parameters: {{weight: {{lawa: 3}}}}}}
+  - {{model: {a}, parameters: {{densty: 0.5}}}}
+  - {{model: {tmp_path}/c}}
+parameters: {{density: 2}}
+"""
+    found = [str(problem).split("\n")[0].replace(str(tmp_path), "") for problem in problems(text)]
+    assert found == [
+        "<text>:3:13: no folder matches /step-*",
+        f"<text>:4:{len(a) + 28}: merge_method ties has no parameter 'densty' (did you mean 'density'?); mergekit ignores it",
+        "<text>:5:13: /c: no such folder or file",
+        "<text>:6:23: density must be at most 1, not 2",
+    ]
+
+
 def test_the_parameters_of_code_that_is_not_run_are_not_judged(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
     (tmp_path / "mine.py").write_text("raise SystemExit\n")

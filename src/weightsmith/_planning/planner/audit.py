@@ -32,13 +32,18 @@ class Audit:
 
     def run(self, segments: Sequence[Segment]) -> None:
         """Check the parameters of all segments."""
+        self.look(segments)
+        for segment in segments:
+            self._schedules(segment)
+        self._missing(segments)
+
+    def look(self, segments: Sequence[Segment]) -> None:
+        """Check each parameter by itself: its name, place and values."""
         for segment in segments:
             for k, feed in enumerate(segment.feeds):
                 self._level(feed.parameters, "base" if segment.base and k == 0 else "model")
             for level in segment.levels:
                 self._level(level, "")
-            self._schedules(segment)
-        self._missing(segments)
 
     def _level(self, settings: Parameters, place: str) -> None:
         """One `parameters:` block. place: `model`, `base`, or "" for one that holds for all models."""

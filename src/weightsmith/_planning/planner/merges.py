@@ -34,7 +34,7 @@ from weightsmith._planning.planner.companions import carried, held_files, lackin
 from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.decide import decide
 from weightsmith._planning.planner.dtypes import DTypes
-from weightsmith._planning.planner.inputs import analyse_all, at, choose_donor, number_models, open_models
+from weightsmith._planning.planner.inputs import analyse_all, at, choose_donor, missing_models, number_models, open_models
 from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import ModelNames, Models
 from weightsmith._planning.planner.mismatch import of_vocabularies
@@ -147,13 +147,17 @@ def read_request(
     recipe, unmatched, found = match_patterns(recipe, base)
     models, refs = number_models(recipe)
     request = Request(recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *found))
-    if unmatched:
-        raise request.refusal([*problems, *unmatched])
     maker = SegmentMaker(recipe, checked, models, request.labels)
     regions = maker.regions()
     audit = Audit(checked, request.labels, recipe.at("merge_method"), lenient=options.lenient)
-    if method is not None or checked.parameters:
-        audit.run([segment for region in regions for segment in region.segments])
+    segments = [segment for region in regions for segment in region.segments]
+    known = method is not None or bool(checked.parameters)
+    if unmatched:  # how many models there are is not known
+        if known:
+            audit.look(segments)
+        raise request.refusal([*problems, *unmatched, *audit.problems, *missing_models(refs)])
+    if known:
+        audit.run(segments)
     return replace(
         request,
         regions=regions,
