@@ -113,7 +113,7 @@ def prepare_extraction(
             plan = _measuring_plan(models[0], models[1], settings).finish()
         if find_model({known[_BASE]: _BASE}, known[_TUNED]) is not None:
             what, fix = "this is BASE itself, and nothing differs from it", "name another fine-tune, or another base"
-            raise PlanError([MismatchError(what, where=f"FINETUNED: {finetuned}", fix=fix)])
+            raise PlanError([MismatchError(what, where=f"{known[_TUNED].where}: {finetuned}", fix=fix)])
         structure = analyse(models[0].specs.values(), models[0].config)
         stack.pop_all()
         return Prepared(plan, tuple(models), structure)

@@ -510,7 +510,10 @@ def _put(node: Node, steps: Sequence[str | int], value: Node, where: str) -> Nod
         made = _put(old.value if old else Node(None, where), rest, value, where)
         new = {**pairs, step: Pair(old.where if old and rest else where, made)} if isinstance(made, Node) else pairs
         return made if isinstance(made, SyntaxProblem) else replace(node, value=new)
-    what = f"the recipe has no entry [{step}] there" if isinstance(step, int) else f"{step!r} cannot be set in {describe(node)}"
+    what = f"{step!r} cannot be set in {describe(node)}"
+    if isinstance(step, int):
+        known = len(inside) if isinstance(inside, tuple) else 0
+        what = f"the recipe has no entry [{step}] there" + (f", but {known}, counted from 0" if known else "")
     return SyntaxProblem(what, where=where, fix="Write the place of a value in the recipe.")
 
 
