@@ -74,6 +74,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
 
+
 # The first call of a kernel compiles it, which takes seconds; a deadline would fail whichever test comes first. On a busy
 # machine it takes seconds to make examples too: a time is not what a test is to find.
 # As plain Python an example takes a hundred times as long. What goes wrong there (an index out of bounds) goes wrong in most.

@@ -584,11 +584,7 @@ def _axe(page: Any) -> list[str]:
 
     page.evaluate(Path(AXE_FILE_PATH).read_text())
     found = page.evaluate(AXE)
-    return [
-        f"{each['id']}: {node['target']} {node['failureSummary'][:300]}"
-        for each in found
-        for node in each["nodes"][:3]
-    ]
+    return [f"{each['id']}: {node['target']} {node['failureSummary'][:300]}" for each in found for node in each["nodes"][:3]]
 
 
 SMALL = """[...document.querySelectorAll("button, select, input, summary, .ws-hit")].filter(each => each.checkVisibility())
