@@ -194,7 +194,7 @@ def test_the_pages_format_in_an_installed_package(file_of: Text, tmp_path: Path)
     env = {"PYTHONPATH": f"{environment()['PYTHONPATH']}:{tmp_path / 'site'}"}
     for command in (
         ("quantize", "a", "q", "--format", "int8-rows", "--quiet"),
-        ("dequantize", "q", "plain", "--dtype", "float32", "--quiet"),
+        ("dequantize", "q", "plain", "--out-dtype", "float32", "--quiet"),
     ):
         ran = run_process(*command, cwd=tmp_path, env=env, fresh=True)
         assert ran.code == 0, ran.err

@@ -114,6 +114,25 @@ def test_pieces_end_where_paragraphs_lines_or_words_do(text: str, found: list[st
     assert list(rows.pieces([text[:7], "", text[7:]])) == found
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_text_of_a_conversation_is_what_is_said_in_it(kind: str, tmp_path: Path) -> None:
+    talks = [
+        {"id": "a", "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]},
+        {"id": "b", "messages": [{"role": "user", "content": "So?"}]},
+    ]
+    shared = [{"id": "c", "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]}]
+    for lines, said in ((talks, ["Hello\nHi.", "So?"]), (shared, ["Hello\nHi."])):
+        path = tmp_path / f"t.{kind}"
+        if kind == "jsonl":
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        else:
+            pyarrow = pytest.importorskip("pyarrow")
+            from pyarrow import parquet
+
+            parquet.write_table(pyarrow.Table.from_pylist(lines), path)
+        assert list(rows.read_pieces(text_source(str(path), None, 5, 0))) == said
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_no_text_may_be_larger_than_the_limit(kind: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"t.{kind}").write_text("a" * 21)

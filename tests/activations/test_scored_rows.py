@@ -119,6 +119,15 @@ def test_answers_are_scored_up_to_their_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_conversations_of_sharegpt_are_those_of_messages(tmp_path: Path) -> None:
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in TALK["messages"]]
+    found = rows_of(talks(tmp_path / "s.jsonl", {"id": "identity_0", "conversations": turns}, TALK), 64)
+    for mine, theirs in zip(found.ids, rows_of(talks(tmp_path / "t.jsonl", TALK, TALK), 64).ids, strict=True):
+        assert np.array_equal(mine, theirs)
+
+
+@pytest.mark.slow
 def test_conversations_that_do_not_fit_a_row_are_cut_and_counted(tmp_path: Path) -> None:
     short = {"messages": TALK["messages"][:2]}
     found = rows_of(talks(tmp_path / "t.jsonl", short, TALK), 15)

@@ -72,7 +72,7 @@ def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
 
 
 def test_the_dtype_of_plain_weights(model: Path, cli: Cli) -> None:
-    assert cli("dequantize", "m", "plain", "--dtype", "float32", "--quiet").code == 0
+    assert cli("dequantize", "m", "plain", "--out-dtype", "float32", "--quiet").code == 0
     assert {array.dtype.name for array in tensors_of("plain").values()} == {"float32"}
     assert config_of("plain")["dtype"] == "float32"
 
@@ -146,9 +146,23 @@ def test_an_unknown_format_in_python(model: Path) -> None:
         weightsmith.quantize("m", "q", "gguf-Q4_K_M")
 
 
+def test_a_model_that_cannot_be_opened_is_named_as_the_argument(model: Path) -> None:
+    Path("empty").mkdir()
+    for make in (
+        lambda: weightsmith.dequantize("empty", "out"),
+        lambda: weightsmith.quantize("empty", "out", "int8"),
+        lambda: weightsmith.statistics("empty", "built-in", "out"),
+        lambda: weightsmith.transplant_tokenizer("empty", "m", "out"),
+    ):
+        with pytest.raises(PlanError, match=r"^error\[not-found\]: MODEL: empty: no weights"):
+            make()
+    with pytest.raises(PlanError, match=r"^error\[syntax\]: MODEL: cannot read the model 'm[+]': no adapter"):
+        weightsmith.dequantize("m+", "out")
+
+
 def test_an_option_under_another_name_in_python(model: Path) -> None:
-    with pytest.raises(TypeError, match=r"dequantize\(\) has no option 'out_dtype' \(did you mean 'dtype'\?\)"):
-        weightsmith.dequantize("m", "q", out_dtype="float32")
+    with pytest.raises(TypeError, match=r"dequantize\(\) has no option 'dtype' \(did you mean 'out_dtype'\?\)"):
+        weightsmith.dequantize("m", "q", dtype="float32")
     with pytest.raises(TypeError, match=r"quantize\(\) has no option 'quantize' \(did you mean 'format'\?\)"):
         weightsmith.quantize("m", "q", "int8", quantize="fp8-dynamic")
     assert not Path("q").exists()

@@ -46,7 +46,6 @@ KEYWORDS = {
 
 
 PARAMETERS = {
-    options.ExtractSettings: ("dtype",),
     options.EvaluateSettings: ("text",),
     options.TuneSettings: ("report_text", "reference"),
 }
@@ -125,6 +124,14 @@ def test_a_keyword_has_one_flag_whatever_the_record() -> None:
         assert flags.setdefault(option.name, option.flag()) == option.flag()
 
 
+def test_the_dtype_of_the_output_has_one_name_in_all_commands() -> None:
+    for record, option in EVERY:
+        for command in option.commands:
+            assert option.keyword(command) != "dtype", f"{record.__name__} in {command}"
+    having = {command for command, each in COMMANDS.items() if any("--out-dtype" in param.opts for param in each.params)}
+    assert having == {"merge", "moe", "plan", "preview", "quantize", "dequantize", "extract-lora"}
+
+
 def test_choices_are_what_the_features_have() -> None:
     assert options.find_option("quantize").values == tuple(FORMATS)
     assert options.find_option("head_bits").values == (*HEAD, PLAIN_HEAD)
@@ -187,8 +194,8 @@ OUT_OF_RANGE = [
     ("merge", "head_bits", "7", 7, "must be one of 2, 3, 4, 5, 6, 8, 16, not 7"),
     ("moe", "measure", "fast", "fast", "must be one of proxy, full, not 'fast'"),
     ("quantize", "group_size", "-1", -1, "must be at least 1, not -1"),
-    ("dequantize", "dtype", "float17", "float17", WRONG[DType][1]),
-    ("extract_lora", "dtype", "float17", "float17", WRONG[DType][1]),
+    ("dequantize", "out_dtype", "float17", "float17", WRONG[DType][1]),
+    ("extract_lora", "out_dtype", "float17", "float17", WRONG[DType][1]),
     ("extract_lora", "energy", "1.5", 1.5, "must be at most 1, not 1.5"),
     ("extract_lora", "layout", "gguf", "gguf", "must be one of peft, vllm, not 'gguf'"),
     ("extract_lora", "intruder_scale", "-0.5", -0.5, "must be at least 0, not -0.5"),

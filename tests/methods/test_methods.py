@@ -147,7 +147,7 @@ def test_ties_keeps_exactly_what_is_asked_the_lower_index_first(density: float, 
 
 
 def test_dare_keeps_the_expected_share_and_seed_changes_the_mask(tmp_path: Path) -> None:
-    base, model = np.zeros(200_000, np.float32), np.ones(200_000, np.float32)
+    base, model = np.zeros(200_000, ml_dtypes.bfloat16), np.ones(200_000, np.float32)
     shared, models = GTA | {"rescale": "inv_density"}, [{}, {"weight": 1.0, "density": 0.3}]
     first = run_method(tmp_path / "a", "dare_linear", [base, model], shared=shared, models=models, base=True)
     other = run_method(tmp_path / "b", "dare_linear", [base, model], shared=shared, models=models, base=True, seed=1)
@@ -176,7 +176,7 @@ def test_ties_is_exact_where_the_first_tile_is_unlike_the_rest(density: float, t
     rng = np.random.default_rng(2)
     scale = np.where(np.arange(n) < n // 6, 1e-6, np.where(np.arange(n) < n // 2, 1.0, 1e4))
     model = (rng.normal(0, 1, n) * scale).astype(np.float32)
-    base = np.zeros(n, np.float32)
+    base = np.zeros(n, ml_dtypes.bfloat16)
     models = [{}, {"weight": 1.0, "density": density}]
     got = run_method(tmp_path, "ties", [base, model], shared=GTA, models=models, base=True, tile_bytes=1, threads=1)
     np.testing.assert_array_equal(got, np.where(reference.keep_largest(model.astype(np.float64), int(density * n)), model, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,15 +20,16 @@ ELECTED: dict[str, dict[str, Any]] = {
 
 
 def models(count: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """A base, and fine-tunes that have half of their change in common."""
+    """A base in bf16, and fine-tunes in float32 that have half of their change in common."""
     rng = np.random.default_rng(0)
-    shared, base = rng.normal(0, 1e-3, (80, 96)), rng.normal(0, 0.02, (80, 96)).astype(np.float32)
+    shared, base = rng.normal(0, 1e-3, (80, 96)), rng.normal(0, 0.02, (80, 96)).astype(ml_dtypes.bfloat16)
     tuned = [(base.astype(np.float64) + shared + rng.normal(0, 1e-3, base.shape)).astype(np.float32) for _ in range(count)]
     return base, tuned
 
 
 def delta(method: str, base: np.ndarray, tuned: list[np.ndarray], weight: list[float], **parameters: Any) -> np.ndarray:
-    made = merge_state_dicts(method, [{"w": t} for t in tuned], base={"w": base}, weight=weight, **parameters)
+    models = [{"w": t} for t in tuned]
+    made = merge_state_dicts(method, models, base={"w": base}, weight=weight, out_dtype="float32", **parameters)
     return made["w"].astype(np.float64) - base.astype(np.float64)
 
 
@@ -43,13 +45,13 @@ def test_the_merge_points_where_task_arithmetic_does_and_stays_within_the_deltas
     merged = delta(method, base, tuned, weight, **ELECTED[method])
     assert cosine(merged, plain) > 0.7
     # L1 rescaling, the default of dare_ties and della, lengthens a delta by about 1 / density.
-    longest = np.max([np.abs(t.astype(np.float64) - base) for t in tuned], axis=0)
+    longest = np.max([np.abs(t.astype(np.float64) - base.astype(np.float64)) for t in tuned], axis=0)
     assert (np.abs(merged) <= 1.5 * longest + 1e-7).all()
 
 
 def test_all_weights_negative_is_the_merge_turned_round() -> None:
     base, tuned = models(3)
-    zero, deltas = np.zeros_like(base), [t - base for t in tuned]
+    zero, deltas = np.zeros_like(base), [t - base.astype(np.float32) for t in tuned]
     there = delta("ties", zero, deltas, [0.5, 0.2, 1.0], density=0.4)
     back = delta("ties", zero, deltas, [-0.5, -0.2, -1.0], density=0.4)
     np.testing.assert_array_equal(back, -there)

@@ -127,7 +127,7 @@ def test_two_models_of_which_one_has_no_weight_are_the_other() -> None:
 
 
 def test_the_masks_of_the_others_stay_when_a_weight_becomes_nought() -> None:
-    base = {"w": np.zeros((30, 40), np.float32)}
+    base = {"w": np.zeros((30, 40), ml_dtypes.bfloat16)}
     model = {"w": np.ones((30, 40), np.float32)}
     got = merge_state_dicts("dare_linear", [model, model], base=base, weight=[0.0, 1.0], density=0.4, rescale="none")
     wanted = reference.random_mask(random_key(0, 1, "w"), 1200, 0.4).reshape(30, 40)

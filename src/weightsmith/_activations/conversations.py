@@ -1,4 +1,4 @@
-"""Conversations: lines of a .jsonl file with `messages`, written as a model's chat template writes them."""
+"""Conversations: lines of a .jsonl file with `messages` or `conversations`, written as a model's chat template writes them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from weightsmith._plans.statistics import TextSource
 Conversation = Sequence[Mapping[str, Any]]
 """Messages: `role` and `content`, and whatever else a template reads."""
 
+ROLES: Mapping[str, str] = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
+"""What the names that ShareGPT has for the speakers are as roles of messages."""
 RENDERING_BYTES = 512 << 20
 """Memory limit of rendering, on top of Jinja's own code."""
 RENDERING_SECONDS = 20
@@ -30,17 +32,26 @@ def conversations(text: TextSource) -> Iterator[Conversation] | None:
         return None
     lines = read_lines(text)
     first = next(lines, None)
-    if first is None or not isinstance(first[1], dict) or "messages" not in first[1]:
+    if first is None or not isinstance(first[1], dict) or not {"messages", "conversations"} & first[1].keys():
         return None
     return (_checked(value, number, text.source) for number, value in itertools.chain([first], lines))
 
 
 def _checked(value: Any, number: int, where: str) -> Conversation:
     messages = value.get("messages") if isinstance(value, dict) else None
+    if isinstance(value, dict) and messages is None and isinstance(turns := value.get("conversations"), list):
+        messages = [_message(turn) for turn in turns]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         what = f"line {number} is no conversation, unlike the first"
         raise FormatError(what, where=where, fix='write {"messages": [{"role": "user", "content": "…"}, …]} on each line')
     return messages
+
+
+def _message(turn: Any) -> Any:
+    """A turn of the form of ShareGPT, `from` and `value`, as a message; anything else as it is."""
+    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
+        return turn
+    return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
 
 
 def rendered(

@@ -9,9 +9,11 @@ last text.
 
 from __future__ import annotations
 
+import runpy
 import struct
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 DOING = "reading it"
@@ -20,6 +22,9 @@ BATCH_ROWS = 16
 PART_CHARACTERS = 1 << 20
 MAX_COLUMNS = 100_000
 """The most columns, row groups and other list items in a footer, which takes a thousand times its size in memory."""
+
+
+_text_of = runpy.run_path(str(Path(__file__).with_name("fields.py")))["text_of"]
 
 
 def load() -> Any:
@@ -38,12 +43,11 @@ def run(parquet: Any) -> None:
 
 
 def _texts(file: Any) -> Iterator[str]:
-    """The text of each row: the column `text`, or all columns that are text."""
+    """The text of each row: the column `text`, or what is said in a conversation, or all columns that are text."""
     for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
         for number in range(batch.num_rows):
             [row] = batch.slice(number, 1).to_pylist()  # one by one: these take as much memory again
-            own = row.get("text")
-            yield own if isinstance(own, str) else " ".join(value for value in row.values() if isinstance(value, str))
+            yield _text_of(row)
 
 
 def _write(out: BinaryIO, text: str) -> None:

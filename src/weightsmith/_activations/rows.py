@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.bounded import BoundedScript
+from weightsmith._activations.fields import text_of
 from weightsmith._activations.packages import missing
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line
 from weightsmith._base.files import expand_user, open_bounded, show
@@ -200,7 +201,7 @@ def read_lines(text: TextSource) -> Iterator[tuple[int, Any]]:
 
 
 def _json_lines(file: io.FileIO, path: Path) -> Iterator[str]:
-    """The `text` of each line, or all of its strings."""
+    """The `text` of each line, or what is said in its conversation, or all of its strings."""
     for _, value in _json_values(file, path):
         yield from pieces([_text_of(value)])
 
@@ -226,8 +227,7 @@ def _text_of(value: object) -> str:
         return value
     if not isinstance(value, dict):
         return ""
-    own = value.get("text")
-    return own if isinstance(own, str) else " ".join(each for each in value.values() if isinstance(each, str))
+    return text_of(value)
 
 
 def _parquet(file: io.FileIO, path: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from weightsmith._base.options import (
     ExtractSettings,
@@ -142,37 +142,33 @@ def quantize(
     return _make(lambda: prepare_copy(model, planning, settings), "quantising", out, running, progress, rechecking)
 
 
-@lists_options("dequantize", *_ALL, besides=("dtype",))
+@lists_options("dequantize", *_ALL)
 def dequantize(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    dtype: Any = None,
     progress: Callable[[Progress], None] | bool = True,
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
     """Copy a model of any stored format into a new folder with plain weights.
 
-    dtype  dtype of floating-point tensors: a string, a numpy dtype or a torch dtype; None: the model's own
-
-    Everything else is as for `quantize`.
+    All arguments are as for `quantize`, without the format.
 
     >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
     """
     from weightsmith._features.quantisation.formats import prepare_copy
 
-    planning, settings, running = read_options("dequantize", {"dtype": dtype, **options}, *_ALL)
+    planning, settings, running = read_options("dequantize", options, *_ALL)
     return _make(lambda: prepare_copy(model, planning, settings), "dequantising", out, running, progress, rechecking)
 
 
-@lists_options("extract_lora", ExtractSettings, RunOptions, besides=("dtype",))
+@lists_options("extract_lora", ExtractSettings, RunOptions)
 def extract_lora(
     finetuned: str | os.PathLike[str],
     base: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    dtype: Any = None,
     progress: Callable[[Progress], None] | bool = True,
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[ExtractKeywords],
@@ -180,7 +176,6 @@ def extract_lora(
     """Extract a LoRA adapter from a fine-tune and its base into a new folder, as PEFT reads it.
 
     finetuned, base  folders or Hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
-    dtype            dtype of the factors: a string, a numpy dtype or a torch dtype; None: that of the fine-tune's weights
 
     `Merged.reports["extraction"]` has the share of each matrix's change that the adapter keeps. Everything else is as for
     `merge`. Raises PlanError for models that do not belong together, and if nothing differs.
@@ -190,7 +185,7 @@ def extract_lora(
     """
     from weightsmith._features.adapters.extract import prepare_extraction
 
-    settings, running = read_options("extract_lora", {"dtype": dtype, **options}, ExtractSettings, RunOptions)
+    settings, running = read_options("extract_lora", options, ExtractSettings, RunOptions)
     return _make(lambda: prepare_extraction(finetuned, base, settings), "storing", out, running, progress, rechecking)
 
 

@@ -12,6 +12,7 @@ from weightsmith._base.errors import PlanError, WeightsmithError, nearest, undoi
 from weightsmith._base.options import RecipeOptions, StatisticsSettings, option_error
 from weightsmith._planning.planner import Assembled, Prepared
 from weightsmith._planning.planner.build import assemble
+from weightsmith._planning.recipe import copy_of
 from weightsmith._plans import COPY, PRODUCTS, Made, Product, Read, Settings, Step
 from weightsmith._plans.statistics import StatisticRequest
 from weightsmith._version import __version__
@@ -26,9 +27,8 @@ def prepare_statistics(model: str | os.PathLike[str], text: str | os.PathLike[st
     Raises PlanError with all problems. Cost: hashes the weights, and tokenizes the text.
     """
     kinds, problems = _kinds(settings)
-    recipe = {"merge_method": "passthrough", "models": [{"model": os.fspath(model)}]}
     try:
-        assembled = assemble(recipe, RecipeOptions())
+        assembled = assemble(copy_of(model), RecipeOptions())
     except PlanError as error:
         raise PlanError([*error.problems, *problems]) from error
     with undoing(assembled.close):

@@ -7,13 +7,14 @@ base, `user*.py` methods of the user's own. What the engine runs is in `jobs`. I
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 from weightsmith._base.errors import MethodError, UnknownMethod, nearest, nearest_names
-from weightsmith._methods.base import Method
+from weightsmith._methods.base import Method, Parameter
 from weightsmith._methods.steps import with_steps
 
 NAMES = (
@@ -94,3 +95,36 @@ def installed_methods() -> tuple[tuple[Method, ...], tuple[MethodError, ...]]:
         except MethodError as error:
             errors.append(error)
     return tuple(found), tuple(errors)
+
+
+@cache
+def any_method() -> Method:
+    """Stands for a method that does not exist, so that the rest of its recipe can be checked; its name is "".
+
+    Its parameters are those of all methods. Each accepts the values that one of them accepts.
+    """
+    named: dict[str, list[Parameter]] = {}
+    for method in (*all_methods(), *installed_methods()[0]):
+        for parameter in method.parameters:
+            named.setdefault(parameter.name, []).append(parameter)
+    return replace(
+        get("linear"), name="", parameters=tuple(_widest(each) for each in named.values()), base="input", min_models=0
+    )
+
+
+def _widest(alike: Iterable[Parameter]) -> Parameter:
+    """A parameter of the same name as these, for the values that one of them accepts."""
+    first, *others = alike
+    kinds = {each.kind for each in (first, *others)}
+    minima, maxima = ([getattr(each, bound) for each in (first, *others)] for bound in ("minimum", "maximum"))
+    choices = [each.choices for each in (first, *others)]
+    return replace(
+        first,
+        kind=first.kind if len(kinds) == 1 else "str",
+        scope="model" if any(each.scope == "model" for each in (first, *others)) else "tensor",
+        minimum=None if None in minima else min(minima),
+        maximum=None if None in maxima else max(maxima),
+        choices=tuple(dict.fromkeys(c for each in choices for c in each)) if all(choices) and len(kinds) == 1 else (),
+        optional=True,
+        ignored="",
+    )

@@ -102,6 +102,7 @@ class Checkpoint(NamedTensors, Closing):
     decoded      the quantisation of stored weights that the source decodes; "" if there is none
     repositories  Hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
     notes        warnings about the model
+    untied       the one of `notes` on an embedding and a head that were one tensor, and are two with its adapter
     alone        a single file, opened without its folder
     plan         of a merge whose result it is, if the tensors are computed when they are read
     """
@@ -114,6 +115,7 @@ class Checkpoint(NamedTensors, Closing):
         *,
         metadata: Mapping[str, str] | None = None,
         notes: tuple[Finding, ...] = (),
+        untied: Finding | None = None,
         decoded: str = "",
         plan: Plan | None = None,
     ) -> None:
@@ -129,6 +131,7 @@ class Checkpoint(NamedTensors, Closing):
         self.metadata = dict(metadata or {})
         self.quantised = opening.describe_quantisation(folder.config, source.specs)
         self.notes = notes
+        self.untied = untied
         self.repositories = folder.repositories
         self.decoded = decoded
         self.plan = plan

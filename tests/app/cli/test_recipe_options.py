@@ -64,7 +64,7 @@ def test_a_wrong_value_is_an_error_at_the_option_and_others_keep_their_lines(cli
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("models[7].model=a", "the recipe has no entry [7] there"),
+        ("models[7].model=a", "the recipe has no entry [7] there, but 2, counted from 0"),
         ("merge_method.x=1", "'x' cannot be set in the text 'linear'"),
         ("models.model=a", "'model' cannot be set in a list of 2"),
         ("a..b=1", "this is not the place of a value in the recipe"),

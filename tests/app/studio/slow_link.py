@@ -8,12 +8,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+
+@dataclass
+class Link:
+    """port: of this machine; seconds: a round trip, which may be changed at any time."""
+
+    port: int
+    seconds: float = 0.0
 
 
 @contextmanager
-def slow_link(port: int, seconds: float) -> Iterator[int]:
-    """The port of a link to another port of this machine. seconds: a round trip."""
+def slow_link(port: int) -> Iterator[Link]:
+    """A link to another port of this machine, without latency until one is set."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+    link = Link(int(listening.getsockname()[1]))
     ends: list[socket.socket] = [listening]
     threads: list[threading.Thread] = []
 
@@ -29,7 +39,7 @@ def slow_link(port: int, seconds: float) -> Iterator[int]:
                 data = source.recv(1 << 16)
             except OSError:
                 data = b""
-            waiting.put((time.monotonic() + seconds / 2, data))
+            waiting.put((time.monotonic() + link.seconds / 2, data))
 
     def give(target: socket.socket, waiting: queue.Queue[tuple[float, bytes]]) -> None:
         while True:
@@ -61,7 +71,7 @@ def slow_link(port: int, seconds: float) -> Iterator[int]:
 
     run(accept)
     try:
-        yield int(listening.getsockname()[1])
+        yield link
     finally:
         for end in ends:
             with suppress(OSError):

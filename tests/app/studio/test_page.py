@@ -311,8 +311,9 @@ SLOW = 0.8
 def test_fifty_edits_over_a_slow_link(
     browser: Any, studio: Studio, root: Path, seed: int, seconds: float, request: pytest.FixtureRequest
 ) -> None:
-    with slow_link(studio.port, seconds) as port, Visit(browser, f"http://127.0.0.1:{port}/") as visit:
+    with slow_link(studio.port) as link, Visit(browser, f"http://127.0.0.1:{link.port}/") as visit:
         ready(visit)
+        link.seconds = seconds
         _edits(visit.page, seed)
         before = values_shown(visit.page)
         _agree(visit)
@@ -328,8 +329,9 @@ def test_fifty_edits_over_a_slow_link(
 
 
 def test_a_button_that_is_pressed_twice_over_a_slow_link_moves_once(browser: Any, studio: Studio) -> None:
-    with slow_link(studio.port, SLOW) as port, Visit(browser, f"http://127.0.0.1:{port}/") as visit:
+    with slow_link(studio.port) as link, Visit(browser, f"http://127.0.0.1:{link.port}/") as visit:
         ready(visit)
+        link.seconds = SLOW
         for _ in range(2):
             visit.page.get_by_label(f"{FR}: move down").click()
         visit.saved()
@@ -346,8 +348,9 @@ def test_a_button_that_is_pressed_twice_over_a_slow_link_moves_once(browser: Any
 
 
 def test_a_reload_keeps_edits_that_were_under_way(browser: Any, studio: Studio) -> None:
-    with slow_link(studio.port, SLOW) as port, Visit(browser, f"http://127.0.0.1:{port}/") as visit:
+    with slow_link(studio.port) as link, Visit(browser, f"http://127.0.0.1:{link.port}/") as visit:
         ready(visit)
+        link.seconds = SLOW
         slider = visit.page.get_by_label(f"weight of {FR}", exact=True)
         for _ in range(10):
             slider.press("ArrowLeft")
@@ -569,18 +572,19 @@ def test_a_merge_that_is_over_at_once_is_said_to_begin_each_time(
         assert visit.page.evaluate("window.heard") == ["Merging merged: 0 percent.", "merged is merged."] * 2
 
 
+AXE = """axe.run(document, {
+  iframes: false,
+  resultTypes: ["violations"],
+  runOnly: ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa", "best-practice"],
+}).then(found => found.violations)"""
+
+
 def _axe(page: Any) -> list[str]:
     from axe_playwright_python.base import AXE_FILE_PATH
 
     page.evaluate(Path(AXE_FILE_PATH).read_text())
-    found = page.evaluate(
-        "axe.run(document, {iframes: false, runOnly: ['wcag2a', 'wcag2aa', 'wcag21aa', 'wcag22aa', 'best-practice']})"
-    )
-    return [
-        f"{each['id']}: {node['target']} {node['failureSummary'][:300]}"
-        for each in found["violations"]
-        for node in each["nodes"][:3]
-    ]
+    found = page.evaluate(AXE)
+    return [f"{each['id']}: {node['target']} {node['failureSummary'][:300]}" for each in found for node in each["nodes"][:3]]
 
 
 SMALL = """[...document.querySelectorAll("button, select, input, summary, .ws-hit")].filter(each => each.checkVisibility())
@@ -605,7 +609,8 @@ def test_nothing_keeps_anyone_out(browser: Any, studio: Studio, width: int, sche
                 "panes => panes.filter(pane => pane.checkVisibility()).map(pane => pane.id)"
             )
             assert shown == ([name] if width < 500 else ["models", "desk", "result"])
-            assert _axe(page) == [], name
+            if width < 500 or name == "result":  # on a desktop the steps are one state
+                assert _axe(page) == [], name
             visit.fine()
         visit.step("desk")
         page.click("#method")

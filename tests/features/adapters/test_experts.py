@@ -47,7 +47,7 @@ def pair(folder: Path, before: dict[str, np.ndarray], after: dict[str, np.ndarra
 def test_a_parameter_of_experts_has_factors_of_each(transposed: bool, options: dict[str, Any], tmp_path: Path) -> None:
     before = fused(transposed=transposed)
     fine, model = pair(tmp_path, before, changed(before))
-    made = extract(fine, model, tmp_path / "out", dtype="float32", **options)
+    made = extract(fine, model, tmp_path / "out", out_dtype="float32", **options)
     config, rank = config_of(made.out), 2
     assert config["target_parameters"] == [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]
     assert (config["r"], config["target_modules"], config["rank_pattern"]) == (rank, ["q_proj"], {Q: 3})
@@ -73,7 +73,7 @@ def test_experts_that_are_apart_have_one_rank(layout: str, stored: str, tmp_path
         fine, model = pair(tmp_path, before, after)
     else:
         return
-    made = extract(fine, model, tmp_path / "out", dtype="float32", energy=0.999999, layout=layout)
+    made = extract(fine, model, tmp_path / "out", out_dtype="float32", energy=0.999999, layout=layout)
     assert {m["rank"] for m in made.reports["extraction"].to_json()["modules"] if "experts" in m["module"]} == {2}  # type: ignore[attr-defined]
     tensors = tensors_of(made.out)
     for name in want:
@@ -122,7 +122,7 @@ def test_peft_loads_the_experts_and_makes_the_fine_tune(name: str, tmp_path: Pat
         if ("experts" in parameter_name and "bias" not in parameter_name) or "q_proj.weight" in parameter_name:
             parameter.data += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "fine")
-    made = extract(tmp_path / "fine", tmp_path / "base", tmp_path / "out", max_rank=1000, dtype="float32")
+    made = extract(tmp_path / "fine", tmp_path / "base", tmp_path / "out", max_rank=1000, out_dtype="float32")
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     tuned = peft.PeftModel.from_pretrained(fresh, made.out)
     loaded = tuned.load_adapter(made.out, adapter_name="again")

@@ -85,7 +85,7 @@ def extract(*args: Any, **options: Any) -> weightsmith.Merged:
 @pytest.mark.parametrize("spread", [True, False])
 def test_an_adapter_is_recovered_from_the_model_that_it_was_merged_into(spread: bool, tmp_path: Path) -> None:
     model, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "a", factors(Q, H, H) | factors(DOWN, H, INNER))
-    made = extract(f"{model}+{lora}", model, tmp_path / "out", max_rank=4, dtype="float32", distribute_scale=spread)
+    made = extract(f"{model}+{lora}", model, tmp_path / "out", max_rank=4, out_dtype="float32", distribute_scale=spread)
     found, want = (applied(model, each, tmp_path / f"{each.name} in") for each in (made.out, lora))
     for name, array in want.items():
         np.testing.assert_allclose(found[name], array, atol=2e-5, err_msg=name)
@@ -104,7 +104,7 @@ def test_all_ranks_give_the_bytes_of_the_fine_tune(tmp_path: Path) -> None:
     changes["model.norm.weight"] = normal(H, seed=4)
     changes["model.embed_tokens.weight"] = normal(TOKENS, H, seed=5)
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
-    made = extract(fine, model, tmp_path / "out", dtype="float32")
+    made = extract(fine, model, tmp_path / "out", out_dtype="float32")
     assert config_of(made.out)["modules_to_save"] == ["model.embed_tokens", "model.norm"]
     found = applied(model, made.out, tmp_path / "merged", dtype="bfloat16")
     with weightsmith.open_checkpoint(fine) as checkpoint:
@@ -328,7 +328,7 @@ def test_a_tied_embedding_that_differs_is_saved_as_embedding_and_head(tmp_path: 
     tensors[f"{Q}.weight"] = normal(H, H, seed=2).astype(BF16)
     fine = write_checkpoint(tmp_path / "fine", tensors, {**LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": True})
     for embed_lora in (False, True):
-        made = extract(fine, model, tmp_path / f"{embed_lora}", dtype="float32", embed_lora=embed_lora)
+        made = extract(fine, model, tmp_path / f"{embed_lora}", out_dtype="float32", embed_lora=embed_lora)
         found = applied(model, made.out, tmp_path / f"{embed_lora} in", dtype="bfloat16")
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             assert found[name].tobytes() == tensors["model.embed_tokens.weight"].tobytes()
@@ -437,9 +437,21 @@ def test_a_wrong_base_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_models_that_are_equal_or_differ_where_no_factors_are_give_no_adapter(tmp_path: Path) -> None:
+def test_models_that_are_equal_or_differ_where_no_factors_are_give_no_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = base(tmp_path / "base")
-    assert "nothing differs from" in str(refusal(model, model, tmp_path / "out"))
+    shutil.copytree(model, tmp_path / "copy")
+    with monkeypatch.context() as patched:
+        for name in ("thin_svd", "_krylov"):  # an equal matrix is found equal before it would be decomposed
+            patched.setattr(f"weightsmith._features.adapters.factors.{name}", None)
+        assert f"copy: nothing differs from {model}" in str(refusal(tmp_path / "copy", model, tmp_path / "out"))
+        (tmp_path / "link").symlink_to(model)
+        for same in (model, tmp_path / "link", f"{tmp_path}/copy/../base/"):
+            with pytest.raises(PlanError, match=r"FINETUNED: \S*: this is BASE itself, and nothing differs from it"):
+                prepare_extraction(same, model, ExtractSettings())
+    (tmp_path / "link").unlink()
+    shutil.rmtree(tmp_path / "copy")
     fine = tuned(tmp_path / "fine", {"model.norm.weight": normal(H)})
     assert "only 1 tensors that cannot become factors differ" in str(refusal(fine, model, tmp_path / "out"))
     fine = tuned(tmp_path / "fine2", {f"{Q}.weight": 1e-2 * normal(H, H)})
@@ -511,8 +523,8 @@ def test_a_plan_runs_from_its_json_and_is_checked(tmp_path: Path, cli: Cli) -> N
     assert tensors_of(tmp_path / "a").keys() == tensors_of(direct.out).keys()
     data = json.loads(ran.out)
     for change, words in [
-        ({"then": {"format": "peft", "settings": {"dtype": "bfloat16"}}}, "not a plan that can be run"),
-        ({"then": data["then"] | {"settings": data["then"]["settings"] | {"dtype": "int8"}}}, "not a plan that can be run"),
+        ({"then": {"format": "peft", "settings": {"out_dtype": "bfloat16"}}}, "not a plan that can be run"),
+        ({"then": data["then"] | {"settings": data["then"]["settings"] | {"out_dtype": "int8"}}}, "not a plan that can be run"),
     ]:
         with pytest.raises(WeightsmithError, match=words):
             weightsmith.run(plan_from_json({**data, **change}), tmp_path / "c", progress=False, fsync=False)
@@ -556,7 +568,7 @@ def test_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) 
         "0.9",
         "-e",
         "norm",
-        "--dtype",
+        "--out-dtype",
         "bfloat16",
         "--report",
         "out/report.html",

@@ -73,6 +73,19 @@ def test_more_blocks_keep_more_of_noise() -> None:
     assert single > 0.985
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("spread", [False, True])
+def test_the_factors_of_zeros_are_zeros_without_a_decomposition(
+    exact: bool, spread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("thin_svd", "_krylov"):
+        monkeypatch.setattr(f"weightsmith._features.adapters.factors.{name}", None)
+    found = decompose(np.zeros((40, 24), np.float32), 3, 0, exact=exact, spread=spread)
+    assert (found.left.shape, found.right.shape, found.values.shape) == ((40, 3), (3, 24), (3,))
+    assert not any(array.any() for array in (found.left, found.right, found.values))
+    assert (found.left.dtype, found.values.dtype, found.energy, found.bound) == (np.float32, np.float64, 0, 0)
+
+
 def test_small_matrices_are_decomposed_exactly_where_that_keeps_more() -> None:
     assert prefers_exact(32, 256, 2048)
     assert not prefers_exact(32, 512, 2048)

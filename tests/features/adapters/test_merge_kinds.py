@@ -454,7 +454,7 @@ def test_peft_loads_merged_experts_that_are_named_one_by_one(tmp_path: Path) -> 
         changed = {n: t + 0.05 * torch.randn_like(t) if "experts" in n or "q_proj" in n else t for n, t in before.items()}
         model.load_state_dict(changed)
         model.save_pretrained(tmp_path / f"fine {i}")
-        extract(tmp_path / f"fine {i}", tmp_path / "base", tmp_path / str(i), max_rank=2 + i, dtype="float32")
+        extract(tmp_path / f"fine {i}", tmp_path / "base", tmp_path / str(i), max_rank=2 + i, out_dtype="float32")
     pair = tmp_path / "0", tmp_path / "1"
     assert any(".experts.0." in name for name in tensors_of(pair[0]))
     out = merge(recipe(pair, "task_arithmetic", WEIGHTS), tmp_path / "out")

@@ -61,7 +61,7 @@ def test_base_and_adapter_are_the_fine_tune(name: str, tmp_path: Path, asked: No
 
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     fine, model = models(name, tmp_path)
-    made = extract(fine, model, tmp_path / "out", max_rank=10000, dtype="float32")
+    made = extract(fine, model, tmp_path / "out", max_rank=10000, out_dtype="float32")
     model_class = getattr(transformers, FAMILIES[name][0])
     want, fresh = (model_class.from_pretrained(folder, dtype=torch.float32).eval() for folder in (fine, model))
     given = inputs_of(want)
@@ -104,7 +104,9 @@ def test_a_merge_of_adapters_is_an_adapter_that_peft_finds_as_it_finds_them(name
     with torch.no_grad():
         for own, theirs in zip(want.parameters(), other.parameters(), strict=True):
             own += (theirs - own) / 2
-    made = [extract(each, model, tmp_path / f"of {each.name}", max_rank=10000, dtype="float32").out for each in (first, second)]
+    made = [
+        extract(each, model, tmp_path / f"of {each.name}", max_rank=10000, out_dtype="float32").out for each in (first, second)
+    ]
     recipe = {"merge_method": "linear", "models": [{"model": str(out), "parameters": {"weight": 0.5}} for out in made]}
     merged = weightsmith.merge(recipe, tmp_path / "merged", progress=False, fsync=False)
     given = inputs_of(want)

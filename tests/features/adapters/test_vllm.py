@@ -50,7 +50,7 @@ def test_the_base_with_the_adapter_is_the_fine_tune(name: str, tmp_path: Path) -
     )
     fine = fine_tuned(base, tmp_path / "fine")
     made = weightsmith.extract_lora(
-        fine, base, tmp_path / "adapter", max_rank=RANK, energy=0.999999, dtype="float32", layout="vllm", progress=False
+        fine, base, tmp_path / "adapter", max_rank=RANK, energy=0.999999, out_dtype="float32", layout="vllm", progress=False
     )
     requests = [Request(base, TOKENS), Request(base, TOKENS, adapter=Path(str(made.out)), rank=RANK)]
     without, found = logprobs(requests, tmp_path / "outputs")

@@ -122,6 +122,29 @@ def test_what_is_to_know_of_the_models_is_said(
     assert [w.where for w in weightsmith.plan(smaller).warnings if w.what == "an old revision"] == ["out"]
 
 
+@pytest.mark.parametrize("saved", ["lm_head", "embed_tokens"])
+def test_only_the_base_is_said_to_have_a_head_and_an_embedding_of_its_own(saved: str, tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", llama(0), config(tie_word_embeddings=True))
+    place = {"lm_head": "lm_head", "embed_tokens": "model.embed_tokens"}[saved]
+    tensors = {f"base_model.model.{place}.weight": np.ones((VOCAB, HIDDEN), np.float32)}
+    for i in range(LAYERS):
+        for part, shape in (("A", (2, HIDDEN)), ("B", (INTERMEDIATE, 2))):
+            tensors[f"base_model.model.model.layers.{i}.mlp.up_proj.lora_{part}.weight"] = np.ones(shape, np.float32)
+    write_checkpoint(tmp_path / "adapter", tensors)
+    (tmp_path / "adapter" / "model.safetensors").rename(tmp_path / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["up_proj"], "modules_to_save": [saved]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    adapted = f"{base}+{tmp_path}/adapter"
+
+    def said(base_model: str) -> list[str]:
+        experts = [{"source_model": str(base)}, {"source_model": adapted}]
+        what = {"base_model": base_model, "gate_mode": "random", "experts": experts}
+        return [warning.what for warning in weightsmith.plan(what).warnings if "two tensors" in warning.what]
+
+    assert len(said(adapted)) == 1
+    assert not said(str(base))
+
+
 def test_every_tensor_of_every_model_is_used_or_left_out_for_a_reason(models: dict[str, Path], tmp_path: Path) -> None:
     made = weightsmith.moe(recipe(models, ["a", "b"]), tmp_path / "out")
     used = {(i.model, i.tensor) for step in made.plan.steps for leaf in step.leaves for i in leaf.inputs}

@@ -11,6 +11,7 @@ import pytest
 from tests.cases import SWEEP
 from tests.cases.task_vectors import GTA
 from tests.mini import run_method
+from weightsmith._base.tensors import DTYPES
 from weightsmith._methods.jobs import selection
 from weightsmith._methods.jobs.selection import Counted, Counts, Selection
 from weightsmith.abc.job import Tile
@@ -19,20 +20,24 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def data(kind: str) -> list[np.ndarray]:
-    """A base and two models of 300,000 elements in rows of 500, with many different deltas, many equal ones, or both."""
+    """A base and two models of 300,000 elements in rows of 500, with many different deltas, many equal ones, or both.
+
+    The base is bf16: float32 models are merged by the kernels of `cases.case.mixed`.
+    """
     rng = np.random.default_rng(3)
     shape = (600, 500)
-    base = np.zeros(shape, np.float32) if kind == "mixed" else rng.normal(0, 0.02, shape).astype(np.float32)
+    base = np.zeros(shape, BF16) if kind == "mixed" else rng.normal(0, 0.02, shape).astype(BF16)
     models = []
     for _ in range(2):
         delta = rng.normal(0, 1e-3, shape).astype(np.float32)
         if kind == "mixed":  # thresholds of many a density lie on a value that a third of all elements have
             delta = np.where(rng.random(shape) < 0.4, np.float32(7e-4) * np.sign(delta), delta)
-        models.append(base + delta)
+        models.append(base.astype(np.float32) + delta)
     arrays = [base, *models]
     return [a.astype(BF16) for a in arrays] if kind == "bf16" else arrays
 
 
+OUT = {"float32": DTYPES["F32"], "mixed": DTYPES["F32"], "bf16": DTYPES["BF16"]}
 WEIGHTS = [{}, {"weight": 0.6, "density": 0.35, "gamma": 0.01}, {"weight": 0.6, "density": 0.5, "gamma": 0.02}]
 METHODS = {
     "ties": (GTA, WEIGHTS),
@@ -78,7 +83,8 @@ def test_the_bytes_do_not_depend_on_how_counts_are_held(
         most[0] = 0
         passes.clear()
         arrays = data(kind)[: len(own)]
-        found = run_method(tmp_path / name, method, arrays, shared=shared, models=own, base=True, tile_bytes=1)
+        how = {"shared": shared, "models": own, "base": True, "out": OUT[kind], "tile_bytes": 1}
+        found = run_method(tmp_path / name, method, arrays, **how)
         assert most[0] <= held
         return found.tobytes()
 
@@ -112,6 +118,6 @@ def test_one_pass_finds_a_threshold_among_few_patterns(
     monkeypatch.setattr(Selection, "finish_pass", folded)
     arrays = data(kind)[:2]
     weights = [{}, {"weight": 0.6, "density": density, "gamma": 0.0}]
-    run_method(tmp_path, "ties", arrays, shared=GTA, models=weights, base=True, tile_bytes=1)
+    run_method(tmp_path, "ties", arrays, shared=GTA, models=weights, base=True, out=OUT[kind], tile_bytes=1)
     assert passes == ["window"]
     assert 0 < counted[0] < 0.25 * arrays[0].size

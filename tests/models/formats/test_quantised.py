@@ -569,5 +569,5 @@ def test_damaged_scales_stop_a_copy(kind: str, value: float, dtype: str | None, 
     tensors[damaged].reshape(-1)[0] = value
     safetensors.numpy.save_file(tensors, file)
     with pytest.raises(NonFinite, match=r"q_proj\.weight: element \[\d+, \d+\] is (nan|-?inf)"):
-        weightsmith.dequantize(folder, tmp_path / "out", dtype=dtype, fsync=False)
-    weightsmith.dequantize(folder, tmp_path / "out", dtype=dtype, allow_nonfinite=True, fsync=False)
+        weightsmith.dequantize(folder, tmp_path / "out", out_dtype=dtype, fsync=False)
+    weightsmith.dequantize(folder, tmp_path / "out", out_dtype=dtype, allow_nonfinite=True, fsync=False)

@@ -183,8 +183,9 @@ def test_a_write_that_fails_for_space_says_so_and_keeps_the_work(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
-            with pytest.raises(NoSpace, match=r"kept in .* run again"):
+            with pytest.raises(NoSpace, match=r"kept in .* run again") as caught:
                 staging.write("head", 0, b"1")
+        assert ("--max-shard-size (max_shard_bytes)" in caught.value.finding.fix) == (code == errno.EFBIG)
     with open_staging(out, layout(), "plan") as staging:
         assert staging.finished == set(NAMES[:2])
 

@@ -132,7 +132,20 @@ def test_the_chat_template_is_that_of_the_first_model_that_has_one(make: Make, h
     assert said(plan)[-1] == "chat_template: base has no chat template: the output has that of de"
     assert len(said(plan)) == (1 if with_tokenizer else 2)
     assert ("tokenizer.json" in plan.files) != with_tokenizer
-    assert plan.lacking == ({"de": ("chat_template.json",)} if how == "chat_template.json" else {})
+    assert plan.lacking == {}
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json"])
+def test_a_template_in_the_settings_of_the_tokenizer_is_not_called_missing(make: Make, file: str) -> None:
+    make("base", trained(), chat_template=TEMPLATE)
+    text = TEMPLATE if file.endswith("jinja") else json.dumps({"chat_template": TEMPLATE})
+    make("fr", trained(), {file: text, "LICENSE": "mine"}, seed=1)
+    plan = weightsmith.plan(recipe("base", "fr"))
+    assert json.loads(Path("base", "tokenizer_config.json").read_text())["chat_template"] == TEMPLATE
+    assert "tokenizer_config.json" in plan.carried
+    assert plan.lacking == {"fr": ("LICENSE",)}
+    inner = recipe("fr", "base") | {"name": "inner"}
+    assert weightsmith.plan([recipe("base", "inner"), inner]).lacking == {"inner": ("LICENSE",)}
 
 
 def test_named_chat_templates_are_kept(make: Make) -> None:
@@ -162,7 +175,7 @@ def test_a_base_without_a_tokenizer_keeps_its_chat_template(make: Make) -> None:
     plan = weightsmith.plan(recipe("base", "fr"))
     assert plan.files["chat_template.jinja"] == b"{{ mine }}\n"
     assert "chat_template.json" not in plan.files
-    assert plan.lacking == {"base": ("added_tokens.json",), "fr": ("chat_template.json",)}
+    assert plan.lacking == {"base": ("added_tokens.json",)}
 
 
 def test_the_tokenizer_that_a_recipe_names_gets_no_other_models_template(make: Make) -> None:

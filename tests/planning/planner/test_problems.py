@@ -86,6 +86,69 @@ def test_an_unknown_method_does_not_hide_missing_models(tmp_path: Path) -> None:
     ]
 
 
+def test_an_unknown_method_hides_no_mistake_that_does_not_depend_on_it(tmp_path: Path) -> None:
+    a, b = (plan_help.model(tmp_path / name, 2, seed=seed) for seed, name in enumerate("ab"))
+    text = f"""merge_method: tise
+slices:
+  - sources:
+      - {{model: {a}, layer_range: [0, 2]}}
+      - {{model: {b}, layer_range: [1, 2], parameters: {{densty: 0.5}}}}
+  - sources: [{{model: {b}, layer_range: [1, 9]}}]
+parameters:
+  weight: [1, heavy]
+  normalize: perhaps
+  rescale: l1
+  density: 2
+"""
+    lines = text.split("\n")
+    misspelled, beyond = f"5:{lines[4].index('densty') + 1}", f"6:{lines[5].index('[1,') + 1}"
+    # `rescale` takes l1 in one method and a number in another, and the density of one has no bounds.
+    found = {problem.finding.where.removeprefix("<text>:"): problem.finding.what for problem in problems(text)}
+    assert found == {
+        "1:1": "no merge method is called 'tise' (did you mean 'ties'?)",
+        "3:5": "the sources of a slice have different numbers of layers",
+        misspelled: "no merge method has a parameter 'densty' (did you mean 'density'?); mergekit ignores it",
+        beyond: f"layer_range [1, 9] of {b}, which has 2 layers",
+        "8:11": "weight must be a number, not 'heavy'",
+        "9:14": "normalize must be true or false, not 'perhaps'",
+    }
+
+
+def test_an_unknown_method_is_told_even_if_the_recipe_cannot_be_read_to_its_end() -> None:
+    first, second = problems("dtype: float32\nmerge_method: tise\nmodles: [{model: a}]\n")
+    assert str(first).startswith("<text>:2:1: no merge method is called 'tise'")
+    assert str(second).startswith("<text>:3:1: unknown key 'modles'")
+
+
+def test_a_pattern_without_matches_hides_no_mistake_that_does_not_depend_on_it(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a")
+    text = f"""merge_method: ties
+models:
+  - {{model: {tmp_path}/step-*, parameters: {{weight: {{lawa: 3}}}}}}
+  - {{model: {a}, parameters: {{densty: 0.5}}}}
+  - {{model: {tmp_path}/c}}
+parameters: {{density: 2}}
+"""
+    found = [str(problem).split("\n")[0].replace(str(tmp_path), "") for problem in problems(text)]
+    assert found == [
+        "<text>:3:13: no folder matches /step-*",
+        f"<text>:4:{len(a) + 28}: merge_method ties has no parameter 'densty' (did you mean 'density'?); mergekit ignores it",
+        "<text>:5:13: /c: no such folder or file",
+        "<text>:6:23: density must be at most 1, not 2",
+    ]
+
+
+def test_the_parameters_of_code_that_is_not_run_are_not_judged(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a")
+    (tmp_path / "mine.py").write_text("raise SystemExit\n")
+    recipe = tmp_path / "r.yml"
+    models = f"[{{model: {a}, parameters: {{swirl: 3}}}}, {{model: {tmp_path}/c}}]"
+    recipe.write_text(f"merge_method: ./mine.py:twirl\nmodels: {models}\n")
+    code, missing = problems(str(recipe))
+    assert "--allow-code" in str(code)
+    assert "no such folder" in str(missing)
+
+
 def test_models_that_are_in_the_folder_of_the_recipe_are_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "merges" / "a").mkdir(parents=True)
     recipe = "merge_method: passthrough\nmodels: [{model: ./a}]\n"

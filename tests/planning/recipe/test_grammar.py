@@ -369,8 +369,13 @@ def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: 
         ),
         (
             "org/a@v1+",
-            "SyntaxProblem: r.yml:2:18: cannot read the model '': no path or Hub id\n"
-            "  -> Write path_or_hub_id or path_or_hub_id@revision.",
+            "SyntaxProblem: r.yml:2:18: cannot read the model 'org/a@v1+': no adapter after '+'\n"
+            "  -> Write base_path_or_hub_id+adapter_path_or_hub_id.",
+        ),
+        (
+            "+org/b",
+            "SyntaxProblem: r.yml:2:18: cannot read the model '+org/b': no model before '+'\n"
+            "  -> Write base_path_or_hub_id+adapter_path_or_hub_id.",
         ),
         (
             "{model: a, lora: [b]}",

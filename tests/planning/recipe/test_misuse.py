@@ -96,6 +96,11 @@ BESIDE_MODEL = [
         "'v1.1'\n  -> Write model: org/a@v1.1.",
     ),
     (
+        "lora: my/adapter",
+        "UnknownKey: r.yml:4:3: 'lora' beside 'model': mergekit ignored it and used the model without its adapter\n"
+        "  -> Write model: org/a+my/adapter.",
+    ),
+    (
         "density: 0.5",
         "ParameterError: r.yml:4:3: the parameter 'density' in an entry of 'models' must be inside 'parameters'"
         f"{SILENT}"

@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 import weightsmith
 from tests.calibration_help import TEXT, changed, save_model
 from tests.cli_help import Cli, cli, run_process
-from weightsmith._base.errors import CannotResume, NonFinite, ParameterError, PlanError
+from weightsmith._base.errors import CannotResume, NonFinite, ParameterError, PlanError, StoreError
 from weightsmith._base.pages.terminal import show_page
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
@@ -82,7 +82,7 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
 ) -> None:
     weightsmith.merge("ties.yml", "merged", progress=False)
     weightsmith.quantize("a", "codes", "fp8-dynamic", progress=False)
-    weightsmith.dequantize("codes", "decoded", dtype="float32", progress=False)
+    weightsmith.dequantize("codes", "decoded", out_dtype="float32", progress=False)
     models = ("a", "b", "ties.yml", "codes")
     found = weightsmith.evaluate(*models, text=["t.txt", "u.txt"], tokens=32, reference="a", progress=False)
     for name, scores in zip(("a", "b", "merged", "decoded"), found.scores, strict=True):
@@ -225,6 +225,22 @@ def test_what_cannot_be_evaluated_is_one_error_before_tensors_are_read(work: Pat
     assert "tokenizer.json" in both
     assert "not a decoder" in both
     assert left(work) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder in which nothing can be created")
+def test_a_folder_in_which_nothing_can_be_written_names_the_option_for_another(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soup = {"merge_method": "linear", "models": [{"model": work / name} for name in "ab"], "parameters": {"weight": 1}}
+    monkeypatch.chdir("/proc")
+    with pytest.raises(StoreError) as caught:
+        weightsmith.evaluate(work / "a", text=work / "t.txt", progress=False)
+    assert caught.value.finding.fix == "Choose another folder for unfinished work with --work (work)."
+    with pytest.raises(StoreError, match=r"-> Choose another folder for unfinished work with --work \(work\)\."):
+        weightsmith.evaluate(soup, command="echo {model}", progress=False)
+    monkeypatch.chdir(work)
+    with pytest.raises(StoreError, match=r"-> Choose another folder for unfinished work\."):
+        weightsmith.evaluate("a", text="t.txt", work="/proc/here", progress=False)
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ def test_pickled_weights_and_adapters_are_read_like_any_others(base: Path, tmp_p
     torch.save(state, tmp_path / "bin/pytorch_model.bin")
     assert diff(base, tmp_path / "bin").reading[0].startswith("The same weights")
     tuned = changed(tmp_path / "tuned", low_rank(8, 0), np.float32)
-    weightsmith.extract_lora(tuned, base, tmp_path / "adapter", max_rank=8, dtype="float32", progress=False)
+    weightsmith.extract_lora(tuned, base, tmp_path / "adapter", max_rank=8, out_dtype="float32", progress=False)
     found = diff(base, f"{base}+{tmp_path / 'adapter'}")  # type: ignore[arg-type]
     assert {t.leading.rank for t in found.tensors if t.leading} == {8}
     assert found.total.delta == pytest.approx(diff(base, tuned).total.delta, rel=1e-4)

@@ -227,10 +227,10 @@ def test_the_gradient_of_the_objective_is_followed_and_resumed(work: Path, objec
     Path("v.txt").write_text("Something else entirely; " * 3 + "".join(chr(97 + i * i * 7 % 26) for i in range(700)))
     more: dict[str, Any] = {"reference": ["b", "c"]} if objective == "kl" else {}
     more |= {"text": ["t.txt", "v.txt"], "objective": objective, "search": "gradient"}
-    assert len(tune(LINEAR, budget=3, **more).trials) == 3
-    found = tune(LINEAR, budget=7, **more)
-    assert found.resumed == 3
-    tune(LINEAR, "whole.yml", budget=7, **more)
+    assert len(tune(LINEAR, budget=2, **more).trials) == 2
+    found = tune(LINEAR, budget=5, **more)
+    assert found.resumed == 2
+    tune(LINEAR, "whole.yml", budget=5, **more)
     assert trials() == trials("whole.trials.jsonl")
     assert all(trial.whole and len(trial.slopes) == 3 for trial in found.trials)
     for first, second in itertools.pairwise(found.trials[:2]):

@@ -65,7 +65,7 @@ def dequantize(
 
     Examples:
         weightsmith dequantize ./model-gptq ./plain
-        weightsmith dequantize model.gguf ./plain --dtype bfloat16
+        weightsmith dequantize model.gguf ./plain --out-dtype bfloat16
     """
     _copy(model, out, planning, QuantizeSettings(), running, "dequantising", plan_only=plan_only, quiet=quiet, as_json=as_json)
 

@@ -83,6 +83,7 @@ class ExtractKeywords(RunKeywords, total=False):
     skip_undecomposable: bool
     layout: str
     intruder_scale: float
+    out_dtype: Any
 
 
 class TransplantKeywords(RunKeywords, total=False):

@@ -44,7 +44,6 @@ class RecipeOptions:
         choices=DTYPE_NAMES,
         more="`quantize` rounds to it first.",
         commands=(*PLANNED, *COPIES),
-        spelled={"dequantize": "dtype"},
         group="Output",
     )
     max_shard_bytes: int | None = option(
@@ -440,8 +439,8 @@ class ExtractSettings:
         more="They are singular vectors of the fine-tune that the base lacks. See [modules](lora.md#modules).",
         group="Advanced",
     )
-    dtype: DType | None = option(
-        None, "--dtype DTYPE", "Dtype of the factors", unset="the fine-tune's", choices=DTYPE_NAMES, group="Output"
+    out_dtype: DType | None = option(
+        None, "--out-dtype DTYPE", "Dtype of the factors", unset="the fine-tune's", choices=DTYPE_NAMES, group="Output"
     )
 
 

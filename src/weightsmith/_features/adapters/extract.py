@@ -43,7 +43,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_vocabulary
 from weightsmith._planning.planner import Prepared
-from weightsmith._planning.planner.inputs import open_models
+from weightsmith._planning.planner.inputs import find_model, open_models
 from weightsmith._planning.planner.match import is_buffer
 from weightsmith._planning.planner.prepared import model_input
 from weightsmith._planning.recipe import ModelRef
@@ -68,11 +68,11 @@ Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
 class Following:
     """What the plan of the adapter depends on, besides products: `Plan.then["settings"]`.
 
-    dtype      of the factors, as torch calls it
+    out_dtype  of the factors, as torch calls it
     left_out   tensors that have no place in the adapter, and why
     """
 
-    dtype: str
+    out_dtype: str
     layout: str
     energy: float | None
     max_parameters: int | None
@@ -103,13 +103,17 @@ def prepare_extraction(
         what = "the base of an adapter is one model, not a model and an adapter"
         problems.append(Unsupported(what, where=str(base), fix="merge them first: weightsmith dequantize BASE+ADAPTER FOLDER"))
     with ExitStack() as stack:
-        opened, found = open_models([ref for ref in refs if isinstance(ref, ModelRef)], stack)
+        known = [ref for ref in refs if isinstance(ref, ModelRef)]
+        opened, found = open_models(known, stack)
         models = [checkpoint for checkpoint in opened if checkpoint is not None]
         problems += found
         if problems or len(models) < 2:
             raise PlanError(problems)
         with as_plan_error():
             plan = _measuring_plan(models[0], models[1], settings).finish()
+        if find_model({known[_BASE]: _BASE}, known[_TUNED]) is not None:
+            what, fix = "this is BASE itself, and nothing differs from it", "name another fine-tune, or another base"
+            raise PlanError([MismatchError(what, where=f"{known[_TUNED].where}: {finetuned}", fix=fix)])
         structure = analyse(models[0].specs.values(), models[0].config)
         stack.pop_all()
         return Prepared(plan, tuple(models), structure)
@@ -125,7 +129,7 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
         raise ParameterError(what, where=tuned.ref, fix=fix)
     compared = [*selection.whole, *(pair for pair, _ in selection.left_out)]
     following = Following(
-        dtype=(settings.dtype or _dtype(tuned, selection)).torch,
+        out_dtype=(settings.out_dtype or _dtype(tuned, selection)).torch,
         layout=settings.layout,
         energy=settings.energy,
         max_parameters=settings.max_parameters,
@@ -224,7 +228,7 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None
     """
     plan = prepared.plan
     settings: Any = (plan.then or {}).get("settings")
-    if not has_type(settings, Following) or len(plan.models) != 2 or settings["dtype"] not in DTYPE_NAMES:
+    if not has_type(settings, Following) or len(plan.models) != 2 or settings["out_dtype"] not in DTYPE_NAMES:
         raise FormatError("not a plan that can be run", where="then", fix="make the plan again")
     following = Following(**settings)
     matrices = list(_matrices(plan, arrays))
@@ -374,7 +378,7 @@ class _Adapter:
 
     def factor_steps(self, matrix: Matrix) -> Iterator[Step]:
         """A and B with the first `rank` of their rows and columns."""
-        dtype = BY_TORCH_NAME[self.following.dtype]
+        dtype = BY_TORCH_NAME[self.following.out_dtype]
         target, rank, count = matrix.target, matrix.rank, max(1, matrix.target.experts)
         place = next(name for name, own in self.ranked.items() if own is matrix)
         a, b, *_ = target.outs((matrix.spectrum.rows, matrix.spectrum.cols))

@@ -196,6 +196,9 @@ def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool 
 
     matrix = torch.from_numpy(delta).to(device)
     energy = sum(float(rows.double().square().sum()) for rows in matrix.split(max(1, (1 << 20) // delta.shape[1])))
+    if energy == 0:  # no decomposition is needed
+        rows, cols = delta.shape
+        return Factors(np.zeros((rows, rank), np.float32), np.zeros((rank, cols), np.float32), np.zeros(rank), 0.0, 0.0)
     if exact:
         left, values, right = thin_svd(matrix.double(), rank)
         bound = 0.0
@@ -361,7 +364,7 @@ def _compute(bench: ProductContext) -> Arrays:
             if work.intruders != 1:
                 tuned = bench.load([target.tuned(name)])[target.tuned(name)]
         intruders = 0
-        if work.intruders != 1:
+        if work.intruders != 1 and delta.any():
             delta, intruders = scale_intruders(delta, tuned, work.intruders, left=target.form == "linear", device=device)
         seed = xxhash.xxh64_intdigest(name.encode())
         found = decompose(delta, target.rank, seed, exact=target.exact, spread=work.spread, device=device)

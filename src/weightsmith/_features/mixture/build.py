@@ -28,7 +28,7 @@ from weightsmith._planning import recipe as recipes
 from weightsmith._planning.planner.agreement import Model as Compared
 from weightsmith._planning.planner.agreement import tokenizer_disagreements
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe, assemble_source
-from weightsmith._planning.planner.companions import Companions, carried, lacking
+from weightsmith._planning.planner.companions import Companions, carried, held_files, lacking
 from weightsmith._planning.planner.dtypes import main_dtype
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
@@ -242,7 +242,9 @@ class _Builder:
         refs = list(dict.fromkeys(model for model, _ in listed if isinstance(model, ModelRef)))
         opened, problems = open_models(refs, stack)
         self.problems += problems
-        self.warnings += [note for checkpoint in opened if checkpoint is not None for note in checkpoint.notes]
+        for ref, checkpoint in zip(refs, opened, strict=True):
+            if checkpoint is not None:  # embedding and head are the base's
+                self.warnings += [note for note in checkpoint.notes if ref == base or note is not checkpoint.untied]
         checkpoints = dict(zip(refs, opened, strict=True))
         found: dict[ModelRef | str, Dense | None] = {}
         for model, where in (listed[0], *sorted(listed[1:], key=lambda each: not isinstance(each[0], ModelRef))):
@@ -296,7 +298,7 @@ class _Builder:
         draft.dropped = list(self._dropped(base, steps))
         draft.carried = list(carried(checkpoint.files, companions.files, companions.removed))
         draft.files = dict(companions.files)
-        draft.lacking = lacking(((c.ref, c.files) for c in self.assembly.inputs), draft.held)
+        draft.lacking = lacking(((c.ref, c.files) for c in self.assembly.inputs), held_files(draft, checkpoint.folder))
         draft.max_shard_bytes, draft.seed, draft.recipe = self.options.shard_bytes, self.options.seed, self.recipe.text
         draft.warnings = [*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)]
 

@@ -38,6 +38,7 @@ from weightsmith._models.formats.engines import formats_of
 from weightsmith._models.formats.older_config import full_attention_every, older_config
 from weightsmith._planning.planner import Assembled, Prepared, build
 from weightsmith._planning.planner.encode import encodable, quantise
+from weightsmith._planning.recipe import copy_of
 from weightsmith._plans import Made, PlanDraft, Step
 from weightsmith._plans.codec import has_type
 from weightsmith._version import __version__
@@ -123,8 +124,7 @@ def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings
 
     Raises PlanError with all problems.
     """
-    recipe = {"merge_method": "passthrough", "models": [{"model": os.fspath(model)}]}
-    assembled = in_format(lambda: build.assemble(recipe, options), options.quantize, settings)
+    assembled = in_format(lambda: build.assemble(copy_of(model), options), options.quantize, settings)
     made = Made("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
     if options.quantize is not None:
         title = f"Quantised with weightsmith {__version__} as `{options.quantize}`."

@@ -36,7 +36,7 @@ from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_o
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import assemble_recipe
-from weightsmith._planning.planner.companions import joined, lacking
+from weightsmith._planning.planner.companions import held_files, joined, lacking
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.prepared import Assembled, model_input
 from weightsmith._planning.recipe import ModelRef
@@ -154,8 +154,7 @@ def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: in
     source = parse_reference(os.fspath(donor), "DONOR")  # a folder may have the name of a word of the recipe, such as `base`
     if not isinstance(source, ModelRef):
         raise PlanError([source])
-    text = {"merge_method": "passthrough", "models": [{"model": os.fspath(model)}], "tokenizer": {"source": "base"}}
-    loaded = recipes.load(text, "merge", settings={}, lenient=False, parameter_names=())
+    loaded = recipes.load(recipes.copy_of(model, tokenizer={"source": "base"}), "merge")
     if not isinstance(loaded.recipe, recipes.Recipe) or loaded.recipe.tokenizer is None:
         raise PlanError(list(loaded.problems))
     asked = replace(loaded.recipe, tokenizer=replace(loaded.recipe.tokenizer, source=source, rows=rows))
@@ -194,7 +193,8 @@ class _Transplant:
             draft.products.append(work.product(dtypes, [s for _, table in missing for s in self._reading(table)]))
         donor = [] if self.donor.model is None else [self.donor.model]
         draft.models += map(model_input, donor)
-        draft.lacking = joined([draft.lacking, lacking([(self.donor.label, copied_files(self.donor.files))], draft.held)])
+        held = held_files(draft, self.assembled.inputs[draft.donor].folder)
+        draft.lacking = joined([draft.lacking, lacking([(self.donor.label, copied_files(self.donor.files))], held)])
         how = f"transplanted with weightsmith {__version__}, approximation `{self.approximation.name}`."
         title = f"The tokenizer of `{self.donor.label}` {how}"
         draft.made = Made(COMMAND, title, _SOURCE + self.approximation.source, relation="merge")

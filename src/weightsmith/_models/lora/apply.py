@@ -64,7 +64,9 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         repositories=(*base.repositories, *own.repositories),
     )
     source = Adapted(base, own, match.origins(), ref)
-    return Checkpoint(ref, source, folder, metadata=base.metadata, notes=tuple(notes), decoded=base.decoded)
+    return Checkpoint(
+        ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded
+    )
 
 
 def find_places(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict[str, str]:
@@ -91,6 +93,7 @@ class _Match:
 
     config  the base's, with the vocabulary and the tying that the result has
     notes   what the user should know
+    untied  the one of them on an embedding and a head that were one tensor
     places  see `find_places`
 
     sources  tensor of the model that transformers builds → tensors of the base; {}: names are the base's
@@ -103,6 +106,7 @@ class _Match:
         self.base, self.adapter, self.ref = base, adapter, ref
         self.config: dict[str, Any] = copy.deepcopy(base.config or {})
         self.notes: list[Finding] = []
+        self.untied: Finding | None = None
         self.places: dict[str, str] = {}
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
@@ -285,7 +289,8 @@ class _Match:
             untie(self.config)
             what = f"the adapter was trained on the {'embedding' if changed else 'head'}, which the base ties to its "
             what += f"{'head' if changed else 'embedding'}: they are two tensors now"
-            self.notes.append(Finding(what, self.ref, fix="merge it with peft's merge_and_unload, which changes both at once"))
+            self.untied = Finding(what, self.ref, fix="merge it with peft's merge_and_unload, which changes both at once")
+            self.notes.append(self.untied)
 
     # --- tensors -------------------------------------------------------------------------------------------------------------
 

@@ -253,7 +253,7 @@ def no_space(folder: Path, needed_bytes: int, *, state: str, cause: OSError | No
         "no space for the output" + (f": {reason}" if reason else ""),
         where=str(folder),
         details=details,
-        fix="raise the limit, or write smaller files with max_shard_bytes"
+        fix="raise the limit, or write smaller files with --max-shard-size (max_shard_bytes)"
         if cause is not None and cause.errno == errno.EFBIG
         else f"free {max(needed_bytes - free, 0):,} bytes there, or write to another disk"
         if needed_bytes > free

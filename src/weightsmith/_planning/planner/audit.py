@@ -32,13 +32,18 @@ class Audit:
 
     def run(self, segments: Sequence[Segment]) -> None:
         """Check the parameters of all segments."""
+        self.look(segments)
+        for segment in segments:
+            self._schedules(segment)
+        self._missing(segments)
+
+    def look(self, segments: Sequence[Segment]) -> None:
+        """Check each parameter by itself: its name, place and values."""
         for segment in segments:
             for k, feed in enumerate(segment.feeds):
                 self._level(feed.parameters, "base" if segment.base and k == 0 else "model")
             for level in segment.levels:
                 self._level(level, "")
-            self._schedules(segment)
-        self._missing(segments)
 
     def _level(self, settings: Parameters, place: str) -> None:
         """One `parameters:` block. place: `model`, `base`, or "" for one that holds for all models."""
@@ -52,7 +57,8 @@ class Audit:
             elif parameter is None:
                 self._misspelled.setdefault(id(settings), set()).update(close := nearest_names(name, self._known))
                 known = f"write one of {', '.join(self._known)}" if self._known else "remove it"
-                what = f"merge_method {self.method.name} has no parameter '{name}'{nearest(name, self._known)}"
+                no = f"merge_method {self.method.name} has no" if self.method.name else "no merge method has a"
+                what = f"{no} parameter '{name}'{nearest(name, self._known)}"
                 option = OPTIONS.get(name.replace("-", "_"))
                 fix = (
                     f"remove it and pass {option} on the command line" if option else f"write '{close[0]}'" if close else known

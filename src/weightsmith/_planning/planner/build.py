@@ -20,7 +20,7 @@ from weightsmith._files.collector import collector_paused
 from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
-from weightsmith._planning.planner.companions import joined
+from weightsmith._planning.planner.companions import held_files, joined
 from weightsmith._planning.planner.inputs import missing_models, open_models
 from weightsmith._planning.planner.merges import (
     Matched,
@@ -28,7 +28,9 @@ from weightsmith._planning.planner.merges import (
     Opening,
     Request,
     assemble_matched,
+    in_order,
     match,
+    missing_methods,
     open_request,
     read_request,
 )
@@ -69,7 +71,9 @@ def assemble_source(
     """
     loaded = _load(source, command, options)
     try:
-        again = partial(make, _recipe_of(loaded), options, loaded.problems, folder=_folder_of(source))
+        again = partial(
+            make, _recipe_of(loaded, _find_in(source, options)), options, loaded.problems, folder=_folder_of(source)
+        )
         assembled = again()
     except PlanError as error:
         error.source = loaded.source
@@ -83,11 +87,17 @@ def _load(source: recipes.Source, command: recipes.Command | None, options: Reci
     return recipes.load(source, command, settings=settings, lenient=options.lenient, parameter_names=names)
 
 
-def _recipe_of(loaded: recipes.Loaded) -> Any:
+def _recipe_of(loaded: recipes.Loaded, find_method: Callable[[str], Method]) -> Any:
     """The recipe. Raises PlanError if it cannot be read."""
     if loaded.recipe is None:
-        raise PlanError([*loaded.problems, *missing_models(loaded.models)], loaded.source)
+        problems = [*loaded.problems, *missing_methods(loaded.methods, find_method), *missing_models(loaded.models)]
+        raise PlanError(in_order(problems, loaded.source[0]), loaded.source)
     return loaded.recipe
+
+
+def _find_in(source: recipes.Source, options: RecipeOptions) -> Callable[[str], Method]:
+    """Finds the methods that a recipe names."""
+    return partial(methods.find, folder=_folder_of(source), allow_code=options.allow_code)
 
 
 def _folder_of(source: recipes.Source) -> Path:
@@ -135,7 +145,7 @@ def bind(
     """
     loaded = _load(source, "merge", options)
     try:
-        recipe = _recipe_of(loaded)
+        recipe = _recipe_of(loaded, _find_in(source, options))
         with ExitStack() as stack, collector_paused():
             bound = _bound(recipe, options, loaded.problems, _folder_of(source), NOTHING, open_models, stack)
             return replace(bound, source=source, stack=stack.pop_all())
@@ -149,7 +159,7 @@ def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[
     loaded = _load(source, "merge", options)
     found = list(loaded.problems)
     recipe = loaded.recipe
-    find = partial(methods.find, folder=_folder_of(source), allow_code=options.allow_code)
+    find = _find_in(source, options)
     for each in (recipe, *recipe.stages.values()) if isinstance(recipe, Recipe) else ():
         if each is not None:
             try:
@@ -203,7 +213,7 @@ class Bound(Closing):
 
     def _request(self, loaded: recipes.Loaded, options: RecipeOptions) -> Request | None:
         problems = [*loaded.problems, *self.stages.problems]
-        request = read_request(_recipe_of(loaded), options, problems, self.find_method, self.request.folder)
+        request = read_request(_recipe_of(loaded, self.find_method), options, problems, self.find_method, self.request.folder)
         return request if request.matching == self.request.matching else None
 
     def assemble(self, request: Request) -> Assembled:
@@ -300,7 +310,7 @@ class _Stages:
         if self._stages:
             draft = assembled.draft
             draft.warnings = [*self._warnings, *self._same_names(), *draft.warnings]
-            draft.lacking = joined([*self._lacking, draft.lacking], draft.held)
+            draft.lacking = joined([*self._lacking, draft.lacking], held_files(draft, assembled.inputs[draft.donor].folder))
             assembled.named = [*(path for stage in self._stages for path in code_files(stage.plan)), *assembled.named]
             assembled.stages = [*self._stages]
         return assembled

@@ -18,6 +18,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES
+from weightsmith._plans import PlanDraft
 
 GENERATION = "generation_config.json"
 
@@ -179,6 +180,17 @@ def carried(names: Iterable[str], files: Collection[str], removed: Collection[st
     """The donor's files to copy: those that are neither written nor removed."""
     gone = {"config.json", *files, *removed}
     return tuple(name for name in names if name not in gone)
+
+
+def held_files(draft: PlanDraft, folder: Path) -> set[str]:
+    """The names of the output's files beside the weights; all those of a chat template if it has one, in whatever file.
+
+    folder  of the files that the draft carries
+    """
+    own = draft.files.get(_SETTINGS)
+    settings = settings_of(folder, draft.carried, _SETTINGS) if own is None else settings_in(own)
+    templates = {TEMPLATE_FILE, OLD_TEMPLATE}
+    return draft.held | (templates if settings.get("chat_template") or draft.held & templates else set())
 
 
 def lacking(models: Iterable[tuple[str, Sequence[str]]], held: Collection[str]) -> dict[str, tuple[str, ...]]:

@@ -8,19 +8,20 @@ Only the first and the last depend on the values of parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import Finding, PlanError, RecipeError, WeightsmithError
+from weightsmith._base.errors import Finding, MethodError, PlanError, RecipeError, WeightsmithError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files.copied import left_out_findings
 from weightsmith._files.hf_folder import natural_key
+from weightsmith._methods import any_method
 from weightsmith._methods.base import Method
 from weightsmith._methods.user_files import loaded
 from weightsmith._models.checkpoint import Checkpoint
@@ -29,11 +30,11 @@ from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith._planning.planner.account import Account
 from weightsmith._planning.planner.agreement import Model, compared, disagreements, of_different_architectures
 from weightsmith._planning.planner.audit import Audit
-from weightsmith._planning.planner.companions import carried, lacking
+from weightsmith._planning.planner.companions import carried, held_files, lacking
 from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.decide import decide
 from weightsmith._planning.planner.dtypes import DTypes
-from weightsmith._planning.planner.inputs import analyse_all, at, choose_donor, number_models, open_models
+from weightsmith._planning.planner.inputs import analyse_all, at, choose_donor, missing_models, number_models, open_models
 from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import ModelNames, Models
 from weightsmith._planning.planner.mismatch import of_vocabularies
@@ -102,12 +103,28 @@ class Request:
 
     def refusal(self, problems: Sequence[WeightsmithError]) -> PlanError:
         """The error with all problems: those with a line in the recipe first, in its order."""
+        return PlanError(in_order({(type(p), str(p)): p for p in problems}.values(), self.recipe.filename))
 
-        def line(problem: WeightsmithError) -> tuple[float, int]:
-            match = re.match(r":(\d+):(\d+)", problem.finding.where.removeprefix(self.recipe.filename))
-            return (int(match[1]), int(match[2])) if match else (float("inf"), 0)
 
-        return PlanError(sorted({(type(p), str(p)): p for p in problems}.values(), key=line))
+def in_order(problems: Iterable[WeightsmithError], filename: str) -> list[WeightsmithError]:
+    """The problems with a line in the recipe first, in its order. filename: of the recipe, which these lines begin with."""
+
+    def line(problem: WeightsmithError) -> tuple[float, int]:
+        match = re.match(r":(\d+):(\d+)", problem.finding.where.removeprefix(filename))
+        return (int(match[1]), int(match[2])) if match else (float("inf"), 0)
+
+    return sorted(problems, key=line)
+
+
+def missing_methods(methods: Iterable[tuple[str, str]], find_method: Callable[[str], Method]) -> list[WeightsmithError]:
+    """Problems of the methods of a broken recipe. methods: names, and where they are written."""
+    problems: list[WeightsmithError] = []
+    for name, where in methods:
+        try:
+            find_method(name)
+        except RecipeError as error:
+            problems.append(at(error, where))
+    return problems
 
 
 def read_request(
@@ -120,21 +137,27 @@ def read_request(
     """What a recipe asks for. problems: found while it was read. Raises PlanError for patterns that match nothing."""
     problems, method = list(problems), None
     try:
-        method = find_method(recipe.merge_method)
+        method = checked = find_method(recipe.merge_method)
     except RecipeError as error:
         problems.append(at(error, recipe.at("merge_method")))
+        checked = any_method()
+        if isinstance(error, MethodError):  # a method of the user's own: its parameters are not known
+            checked = replace(checked, parameters=())
     base = recipe.base_model if method is not None and method.base != "input" else None
     recipe, unmatched, found = match_patterns(recipe, base)
     models, refs = number_models(recipe)
     request = Request(recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *found))
-    if unmatched:
-        raise request.refusal([*problems, *unmatched])
-    if method is None:
-        return request
-    maker = SegmentMaker(recipe, method, models, request.labels)
+    maker = SegmentMaker(recipe, checked, models, request.labels)
     regions = maker.regions()
-    audit = Audit(method, request.labels, recipe.at("merge_method"), lenient=options.lenient)
-    audit.run([segment for region in regions for segment in region.segments])
+    audit = Audit(checked, request.labels, recipe.at("merge_method"), lenient=options.lenient)
+    segments = [segment for region in regions for segment in region.segments]
+    known = method is not None or bool(checked.parameters)
+    if unmatched:  # how many models there are is not known
+        if known:
+            audit.look(segments)
+        raise request.refusal([*problems, *unmatched, *audit.problems, *missing_models(refs)])
+    if known:
+        audit.run(segments)
     return replace(
         request,
         regions=regions,
@@ -170,13 +193,13 @@ def open_request(
 ) -> Opened:
     """The models, opened; `stack` closes them. results: of other recipes, see `open_models`.
 
-    Raises PlanError if nothing more can be said: no method, no donor.
+    Raises PlanError if nothing more can be said, without a donor.
     """
     opened, problems = opening(request.refs, stack, results)
     status("planning")
     structures = analyse_all(opened)
     donor, findings = choose_donor(structures, request.labels)
-    if request.method is None or structures[donor] is None:
+    if structures[donor] is None:
         raise request.refusal([*request.problems, *problems])
     return Opened(opened, structures, donor, tuple(problems), tuple(findings))
 
@@ -315,7 +338,7 @@ class _Assembler:
             warnings=self.warnings,
             recipe=self.recipe.text,
         )
-        draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), draft.held)
+        draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Assembled(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)

@@ -18,6 +18,7 @@ from weightsmith._planning.recipe.load import Source as Source
 from weightsmith._planning.recipe.load import StandardInput as StandardInput
 from weightsmith._planning.recipe.load import Template as Template
 from weightsmith._planning.recipe.load import Written as Written
+from weightsmith._planning.recipe.load import copy_of as copy_of
 from weightsmith._planning.recipe.load import load as load
 from weightsmith._planning.recipe.load import parse as parse
 from weightsmith._planning.recipe.load import read_template as read_template

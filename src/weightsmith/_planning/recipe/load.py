@@ -128,6 +128,15 @@ def read_template(source: Source, *, settings: Mapping[str, Any] | None = None, 
     return Template(tuple(found), written, bool(written.shown[0]) and not settings)
 
 
+def copy_of(model: str | os.PathLike[str], **keys: Any) -> Written:
+    """The recipe that copies a model: the argument MODEL of a command, which is the position of all its problems.
+
+    keys  further ones of the recipe
+    """
+    document = from_python({"merge_method": "passthrough", "models": [{"model": os.fspath(model)}], **keys}, "MODEL")
+    return Written((document,), _as_yaml(document.root), "recipe")
+
+
 MAX_RECIPES = 100
 """In one file."""
 
@@ -145,6 +154,7 @@ class Loaded:
               last; the others are its `stages`
     problems  in the order of the text
     models    every reference that could be read, even in a broken recipe, but to recipes of the file
+    methods   every merge method that could be read, even in a broken recipe, and its position
     source    name and text of the file for messages; ("", "") of a Python mapping, whose positions are key paths
     """
 
@@ -152,6 +162,7 @@ class Loaded:
     problems: tuple[WeightsmithError, ...]
     models: tuple[ModelRef, ...] = ()
     source: tuple[str, str] = ("", "")
+    methods: tuple[tuple[str, str], ...] = ()
 
 
 def load(
@@ -263,6 +274,7 @@ def _build(written: Written, command: Command, lenient: bool, parameter_names: C
     stages: dict[str, Recipe | None] = {}
     recipes: list[Recipe | Upcycling | Surgery | None] = []
     models: list[ModelRef] = []
+    methods: list[tuple[str, str]] = []
     found: list[WeightsmithError] = _name_problems(written) if several else []
     if len(documents) > MAX_RECIPES:
         where = _where(documents[MAX_RECIPES], written.filename)
@@ -275,6 +287,7 @@ def _build(written: Written, command: Command, lenient: bool, parameter_names: C
         recipes.append(read(document.root, text, walk) if document.root else None)
         found += [*document.problems, *walk.problems]
         models += walk.models
+        methods += walk.methods
     recipe = recipes[written.last]
     if several:
         named = {_name(d): r for i, (d, r) in enumerate(zip(documents, recipes, strict=True)) if i != written.last}
@@ -294,7 +307,7 @@ def _build(written: Written, command: Command, lenient: bool, parameter_names: C
         problems.setdefault((type(problem), str(problem)), problem)
     # Those of the text itself were found in a pass of their own.
     ordered = sorted(problems.values(), key=_position) if written.shown[0] else problems.values()
-    return Loaded(recipe, tuple(ordered), tuple(dict.fromkeys(models)), written.shown)
+    return Loaded(recipe, tuple(ordered), tuple(dict.fromkeys(models)), written.shown, tuple(methods))
 
 
 def _has_tunables(written: Written) -> SyntaxProblem | None:
@@ -497,7 +510,10 @@ def _put(node: Node, steps: Sequence[str | int], value: Node, where: str) -> Nod
         made = _put(old.value if old else Node(None, where), rest, value, where)
         new = {**pairs, step: Pair(old.where if old and rest else where, made)} if isinstance(made, Node) else pairs
         return made if isinstance(made, SyntaxProblem) else replace(node, value=new)
-    what = f"the recipe has no entry [{step}] there" if isinstance(step, int) else f"{step!r} cannot be set in {describe(node)}"
+    what = f"{step!r} cannot be set in {describe(node)}"
+    if isinstance(step, int):
+        known = len(inside) if isinstance(inside, tuple) else 0
+        what = f"the recipe has no entry [{step}] there" + (f", but {known}, counted from 0" if known else "")
     return SyntaxProblem(what, where=where, fix="Write the place of a value in the recipe.")
 
 

@@ -95,6 +95,8 @@ def explain(name: str, pair: Pair, level: Level, siblings: Mapping[str, Pair], p
         return Misuse(*RETIRED[name], error=ParameterError)
     if name == "revision" and level in (INPUT, SOURCE):
         return _revision(pair.value, siblings)
+    if name == "lora" and level in (INPUT, SOURCE):
+        return _lora(pair.value, siblings)
     if name in parameter_names:
         return _misplaced(name, pair.value, level)
     if name in NOT_IN_MIXTURES and level in (UPCYCLING, SURGERY):
@@ -136,6 +138,15 @@ def _revision(value: Node, siblings: Mapping[str, Pair]) -> Misuse:
     revision = value.value if isinstance(value.value, str) else "revision"
     what = f"'revision' beside 'model': mergekit ignored it and used the main branch, not {short(revision)!r}"
     return Misuse(what, f"Write model: {ref}@{short(revision)}.")
+
+
+def _lora(value: Node, siblings: Mapping[str, Pair]) -> Misuse:
+    model = siblings["model"].value.value if "model" in siblings else None
+    ref = short(model) if isinstance(model, str) else "org/name"
+    adapter = short(value.value) if isinstance(value.value, str) else "adapter"
+    return Misuse(
+        "'lora' beside 'model': mergekit ignored it and used the model without its adapter", f"Write model: {ref}+{adapter}."
+    )
 
 
 def _misplaced(name: str, value: Node, level: Level) -> Misuse:

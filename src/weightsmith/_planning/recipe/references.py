@@ -25,7 +25,12 @@ def parse_reference(text: str, where: str) -> ModelRef | WeightsmithError:
         if text.count("+") > 1:
             what = f"cannot read the model {short(text)!r}: more than one '+'"
             return SyntaxProblem(what, where=where, fix=_MAPPING_FORM)
-        parts = [parse_path(part, where) for part in text.split("+")]
+        written = text.split("+")
+        if not all(part.strip() for part in written):
+            missing = "adapter after" if written[0].strip() else "model before"
+            what = f"cannot read the model {short(text)!r}: no {missing} '+'"
+            return SyntaxProblem(what, where=where, fix="Write base_path_or_hub_id+adapter_path_or_hub_id.")
+        parts = [parse_path(part, where) for part in written]
         base, lora = parts
         if isinstance(base, ModelRef) and isinstance(lora, ModelRef):
             return base.with_lora(lora)

@@ -27,6 +27,7 @@ class Walker(Walk):
 
     parameter_names  of all methods: to recognise a parameter outside `parameters:`
     models           every reference that was read
+    methods          every merge method that was read, and its position
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Walker(Walk):
         self.aliased = document.aliased
         self.parameter_names = parameter_names
         self.models: list[ModelRef] = []
+        self.methods: list[tuple[str, str]] = []
 
     def _misuse(self, misuse: Misuse, where: str) -> bool:
         return self.misused(misuse.what, where, misuse.fix, misuse.error, harmless=misuse.harmless)
@@ -77,6 +79,8 @@ class Walker(Walk):
                     values[name] = value
                     if isinstance(value, ModelRef):
                         self.models.append(value)
+                    if name == "merge_method":
+                        self.methods.append((value, pair.where))
         required = [key for key in level.keys if key.required]
         for key in required:
             if key.name not in node.value:

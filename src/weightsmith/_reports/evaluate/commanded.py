@@ -22,6 +22,7 @@ from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command
 from weightsmith._reports.evaluate.opening import Asked, is_recipe, prepare_named
+from weightsmith._reports.evaluate.working import work_folder
 
 
 def measured(
@@ -43,8 +44,8 @@ def _folder_of(model: Asked, command: Command, settings: EvaluateSettings, runni
         return
     with _prepared(model) as prepared:
         identity = f"{work_identity(prepared.plan, prepared.inputs, running.device)} {command.identity}"
-        out = Path(settings.work or ".") / f"evaluation-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-        execute(prepared, out, replace(running, report=None, push=None, evaluate=None, overwrite=True))
+        with work_folder(settings, hashlib.sha256(identity.encode()).hexdigest()[:12]) as out:
+            execute(prepared, out, replace(running, report=None, push=None, evaluate=None, overwrite=True))
     try:
         yield out
     finally:

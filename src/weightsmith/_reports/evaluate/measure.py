@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -40,6 +39,7 @@ from weightsmith._reports.evaluate.opening import (
     prepare_named,
 )
 from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
+from weightsmith._reports.evaluate.working import work_folder
 from weightsmith._reports.look.surveys import Watching
 from weightsmith.abc.product import Arrays
 
@@ -220,9 +220,11 @@ def _computed(
     draft.made, draft.steps, draft.then = Made("evaluation"), [], None
     made.run.add_to(draft, made.products)
     plan = draft.finish()
-    folder = Path(settings.work or ".") / f"evaluation-{plan.hash[:12]}"
     prepared = replace(one.prepared, plan=plan, loading=None)
-    with staged(prepared, RunRequest(folder, running, watching)) as (staging, run):
+    with (
+        work_folder(settings, plan.hash[:12]) as folder,
+        staged(prepared, RunRequest(folder, running, watching)) as (staging, run),
+    ):
         try:
             results = run(results=kept_products(plan, staging, made.given), release=True).results
         except WeightsmithError:

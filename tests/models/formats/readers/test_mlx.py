@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
     found = {case: root / "-".join(case) for case in CASES}
     for (model, format_), folder in found.items():
         weightsmith.quantize(make(folder / "made", model), folder / "quantised", format_, progress=False)
-        weightsmith.dequantize(folder / "quantised", folder / "plain", dtype="float32", progress=False)
+        weightsmith.dequantize(folder / "quantised", folder / "plain", out_dtype="float32", progress=False)
     asked = [TOKENS.tolist(), *(str(folder / "quantised") for folder in found.values())]
     subprocess.run([PYTHON, SCRIPT], input=json.dumps(asked), text=True, check=True, capture_output=True)
     return found

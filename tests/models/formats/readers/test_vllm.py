@@ -61,7 +61,7 @@ def stored(folder: Path, case: Case) -> tuple[Path, Path]:
     if not case.format:
         return made, made
     weightsmith.quantize(made, folder / "quantised", case.format, progress=False)
-    weightsmith.dequantize(folder / "quantised", folder / "plain", dtype="float32", progress=False)
+    weightsmith.dequantize(folder / "quantised", folder / "plain", out_dtype="float32", progress=False)
     return folder / "quantised", folder / "plain"
 
 
