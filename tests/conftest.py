@@ -65,15 +65,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     compiler.njit = njit_once
 
 # What tests keep is mostly the tests, torch and transformers: to look through all that for garbage, as Python does again and
-# again while young objects become old ones, takes a tenth of the time and finds little. What was collected is set apart.
-gc.set_threshold(10_000, 10, 1000)
-
-
-def pytest_collection_finish() -> None:
-    """Garbage is looked for among what tests make, not among the tests."""
-    gc.collect()
-    gc.freeze()
-
+# again while young objects become old ones, takes a tenth of the time and finds little.
+gc.set_threshold(700, 10, 1000)
 
 # The first call of a kernel compiles it, which takes seconds; a deadline would fail whichever test comes first. On a busy
 # machine it takes seconds to make examples too: a time is not what a test is to find.
