@@ -104,6 +104,14 @@ def test_a_folder_that_does_not_exist_is_an_error(cli: Cli, work: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_doctor_names_the_files_that_may_have_settings(work: Path) -> None:
+    (work / "mine.toml").touch()
+    for chosen, named in (("", "./weightsmith.toml"), ("mine.toml", "mine.toml or ./weightsmith.toml")):
+        ran = run_process("doctor", cwd=work, env={"HF_HUB_OFFLINE": "1", "WEIGHTSMITH_CONFIG": chosen})
+        assert f"none; {named} may have them" in ran.out
+
+
+@pytest.mark.slow
 def test_the_doctor_shows_packages_cores_memory_disk_and_the_hub(work: Path) -> None:
     ran = run_process("doctor", "--json", cwd=work, env={"HF_HUB_OFFLINE": "1"})
     assert ran.code == 0

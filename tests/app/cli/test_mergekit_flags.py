@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.main import get_command
 
 from tests.cli_help import Cli, cli, work
 from weightsmith._app.cli.mergekit_flags import FLAGS, translate
@@ -108,3 +109,24 @@ def test_a_model_after_a_flag_of_mergekit_is_an_argument_here(cli: Cli) -> None:
     assert ran.code == 2
     assert "no such option: --model\n" in ran.err
     assert "-> Write models and OUT without flags, in the order of the usage." in ran.err
+
+
+def test_a_command_of_mergekit_names_the_one_that_does_the_same(cli: Cli) -> None:
+    from weightsmith._app.cli.app import make_app
+    from weightsmith._app.cli.help import COMMANDS_OF_MERGEKIT
+
+    assert set(COMMANDS_OF_MERGEKIT.values()) <= set(get_command(make_app()).commands)  # type: ignore[attr-defined]
+    ran = cli("mergekit-yaml", "r.yml", "out", "--cuda")
+    assert (ran.code, ran.err) == (
+        2,
+        "error[usage]: no such command: mergekit-yaml\n  -> Run weightsmith merge: see weightsmith merge --help.\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "argument"), [(("merge", "--recipe", "r.yml"), "RECIPE"), (("plan", "r.yml", "--out", "o"), "OUT")]
+)
+def test_an_argument_that_is_written_as_an_option_is_named(cli: Cli, args: tuple[str, ...], argument: str) -> None:
+    ran = cli(*args)
+    assert ran.code == 2
+    assert f"-> Write {argument} without a flag, as in the usage.\n" in ran.err

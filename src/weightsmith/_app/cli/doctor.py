@@ -167,7 +167,8 @@ def _show(facts: dict[str, Any]) -> None:
     for number, (key, each) in enumerate(facts["settings"].items()):
         fact("" if number else "settings", f"{key} = {each['value']}, from {each['source']}")
     if not facts["settings"]:
-        fact("settings", f"none; {user_file()} or ./{FILE} may have them")
+        places = [str(place) for place in (user_file(), f"./{FILE}") if place is not None]
+        fact("settings", f"none; {' or '.join(places)} may have them")
     hub = facts["hub"]
     fact("hub", f"{hub['endpoint']}: {hub['answer']}; {'a' if hub['token'] else 'no'} token is set")
     fact("", f"cache in {hub['cache']}")

@@ -116,6 +116,17 @@ PLACED = ("--model", "--base-model", "--out-path")
 """Options of mergekit's commands that are arguments here."""
 
 
+COMMANDS_OF_MERGEKIT = {
+    "mergekit-yaml": "merge",
+    "mergekit-multi": "merge",
+    "mergekit-mega": "merge",
+    "mergekit-moe": "moe",
+    "mergekit-extract-lora": "extract-lora",
+    "mergekit-tokensurgeon": "transplant-tokenizer",
+}
+"""The commands that do the same here."""
+
+
 def misuse(error: Any) -> Finding:
     """A typer error as a message of ours: the problem, the usage, the next step."""
     context = error.ctx
@@ -132,9 +143,14 @@ def misuse(error: Any) -> Finding:
         what, fix = f"no such option: {options}", "write models and OUT without flags, in the order of the usage"
     elif options and hasattr(error, "possibilities"):
         known = [flag for each in context.command.params for flag in (*each.opts, *each.secondary_opts)]
-        what = f"no such option: {options}{nearest(options, known)}"
+        arguments = {each.name: each for each in context.command.params if each.param_type_name == "argument"}
+        what = f"no such option: {options}{nearest(options, [flag for flag in known if flag not in arguments])}"
+        if (argument := arguments.get(options.lstrip("-").replace("-", "_"))) is not None:
+            what, fix = f"no such option: {options}", f"write {_argument(argument)} without a flag, as in the usage"
     elif (found := re.fullmatch(r"No such command '(.*?)'.*", what)) is not None:
         what = f"no such command: {found[1]}{nearest(found[1], context.command.commands)}"
+        if same := COMMANDS_OF_MERGEKIT.get(found[1]):
+            what, fix = f"no such command: {found[1]}", f"run {name} {same}: see {name} {same} --help"
     elif (found := re.match(r"Option '(.*?)' requires an argument", what)) is not None:
         what = f"{found[1]} needs a value"
     elif (found := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", what)) is not None:

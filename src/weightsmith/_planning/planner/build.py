@@ -148,6 +148,8 @@ def bind(
         recipe = _recipe_of(loaded, _find_in(source, options))
         with ExitStack() as stack, collector_paused():
             bound = _bound(recipe, options, loaded.problems, _folder_of(source), NOTHING, open_models, stack)
+            if bound.request.method is None:  # no value of a parameter mends that: this raises, with all problems
+                bound.assemble(bound.request)
             return replace(bound, source=source, stack=stack.pop_all())
     except PlanError as error:
         error.source = loaded.source
