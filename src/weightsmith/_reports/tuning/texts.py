@@ -113,6 +113,9 @@ def _cut(
     if len(numbers) < least:
         what = f"the text has {count(len(numbers), 'row')} of {width:,} tokens, and {least} are needed"
         fix = f"give a longer text, or shorter rows: {assignment('tokens', max(2, width // 4))}"
+        if rows is not None and rows < least and len(found.ids) == rows:
+            what = f"{count(rows, 'row')} of {width:,} tokens {'are' if rows > 1 else 'is'} read, and {least} are needed"
+            fix = f"use {assignment('rows', least)} or more"
         if least > 1:
             fix += "; or name a text for the report: --report-text (report_text)"
         problems.append(ParameterError(what, where=path, fix=fix))
