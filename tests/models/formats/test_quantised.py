@@ -394,7 +394,7 @@ SETTINGS = {
     ),
     "quantize_config.json": (
         gptq((64, 96)),
-        {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.01},
+        {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.01, "quant_method": None},
     ),
     "quant_config.json": (awq((64, 96)), {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
 }

@@ -134,7 +134,7 @@ def complete_config(config: Config | None, folder: Path, names: Collection[str],
         found = read_config(folder / name)
         inner = found.get("quantization")
         entry = inner if isinstance(inner, Mapping) else found
-        whole = {**config, "quantization_config": {"quant_method": method, **entry}}
+        whole = {**config, "quantization_config": {**entry, "quant_method": entry.get("quant_method") or method}}
         if _is_quantised(whole, specs):
             return whole
     return config
