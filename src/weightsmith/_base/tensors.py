@@ -66,7 +66,6 @@ DTYPES = {
         DType("F8_E4M3", 1, "float8_e4m3fn", True, 3),
         DType("F8_E5M2", 1, "float8_e5m2", True, 5),
         DType("F8_E8M0", 1, "float8_e8m0fnu", False),
-        DType("F8_E8M0", 1, "float8_e8m0fnu", False),
         DType("I64", 8, "int64", False),
         DType("I32", 4, "int32", False),
         DType("I16", 2, "int16", False),

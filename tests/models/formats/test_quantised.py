@@ -394,7 +394,7 @@ SETTINGS = {
     ),
     "quantize_config.json": (
         gptq((64, 96)),
-        {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.01},
+        {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.01, "quant_method": None},
     ),
     "quant_config.json": (awq((64, 96)), {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
 }
@@ -414,10 +414,19 @@ def test_a_file_beside_config_json_may_describe_the_quantisation(name: str, tmp_
     with pytest.raises(FormatError, match=name):
         open_checkpoint(folder)
     plain_model = write_checkpoint(tmp_path / "plain", dict(case.plain), {"model_type": "llama"})
-    (plain_model / name).write_text(json.dumps(settings))
-    with open_checkpoint(plain_model) as checkpoint:
-        assert checkpoint.quantised is None
-        assert checkpoint.config == {"model_type": "llama"}
+    for content in (json.dumps(settings).encode(), b"[]", b"\xff"):
+        (plain_model / name).write_bytes(content)
+        with open_checkpoint(plain_model) as checkpoint:
+            assert checkpoint.quantised is None
+            assert checkpoint.config == {"model_type": "llama"}
+
+
+def test_a_file_that_names_its_method_is_believed(tmp_path: Path) -> None:
+    case = awq((64, 96))
+    folder = write_checkpoint(tmp_path, case.tensors, {"model_type": "llama"})
+    (folder / "quantize_config.json").write_text(json.dumps(case.config["quantization_config"]))
+    with open_checkpoint(folder) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), case.plain["q_proj.weight"])
 
 
 @pytest.mark.parametrize("codebook", ["mul1", "3inst"])

@@ -146,6 +146,27 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray]] = {
         {"q.weight": Q8, "q.weight_scale": EACH[:, 0], "q.input_scale": ONE[0]},
         scaled(Q8, EACH),
     ),
+    "AutoRound FP8 by block": (
+        rounded("auto_round:fp8_static", "fp", 8, [16, 32]),
+        {"q.weight": Q8, "q.weight_scale_inv": numbers(3, 3)},
+        np.zeros(0),
+    ),
+    "AutoRound FP8 of weights alone": (
+        {"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": -1},
+        {"q.weight": Q8, "q.weight_scale": EACH},
+        scaled(Q8, EACH),
+    ),
+    "FP8 embedding beside blocks": (FP8, {"q.weight": Q8, "q.weight_scale": ONE[0]}, scaled(Q8, ONE)),
+    "fbgemm gate and up": (
+        ROWS,
+        {"q.weight": np.stack([Q8, Q8[::-1]]), "q.weight_scale": numbers(2, 1, 96)},
+        np.zeros(0),
+    ),
+    "fbgemm down": (
+        ROWS,
+        {"q.weight": np.stack([codes8(48, 48)] * 2), "q.weight_scale": numbers(2, 48, 1)},
+        np.zeros(0),
+    ),
     "stacked experts": (
         FP8,
         {"q.weight": np.stack([Q8, Q8[::-1]]), "q.weight_scale_inv": np.stack([BLOCKS, BLOCKS + 1])},
@@ -162,8 +183,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray]] = {
         np.zeros(0),
     ),
 }
-_, _joined, _ = CASES["gate and up stacked"]
-CASES["gate and up stacked"] = (WHOLE, _joined, scaled(Q8[None], _joined["q.weight_scale_inv"]))
+for _name in ("gate and up stacked", "AutoRound FP8 by block", "fbgemm gate and up", "fbgemm down"):
+    _entry, _stored, _ = CASES[_name]
+    _codes, _scales = _stored.values()
+    _scales = np.swapaxes(_scales, 1, 2) if _name == "fbgemm down" else _scales
+    CASES[_name] = _entry, _stored, scaled(_codes, _scales)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -275,6 +299,54 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], type[Weightsmith
         Unsupported,
         "packing_format 'auto_round:ark' are not read",
     ),
+    "AutoRound floats among integers": (
+        rounded("auto_round:auto_gptq", "int", 4, 32),
+        {"q.qweight": np.zeros((4, 4), np.int32), "k.weight": Q8, "k.weight_scale": EACH},
+        Unsupported,
+        "'k.weight' is not in the layout 'auto_round:auto_gptq'",
+    ),
+    "AutoRound integers among floats": (
+        rounded("auto_round:llm_compressor", "mx_fp", 4, 32),
+        {"q.qweight": np.zeros((4, 4), np.int32), "k.weight_packed": Q4, "k.weight_scale": GROUPS4},
+        Unsupported,
+        "'q.qweight' is not in the layout 'auto_round:llm_compressor'",
+    ),
+    "Quark by column": (
+        quark("fp8_e4m3", "per_channel", ch_axis=1),
+        {"q.weight": codes8(48, 48), "q.weight_scale": EACH[:, 0]},
+        Unsupported,
+        "ch_axis 1 are not read",
+    ),
+    "Quark rotated": (
+        {**quark("fp8_e4m3", "per_tensor"), "algo_config": [{"name": "rotation", "r1": True, "r4": True}]},
+        {"q.weight": Q8, "q.weight_scale": ONE},
+        Unsupported,
+        r"algo_config\.r4 are not read",
+    ),
+    "Quark with a rotation": (
+        quark("fp8_e4m3", "per_tensor"),
+        {"q.weight": Q8, "q.weight_scale": ONE, "q.input_rotation": np.ones((4, 4), np.int8)},
+        Unsupported,
+        "'q.input_rotation' changes the inputs",
+    ),
+    "Quark with shared rotations": (
+        quark("fp8_e4m3", "per_tensor"),
+        {"q.weight": Q8, "q.weight_scale": ONE, "shared_input_rotation_4": np.ones((4, 4), np.float32)},
+        Unsupported,
+        "'shared_input_rotation_4' changes the inputs",
+    ),
+    "Quark biases": (
+        {**quark("int8", "per_tensor"), "layer_quant_config": {"*.q": {"bias": {"dtype": "int8"}}}},
+        {"q.weight": INT8, "q.weight_scale": ONE, "q.bias": INT8[0], "q.bias_scale": ONE},
+        Unsupported,
+        r"quantised biases are not read \('layer_quant_config\.\*\.q'\)",
+    ),
+    "codes that no setting describes": (
+        FP8,
+        {"q.weight": Q8, "q.weight_scale_inv": BLOCKS, "k.weight": Q4},
+        Unsupported,
+        "'k.weight' is U8: config.json says nothing of such codes",
+    ),
     "AutoRound without a packing": (
         {"quant_method": "auto-round", "bits": 4},
         {"q.qweight": np.zeros((4, 4), np.int32)},
@@ -289,3 +361,9 @@ def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
     entry, tensors, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message):
         opened(tmp_path, entry, tensors)
+
+
+def test_zeros_of_activations_are_dropped(tmp_path: Path) -> None:
+    zeros = {f"q.{end}_zero_point": np.zeros(1, np.int8) for end in ("weight", "input", "output")}
+    found = opened(tmp_path, quark("int8", "per_tensor"), {"q.weight": INT8, "q.weight_scale": ONE, **zeros})
+    assert list(found) == ["q.weight"]

@@ -55,6 +55,8 @@ _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 # ---- reading
 
+is_codes = ending(".qweight")
+
 
 @dataclass(frozen=True, slots=True)
 class GptqWeight(TransposedWeight):
@@ -269,4 +271,4 @@ GROUPED = {
 
 _read = reader("GPTQ", PARTS, weights)
 _MARKS = {".qweight": labelled("GPTQ or AWQ")}
-FORMAT = StoredFormat("gptq", "GPTQ", recogniser(ending(".qweight"), METHOD), _read, _MARKS, writes=_WRITES)
+FORMAT = StoredFormat("gptq", "GPTQ", recogniser(is_codes, METHOD), _read, _MARKS, writes=_WRITES)

@@ -124,19 +124,25 @@ def read_config(path: Path) -> dict[str, Any]:
 def complete_config(config: Config | None, folder: Path, names: Collection[str], specs: Specs) -> Config | None:
     """config.json; if it says nothing of a quantisation that the tensors have, with what a file of `SETTINGS_FILES` says.
 
-    Raises FormatError for a file of the folder that is no JSON object.
+    Only a file whose format the tensors may have is read. Raises FormatError if it is no JSON object.
     """
     if config is None or config_entries(config):
         return config
     for name, method in SETTINGS_FILES.items():
-        if name in names:
-            found = read_config(folder / name)
-            inner = found.get("quantization")
-            entry = inner if isinstance(inner, Mapping) else found
-            whole = {**config, "quantization_config": {**entry, "quant_method": method}}
-            if any(each.recognises(whole, specs) for each in formats()):
-                return whole
+        if name not in names or not _is_quantised({**config, "quantization_config": {"quant_method": method}}, specs):
+            continue
+        found = read_config(folder / name)
+        inner = found.get("quantization")
+        entry = inner if isinstance(inner, Mapping) else found
+        whole = {**config, "quantization_config": {**entry, "quant_method": entry.get("quant_method") or method}}
+        if _is_quantised(whole, specs):
+            return whole
     return config
+
+
+def _is_quantised(config: Config, specs: Specs) -> bool:
+    """A stored format recognises the model."""
+    return any(each.recognises(config, specs) for each in formats())
 
 
 def wrap(source: Tensors, config: Mapping[str, Any] | None, where: str) -> Wrapped:

@@ -19,7 +19,8 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.config import recogniser, setting, unsupported
 from weightsmith._models.formats.matrices import MXFP4_GROUP
 from weightsmith._models.formats.scaled import TENSOR, ZEROS, Scheme, read_scaled
-from weightsmith.abc.stored import StoredFormat
+from weightsmith.abc.stored import Config, StoredFormat, Wrapped
+from weightsmith.abc.tensors import Tensors
 
 _SCHEMES = {
     ("fp8_e4m3", "per_tensor"): Scheme("float8", "F8_E4M3", TENSOR),
@@ -28,6 +29,10 @@ _SCHEMES = {
     ("int8", "per_channel"): Scheme("int8", "I8", (1, None)),
     ("fp4", "per_group"): Scheme("float4", "U8", (1, MXFP4_GROUP), scales=("U8",)),
 }
+
+_ROTATIONS = ("r4", "online_r1_rotation")
+"""Keys of algo_config: the inputs of a layer are rotated while it runs, and so is its weight."""
+_ROTATED = (".input_rotation", ".input_prescale")
 
 
 def is_codes(spec: TensorSpec) -> bool:
@@ -39,16 +44,22 @@ def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[S
     export = entry.get("export")
     if isinstance(export, Mapping):
         setting(export, "weight_format", "real_quantized", ("real_quantized",), where)
-    return [_scheme(label, weights, where) for label, weights in _weights(entry)], []
+    algorithms = entry.get("algo_config")
+    for each in algorithms if isinstance(algorithms, list) else [algorithms]:
+        if isinstance(each, Mapping) and (rotation := next((key for key in _ROTATIONS if each.get(key)), "")):
+            raise unsupported(f"Quark's weights with algo_config.{rotation} are not read: their inputs are rotated", where)
+    return [_scheme(label, weights, where) for label, weights in _weights(entry, where)], []
 
 
-def _weights(entry: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def _weights(entry: Mapping[str, Any], where: str) -> Iterator[tuple[str, object]]:
     """The settings of weights, each with its place in the entry."""
     settings: dict[str, object] = {"global_quant_config": entry.get("global_quant_config")}
     for key in ("layer_quant_config", "layer_type_quant_config"):
         if isinstance(own := entry.get(key), Mapping):
             settings |= {f"{key}.{name}": value for name, value in own.items()}
     for label, value in settings.items():
+        if isinstance(value, Mapping) and value.get("bias") is not None:
+            raise unsupported(f"Quark's quantised biases are not read ({show(label)})", where)
         if isinstance(value, Mapping) and value.get("weight") is not None:
             yield label, value["weight"]
 
@@ -67,8 +78,18 @@ def _scheme(label: str, weights: object, where: str) -> Scheme:
     }
     for key, value in required.get(str(weights["dtype"]), {}).items():
         setting(weights, key, None, (value,), where)
+    if weights["qscheme"] == "per_channel":
+        setting(weights, "ch_axis", 0, (0,), where)
     return found
 
 
-_read = read_scaled(read_entry, unused=(f"weight{ZEROS}",))
-FORMAT = StoredFormat("quark", "Quark", recogniser(is_codes, "quark"), _read)
+_READ = read_scaled(read_entry, unused=(f"weight{ZEROS}",))
+
+
+def read(stored: Tensors, config: Config, where: str) -> Wrapped:
+    if rotation := next((n for n in stored.specs if n.endswith(_ROTATED) or ".shared_input_rotation_" in f".{n}"), ""):
+        raise unsupported(f"tensor {show(rotation)} changes the inputs of its layer: such weights are not read", where)
+    return _READ(stored, config, where)
+
+
+FORMAT = StoredFormat("quark", "Quark", recogniser(is_codes, "quark"), read)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ Structure = tuple[int | None, int | None]
 """Rows and columns of a block; None stands for all of the matrix."""
 
 TENSOR: Structure = (None, None)
+COLUMNS: Structure = (None, 1)
 TITLE = "codes with scales"
 
 PACKED, SHAPE, DIVISOR, FACTOR, ZEROS = "_packed", "_shape", "_global_scale", "_scale_2", "_zero_point"
@@ -44,7 +45,7 @@ _PARTS = tuple(f".weight{part}" for part in (PACKED, SHAPE, DIVISOR, FACTOR))
 _FOREIGN = (f".weight{ZEROS}", ".weight_g_idx")
 _UNUSED = frozenset(
     "input_scale input_scale_ub output_scale activation_scale qscale_act k_scale v_scale q_scale kv_scale "
-    "input_global_scale input_zero_point".split()
+    "input_global_scale input_zero_point output_zero_point".split()
 )
 FLOATS = ("F32", "BF16", "F16")
 POWERS = ("U8", "F8_E8M0")
@@ -65,6 +66,7 @@ class Scheme:
     divided   scales are divided by X.weight_global_scale
     multiplied  scales are multiplied by X.weight_scale_2
     zeroed    X.weight_zero_point is subtracted from the codes
+    stacked   what a scale is for in matrices that are stacked; None: the same
     """
 
     kind: str
@@ -77,6 +79,7 @@ class Scheme:
     divided: bool = False
     multiplied: bool = False
     zeroed: bool = False
+    stacked: Structure | None = None
 
     @property
     def bits(self) -> int:
@@ -307,15 +310,17 @@ def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DT
 def _stacked(spec: TensorSpec, scale: TensorSpec, schemes: Sequence[Scheme], dtype: DType, where: str) -> ScaledWeight:
     """The experts of a layer in one tensor, each with blocks of its own: as transformers stores them.
 
-    A scheme with a scale for a matrix may have one for each part of it that was joined: gate and up.
+    A scheme with a scale for a matrix may have one for each part of it that was joined: gate and up. Scales of columns may be
+    stored as a column.
     """
     count, rows, cols = spec.shape
-    for scheme in schemes:
+    for scheme in (replace(scheme, block=scheme.stacked or scheme.block) for scheme in schemes):
         width = cols * spec.dtype.itemsize * 8 // scheme.bits
         high, wide = scheme.block_of(rows, width)
         if scheme.block == TENSOR and len(scale.shape) == 3 and scale.shape[1] and rows % scale.shape[1] == 0:
             high = rows // scale.shape[1]
-        if scale.shape == (count, rows // high, -(-width // wide)) and rows % high == 0:
+        shapes = [(count, rows // high, -(-width // wide)), *([(count, width, 1)] if scheme.block == COLUMNS else [])]
+        if scale.shape in shapes and rows % high == 0:
             shaped = TensorSpec(spec.name, F32, (count, rows, width))
             return ScaledWeight(shaped, (spec.name, scale.name), dtype, scheme.kind, (high, wide))
     what = f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}"
@@ -356,6 +361,8 @@ def _check_others(others: Sequence[str], specs: Specs, weights: Sequence[ScaledW
         if name.endswith((*_FOREIGN, *_PARTS)) or specs[name].dtype.name == "F8_E8M0":
             kinds = ", ".join(dict.fromkeys(weight.kind for weight in weights))
             raise unsupported(f"tensor {show(name)} is part of a weight that is not read: the others are {kinds}", where)
+        if name.endswith(".weight") and specs[name].dtype.name[0] in "IU":
+            raise unsupported(f"tensor {show(name)} is {specs[name].dtype}: config.json says nothing of such codes", where)
         weight = next((name.removesuffix(s) for s in ("_scale_inv", "_scale") if name.endswith(f".weight{s}")), None)
         # A model may have learned scales of its own beside a plain weight, under the name `weight_scale`.
         if weight is not None and (weight not in specs or name.endswith("_inv")):
