@@ -17,7 +17,7 @@ import weightsmith
 from tests.cases.case import f64, fine_tunes
 from tests.cli_help import Cli, cli, make_models, work
 from tests.mini import run_method, write_checkpoint
-from tests.plan_help import only
+from tests.plan_help import only, problems
 from tests.plugin_help import installed
 from tests.test_docs import blocks_of, sessions
 from weightsmith import PerModel, block_method, tensor_method
@@ -145,7 +145,9 @@ def test_parameters_are_checked_as_any_methods(own: Path) -> None:
 
 
 def test_an_unknown_method_still_has_its_nearest_name(own: Path) -> None:
-    assert "no merge method is called 'tise' (did you mean 'ties'?)" in str(only(RECIPE.replace("./half.py:half", "tise")))
+    unknown, parameter = problems(RECIPE.replace("./half.py:half", "tise"))
+    assert "no merge method is called 'tise' (did you mean 'ties'?)" in str(unknown)
+    assert "no merge method has a parameter 'share'" in str(parameter)
     with pytest.raises(UnknownName, match="Give the function itself in Python"):
         methods.get("./half.py:half")
 

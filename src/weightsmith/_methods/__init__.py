@@ -97,7 +97,6 @@ def installed_methods() -> tuple[tuple[Method, ...], tuple[MethodError, ...]]:
     return tuple(found), tuple(errors)
 
 
-@cache
 def any_method() -> Method:
     """Stands for a method that does not exist, so that the rest of its recipe can be checked; its name is "".
 

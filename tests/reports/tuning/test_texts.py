@@ -60,6 +60,6 @@ def test_a_text_that_is_too_short_is_an_error(read) -> None:  # type: ignore[no-
 
 
 def test_rows_that_are_too_few_to_be_split_are_an_error(read) -> None:  # type: ignore[no-untyped-def]
-    Path("t.txt").write_text("Many words, so many that rows are left over. " * 40)
-    with pytest.raises(PlanError, match=r"(?s)t.txt: 3 rows of 32 tokens are read, and 4 are needed.*[Uu]se --rows 4"):
-        read("t.txt", rows=3)
+    Path("few.txt").write_text("Many words, so many that rows are left over. " * 40)
+    with pytest.raises(PlanError, match=r"(?s)few.txt: 3 rows of 32 tokens are read, and 4 are needed.*[Uu]se --rows 4"):
+        read("few.txt", rows=3)
