@@ -148,7 +148,7 @@ def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
 
 def _never_copied(name: str) -> bool:
     lower = name.lower()
-    if "/" in name or name.startswith(".") or name in _OURS | _QUANTISATION:
+    if "/" in name or name.startswith(".") or name in _OURS or name in _QUANTISATION:
         return True
     return lower.endswith((*WEIGHTS, ".index.json", *_MEDIA)) or TRAINING.fullmatch(lower) is not None
 
