@@ -662,6 +662,7 @@ def test_each_package_imports_only_packages_above_it() -> None:
         assert not below, f"{package} imports {below}"
 
 
+@pytest.mark.slow
 def test_packages_stand_on_few_levels() -> None:
     levels: dict[str, int] = {}
     found = arrows()

@@ -97,6 +97,7 @@ def test_the_notebook_for_hub_models_runs_on_models_of_this_disk(tmp_path: Path)
     assert (tmp_path / "my-merge" / "model.gguf").is_file()
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_found(tmp_path: Path) -> None:
     done = run(["x = 1\nx", "x += 1", "assert x == 1"], tmp_path)
     assert done.out == "1\n"

@@ -69,6 +69,7 @@ def test_a_page_is_read_by_paragraph_entry_and_cell(tmp_path: Path, monkeypatch:
     assert texts == [(1, "Title"), (3, "Two lines."), (6, "One entry."), (8, "Two."), (10, "a"), (10, "b")]
 
 
+@pytest.mark.slow
 def test_messages_help_texts_and_public_docstrings_are_read() -> None:
     texts = list(script().source_texts())
     places = {each.place for each in texts}

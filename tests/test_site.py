@@ -76,6 +76,7 @@ def found() -> dict[str, list[str]]:
     return addresses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query", ANSWERS)
 def test_the_search_finds_the_section_that_answers(query: str) -> None:
     assert ANSWERS[query] in found()[query]

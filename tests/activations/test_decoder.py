@@ -114,6 +114,7 @@ def test_all_layers_share_the_memory_of_one(tmp_path: Path, device: str) -> None
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_one_decoder_can_be_run_twice(tmp_path: Path) -> None:
     save_model(tmp_path / "m", CONFIGS["llama"]())
     with donor_of(tmp_path / "m") as (donor, assembly):

@@ -205,6 +205,7 @@ def test_an_error_of_a_product_names_it_and_ends_the_run(monkeypatch: pytest.Mon
     assert caught.value.product == "y"
 
 
+@pytest.mark.slow
 def test_a_product_that_nobody_waits_for_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), []
 

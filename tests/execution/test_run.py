@@ -288,6 +288,22 @@ def test_a_model_that_is_another_one_is_refused(here: Path) -> None:
     assert {f.name for f in here.iterdir()} == {"a", "c", "ties.yml"}
 
 
+@pytest.mark.slow
+def test_a_model_with_the_names_and_shapes_of_the_plan_and_other_weights_is_refused(here: Path) -> None:
+    plan = weightsmith.plan("ties.yml")
+    shutil.copytree(here / "b", here / "copy")
+    shutil.rmtree(here / "b")
+    shutil.copytree(here / "copy", here / "b")
+    for path in (here / "b").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-2] + b"\x00\x40")
+    with pytest.raises(PlanError, match="the files of this model have changed since the plan was made") as refused:
+        weightsmith.run(plan, "out")
+    assert [problem.finding.where for problem in refused.value.problems] == ["./b"]
+    shutil.rmtree(here / "b")
+    (here / "copy").rename(here / "b")  # a copy of the model is the model
+    weightsmith.run(plan, "out")
+
+
 def test_code_of_the_user_runs_only_when_allowed_and_only_as_it_was(here: Path) -> None:
     code = "import weightsmith\n@weightsmith.block_method\ndef half(models, out):\n    out[:] = models[0] / 2\n"
     (here / "own.py").write_text(code)

@@ -221,6 +221,7 @@ def test_a_result_of_other_models_is_made_again(models: Path, tmp_path: Path) ->
     assert merged(other, tmp_path / "out", overwrite=True) == by_hand(other, tmp_path)
 
 
+@pytest.mark.slow
 def test_results_are_kept_where_that_is_asked_for(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{LINEAR}---\n{TIES}")
     found = weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)

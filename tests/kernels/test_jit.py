@@ -141,6 +141,7 @@ print(count_varying(models, np.full(3, DTYPES["F32"].code), 2, np.zeros((2, 2), 
 """
 
 
+@pytest.mark.slow
 @compiled
 def test_a_kernel_from_the_cache_needs_little_of_numba(tmp_path: Path) -> None:
     """All that numba can compile takes half a second to import, scipy with it."""
@@ -150,6 +151,7 @@ def test_a_kernel_from_the_cache_needs_little_of_numba(tmp_path: Path) -> None:
     assert printed == ["1 True\n", "1 False\n"]
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("left", [0, 100])
 def test_a_kernel_whose_file_is_damaged_is_compiled_again(left: int, kept: Path) -> None:
@@ -315,6 +317,7 @@ def test_a_thread_that_was_left_begins_no_kernel() -> None:
     assert [type(error) for error in ended] == [Abandoned]
 
 
+@pytest.mark.slow
 @compiled
 def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without it, numba takes "" for the folder now and then, and the cache lands where the user is.

@@ -191,6 +191,7 @@ def test_philox_matches_the_published_vectors() -> None:
     assert [hex(words[i]) for i in (0, 64, 128, 192)] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 700))
 @settings(max_examples=25)
 def test_random_words_depend_on_key_and_index_alone(key: int, index: int, n: int) -> None:

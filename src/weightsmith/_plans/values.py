@@ -310,12 +310,14 @@ class ModelInput:
     revision  commit of a Hub model, "" otherwise
     identity  hash of names, headers and sizes
     plan      of a merge whose result it is: its tensors are computed when they are read
+    sample    hash of parts of the weight files that no revision names: see `Checkpoint.sample`
     """
 
     ref: str
     revision: str
     identity: str
     plan: Plan | None = field(default=None, metadata=OMITTED)
+    sample: str = field(default="", metadata=OMITTED)
 
 
 @dataclass(frozen=True, slots=True)

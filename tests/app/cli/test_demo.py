@@ -51,6 +51,7 @@ def test_the_models_of_the_demo_are_those_that_transformers_builds(tmp_path: Pat
         assert model(**tokenizer(text, return_tensors="pt")).logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_models_of_the_demo_can_become_gguf(cli: Cli, tmp_path: Path) -> None:
     from weightsmith._app.demo import make_models
 
@@ -60,6 +61,7 @@ def test_the_models_of_the_demo_can_become_gguf(cli: Cli, tmp_path: Path) -> Non
     assert (tmp_path / "gguf/model.gguf").is_file()
 
 
+@pytest.mark.slow
 def test_a_folder_with_blanks_and_json(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = cli("demo", "a b", "--json")
@@ -70,6 +72,7 @@ def test_a_folder_with_blanks_and_json(cli: Cli, tmp_path: Path, monkeypatch: py
     assert cli("plan", "a b/recipe.yml").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_demo_that_fails_leaves_nothing_behind(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

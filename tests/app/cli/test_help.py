@@ -120,6 +120,7 @@ def test_the_help_is_as_in_the_snapshots() -> None:
     assert snapshots.stale(snapshots.help_pages(), "help-*/*.txt") == [], "run python -m tests.app.cli.snapshots --write"
 
 
+@pytest.mark.slow
 def test_what_mistakes_are_told_is_as_in_the_snapshots() -> None:
     assert snapshots.stale(snapshots.mistakes(), "mistakes/*.txt") == [], "run python -m tests.app.cli.snapshots --write"
 
@@ -140,6 +141,7 @@ def test_no_line_of_help_is_wider_than_the_terminal(columns: int) -> None:
     assert [(name, line) for name, text in pages.items() for line in text.splitlines() if len(line) > columns] == []
 
 
+@pytest.mark.slow
 def test_help_is_a_command_too(cli: Cli) -> None:
     assert cli("help", "merge").out == cli("merge", "--help").out
     assert cli("help").out == cli("--help").out

@@ -134,6 +134,7 @@ def test_a_missing_package_is_named_and_the_code_is_1(cli: Cli, work: Path, monk
     assert re.search(r"no-such-package +MISSING", ran.out)
 
 
+@pytest.mark.slow
 def test_a_hub_that_accepts_and_never_answers_is_waited_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "HUB_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:

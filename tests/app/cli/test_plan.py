@@ -267,6 +267,7 @@ def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list
     assert "size by kind of tensor (about)" in text
 
 
+@pytest.mark.slow
 def test_warnings_of_the_plan_that_follows_are_shown_once(cli: Cli, small: Path) -> None:
     """Those of the first plan are not shown again."""
     ran = cli("quantize", "llama", "out", "--format", "exl2", "--bits", "4.55", *CALIBRATED)

@@ -248,6 +248,7 @@ def test_other_libraries_show_no_secret(marked: Path, cli: Cli) -> None:
     assert MARK not in ran.err
 
 
+@pytest.mark.slow
 def test_errors_of_calls_hold_no_secret(marked: Path) -> None:
     import weightsmith
 

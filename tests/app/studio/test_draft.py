@@ -248,6 +248,7 @@ def test_edits_that_no_control_makes_change_nothing(edit: dict[str, Any]) -> Non
     assert draft.edited(COMBINE, edit) == COMBINE
 
 
+@pytest.mark.slow
 def test_what_controls_cannot_show_is_said() -> None:
     slerp = "merge_method: slerp\nbase_model: a\nmodels: [{model: b}]\n"
     filters = slerp + "parameters:\n  t:\n  - {filter: mlp, value: [0, 1]}\n  - {value: 0.5}\n"

@@ -84,6 +84,7 @@ def test_two_edits_of_one_text(base: str, current: str, mine: str, wanted: str) 
 lines = st.lists(st.sampled_from("abcdef"), max_size=8).map(lambda found: "".join(f"{line}\n" for line in found))
 
 
+@pytest.mark.slow
 @given(lines, lines)
 def test_one_edit_alone_is_that_edit(base: str, mine: str) -> None:
     assert edits.merged(base, base, mine) == mine

@@ -165,6 +165,7 @@ def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, mo
     assert files(here / "out") == files(here / "whole")
 
 
+@pytest.mark.slow
 def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "BUSY_SECONDS", 0.5)
 
@@ -303,6 +304,7 @@ def test_locks_that_other_machines_do_not_see_are_an_error_before_a_tensor_is_wr
         assert not staging.holds_work
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_see_the_folder_is_an_error(
     here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

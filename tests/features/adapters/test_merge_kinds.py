@@ -168,6 +168,7 @@ def test_what_an_adapter_does_not_save_is_the_base_s(method: str, tmp_path: Path
     assert "base_model" in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_tokenizer_files_beside_adapters_that_save_vocabularies_are_kept(tmp_path: Path) -> None:
     one, two = with_whole(tmp_path / "one", 1), with_whole(tmp_path / "two", 2)
     for folder in (one, two):

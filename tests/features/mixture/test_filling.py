@@ -89,6 +89,7 @@ def test_ctrl_c_while_it_waits_keeps_what_is_copied(models: Path, tmp_path: Path
     assert tree(tmp_path / "out") == {k: v.replace(b"fresh", b"out") for k, v in tree(tmp_path / "fresh").items()}
 
 
+@pytest.mark.slow
 def test_a_computation_that_nobody_waits_for_ends_with_its_layer(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

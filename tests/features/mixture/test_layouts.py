@@ -137,6 +137,7 @@ def parts(mlp: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 ADDED = [layout for layout in NATIVE if layout.shared_experts == (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ADDED, ids=lambda layout: layout.name)
 def test_a_shared_expert_is_added(layout: ExpertLayout, models: Models, tmp_path: Path) -> None:
     """Routed and shared experts of half the base's output make the whole; of all of it, the plan warns."""

@@ -315,6 +315,7 @@ def test_copies_are_the_entry_repeated(tmp_path: Path) -> None:
     assert {n: as_bytes(t) for n, t in one.items()} == {n: as_bytes(t) for n, t in two.items()}
 
 
+@pytest.mark.slow
 def test_an_expert_with_an_adapter_is_the_expert_with_the_adapter_baked_in(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     module = "base_model.model.model.layers.1.mlp.down_proj"

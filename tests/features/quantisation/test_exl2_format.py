@@ -235,6 +235,7 @@ def test_head_bits(head_bits: int, model: Path) -> None:
     assert parse(head.encoding).params.bits[-1] == (head_bits if head_bits > 2 else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_of_16_bits_is_float16_and_stored_once(tied: bool, tmp_path: Path) -> None:
     config = LLAMA | {"tie_word_embeddings": tied}
@@ -438,6 +439,7 @@ def test_a_measurement_chooses(model: Path) -> None:
 # ---- a target size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_bits", [4, 16])
 @pytest.mark.parametrize("nbytes", [145_000, 190_000, 10**9])
 def test_the_files_have_the_size_that_is_asked_for(nbytes: int, head_bits: int, tmp_path: Path) -> None:

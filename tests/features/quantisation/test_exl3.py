@@ -397,6 +397,7 @@ def test_a_head_of_16_bits_is_float16_and_stored_once(tied: bool, model: Path) -
     assert found.config["tie_word_embeddings"] is tied
 
 
+@pytest.mark.slow
 def test_phi3_is_split_and_joined_again(model: Path) -> None:
     shapes = {
         name: shape for name, shape in shapes_of(LLAMA).items() if not any(p in name for p in ("q_", "k_", "v_", "gate", "up"))

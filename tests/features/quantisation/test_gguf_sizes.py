@@ -104,6 +104,7 @@ def test_sizes_that_cannot_be(given: Mapping[str, Any], words: str, tmp_path: Pa
         prepared_for(model, replace(sized(tmp_path, 1), **given), name="gguf-q4_k_m")
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_size_can_be_run_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """With all its settings."""
     monkeypatch.chdir(tmp_path)

@@ -39,6 +39,7 @@ def planned(source: str, **options: Any) -> Any:
     return weightsmith.plan(recipe, **{"quantize": "gguf-q8_0", **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mmproj.KINDS)
 @pytest.mark.parametrize("name", vision_zoo.MODELS)
 def test_it_is_the_file_that_llama_cpp_s_converter_writes(name: str, kind: str) -> None:
@@ -103,6 +104,7 @@ def ties(name: str) -> Any:
     return {"merge_method": "dare_ties", "base_model": "base", "models": models, "dtype": "bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", vision_zoo.MODELS)
 def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str) -> None:
     recipe = ties(name)
@@ -114,6 +116,7 @@ def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str) -> None
             assert Path(f"once{threads}", file).read_bytes() == (twice.parent / file).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "pixtral", "qwen2-vl"])
 def test_in_parts_and_in_another_process(name: str) -> None:
     vision_zoo.save(name, Path("m"))
@@ -142,6 +145,7 @@ def test_a_split_model_has_one_file_for_images() -> None:
         assert one.specs.keys() == other.specs.keys()
 
 
+@pytest.mark.slow
 def test_it_counts_towards_a_size() -> None:
     vision_zoo.save("gemma3", Path("m"))
     nbytes = quantize("m", "q", "q4_0").stat().st_size
@@ -153,6 +157,7 @@ def test_it_counts_towards_a_size() -> None:
     assert 0 <= least[0] - least[1] - nbytes < nbytes / 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_resumed() -> None:
     vision_zoo.save("pixtral", Path("m"))
     whole = quantize("m", "whole")
@@ -282,6 +287,7 @@ def test_settings_that_llama_cpp_does_not_know_are_warned_of(vision: dict[str, A
     assert [shard.name for shard in plan.layout.shards] == ["model.gguf"]
 
 
+@pytest.mark.slow
 def test_files_and_numbers_that_are_missing() -> None:
     vision_zoo.save("gemma3", Path("m"))
     Path("m/preprocessor_config.json").unlink()

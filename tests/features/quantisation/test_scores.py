@@ -16,6 +16,7 @@ from weightsmith._features.quantisation.exl2.optimise import Candidate, solve, s
 from weightsmith._plans.codec import has_type
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
 def test_scores_are_those_of_transformers_own_gradients(name: str, tmp_path: Path) -> None:
     """Summed over all tokens, g · Δx is ⟨∇ log p(labels), Δ⟩: for the embedding and for the head, tied (qwen2) or not."""
@@ -52,6 +53,7 @@ def test_scores_are_those_of_transformers_own_gradients(name: str, tmp_path: Pat
     assert seen == (1 if name != "llama" else 2) * 5
 
 
+@pytest.mark.slow
 def test_scores_of_layers_are_those_of_their_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an error that does not depend on importances."""
     monkeypatch.setattr(scored, "_error", lambda part, encoding, importances: np.float32(0.01) * part[:, ::-1].copy())
@@ -79,6 +81,7 @@ def test_scores_of_layers_are_those_of_their_gradients(tmp_path: Path, monkeypat
     assert weights == 2 * 7
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_threads_and_are_of_some_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scored, "TOKENS", 40)
     folder = save_model(tmp_path / "m", "mixtral")

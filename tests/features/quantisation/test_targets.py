@@ -42,6 +42,7 @@ def divergence(out: str) -> float:
     return score.divergence.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["gguf-q4_k_m", "exl2"])
 def test_the_divergence_that_is_measured_meets_the_target(format: str, folder: Path) -> None:
     """The file is smaller than that of a stricter target; the manifest has all that was tried; nothing else is left."""
@@ -59,6 +60,7 @@ def test_the_divergence_that_is_measured_meets_the_target(format: str, folder: P
     assert {path.name for path in folder.iterdir()} == {"m", "text.txt", "other.txt", "loose", "strict"}
 
 
+@pytest.mark.slow
 def test_a_target_out_of_reach_is_one_error_with_the_best(folder: Path) -> None:
     """The measurement is kept for the next target."""
     with pytest.raises(Unsupported, match=r"KL is .* on other.txt at the largest size, .* not 1e-12") as caught:
@@ -68,6 +70,7 @@ def test_a_target_out_of_reach_is_one_error_with_the_best(folder: Path) -> None:
     assert "measurement" in " ".join(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = made("whole", "kl=1e-4")
     (folder / "out.trials.jsonl").write_text("of a search by tune\n")
@@ -98,6 +101,7 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
     assert (folder / "out.trials.jsonl").read_text() == "of a search by tune\n"
 
 
+@pytest.mark.slow
 def test_a_merge_is_compared_with_the_plain_merge(folder: Path) -> None:
     """Not with the model that it is merged into."""
     save_model(folder / "n", seed=4)

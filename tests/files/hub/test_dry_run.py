@@ -308,6 +308,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     assert asked == ["org/one", "org/one", "org/two"]
 
 
+@pytest.mark.slow
 def test_every_request_of_huggingface_hub_has_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

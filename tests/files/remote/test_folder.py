@@ -115,6 +115,7 @@ def test_a_server_without_versions_is_a_warning() -> None:
         assert "gives no version of 'model.safetensors'" in checkpoint.notes[0].what
 
 
+@pytest.mark.slow
 def test_an_index_names_no_file_elsewhere() -> None:
     index = json.dumps({"weight_map": {"a": "../secret.safetensors", "b": "/etc/passwd", "c": "x\n.safetensors"}}).encode()
     files = {"m/config.json": b"{}", "m/model.safetensors.index.json": index, "secret.safetensors": save({"a": np.ones(3)})}

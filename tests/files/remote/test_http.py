@@ -49,6 +49,7 @@ def test_a_part_is_asked_for_exactly(site: Server) -> None:
     assert site.sent == 4000 + len(DATA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*FAULTS, "lying"])
 def test_a_fault_that_passes_leaves_the_right_bytes(fault: str, site: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
@@ -260,6 +261,7 @@ def test_a_host_that_does_not_exist_is_one_error(monkeypatch: pytest.MonkeyPatch
         read(file, 0, 10)
 
 
+@pytest.mark.slow
 def test_a_server_that_trickles_is_given_up(site: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     class Trickle:
         where, nbytes, version = "the file", 1000, ""

@@ -225,6 +225,7 @@ def test_widths_that_the_group_does_not_divide_are_refused(name: str, group: int
         encodings()[name].outs(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "fp8-static", "fp8-block", "w4a16", "w8a16", "nvfp4a16", "nvfp4", "mxfp4"])
 def test_compressed_tensors_decompresses_to_the_same_numbers(name: str) -> None:
     """The format's own library, in float32, from the stored tensors alone."""

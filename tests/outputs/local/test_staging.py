@@ -697,6 +697,7 @@ def test_closing_twice_after_an_interrupted_close_is_fine(out: Path, monkeypatch
     open_staging(out, layout(), "plan").discard()
 
 
+@pytest.mark.slow
 def test_parts_enter_a_folder_that_is_shared_and_no_other_run(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.1)
     with open_staging(out, layout(), "plan") as staging:

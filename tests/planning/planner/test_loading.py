@@ -153,6 +153,7 @@ def test_a_process_that_fails_is_a_warning(text: str, said: str, tmp_path: Path,
     assert said in note.what
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, monkeypatch, HANGS)
     monkeypatch.setattr(loading, "TIMEOUT_SECONDS", 0.5)
@@ -258,6 +259,7 @@ def test_an_interrupted_merge_ends_the_process(tmp_path: Path, monkeypatch: pyte
     assert ended(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_merge_that_waits_for_the_check_says_so_and_can_be_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_losses_are_those_of_the_recipe_with_these_numbers(work: Path, name: str
             assert found.sum() / expected.tokens == pytest.approx(expected.loss.value, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("r.yml").unlink()
     Path("r.yml").write_text(SCALAR)
@@ -236,6 +237,7 @@ def test_numbers_have_six_digits_and_whole_ones_none(work: Path) -> None:
         assert recipe.start == (0.55, 6)
 
 
+@pytest.mark.slow
 def test_products_in_bfloat16_change_losses_a_little_and_no_thread_changes_them(work: Path) -> None:
     """As long as they are asked for; a divergence from the same model is still zero."""
     with Candidates("r.yml", RecipeOptions()) as recipe:

@@ -43,6 +43,7 @@ def distance(values: Values) -> float:
     return sum((float(value) - 0.8) ** 2 for value in values if not isinstance(value, str))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cma", "random"])
 def test_one_seed_is_one_sequence_from_the_start_within_the_ranges(name: str) -> None:
     tunables = [number("a", -1, 2), choice("m", "x", "y"), number("b", 3, 4)]
@@ -61,6 +62,7 @@ def test_cma_finds_a_minimum_that_random_values_miss(n: int) -> None:
     assert best["cma"] < best["random"] / (1 if n == 1 else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 60])
 def test_the_gradient_leads_to_a_minimum_in_few_steps(n: int) -> None:
     tunables = [number(str(i), 0, 1 + i % 3) for i in range(n)]

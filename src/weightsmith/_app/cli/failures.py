@@ -139,7 +139,9 @@ def _debugging() -> bool:
 
 
 def tell_lost(error: ResultLost) -> Exit:
-    """Report on stderr that the result is lost, and what was written: the exit code."""
+    """Report on stderr that the result is lost, and what was written: the exit code. `| head` of an answer needs no word."""
+    if error.no_reader and not _written:
+        return Exit.NO_READER
     error.state = "\n".join(_written)
     diagnostic(report(error), RED)
     return Exit.NO_READER if error.no_reader else Exit.OUTPUT

@@ -240,7 +240,7 @@ def _files_of(plan: Plan, donor: Checkpoint) -> tempfile.TemporaryDirectory[str]
 
 def model_input(checkpoint: Checkpoint) -> ModelInput:
     """What a plan holds of a model."""
-    return ModelInput(checkpoint.ref, checkpoint.revision, checkpoint.identity, checkpoint.plan)
+    return ModelInput(checkpoint.ref, checkpoint.revision, checkpoint.identity, checkpoint.plan, checkpoint.sample())
 
 
 def code_files(plan: Plan | PlanDraft) -> tuple[Path, ...]:

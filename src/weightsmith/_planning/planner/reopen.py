@@ -148,10 +148,8 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
         else:
             stack.callback(adapter.checkpoint.close)
             opened = adapter.checkpoint
-    if opened is not None and opened.identity == planned.identity and opened.revision != planned.revision:
-        return [_changed(planned, opened.revision)]
     if opened is not None and opened.identity == planned.identity:
-        return opened
+        return _unchanged(planned, opened)
     if ref.lora is None and (opened is None or opened.quantised is None):
         try:
             raw = open_checkpoint(ref.path, revision=ref.revision or None, raw=True, download=False)
@@ -159,7 +157,7 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
             return problems
         stack.callback(raw.close)
         if raw.identity == planned.identity:
-            return raw
+            return _unchanged(planned, raw)
     return problems or [_differs(planned, opened.identity if opened is not None else "")]
 
 
@@ -176,10 +174,14 @@ def _is_on_hub(ref: ModelRef) -> bool:
     return isinstance(locate(ref.path, ref.revision or None), HubModel)
 
 
-def _changed(planned: ModelInput, found: str) -> CheckpointError:
-    what = "the files of this model have changed since the plan was made"
-    details = [f"planned  {planned.revision}", f"found    {found}"]
-    return CheckpointError(what, where=planned.ref, details=details, fix="make the plan again")
+def _unchanged(planned: ModelInput, opened: Checkpoint) -> Checkpoint | list[WeightsmithError]:
+    """The model; or that its files, with names and shapes as planned, have another revision or other weights."""
+    for then, now in ((planned.revision, opened.revision), (planned.sample, opened.sample())):
+        if then != now:
+            what = "the files of this model have changed since the plan was made"
+            details = [f"planned  {then}", f"found    {now}"]
+            return [CheckpointError(what, where=planned.ref, details=details, fix="make the plan again")]
+    return opened
 
 
 def _load_method(plan: Plan, *, allow_code: bool) -> None:

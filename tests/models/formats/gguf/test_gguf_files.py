@@ -628,6 +628,7 @@ def refused(name: str = "q8_0", **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

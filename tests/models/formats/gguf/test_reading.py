@@ -173,6 +173,7 @@ def tiny(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf", "llama", llama(), KEYS)
 
 
+@pytest.mark.slow
 def test_the_model_and_the_tokenizer_are_those_that_transformers_makes(tiny: Path) -> None:
     import torch
 
