@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import xxhash
-
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound
 from weightsmith._base.redaction import redacted
 from weightsmith._base.tensors import TensorSpec
@@ -30,8 +28,6 @@ DAMAGED = "The file is damaged, or was written by a faulty tool: download or exp
 RESAVE = "Load it with torch 1.6 or later in an isolated environment, and save it again with torch.save(state_dict, path)."
 
 _COMPARED_BYTES = 1 << 20
-_PAGE_BYTES = 4096
-_SAMPLED_PAGES = 32
 _LOOKALIKES = (
     (b"version ", "It is a git-lfs pointer, not the weights: run `git lfs pull` in its folder."),
     (b"PK\x03\x04", "It looks like a PyTorch checkpoint under another name: rename it to .bin."),
@@ -215,19 +211,6 @@ def open_local(path: Path) -> Iterator[LocalFile]:
     """Open a file of this disk to be read at any place. Raises as `open_regular`."""
     with open_regular(path) as file:
         yield LocalFile(file, path)
-
-
-def sample_file(path: Path) -> str:
-    """Hash (xxh3, hex) of 32 pages of 4 KiB of a file, at equal distances, its first and last bytes among them.
-
-    Raises as `open_local`, and CheckpointError for an I/O error.
-    """
-    found = xxhash.xxh3_128()
-    with open_local(path) as file:
-        last = max(file.state.nbytes - _PAGE_BYTES, 0)
-        for i in range(_SAMPLED_PAGES):
-            found.update(file.read_at(last * i // (_SAMPLED_PAGES - 1), _PAGE_BYTES))
-    return found.hexdigest()
 
 
 def read_into(fd: int, out: memoryview, offset: int) -> int:

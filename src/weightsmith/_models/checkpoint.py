@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from weightsmith._base.closing import Closing
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest_names
-from weightsmith._base.files import exists, expand_user, real_path, sample_file, show
+from weightsmith._base.files import exists, expand_user, real_path, show
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
@@ -26,6 +26,7 @@ from weightsmith._models.formats import opening
 from weightsmith._models.formats.config import SETTINGS_FILES
 from weightsmith._models.named import NamedTensors
 from weightsmith._models.sources import Opened, Tensors
+from weightsmith._models.sources.files import sample_file
 from weightsmith.abc.stored import Wrapped
 from weightsmith.abc.tensors import digest, read
 
@@ -168,13 +169,13 @@ class Checkpoint(NamedTensors, Closing):
         return self.source.state
 
     def sample(self) -> str:
-        """Hash of 32 pages of each weight file that no revision names; "" if there is none. Equal for a copy of the files.
+        """Hash of 32 pages of each weight file that no revision or plan names, else "". Equal for a copy of the files.
 
         Training changes it, as does all else that changes all weights. A change of a few tensors may not.
         """
         named = [repository.folder for repository in self.repositories]
         own = [path for path in self.paths if not any(path.is_relative_to(folder) for folder in named)]
-        return digest([sample_file(path) for path in own]) if own else ""
+        return digest([sample_file(path) for path in own]) if own and self.plan is None else ""
 
     @property
     def missing(self) -> dict[Path, int]:

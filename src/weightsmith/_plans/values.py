@@ -474,6 +474,11 @@ class Plan:
         data = self.to_json()
         for name in ("warnings", "lacking"):
             data.pop(name, None)
+        todo = [data]
+        while todo:  # samples are of the inputs
+            for model in todo.pop()["models"]:
+                model.pop("sample", None)
+                todo += [model["plan"]] if "plan" in model else []
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def __repr__(self) -> str:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+import xxhash
+
 from weightsmith._base.errors import CheckpointError, FormatError, undoing
-from weightsmith._base.files import Extent, FileState, RemoteBytes, StoredTensor, raise_open_files, read_into, show
+from weightsmith._base.files import Extent, FileState, RemoteBytes, StoredTensor, open_local, raise_open_files, read_into, show
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
 from weightsmith.abc.tensors import byte_view, check_range, closed, digest, spec_of
@@ -26,6 +28,8 @@ from weightsmith.abc.tensors import byte_view, check_range, closed, digest, spec
 if TYPE_CHECKING:
     from weightsmith.abc.tensors import Buffer
 
+_PAGE_BYTES = 4096
+_SAMPLED_PAGES = 32
 MAX_OPEN_FILES = 65_536  # the process's soft limit is raised up to this for models with very many shards
 
 
@@ -306,6 +310,19 @@ def unite(
                 "index to read all tensors in the files.",
             )
     return united
+
+
+def sample_file(path: Path) -> str:
+    """Hash (xxh3, hex) of 32 pages of 4 KiB of a file, at equal distances, its first and last bytes among them.
+
+    Raises as `open_local`, and CheckpointError for an I/O error.
+    """
+    found = xxhash.xxh3_128()
+    with open_local(path) as file:
+        last = max(file.state.nbytes - _PAGE_BYTES, 0)
+        for i in range(_SAMPLED_PAGES):
+            found.update(file.read_at(last * i // (_SAMPLED_PAGES - 1), _PAGE_BYTES))
+    return found.hexdigest()
 
 
 def _check_same(path: Path, opened: FileState, stat: os.stat_result) -> None:

@@ -15,8 +15,8 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._execution.progress import Meter, Reading, show_progress, watched_meter
 from weightsmith._kernels.codecs import decode
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._planning.planner.prepared import download, model_input
-from weightsmith._plans import Made, PlanDraft, Product, Settings, Step, Table
+from weightsmith._planning.planner.prepared import download
+from weightsmith._plans import Made, ModelInput, PlanDraft, Product, Settings, Step, Table
 from weightsmith.abc.job import Matrix, Tile
 from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
 
@@ -172,7 +172,8 @@ def survey(
 
     download(models)
     settings = [Settings({}, tuple({} for _ in models))]
-    draft = PlanDraft(Made(made), [*map(model_input, models)], [], settings, list(products), list(tables))
+    inputs = [ModelInput(model.ref, model.revision, model.identity) for model in models]
+    draft = PlanDraft(Made(made), inputs, [], settings, list(products), list(tables))
     go = partial(
         run, draft.finish(stored=False), models, DiscardedOutput(), Resources(threads or 0), Workload(allow_nonfinite=True)
     )
