@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 
 import weightsmith
+from tests.fake_hub import COMMIT, serve, use
 from tests.mini import write_checkpoint
 from tests.models.formats import oracles
 from tests.models.formats.quantised import BF16, CASES, E4M3, Case, autoround, awq, bnb4, bnb8, exl3, gptq, mlx, modelopt
@@ -419,6 +420,22 @@ def test_a_file_beside_config_json_may_describe_the_quantisation(name: str, tmp_
         with open_checkpoint(plain_model) as checkpoint:
             assert checkpoint.quantised is None
             assert checkpoint.config == {"model_type": "llama"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_may_lie_on_the_hub(name: str, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, settings = SETTINGS[name]
+    folder = write_checkpoint(tmp_path / "m", case.tensors, {"model_type": "llama"})
+    (folder / name).write_text(json.dumps(settings))
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with serve({("org/m", COMMIT): files}) as hub:
+        use(hub, monkeypatch)
+        for _ in range(2):  # the second time from the cache
+            with open_checkpoint("org/m", cache_dir=tmp_path / "cache", stream=stream) as checkpoint:
+                for tensor, plain in case.plain.items():
+                    np.testing.assert_array_equal(checkpoint.read(tensor), plain)
 
 
 def test_a_file_that_names_its_method_is_believed(tmp_path: Path) -> None:
