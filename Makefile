@@ -4,7 +4,7 @@
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured
 #   make test      the tests
 #   make browser    Chromium for the tests of pages, from the distribution's packages; WEIGHTSMITH_TESTS_WITHOUT_BROWSER=1 leaves these tests out
-#   make test-fast     the tests that take less than a tenth of a second each: two minutes
+#   make test-fast     the tests that take less than a tenth of a second each: a minute, three when kernels are not compiled yet
 #   make test-sweeps   stacks of every model type of transformers, as it loads them, every case of every method
 #   make test-gpu      the tests, with torch computing on an NVIDIA GPU what it computes on the CPU otherwise
 #   make test-python   the kernels as plain Python, not compiled
