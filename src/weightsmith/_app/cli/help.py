@@ -120,6 +120,8 @@ COMMANDS_OF_MERGEKIT = {
     "mergekit-yaml": "merge",
     "mergekit-multi": "merge",
     "mergekit-mega": "merge",
+    "mergekit-pytorch": "merge",
+    "mergekit-evolve": "tune",
     "mergekit-moe": "moe",
     "mergekit-extract-lora": "extract-lora",
     "mergekit-tokensurgeon": "transplant-tokenizer",
