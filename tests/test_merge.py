@@ -38,11 +38,12 @@ dtype: bfloat16
 
 
 def models(folder: Path, rows: int = 600, layers: int = 4) -> None:
-    """base, a and b in `folder`: a Llama-like set of names, bf16."""
-    rng = np.random.default_rng(0)
-    shapes = {"model.embed_tokens.weight": (rows, 96), "model.norm.weight": (96,), "lm_head.weight": (rows, 96)}
+    """base, a and b in `folder`: a Llama-like set of names, bf16. A matrix of more than 2,000 rows repeats the first ones."""
+    rng, times = np.random.default_rng(0), max(1, rows // 2000)
+    drawn = (rows // times, 96)
+    shapes = {"model.embed_tokens.weight": drawn, "model.norm.weight": (96,), "lm_head.weight": drawn}
     for i in range(layers):
-        shapes |= {f"model.layers.{i}.{n}.weight": (rows, 96) for n in ("self_attn.q_proj", "mlp.up_proj")}
+        shapes |= {f"model.layers.{i}.{n}.weight": drawn for n in ("self_attn.q_proj", "mlp.up_proj")}
         shapes[f"model.layers.{i}.input_layernorm.weight"] = (96,)
     base = {n: rng.standard_normal(s, np.float32) * np.float32(0.02) for n, s in shapes.items()}
     config = {"model_type": "llama", "num_hidden_layers": layers, "vocab_size": rows, "tie_word_embeddings": False}
@@ -51,7 +52,8 @@ def models(folder: Path, rows: int = 600, layers: int = 4) -> None:
             n: (v + rng.standard_normal(v.shape, np.float32) * np.float32(noise)).astype(ml_dtypes.bfloat16)
             for n, v in base.items()
         }
-        write_checkpoint(folder / name, tensors, config, max_shard_bytes=10**6)
+        repeated = {n: np.tile(v, (times, 1)) if v.ndim == 2 else v for n, v in tensors.items()}
+        write_checkpoint(folder / name, repeated, config, max_shard_bytes=10**6)
     (folder / "base" / "tokenizer.json").write_text("{}")
     (folder / "base" / "chat_template.jinja").write_text("{{ messages }}")
 

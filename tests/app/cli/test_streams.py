@@ -122,8 +122,10 @@ def _cases(number: int) -> list[tuple[str, int, str, list[str]]]:
     return found
 
 
-def _run(folder: Path, cases: list[tuple[str, int, str, list[str]]]) -> dict[str, tuple[int, str, str]]:
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> dict[str, tuple[int, str, str]]:
     """Exit code, stdout and stderr of each case; each in a copy of one process, whose imports are done."""
+    cases = [*_cases(1), *_cases(2)]
     (folder / "cases.json").write_text(json.dumps(cases))
     env = environment(HF_HUB_OFFLINE="1")
     done = subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=env, capture_output=True, text=True)
@@ -149,10 +151,13 @@ def test_the_table_has_every_command() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_result_that_cannot_be_printed_is_said_on_stderr_with_a_code_of_its_own(folder: Path) -> None:
+def test_a_result_that_cannot_be_printed_is_said_on_stderr_with_a_code_of_its_own(
+    folder: Path, ran: dict[str, tuple[int, str, str]]
+) -> None:
     wrong = {}
     why = {"closed": "it is closed", "full": "No space left on device", "pipe": "its reader has closed it"}
-    for label, (code, _, err) in _run(folder, _cases(1)).items():
+    for label, *_ in _cases(1):
+        code, _, err = ran[label]
         name, fault = label.split("-1-")
         said, written = f"error[result-lost]: stdout: the result cannot be printed: {why[fault]}", COMMANDS[name][1]
         made = (*folder.glob(f"{label}-made*"),)
@@ -165,9 +170,10 @@ def test_a_result_that_cannot_be_printed_is_said_on_stderr_with_a_code_of_its_ow
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_stderr_that_cannot_be_written_stops_nothing(folder: Path) -> None:
+def test_a_stderr_that_cannot_be_written_stops_nothing(ran: dict[str, tuple[int, str, str]]) -> None:
     wrong = {}
-    for label, (code, out, _) in _run(folder, _cases(2)).items():
+    for label, *_ in _cases(2):
+        code, out, _ = ran[label]
         if code or not out:
             wrong[label] = code, out
     assert not wrong

@@ -14,14 +14,16 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.cli_help import LINEAR, Cli, cli, environment, make_models
+from tests.fork_help import Forked
 from tests.sampling import sampled
-from weightsmith._app.cli import WORKING
+from weightsmith._app.cli import WORKING, main
 from weightsmith._app.cli.app import make_app
 from weightsmith._base.text import end_status, note, say, status, status_line, table, wrapped
 
@@ -60,15 +62,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def captured(folder: Path, columns: int, *args: str, code: str = "") -> str:
-    """What a command shows on a terminal so wide, with what it draws over. code: runs in place of `python -m weightsmith`."""
+def terminal(columns: int) -> tuple[int, int]:
+    """Both ends of a terminal so wide, ours first."""
     ours, theirs = pty.openpty()
+    widen(theirs, columns)
+    return ours, theirs
+
+
+def widen(theirs: int, columns: int) -> None:
+    """Make a terminal so wide."""
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+
+
+def terminal_environment() -> dict[str, str]:
+    """The environment of a process on a terminal."""
     env = environment(TERM="xterm-256color", LC_ALL="C.UTF-8", HF_HUB_OFFLINE="1")
     env.pop("COLUMNS", None)
-    command = [sys.executable, *(["-c", code] if code else ["-m", "weightsmith"]), *args]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=folder)
-    os.close(theirs)
+    return env
+
+
+def read_until(ended: Callable[[], bool], ours: int) -> str:
+    """What is shown on a terminal until a process has ended, with what it draws over."""
     data, end = b"", time.monotonic() + 120
     while time.monotonic() < end:
         ready, _, _ = select.select([ours], [], [], 0.2)
@@ -77,11 +91,21 @@ def captured(folder: Path, columns: int, *args: str, code: str = "") -> str:
         except OSError:
             break  # the process has ended
         data += part
-        if not part and process.poll() is not None:
+        if not part and ended():
             break
-    process.wait(10)
     os.close(ours)
     return data.decode().replace("\r\n", "\n")
+
+
+def captured(folder: Path, columns: int, *args: str, code: str) -> str:
+    """What a new interpreter shows that runs `python -c code …` on a terminal so wide."""
+    ours, theirs = terminal(columns)
+    command, env = [sys.executable, "-c", code, *args], terminal_environment()
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=folder)
+    os.close(theirs)
+    shown = read_until(lambda: process.poll() is not None, ours)
+    process.wait(10)
+    return shown
 
 
 def lines_of(text: str) -> list[str]:
@@ -112,27 +136,28 @@ COMMANDS = {
     "clean": ["clean"],
 }
 
-EVERY = """
-import fcntl, json, struct, sys, termios
-from weightsmith._app.cli import main
-
-for columns, commands in json.loads(sys.argv[1]):
-    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    for name, command in commands.items():
-        print(f"<<{columns} {name}>>", flush=True)
-        sys.argv = ["weightsmith", *command]
-        try:
-            main()
-        except SystemExit:
-            pass
-        sys.stdout.flush()
-"""
-"""Runs many commands in one process, at many widths: their imports take longer than they do."""
-
 
 def screens(folder: Path, widths: Mapping[int, Mapping[str, list[str]]]) -> dict[tuple[int, str], str]:
-    """What each of these commands shows at each width of the terminal, by width and name."""
-    shown = captured(folder, 80, json.dumps([*widths.items()]), code=EVERY)
+    """What each of these commands shows at each width of the terminal, by width and name: run in one copy of this process."""
+    ours, theirs = terminal(80)
+
+    def work() -> None:
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            os.dup2(theirs, number)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+        for columns, commands in widths.items():
+            widen(1, columns)
+            for name, command in commands.items():
+                print(f"<<{columns} {name}>>", flush=True)
+                sys.argv = ["weightsmith", *command]
+                with suppress(SystemExit):
+                    main()
+                sys.stdout.flush()
+
+    process = Forked(work, env=terminal_environment(), cwd=folder)
+    os.close(theirs)
+    shown = read_until(process.ended, ours)
+    assert process.wait().code == 0, shown
     parts = re.split(r"<<(\d+) ([\w -]+)>>\n", shown)[1:]
     return {(int(width), name): text for width, name, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
 

@@ -192,7 +192,7 @@ def test_hostile_recipes_and_names(browser: Any, studio: Studio, root: Path) -> 
 def test_a_search_from_the_page_and_its_recipe_loaded(browser: Any, studio: Studio) -> None:
     choice = random.Random(2)
     text = "".join(
-        " ".join(choice.choices("what it reads and writes and how fast that is".split(), k=12)) + ".\n" for _ in range(600)
+        " ".join(choice.choices("what it reads and writes and how fast that is".split(), k=12)) + ".\n" for _ in range(100)
     )
     with Visit(browser, studio.address) as visit:
         page = visit.page

@@ -361,7 +361,7 @@ def test_a_sweep_previews_each_value(root: Path, session: Session) -> None:
 def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> None:
     choice = random.Random(1)
     words = "the most important things about this program are what it reads and writes and how fast".split()
-    text = "".join(" ".join(choice.choices(words, k=12)) + ".\n" for _ in range(600))
+    text = "".join(" ".join(choice.choices(words, k=12)) + ".\n" for _ in range(100))
     write(session, recipe(root))
     path, model = ["models", 0, "parameters", "weight"], f"{root}/models/fr"
     for ranges, budget in (
