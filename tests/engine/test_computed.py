@@ -222,10 +222,22 @@ def test_a_copied_tensor_is_where_its_model_has_it(folder: Path) -> None:
         assert place is not None
         assert found is not None
         assert found[1] == place[1]
+        assert read(source, "model.norm.weight").tobytes() == model.read("model.norm.weight").tobytes()
     merged = computed(folder, LINEAR)
     assert merged.location("model.norm.weight") is None
     source.close()
     merged.close()
+
+
+@pytest.mark.parametrize(("method", "models", "passes"), [("linear", 2, 0), ("ties", 3, 1)])
+def test_a_tensor_is_read_from_its_models_and_once_more_for_each_statistics_pass(
+    method: str, models: int, passes: int, folder: Path
+) -> None:
+    source = computed(folder, METHODS[method])
+    read_bytes = models * source.specs["lm_head.weight"].nbytes
+    assert source.read_bytes("lm_head.weight") == (read_bytes, passes * read_bytes)
+    assert source.statistics_passes("lm_head.weight") == passes
+    source.close()
 
 
 def test_jobs_that_are_forgotten_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,34 @@ def test_a_table_that_points_outside_is_an_error(tmp_path: Path) -> None:
         made(tmp_path, [{"w": normal((4, 8))}], step, tables=(Table.of([4]),))
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_jobs_remember_their_statistics_unless_a_table_says_which_rows_they_see(tmp_path: Path, gathered: bool) -> None:
+    """Another plan of the same inputs may have another table in the same place."""
+    grows = np.arange(1, 601, dtype=np.float32)[:, None]
+    models = [{"w": (normal((600, 96), seed) * grows).astype(BF16)} for seed in range(3)]
+    paths = [write_checkpoint(tmp_path / f"m{i}", tensors) for i, tensors in enumerate(models)]
+    settings = Settings({"normalize": True, "lambda": 1.0}, ({}, *({"weight": 1.0, "density": 0.3},) * 2))
+    reads = tuple(Read(i, "w", Gather(0, Block(0, 600, 96, 96)) if gathered else None) for i in range(3))
+    step = Step(spec("out", (300 if gathered else 600, 96)), "ties", reads, base=True)
+    inputs = tuple(ModelInput(path.name, "", path.name) for path in paths)
+    memory: dict[object, dict[object, Any]] = {}
+
+    def merged(first: int, remembered: dict[object, dict[object, Any]] | None) -> tuple[bytes, int]:
+        table = Table.of(range(first, first + 300))
+        plan = Plan(Made("test"), inputs, (step,), (settings,), tables=(table,) if gathered else ())
+        with ExitStack() as stack:
+            output = Memory(plan, tmp_path)
+            stack.callback(output.file.close)
+            sources = [stack.enter_context(open_checkpoint(path)) for path in paths]
+            outcome = run(plan, sources, output, Resources(1), Workload(memory=remembered))
+            return as_bytes(output.tensor("out")), outcome.read_bytes
+
+    merged(0, memory)
+    alone, remembered = merged(300, None), merged(300, memory)
+    assert remembered[0] == alone[0]
+    assert (remembered[1] < alone[1]) == (not gathered)
+
+
 def test_distances_of_finished_tensors_are_not_measured_again(tmp_path: Path) -> None:
     """A finished tensor is not read again: its distance from the base is what the earlier run found."""
     names = ["a", "b"]

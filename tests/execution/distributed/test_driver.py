@@ -135,6 +135,7 @@ def test_workers_that_are_lost_again_and_again_are_an_error(here: Path) -> None:
     workers = Threads(2, before)
     with pytest.raises(WorkerLost, match=r"the worker of part 2 of \d+ was lost 4 times: killed") as caught:
         merge(workers)
+    assert sum(part is not None and part[0] == 2 for part in parts_of(workers)) == 4
     assert "run again to resume" in str(caught.value)
     merged = merge(Threads(2))
     assert merged.resumed > 0
