@@ -133,6 +133,7 @@ BESIDE = {
     "_outputs": ["test_merge.py", "execution/test_run.py", "app/cli/test_verify.py", "app/cli/test_housekeeping.py"],
     "_models/formats": ["planning/planner/test_quantize.py", "app/test_quantize_commands.py"],
     "_models/formats/autoround.py": ["models/formats/test_scaled.py", "models/formats/test_quantised.py"],
+    "_models/formats/scaled.py": ["models/formats/compressed_tensors", "models/formats/fp8"],
     "_models/formats/quark.py": ["models/formats/test_scaled.py"],
     "_models/formats/exl2": ["features/quantisation/test_exl2_format.py", "features/quantisation/test_exl2_matrix.py"],
     "_models/formats/gguf": ["models/formats/gguf/test_gguf_files.py", "features/quantisation/test_importances.py"],
