@@ -261,7 +261,10 @@ def test_ctrl_c_ends_the_workers_and_leaves_work_that_resumes_in_one_process(her
 @pytest.mark.slow
 def test_progress_counts_each_tensor_once_and_ends_full(here: Path) -> None:
     seen: list[weightsmith.Progress] = []
+    began = time.monotonic()
     merged = merge(Threads(2), callbacks=Callbacks(seen.append))
+    elapsed = time.monotonic() - began
+    assert all(0 <= now.seconds <= elapsed for now in seen)
     counts = [now.tensors for now in seen]
     assert counts == sorted(counts)
     assert counts[-1] == seen[-1].total_tensors == len(merged.plan.steps)
