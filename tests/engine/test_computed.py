@@ -25,7 +25,7 @@ from weightsmith._engine.resources import Resources
 from weightsmith._engine.tiles import Cut
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.planner import prepare
-from weightsmith._plans import Step
+from weightsmith._plans import COPY, Block, Made, ModelInput, PlanDraft, Read, Settings, Step
 from weightsmith.abc.job import Bytes, Job, Tile
 from weightsmith.abc.tensors import Tensors, read
 from weightsmith.testing import SourceCase, SourceTests
@@ -227,6 +227,18 @@ def test_a_copied_tensor_is_where_its_model_has_it(folder: Path) -> None:
     assert merged.location("model.norm.weight") is None
     source.close()
     merged.close()
+
+
+def test_a_copied_part_of_a_tensor_is_where_its_model_has_it(folder: Path) -> None:
+    name, part = "model.embed_tokens.weight", TensorSpec("part", DTYPES["BF16"], (7, 300))
+    step = Step(part, COPY, (Read(0, name, Block(2 * 300, 7, 300, 300)),))
+    plan = PlanDraft(Made("test"), [ModelInput("a", "", "")], [step], [Settings({}, ({},))]).finish()
+    with open_checkpoint(folder / "a") as model:
+        source = Computed(plan, [model], "part")
+        place = model.location(name)
+        assert place is not None
+        assert source.location("part") == (place[0], place[1] + 2 * 300 * 2)
+        assert read(source, "part").tobytes() == model.read(name)[2:9].tobytes()
 
 
 @pytest.mark.parametrize(("method", "models", "passes"), [("linear", 2, 0), ("ties", 3, 1)])

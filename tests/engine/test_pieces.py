@@ -14,9 +14,14 @@ import pytest
 
 from tests.mini import Memory, as_bytes, write_checkpoint
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.local import Outcome, run
+from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Resources, Workload
+from weightsmith._engine.results import Results
+from weightsmith._files.views import view_of
 from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._models.sources.memory import StateDict
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith._plans import Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
 
@@ -158,6 +163,15 @@ def test_a_gather_of_many_tiles(tmp_path: Path) -> None:
     found, _, _ = made(tmp_path, [{"w": tensor}], step, tables=(Table.of(table),), tile_bytes=1)
     expected = np.where(table[:, None] < 0, BF16.type(0), tensor[table])
     assert as_bytes(found) == as_bytes(expected)
+
+
+def test_rows_of_a_tensor_in_memory_are_gathered() -> None:
+    tensor = normal((40, 16))
+    step = Step(spec("out", (3, 16)), "copy", (Read(0, "w", Gather(0, Block(0, 40, 16, 16))),))
+    plan = Plan(Made("test"), (ModelInput("m", "", ""),), (step,), (NONE,), tables=(Table.of([7, -1, 9]),))
+    reader = Reader(plan, [StateDict({"w": view_of("w", tensor)}, "m")], Results(plan))
+    found, _ = reader.read(step.inputs, 0, 48, Buffers())
+    assert found[0, : 48 * 2].tobytes() == np.stack([tensor[7], np.zeros(16, BF16), tensor[9]]).tobytes()
 
 
 def test_a_table_that_points_outside_is_an_error(tmp_path: Path) -> None:
