@@ -65,7 +65,7 @@ BESIDE = {
     "abc/stored.py": ["models/formats"],
     "abc/tensors.py": ["models/sources", "models/test_checkpoint.py"],
     "_app/api.py": ["test_merge.py", "execution/test_run.py", "execution/test_stages.py", "app/cli"],
-    "_execution/cards.py": ["app/cli"],
+    "_execution/cards.py": ["features/quantisation/test_mmproj.py", "app/cli"],
     "_kernels/ggml.py": ["models/formats/gguf/test_blocks.py"],
     "_kernels/ggml_fits.py": ["models/formats/gguf/test_blocks.py"],
     "_kernels/ggml_k.py": ["models/formats/gguf/test_blocks.py"],

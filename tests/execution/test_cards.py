@@ -168,6 +168,7 @@ def test_how_other_models_are_loaded(here: Path, config: Any, carried: tuple[str
         f"---\nlicense: {'x' * 70_000}\n---\n",
         '---\nlicense: "\\UFFFFFFFF"\n---\n',
         "---\nlicense: !!python/object/apply:os.system [exit]\n---\n",
+        pytest.param("---\nlicense: mit\n---\n" + "x" * (4 << 20), id="too long"),
     ],
 )
 def test_a_damaged_or_hostile_card_says_nothing(here: Path, text: str) -> None:

@@ -103,6 +103,10 @@ WRONG: dict[str, tuple[Callable[[], PlanDraft], str]] = {
     ),
     "statistic of no input": (lambda: draft(statistics(1, Read(PRODUCTS, "array")), products=[PRODUCT]), "is not of an input"),
     "statistic of a model": (lambda: draft(statistics(0, Read(0, "w"))), "no product's array"),
+    "importances of a plain tensor": (
+        lambda: draft(Step(WEIGHT, COPY, (Read(0, "w"),), weighted=0), tables=[Table.of([1])]),
+        "no encoding that takes it",
+    ),
     "need of a step": (lambda: draft(Step(WEIGHT, COPY, (Read(0, "w"),), needs=("made",))), "which are not all products"),
     "need of a join": (
         lambda: draft(Step(WEIGHT, "join", (), pieces=(Step(WEIGHT, COPY, (Read(0, "w"),)),), needs=("made",))),

@@ -83,6 +83,7 @@ def test_the_bytes_are_those_of_one_process(here: Path, recipe: Any) -> None:
     assert (merged.read_bytes, merged.written_bytes) == (alone.read_bytes, alone.written_bytes), "nothing was done twice"
     assert merged.distance == alone.distance
     assert len(workers.started) > 3
+    assert not any(share.second for share in workers.started), "no part was slow"
     assert not staging_folder(here / "out").exists()
 
 
