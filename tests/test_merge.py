@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -309,7 +310,9 @@ def test_integers_on_which_models_disagree_are_reported(tmp_path: Path, monkeypa
 @pytest.mark.slow
 def test_progress_is_told_and_ends_at_all(here: Path) -> None:
     seen: list[weightsmith.Progress] = []
+    began = time.monotonic()
     weightsmith.merge("ties.yml", "out", progress=seen.append)
+    assert 0 <= seen[0].seconds <= seen[-1].seconds <= time.monotonic() - began
     assert seen[-1].written_bytes == seen[-1].total_bytes
     assert seen[-1].tensors == seen[-1].total_tensors
     assert [p.written_bytes for p in seen] == sorted(p.written_bytes for p in seen)

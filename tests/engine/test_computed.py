@@ -25,7 +25,7 @@ from weightsmith._engine.resources import Resources
 from weightsmith._engine.tiles import Cut
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.planner import prepare
-from weightsmith._plans import Step
+from weightsmith._plans import COPY, Block, Made, ModelInput, PlanDraft, Read, Settings, Step
 from weightsmith.abc.job import Bytes, Job, Tile
 from weightsmith.abc.tensors import Tensors, read
 from weightsmith.testing import SourceCase, SourceTests
@@ -222,10 +222,34 @@ def test_a_copied_tensor_is_where_its_model_has_it(folder: Path) -> None:
         assert place is not None
         assert found is not None
         assert found[1] == place[1]
+        assert read(source, "model.norm.weight").tobytes() == model.read("model.norm.weight").tobytes()
     merged = computed(folder, LINEAR)
     assert merged.location("model.norm.weight") is None
     source.close()
     merged.close()
+
+
+def test_a_copied_part_of_a_tensor_is_where_its_model_has_it(folder: Path) -> None:
+    name, part = "model.embed_tokens.weight", TensorSpec("part", DTYPES["BF16"], (7, 300))
+    step = Step(part, COPY, (Read(0, name, Block(2 * 300, 7, 300, 300)),))
+    plan = PlanDraft(Made("test"), [ModelInput("a", "", "")], [step], [Settings({}, ({},))]).finish()
+    with open_checkpoint(folder / "a") as model:
+        source = Computed(plan, [model], "part")
+        place = model.location(name)
+        assert place is not None
+        assert source.location("part") == (place[0], place[1] + 2 * 300 * 2)
+        assert read(source, "part").tobytes() == model.read(name)[2:9].tobytes()
+
+
+@pytest.mark.parametrize(("method", "models", "passes"), [("linear", 2, 0), ("ties", 3, 1)])
+def test_a_tensor_is_read_from_its_models_and_once_more_for_each_statistics_pass(
+    method: str, models: int, passes: int, folder: Path
+) -> None:
+    source = computed(folder, METHODS[method])
+    read_bytes = models * source.specs["lm_head.weight"].nbytes
+    assert source.read_bytes("lm_head.weight") == (read_bytes, passes * read_bytes)
+    assert source.statistics_passes("lm_head.weight") == passes
+    source.close()
 
 
 def test_jobs_that_are_forgotten_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

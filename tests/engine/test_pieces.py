@@ -14,9 +14,14 @@ import pytest
 
 from tests.mini import Memory, as_bytes, write_checkpoint
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.local import Outcome, run
+from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Resources, Workload
+from weightsmith._engine.results import Results
+from weightsmith._files.views import view_of
 from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._models.sources.memory import StateDict
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith._plans import Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
 
@@ -160,10 +165,47 @@ def test_a_gather_of_many_tiles(tmp_path: Path) -> None:
     assert as_bytes(found) == as_bytes(expected)
 
 
+def test_rows_of_a_tensor_in_memory_are_gathered() -> None:
+    tensor = normal((40, 16))
+    step = Step(spec("out", (3, 16)), "copy", (Read(0, "w", Gather(0, Block(0, 40, 16, 16))),))
+    plan = Plan(Made("test"), (ModelInput("m", "", ""),), (step,), (NONE,), tables=(Table.of([7, -1, 9]),))
+    reader = Reader(plan, [StateDict({"w": view_of("w", tensor)}, "m")], Results(plan))
+    found, _ = reader.read(step.inputs, 0, 48, Buffers())
+    assert found[0, : 48 * 2].tobytes() == np.stack([tensor[7], np.zeros(16, BF16), tensor[9]]).tobytes()
+
+
 def test_a_table_that_points_outside_is_an_error(tmp_path: Path) -> None:
     step = Step(spec("out", (1, 8)), "copy", (Read(0, "w", Gather(0, Block(0, 4, 8, 8))),))
     with pytest.raises(IndexError, match="points outside 4 rows"):
         made(tmp_path, [{"w": normal((4, 8))}], step, tables=(Table.of([4]),))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_jobs_remember_their_statistics_unless_a_table_says_which_rows_they_see(tmp_path: Path, gathered: bool) -> None:
+    """Another plan of the same inputs may have another table in the same place."""
+    grows = np.arange(1, 601, dtype=np.float32)[:, None]
+    models = [{"w": (normal((600, 96), seed) * grows).astype(BF16)} for seed in range(3)]
+    paths = [write_checkpoint(tmp_path / f"m{i}", tensors) for i, tensors in enumerate(models)]
+    settings = Settings({"normalize": True, "lambda": 1.0}, ({}, *({"weight": 1.0, "density": 0.3},) * 2))
+    reads = tuple(Read(i, "w", Gather(0, Block(0, 600, 96, 96)) if gathered else None) for i in range(3))
+    step = Step(spec("out", (300 if gathered else 600, 96)), "ties", reads, base=True)
+    inputs = tuple(ModelInput(path.name, "", path.name) for path in paths)
+    memory: dict[object, dict[object, Any]] = {}
+
+    def merged(first: int, remembered: dict[object, dict[object, Any]] | None) -> tuple[bytes, int]:
+        table = Table.of(range(first, first + 300))
+        plan = Plan(Made("test"), inputs, (step,), (settings,), tables=(table,) if gathered else ())
+        with ExitStack() as stack:
+            output = Memory(plan, tmp_path)
+            stack.callback(output.file.close)
+            sources = [stack.enter_context(open_checkpoint(path)) for path in paths]
+            outcome = run(plan, sources, output, Resources(1), Workload(memory=remembered))
+            return as_bytes(output.tensor("out")), outcome.read_bytes
+
+    merged(0, memory)
+    alone, remembered = merged(300, None), merged(300, memory)
+    assert remembered[0] == alone[0]
+    assert (remembered[1] < alone[1]) == (not gathered)
 
 
 def test_distances_of_finished_tensors_are_not_measured_again(tmp_path: Path) -> None:

@@ -106,6 +106,13 @@ def test_a_merge_writes_and_hashes_every_byte_once() -> None:
     assert hashed.checksum() == checksum(work.step.out, expected.reshape(-1).view(np.uint8))
 
 
+def test_a_tile_has_no_more_rows_than_an_input_prefers_where_grains_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grain has 218 rows: two of them hold 300 rows."""
+    monkeypatch.setattr(StateDict, "preferred_rows", lambda self, name: 300)
+    work = Work("linear", [normal(0), normal(1)])
+    assert [place.size // 300 for place in work.leaf.cuts] == [436, 164]
+
+
 def test_the_passes_of_a_job_follow_each_other_and_then_comes_apply() -> None:
     work = Work("slerp", [normal(0), normal(1)], base=True)
     leaf, phases = work.leaf, []

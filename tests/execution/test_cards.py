@@ -85,6 +85,14 @@ def test_without_cards_nothing_is_said_of_licences(here: Path) -> None:
     assert "base_model" not in front
 
 
+def test_the_tensors_that_are_quantised_are_counted(here: Path) -> None:
+    for name in ("base", "a", "b"):
+        plain = {"model.norm.weight": np.ones(8, np.float32), "lm_head.weight": np.ones((8, 8), np.float32)}
+        write_checkpoint(here / name, {**plain, "model.layers.0.mlp.up_proj.weight": np.ones((8, 8), np.float32)}, CONFIG)
+    text = model_card(weightsmith.plan(RECIPE, quantize="fp8-dynamic"), "merged")
+    assert "\nQuantised: fp8-dynamic (1 of 3 tensors).\n" in text
+
+
 def test_base_models_are_the_inputs_on_the_hub_or_those_that_their_cards_name(here: Path) -> None:
     write_card("a", "base_model: meta/llama")
     write_card("b", "base_model:\n- org/one\n- ../two\n- meta/llama")
@@ -160,6 +168,7 @@ def test_how_other_models_are_loaded(here: Path, config: Any, carried: tuple[str
         f"---\nlicense: {'x' * 70_000}\n---\n",
         '---\nlicense: "\\UFFFFFFFF"\n---\n',
         "---\nlicense: !!python/object/apply:os.system [exit]\n---\n",
+        pytest.param("---\nlicense: mit\n---\n" + "x" * (4 << 20), id="too long"),
     ],
 )
 def test_a_damaged_or_hostile_card_says_nothing(here: Path, text: str) -> None:

@@ -358,6 +358,12 @@ def test_jobs_are_begun_only_while_there_is_memory_for_them() -> None:
     assert most <= 100
 
 
+def test_jobs_of_one_byte_count_too() -> None:
+    most, finished = run_hoards([1] * 20, 1)
+    assert finished == 20
+    assert most == 1
+
+
 def test_a_job_larger_than_the_bound_is_run_alone() -> None:
     most, finished = run_hoards([10, 500, 10, 500], 100)
     assert finished == 4

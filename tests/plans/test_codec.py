@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from weightsmith._base.errors import FormatError
-from weightsmith._plans import Product, Read
+from weightsmith._plans import Block, Product, Read
 from weightsmith._plans.codec import OMITTED, decode, encode, has_type
 from weightsmith._plans.forms import ProductSettings
 
@@ -85,3 +85,9 @@ def test_other_values_are_errors_with_their_place(change: dict[str, Any], words:
 def test_what_is_no_read_is_one_error(value: Any) -> None:
     with pytest.raises(FormatError, match=r"a read is \[model, tensor\]"):
         decode(Read, value, "reads")
+
+
+@pytest.mark.parametrize("value", [[0, 1, 1], [-1, 1, 1, 1], [0, 1, 1, (1 << 62) + 1], [0, 1, True, 1], [0, 1, 1.0, 1], "0111"])
+def test_what_is_no_block_is_one_error(value: Any) -> None:
+    with pytest.raises(FormatError, match=r"a block is \[offset, rows, cols, stride\]"):
+        decode(Block, value, "view")

@@ -26,6 +26,7 @@ from weightsmith._plans import (
     Product,
     Read,
     Settings,
+    StatisticRead,
     Step,
     Table,
     plan_from_json,
@@ -44,6 +45,11 @@ def draft(*steps: Step, **changes: Any) -> PlanDraft:
     for name, value in changes.items():
         setattr(made, name, value)
     return made
+
+
+def statistics(number: int, read: Read) -> Step:
+    """A step that uses a statistic of its input of this number."""
+    return Step(WEIGHT, COPY, (Read(0, "w"),), statistics=(StatisticRead("gram", number, read),))
 
 
 def test_a_draft_becomes_a_plan_once() -> None:
@@ -94,6 +100,12 @@ WRONG: dict[str, tuple[Callable[[], PlanDraft], str]] = {
     "table": (
         lambda: draft(Step(WEIGHT, COPY, (Read(0, "w", Gather(0, Block(0, 2, 3, 3))),))),
         "there is no table 0",
+    ),
+    "statistic of no input": (lambda: draft(statistics(1, Read(PRODUCTS, "array")), products=[PRODUCT]), "is not of an input"),
+    "statistic of a model": (lambda: draft(statistics(0, Read(0, "w"))), "no product's array"),
+    "importances of a plain tensor": (
+        lambda: draft(Step(WEIGHT, COPY, (Read(0, "w"),), weighted=0), tables=[Table.of([1])]),
+        "no encoding that takes it",
     ),
     "need of a step": (lambda: draft(Step(WEIGHT, COPY, (Read(0, "w"),), needs=("made",))), "which are not all products"),
     "need of a join": (

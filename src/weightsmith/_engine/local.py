@@ -70,7 +70,7 @@ class Outcome:
     written_bytes: int
     finished: Mapping[str, Finished]
     results: Results
-    fetched_bytes: int = 0
+    fetched_bytes: int
 
     @property
     def distances(self) -> dict[str, tuple[float, float]]:

@@ -86,6 +86,12 @@ def _finite(norm: float) -> float | None:
 
 
 def to_markdown(moved: tuple[Moved, ...]) -> str:
-    """A table for the card."""
+    """A table for the card.
+
+    >>> print(to_markdown((Moved("all", 1.0, 4.0),)))
+    |  | delta | share of the base |
+    | --- | ---: | ---: |
+    | all | 1 | 25.000% |
+    """
     rows = [(m.name, f"{m.delta:.4g}", m.percent(3)) for m in moved]
     return markdown_table(("", "delta", "share of the base"), rows, right={1, 2})

@@ -74,8 +74,8 @@ class Block:
     def end(self) -> int:
         """One past the flat index of the last element.
 
-        >>> Block(offset=5, rows=3, cols=2, stride=10).end
-        27
+        >>> Block(offset=5, rows=3, cols=2, stride=10).end, Block(offset=5, rows=3, cols=0, stride=10).end
+        (27, 5)
         """
         return self.offset + (self.rows - 1) * self.stride + self.cols if self.rows and self.cols else self.offset
 

@@ -83,6 +83,7 @@ def test_the_bytes_are_those_of_one_process(here: Path, recipe: Any) -> None:
     assert (merged.read_bytes, merged.written_bytes) == (alone.read_bytes, alone.written_bytes), "nothing was done twice"
     assert merged.distance == alone.distance
     assert len(workers.started) > 3
+    assert not any(share.second for share in workers.started), "no part was slow"
     assert not staging_folder(here / "out").exists()
 
 
@@ -135,6 +136,7 @@ def test_workers_that_are_lost_again_and_again_are_an_error(here: Path) -> None:
     workers = Threads(2, before)
     with pytest.raises(WorkerLost, match=r"the worker of part 2 of \d+ was lost 4 times: killed") as caught:
         merge(workers)
+    assert sum(part is not None and part[0] == 2 for part in parts_of(workers)) == 4
     assert "run again to resume" in str(caught.value)
     merged = merge(Threads(2))
     assert merged.resumed > 0
@@ -260,7 +262,10 @@ def test_ctrl_c_ends_the_workers_and_leaves_work_that_resumes_in_one_process(her
 @pytest.mark.slow
 def test_progress_counts_each_tensor_once_and_ends_full(here: Path) -> None:
     seen: list[weightsmith.Progress] = []
+    began = time.monotonic()
     merged = merge(Threads(2), callbacks=Callbacks(seen.append))
+    elapsed = time.monotonic() - began
+    assert all(0 <= now.seconds <= elapsed for now in seen)
     counts = [now.tensors for now in seen]
     assert counts == sorted(counts)
     assert counts[-1] == seen[-1].total_tensors == len(merged.plan.steps)

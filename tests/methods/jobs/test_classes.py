@@ -13,6 +13,7 @@ import pytest
 import weightsmith._methods.jobs
 from tests.cases.case import fine_tunes
 from tests.methods.jobs.classes import JOBS, SHAPE, Made, matrix_of, numbers, run_job
+from weightsmith._methods.jobs.elementwise import SceJob
 from weightsmith.abc.job import Job
 
 
@@ -47,6 +48,12 @@ def test_a_job_can_be_asked_for_its_passes_before_it_has_seen_a_tile(name: str) 
     job = JOBS[name].make(matrix_of(JOBS[name]))
     assert 0 <= job.passes() <= 4
     assert job.resident_bytes >= 0
+
+
+def test_positions_are_not_counted_where_all_are_selected() -> None:
+    matrix = matrix_of(JOBS["SceJob"])
+    assert SceJob(matrix, 1.0, mask_update=True).passes() == 1
+    assert SceJob(matrix, 0.9, mask_update=True).passes() > 1
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -208,9 +208,11 @@ def test_scales_without_a_value_are_errors_when_they_are_quantised_again(models:
 # ---- codes with zero points
 
 
-def write_asymmetric(folder: Path, bits: int, group: int | None) -> tuple[Path, dict[str, np.ndarray], dict[str, Any]]:
-    """A checkpoint of one matrix, whose rows are no multiple of those of a word; its tensors, and its entry of config.json."""
-    rng, rows, cols = np.random.default_rng(bits), 163, 192
+def write_asymmetric(
+    folder: Path, bits: int, group: int | None, rows: int = 163
+) -> tuple[Path, dict[str, np.ndarray], dict[str, Any]]:
+    """A checkpoint of one matrix; its tensors, and its entry of config.json."""
+    rng, cols = np.random.default_rng(bits), 192
     groups = 1 if group is None else cols // group
 
     def packed(codes: np.ndarray) -> np.ndarray:
@@ -238,8 +240,9 @@ def write_asymmetric(folder: Path, bits: int, group: int | None) -> tuple[Path, 
 
 @pytest.mark.parametrize("group", [None, 64])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_zero_points_are_subtracted(bits: int, group: int | None, tmp_path: Path) -> None:
-    model, tensors, _ = write_asymmetric(tmp_path / "m", bits, group)
+@pytest.mark.parametrize("rows", [160, 163], ids=["words filled", "last word not filled"])
+def test_zero_points_are_subtracted(rows: int, bits: int, group: int | None, tmp_path: Path) -> None:
+    model, tensors, _ = write_asymmetric(tmp_path / "m", bits, group, rows)
     with weightsmith.open_checkpoint(model) as opened:
         np.testing.assert_array_equal(opened.read(Q), tensors["plain"])
         whole = tensors["plain"].reshape(-1).view(np.uint8)
