@@ -96,8 +96,8 @@ def _definitions(levels: Sequence[Level], methods: Sequence[Method]) -> dict[str
         "model_parameters": _parameters(of_models),
         "names_of_parameters": {"propertyNames": {"enum": list(uses)}},
         "names_of_model_parameters": {"propertyNames": {"enum": list(of_models)}},
-        "setting_of_own_method": _setting("", []),
-        **{f"setting_{name}": _setting(name, [p for _, p in found]) for name, found in uses.items()},
+        **_settings("of_own_method", "", []),
+        **{key: made for name, found in uses.items() for key, made in _settings(name, name, [p for _, p in found]).items()},
     }
 
 
@@ -113,26 +113,34 @@ def _parameters(uses: Mapping[str, list[tuple[str, Parameter]]]) -> dict[str, An
     return {"type": "object", "properties": properties, "additionalProperties": own}
 
 
-def _setting(name: str, parameters: Sequence[Parameter]) -> dict[str, Any]:
-    """All the forms of one parameter: a scalar, one to tune, a gradient, a schedule, a value with a filter, a list of those.
+def _settings(key: str, name: str, parameters: Sequence[Parameter]) -> dict[str, Any]:
+    """`setting_KEY`: all the forms of one parameter: a value, a gradient, a schedule, a value with a filter, a list of those.
+    `value_KEY`: a scalar, or one to tune.
 
     parameters  of this name, one for each method that has it; none for one that only its own method's code knows
     """
     if name == NESTED:
-        return {"type": "object", "additionalProperties": {"anyOf": [ANY_SCALAR, *tuned_schemas(ANY_SCALAR, NUMBER)]}}
+        values = [ANY_SCALAR, *tuned_schemas(ANY_SCALAR, NUMBER)]
+        return {f"setting_{key}": {"type": "object", "additionalProperties": {"anyOf": values}}}
     scalars: list[Schema] = []
     for parameter in parameters:
         scalars += [s for s in _scalars(parameter) if s not in scalars]
     scalar: Schema = scalars[0] if len(scalars) == 1 else {"anyOf": scalars} if scalars else ANY_SCALAR
-    numbers = [s for parameter in parameters if parameter.kind in ("int", "float") for s in _scalars(parameter)]
+    numbers: list[Schema] = []
+    for parameter in parameters:
+        if parameter.kind in ("int", "float"):
+            numbers += [s for s in _scalars(parameter) if s not in numbers]
     number = {"anyOf": numbers} if numbers else None if parameters else NUMBER
-    scalar = {"anyOf": [scalar, *tuned_schemas(scalar, number)]}
+    value = {"$ref": f"#/$defs/value_{key}"}
     scheduled = name == SCHEDULED and any(p.scope == "model" for p in parameters)
     schedules = [SCHEDULE.schema] if scheduled else []
     condition = _level(CONDITION)
-    condition["properties"]["value"] |= {"anyOf": [scalar, {"type": "array", "items": scalar, "minItems": 1}, *schedules]}
-    lists = {"type": "array", "minItems": 1, "anyOf": [{"items": scalar}, {"items": condition}]}
-    return {"anyOf": [scalar, condition, lists, *schedules]}
+    condition["properties"]["value"] |= {"anyOf": [value, {"type": "array", "items": value, "minItems": 1}, *schedules]}
+    lists = {"type": "array", "minItems": 1, "anyOf": [{"items": value}, {"items": condition}]}
+    return {
+        f"value_{key}": {"anyOf": [scalar, *tuned_schemas(scalar, number)]},
+        f"setting_{key}": {"anyOf": [value, condition, lists, *schedules]},
+    }
 
 
 def _scalars(parameter: Parameter) -> list[Schema]:
