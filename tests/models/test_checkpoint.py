@@ -773,3 +773,38 @@ def test_an_io_error_names_tensor_file_and_place(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(CheckpointError, match=r"m\.safetensors: tensor 'a' cannot be read at byte .*Input/output"):
             c.read("a")
+
+
+# ---- the sample of the weights
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_the_sample_sees_a_change_of_every_file_and_none_of_a_copy(count: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    sizes = [0, 100, 20_000] if count == 3 else [20_000] * count
+    for name in ("model", "copy"):
+        (tmp_path / name).mkdir()
+    contents = [rng.bytes(size) for size in sizes]
+    paths = [[tmp_path / name / str(i) for i in range(count)] for name in ("model", "copy")]
+    for folder in paths:
+        for path, content in zip(folder, contents, strict=True):
+            path.write_bytes(content)
+    sample = files.sample_files(paths[0])
+    assert files.sample_files(paths[1]) == sample
+    for path, content in zip(paths[1], contents, strict=True):
+        if content:
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            assert files.sample_files(paths[1]) != sample
+            path.write_bytes(content)
+
+
+def test_the_sample_reads_few_pages_of_many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk with cold caches each costs milliseconds."""
+    paths = [tmp_path / str(i) for i in range(20)]
+    for path in paths:
+        path.write_bytes(bytes(100_000))
+    read: list[int] = []
+    monkeypatch.setattr("weightsmith._base.files.LocalFile.read_at", lambda self, at, n: read.append(n) or b"")
+    files.sample_files(paths)
+    files.sample_files(paths[:1])
+    assert read == [4096] * (20 + 32)

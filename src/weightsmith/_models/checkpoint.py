@@ -26,9 +26,9 @@ from weightsmith._models.formats import opening
 from weightsmith._models.formats.config import SETTINGS_FILES
 from weightsmith._models.named import NamedTensors
 from weightsmith._models.sources import Opened, Tensors
-from weightsmith._models.sources.files import sample_file
+from weightsmith._models.sources.files import sample_files
 from weightsmith.abc.stored import Wrapped
-from weightsmith.abc.tensors import digest, read
+from weightsmith.abc.tensors import read
 
 if TYPE_CHECKING:
     import numpy as np
@@ -169,13 +169,13 @@ class Checkpoint(NamedTensors, Closing):
         return self.source.state
 
     def sample(self) -> str:
-        """Hash of 32 pages of each weight file that no revision or plan names, else "". Equal for a copy of the files.
+        """Hash of 32 pages of the weight files that no revision or plan names, else "". Equal for a copy of the files.
 
         Training changes it, as does all else that changes all weights. A change of a few tensors may not.
         """
         named = [repository.folder for repository in self.repositories]
         own = [path for path in self.paths if not any(path.is_relative_to(folder) for folder in named)]
-        return digest([sample_file(path) for path in own]) if own and self.plan is None else ""
+        return sample_files(own) if own and self.plan is None else ""
 
     @property
     def missing(self) -> dict[Path, int]:

@@ -307,7 +307,7 @@ class ModelInput:
     """One input checkpoint: its name, and its identity at planning time.
 
     ref       as written in the recipe (`org/name@revision`, `./folder`, `base+adapter`)
-    revision  commit of a Hub model, "" otherwise
+    revision  commit of a Hub model, digest of the files' versions at another address, "" otherwise
     identity  hash of names, headers and sizes
     plan      of a merge whose result it is: its tensors are computed when they are read
     sample    hash of parts of the weight files that no revision names: see `Checkpoint.sample`

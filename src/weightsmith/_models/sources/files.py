@@ -312,16 +312,17 @@ def unite(
     return united
 
 
-def sample_file(path: Path) -> str:
-    """Hash (xxh3, hex) of 32 pages of 4 KiB of a file, at equal distances, its first and last bytes among them.
+def sample_files(paths: Sequence[Path]) -> str:
+    """Hash of 32 pages of 4 KiB in all, and of at least one of each file: at equal distances, the last bytes among them.
 
     Raises as `open_local`, and CheckpointError for an I/O error.
     """
-    found = xxhash.xxh3_128()
-    with open_local(path) as file:
-        last = max(file.state.nbytes - _PAGE_BYTES, 0)
-        for i in range(_SAMPLED_PAGES):
-            found.update(file.read_at(last * i // (_SAMPLED_PAGES - 1), _PAGE_BYTES))
+    found, count = xxhash.xxh3_128(), max(1, _SAMPLED_PAGES // len(paths))
+    for path in paths:
+        with open_local(path) as file:
+            last = max(file.state.nbytes - _PAGE_BYTES, 0)
+            for i in range(1, count + 1):
+                found.update(file.read_at(last * i // count, _PAGE_BYTES))
     return found.hexdigest()
 
 

@@ -122,14 +122,9 @@ def _settings(key: str, name: str, parameters: Sequence[Parameter]) -> dict[str,
     if name == NESTED:
         values = [ANY_SCALAR, *tuned_schemas(ANY_SCALAR, NUMBER)]
         return {f"setting_{key}": {"type": "object", "additionalProperties": {"anyOf": values}}}
-    scalars: list[Schema] = []
-    for parameter in parameters:
-        scalars += [s for s in _scalars(parameter) if s not in scalars]
+    scalars = _scalars(parameters)
     scalar: Schema = scalars[0] if len(scalars) == 1 else {"anyOf": scalars} if scalars else ANY_SCALAR
-    numbers: list[Schema] = []
-    for parameter in parameters:
-        if parameter.kind in ("int", "float"):
-            numbers += [s for s in _scalars(parameter) if s not in numbers]
+    numbers = _scalars([parameter for parameter in parameters if parameter.kind in ("int", "float")])
     number = {"anyOf": numbers} if numbers else None if parameters else NUMBER
     value = {"$ref": f"#/$defs/value_{key}"}
     scheduled = name == SCHEDULED and any(p.scope == "model" for p in parameters)
@@ -143,7 +138,15 @@ def _settings(key: str, name: str, parameters: Sequence[Parameter]) -> dict[str,
     }
 
 
-def _scalars(parameter: Parameter) -> list[Schema]:
+def _scalars(parameters: Sequence[Parameter]) -> list[Schema]:
+    """The forms of a scalar of any of them, each once."""
+    found: list[Schema] = []
+    for parameter in parameters:
+        found += [scalar for scalar in _scalars_of(parameter) if scalar not in found]
+    return found
+
+
+def _scalars_of(parameter: Parameter) -> list[Schema]:
     if parameter.kind == "bool":
         return [{"type": "boolean"}]
     if parameter.kind == "str":
