@@ -23,7 +23,7 @@ from weightsmith._base.text import status
 from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
 from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith._models.formats import opening
-from weightsmith._models.formats.config import SETTINGS_FILES
+from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
 from weightsmith._models.named import NamedTensors
 from weightsmith._models.sources import Opened, Tensors
 from weightsmith._models.sources.files import sample_files
@@ -404,13 +404,13 @@ def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool) -> 
             (path / name).write_bytes(content)
         config = opening.read_config(path / "config.json")
         folder = replace(folder, path=path, config=config, files=files, left_out=(), temporary=temporary)
-    wrapped = Wrapped(opened.source, folder.config) if raw else opening.wrap(opened.source, folder.config, ref)
+    wrapped = Wrapped(opened.source, folder.config) if raw else opening.wrap(opened, folder.config, ref)
     notes = (*(note for repository in folder.repositories for note in repository.notes), *opened.notes, *wrapped.notes)
     return Checkpoint(
         ref,
         wrapped.source,
         replace(folder, config=wrapped.config),
-        metadata=opened.metadata,
+        metadata={key: value for key, value in opened.metadata.items() if raw or key not in SETTINGS_METADATA},
         notes=notes,
         decoded=wrapped.kind or opened.decoded,
     )

@@ -20,6 +20,10 @@ SETTINGS_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "g
 """Files that describe the quantisation in place of config.json → `quant_method`: ModelOpt's, AutoGPTQ's and AutoAWQ's."""
 
 
+SETTINGS_METADATA = {"_quantization_metadata": "comfyui"}
+"""Keys of the metadata of weight files that do the same."""
+
+
 def config_entries(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """What config.json says of quantisation, each with its place: at the top level, then in sub-configs.
 

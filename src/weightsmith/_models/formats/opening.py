@@ -9,13 +9,13 @@ from typing import Any
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import Opener, open_local, show
-from weightsmith._base.strict_json import read_object
+from weightsmith._base.strict_json import parse_object, read_object
 from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
 from weightsmith._models.formats import broken, formats
-from weightsmith._models.formats.config import SETTINGS_FILES, config_entries
+from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, SETTINGS_FILES, SETTINGS_METADATA, config_entries
+from weightsmith._models.formats.unread import describe_codes
 from weightsmith.abc.files import FileKind, Index, Opened
 from weightsmith.abc.stored import Config, Specs, Wrapped
-from weightsmith.abc.tensors import Tensors
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -113,7 +113,7 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
             for suffix, mark in marks:
                 if name.endswith(suffix) and (label := mark(name, specs)):
                     return f"{label} (tensor {show(name)})"
-    return None
+    return describe_codes(specs)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -140,14 +140,31 @@ def complete_config(config: Config | None, folder: Path, names: Collection[str],
     return config
 
 
+def with_metadata(config: Config | None, opened: Opened, where: str) -> Config | None:
+    """config.json; if it says nothing of a quantisation that the metadata of the weight files describes, with what they say.
+
+    Raises FormatError if that is no JSON object.
+    """
+    for key, method in SETTINGS_METADATA.items() if not config_entries(config or {}) else ():
+        if key in opened.metadata:
+            entry = parse_object(opened.metadata[key].encode(), f"{key} in its metadata", where, DAMAGED_CHECKPOINT)
+            whole = {**(config or {}), "quantization_config": {**entry, "quant_method": method}}
+            if _is_quantised(whole, opened.source.specs):
+                return whole
+    return config
+
+
 def _is_quantised(config: Config, specs: Specs) -> bool:
     """A stored format recognises the model."""
     return any(each.recognises(config, specs) for each in formats())
 
 
-def wrap(source: Tensors, config: Mapping[str, Any] | None, where: str) -> Wrapped:
-    """The tensors of a model, decoded by the first stored format that recognises them, else as stored."""
+def wrap(opened: Opened, config: Config | None, where: str) -> Wrapped:
+    """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
+    stays so."""
+    source, described = opened.source, with_metadata(config, opened, where) or {}
     for each in formats():
-        if each.recognises(config or {}, source.specs):
-            return replace(each.read(source, config or {}, where), kind=each.title)
+        if each.recognises(described, source.specs):
+            found = each.read(source, described, where)
+            return replace(found, kind=each.title, config=None if config is None else found.config)
     return Wrapped(source, config, broken() if config_entries(config or {}) else ())
