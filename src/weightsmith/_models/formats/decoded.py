@@ -336,14 +336,21 @@ def read_json(stored: Tensors, name: str, where: str, content: str) -> dict[str,
     spec = stored.specs[name]
     if spec.dtype.name != "U8" or spec.nbytes > MAX_JSON_BYTES:
         raise damaged(f"tensor {show(name)} is {list(spec.shape)} {spec.dtype}, not the bytes of a short JSON text", where)
+    data = read_if_here(stored, name)
+    if data is None:
+        what = f"{content} are stored with their codes, and these are not downloaded yet"
+        raise Unsupported(what, where=where, fix="Download the model first, with `hf download`.")
+    return parse_object(data.tobytes(), f"tensor {show(name)}", where, DAMAGED_CHECKPOINT)
+
+
+def read_if_here(stored: Tensors, name: str) -> npt.NDArray[Any] | None:
+    """A small stored tensor, flat, in its own dtype; None if it is one of a Hub model that is not downloaded yet."""
     try:
-        data = read_all(stored, name).tobytes()
+        return read_all(stored, name)
     except CheckpointError as error:
         if isinstance(error, FormatError) or "not downloaded" not in str(error):
             raise
-        what = f"{content} are stored with their codes, and these are not downloaded yet"
-        raise Unsupported(what, where=where, fix="Download the model first, with `hf download`.") from error
-    return parse_object(data, f"tensor {show(name)}", where, DAMAGED_CHECKPOINT)
+        return None
 
 
 def read_columns(stored: Tensors, name: str, width: int, rows: slice, cols: slice) -> npt.NDArray[Any]:
