@@ -124,6 +124,6 @@ def test_a_width_that_other_settings_explain_is_an_error(name: str, tmp_path: Pa
 
 
 def test_widths_that_differ_for_other_reasons_are_read(tmp_path: Path) -> None:
-    """Towers have hidden states of their own, attention over another sequence has other inputs for k and v, and k is shared."""
+    """Towers have hidden states of their own, and attention over another sequence has other inputs for k and v."""
     weights = four(Q), four(f"{Q[:-6]}o_proj", (128, 64)), four("vision_tower.layers.0.q_proj", (8, 256)), four(K, (8, 192))
     check(tmp_path, model(*weights, own={}, hidden_size=128))

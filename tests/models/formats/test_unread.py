@@ -12,7 +12,7 @@ import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.unread import describe_codes
+from weightsmith._models.formats.unread import are_plain, describe_codes
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 X = "model.layers.0.mlp.up_proj"
@@ -99,6 +99,23 @@ def test_a_matrix_of_integers_under_the_name_of_a_weight_is_codes(dtype: str, le
 )
 def test_plain_numbers_and_tables_are_no_codes(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     assert described(**tensors) is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "plain"),
+    [
+        ({"q.weight": ("BF16", (8, 8)), "q.bias": ("F32", (8,))}, True),
+        ({"q.weight": ("BF16", (8, 8)), "embeddings.position_ids": ("I64", (1, 8)), "mask": ("BOOL", (8, 8))}, True),
+        ({"q.weight": ("F16", (8, 8)), "attn.relative_position_index": ("I32", (8, 8))}, True),
+        ({"q.weight": ("F8_E4M3", (8, 8))}, False),
+        ({"q.weight": ("U8", (8, 8))}, False),
+        ({"q.packed": ("I32", (8, 8))}, False),
+        *(({f"q.{leaf}": ("F32", (8, 8))}, False) for leaf in ("codebooks", "codes", "scales", "W_q", "qweight", "absmax")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_weights_are_plain_if_nothing_can_be_codes(tensors: dict[str, tuple[str, tuple[int, ...]]], plain: bool) -> None:
+    assert are_plain({name: TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape) in tensors.items()}) is plain
 
 
 @pytest.mark.parametrize("command", ["merge", "dequantize", "quantize"])

@@ -7,13 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import Unsupported
+from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import parse_object, read_object
 from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
 from weightsmith._models.formats import broken, formats
-from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, SETTINGS_FILES, SETTINGS_METADATA, config_entries
-from weightsmith._models.formats.unread import describe_codes
+from weightsmith._models.formats.config import (
+    DAMAGED_CHECKPOINT,
+    SETTINGS_FILES,
+    SETTINGS_METADATA,
+    config_entries,
+    without_entries,
+)
+from weightsmith._models.formats.unread import are_plain, describe_codes
 from weightsmith.abc.files import FileKind, Index, Opened
 from weightsmith.abc.stored import Config, Specs, Wrapped
 
@@ -114,6 +120,27 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
                 if name.endswith(suffix) and (label := mark(name, specs)):
                     return f"{label} (tensor {show(name)})"
     return describe_codes(specs)
+
+
+def stale_entry(config: Config | None, specs: Specs) -> str:
+    """What config.json says of a quantisation that the tensors do not have; "" if it says nothing, or may be right.
+
+    >>> from weightsmith._base.tensors import DTYPES, TensorSpec
+    >>> plain = {"q.weight": TensorSpec("q.weight", DTYPES["BF16"], (8, 8))}
+    >>> stale_entry({"quantization_config": {"quant_method": "gptq", "bits": 4}}, plain)
+    "'gptq', 4 bits (quantization_config in config.json)"
+    """
+    described = describe_quantisation(config, {}) or ""
+    return described if described and are_plain(specs) and describe_quantisation({}, specs) is None else ""
+
+
+def without_stale_entry(wrapped: Wrapped, where: str) -> Wrapped:
+    """The model without what config.json says of a quantisation that the tensors do not have, and a note on that."""
+    stale = stale_entry(wrapped.config, wrapped.source.specs)
+    if not stale:
+        return wrapped
+    note = Finding(f"its weights are plain, so the quantisation that config.json names is ignored: {stale}", where)
+    return replace(wrapped, config=without_entries(wrapped.config or {}), notes=(*wrapped.notes, note))
 
 
 def read_config(path: Path) -> dict[str, Any]:

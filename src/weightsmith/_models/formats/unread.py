@@ -28,6 +28,9 @@ _HARMLESS_WORDS = ("bias", "norm", "gamma", "beta", "running", "correction")
 _TABLE_WORDS = ("index", "indices", "idx", "ids", "mask", "bias", "position", "coords")
 """Parts of names of integers that are no codes, even beside a learned scale."""
 
+_PARTS = frozenset("absmax centroids codebooks codes g_idx indices qidxs qweight qzeros scales w_q zeros".split())
+"""Last components of names of tensors that plain models have not, whatever their dtype."""
+
 
 def describe_codes(specs: Specs) -> str | None:
     """Which tensor holds codes, and how that shows; None if all tensors are plain numbers.
@@ -46,6 +49,23 @@ def describe_codes(specs: Specs) -> str | None:
         beside = f"beside {show(scale.name)} {scale.dtype} {list(scale.shape)}"
         return f"{codes.dtype} codes in an unknown layout, {beside} (tensor {show(codes.name)})"
     return None
+
+
+def are_plain(specs: Specs) -> bool:
+    """Weights are floating-point numbers of 16 bits or more, integers are tables, and no name is that of a part of codes.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> are_plain({"q.weight": TensorSpec("q.weight", DTYPES["BF16"], (8, 8))})
+    True
+    >>> are_plain({"q.scales": TensorSpec("q.scales", DTYPES["BF16"], (8, 8))})
+    False
+    """
+    for spec in specs.values():
+        leaf = spec.name.rpartition(".")[2].lower()
+        table = any(word in leaf for word in _TABLE_WORDS) or spec.dtype.itemsize == 8
+        if leaf in _PARTS or (may_be_codes(spec) and not table):
+            return False
+    return True
 
 
 def may_be_codes(spec: TensorSpec) -> bool:
