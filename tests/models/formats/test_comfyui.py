@@ -185,8 +185,9 @@ def test_8_bit_floats_without_a_scale_are_numbers(tmp_path: Path) -> None:
         assert np.array_equal(checkpoint.read("embed.weight"), Q5)
 
 
-def test_metadata_left_over_plain_weights_is_ignored(tmp_path: Path) -> None:
-    metadata = {"_quantization_metadata": json.dumps({"layers": {X: {"format": "float8_e4m3fn"}}})}
+@pytest.mark.parametrize("left", [json.dumps({"layers": {X: {"format": "float8_e4m3fn"}}}), "not JSON"])
+def test_metadata_left_over_plain_weights_is_ignored(left: str, tmp_path: Path) -> None:
+    metadata = {"_quantization_metadata": left}
     weight = {f"{X}.weight": numbers(8, 8)}
     with open_checkpoint(write_file(tmp_path / "m.safetensors", weight, metadata)) as checkpoint:
         assert checkpoint.quantised is None
@@ -259,3 +260,30 @@ def test_the_same_numbers_as_torch_computes_from_codes_and_scales(tmp_path: Path
     want = (stored.float().view(16, 2, -1) * torch.from_numpy(GROUPS)).view(16, 128)
     with open_checkpoint(write_checkpoint(tmp_path, {f"{X}.weight": Q8, f"{X}.scale_weight": GROUPS})) as checkpoint:
         assert np.array_equal(checkpoint.read(f"{X}.weight"), want.numpy())
+
+
+@pytest.mark.parametrize(
+    ("layout", "format_", "settings"),
+    [
+        ("TensorCoreFP8Layout", "float8_e4m3fn", {}),
+        ("TensorWiseINT8Layout", "int8_tensorwise", {}),
+        ("TensorWiseINT8Layout", "int8_tensorwise", {"per_channel": True, "is_weight": True}),
+    ],
+)
+def test_the_same_numbers_as_the_library_of_comfyui(
+    layout: str, format_: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    kitchen = pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    import torch
+
+    with kitchen.registry.use_backend("eager"):
+        weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+        quantised = kitchen.tensor.QuantizedTensor.from_float(weight, layout, **settings)
+        want = quantised.dequantize().numpy()
+        stored = {name: array.contiguous() for name, array in quantised.state_dict(f"{X}.weight").items()}
+    codes = stored.pop(f"{X}.weight")
+    as_numpy = codes.view(torch.uint8).numpy().view(E4M3 if format_.startswith("float8") else np.int8)
+    tensors = {f"{X}.weight": as_numpy, f"{X}.comfy_quant": text({"format": format_})}
+    tensors |= {name: array.numpy() for name, array in stored.items()}
+    with open_checkpoint(write_checkpoint(tmp_path, tensors)) as checkpoint:
+        assert np.array_equal(checkpoint.read(f"{X}.weight"), want)

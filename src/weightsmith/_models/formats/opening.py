@@ -168,16 +168,17 @@ def complete_config(config: Config | None, folder: Path, names: Collection[str],
 
 
 def with_metadata(config: Config | None, opened: Opened, where: str) -> Config | None:
-    """config.json; if it says nothing of a quantisation that the metadata of the weight files describes, with what they say.
+    """config.json; if it says nothing of a quantisation that the tensors have, with what the metadata of their files say.
 
     Raises FormatError if that is no JSON object.
     """
-    for key, method in SETTINGS_METADATA.items() if not config_entries(config or {}) else ():
-        if key in opened.metadata:
+    if config_entries(config or {}):
+        return config
+    for key, method in SETTINGS_METADATA.items():
+        named = {**(config or {}), "quantization_config": {"quant_method": method}}
+        if key in opened.metadata and _is_quantised(named, opened.source.specs):
             entry = parse_object(opened.metadata[key].encode(), f"{key} in its metadata", where, DAMAGED_CHECKPOINT)
-            whole = {**(config or {}), "quantization_config": {**entry, "quant_method": method}}
-            if _is_quantised(whole, opened.source.specs):
-                return whole
+            return {**named, "quantization_config": {**entry, "quant_method": method}}
     return config
 
 

@@ -318,19 +318,25 @@ def _weight(
         candidates.setdefault(_described(name, spec, scale.name, scheme, dtype), []).append(scheme.group)
     found = choose({made: groups for made, groups in candidates.items() if scale.shape in _spellings(made.grid)})
     if len(found) != 1:
-        grids = " or ".join(str(list(grid)) for grid in dict.fromkeys(made.grid for made in candidates))
-        problem = f"and its blocks need {grids or 'none'}"
-        if found:
-            fits = " and ".join(f"{made.kind} in blocks of {list(made.block)}" for made in found)
-            problem = f"which fits {fits}, and nothing tells which it is"
-        what = f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}, {problem}"
-        raise damaged(what, where)
+        raise _no_choice(spec, scale, candidates, found, where)
     _check_part(found[0].extent, _INTEGERS, [(2,)], specs, spec, where)
     for factor in (found[0].divisor, found[0].factor):
         _check_part(factor, ("F32",), [(1,), ()], specs, spec, where)
     words = -(-found[0].spec.shape[0] * found[0].bits // 32)
     _check_part(found[0].zeros, ("I32",), [(words, found[0].grid[1])], specs, spec, where)
     return found[0]
+
+
+def _no_choice(
+    spec: TensorSpec, scale: TensorSpec, candidates: Candidates, found: Sequence[ScaledWeight], where: str
+) -> FormatError:
+    """The error of scales that fit no scheme, or several. found: what is left of the candidates."""
+    grids = " or ".join(str(list(grid)) for grid in dict.fromkeys(made.grid for made in candidates))
+    problem = f"and its blocks need {grids or 'none'}"
+    if found:
+        fits = " and ".join(f"{made.kind} in blocks of {list(made.block)}" for made in found)
+        problem = f"which fits {fits}, and nothing tells which it is"
+    return damaged(f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}, {problem}", where)
 
 
 def _chosen(stored: Tensors, group_of: Callable[[str], str], candidates: Candidates) -> Sequence[ScaledWeight]:
