@@ -126,7 +126,7 @@ def _settings(model: QuantisedModel, name: str, given: object) -> _Settings:
     values = {**nested, **given} if isinstance(nested, Mapping) else given
     for key, value in values.items():
         if key not in (*_READ_KEYS, *_HARMLESS_KEYS) and value not in (None, False):
-            what = f"ComfyUI's weights with {show(key)} {show(value)} are not read, because it may change the numbers"
+            what = f"ComfyUI's weights with {show(key)} {show(value)} are not read: it may change the numbers"
             raise model.unsupported(f"{what} ({show(name)})")
     format_ = values.get("format")
     if not isinstance(format_, str) or format_ not in _FORMATS:
@@ -190,12 +190,11 @@ def _structures(
 
 
 def _check_others(model: QuantisedModel, weights: list[ScaledWeight]) -> None:
-    """Nothing else may be part of a quantised weight."""
+    """Nothing else may be part of a quantised weight: a scale without a format is one that ComfyUI ignores."""
     used = {name for weight in weights for name in weight.stored}
     for name in model.specs:
         if name.endswith(_FOREIGN) or (name.endswith((_SCALE, _OLD_SCALE)) and name not in used):
-            what = f"tensor {show(name)} is part of a weight that is not read, because no format is named for it"
-            raise model.unsupported(what)
+            raise model.unsupported(f"tensor {show(name)} is part of a weight that is not read")
 
 
 FORMAT = StoredFormat(

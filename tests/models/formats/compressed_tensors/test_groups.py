@@ -12,7 +12,9 @@ import pytest
 import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError
+from weightsmith._models.formats.compressed_tensors import FORMAT
 from weightsmith._models.formats.compressed_tensors.targets import Targets
+from weightsmith.abc.tensors import Tensors
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 RANDOM = np.random.default_rng(5)
@@ -101,6 +103,35 @@ def test_targets_tell_blocks_of_different_heights(tmp_path: Path) -> None:
     with weightsmith.open_checkpoint(write(tmp_path, groups, tensors)) as opened:
         for name, values in plain.items():
             np.testing.assert_array_equal(opened.read(name), values)
+
+
+class Elsewhere:
+    """A source on another machine: nothing may be read from it while it is opened."""
+
+    def __init__(self, stored: Tensors) -> None:
+        self._stored = stored
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stored, name)
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[str, ...]:
+        return (f"{name}: {nbytes}",)
+
+    def read_into(self, name: str, start_byte: int, out: Any) -> None:
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize("targets", [BY_NAME, (["re:.*mlp.*"], ["Linear"]), ([MLP], [ATTENTION])])
+def test_targets_tell_4_bits_from_8_if_the_shape_is_on_another_machine(targets: Any, tmp_path: Path) -> None:
+    four, _ = weight(MLP, 4, 256, (32, 256), np.int64)
+    eight, _ = weight(ATTENTION, 8, 128, (32, 128), np.int64)
+    model = write(tmp_path, [group(4, None, targets[0]), group(8, None, targets[1])], {**four, **eight})
+    with weightsmith.open_checkpoint(model, raw=True) as raw:
+        found = FORMAT.read(Elsewhere(raw.source), raw.config or {}, "m").source.specs
+        assert {name: spec.shape for name, spec in found.items()} == {
+            f"{MLP}.weight": (32, 256),
+            f"{ATTENTION}.weight": (32, 128),
+        }
 
 
 # ---- targets
