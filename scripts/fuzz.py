@@ -194,12 +194,13 @@ def mutate_safetensors(rng: Rng, data: bytes) -> bytes:
 
 _QUANTISATION_WORDS = tuple(
     "bits group_size mode version checkpoint_format dynamic quant_method packing_format extra_config data_type "
-    "global_quant_config layer_quant_config weight dtype qscheme weight_block_size expert_dtype".split()
+    "global_quant_config layer_quant_config weight dtype qscheme weight_block_size expert_dtype "
+    "config_groups targets strategy num_bits format layers params hidden_size".split()
 )
 
 
 def mutate_quantised(rng: Rng, data: bytes) -> bytes:
-    """Another config.json, header or tensor data: the JSON of bitsandbytes' weights and GPTQ's indexes are data."""
+    """Another config.json, header or tensor data: the JSON of bitsandbytes and ComfyUI, and GPTQ's indexes, are data."""
     if data.startswith(b"{"):
         return mutate_json(rng, data, _QUANTISATION_WORDS)
     if rng.random() < 0.5:
@@ -674,6 +675,10 @@ _QUANTISED = (
     "mlx-nvfp4",
 )
 _SCALED = ("DeepSeek V4 experts", "stacked experts", "Quark INT8", "Quark MXFP4", "AutoRound NVFP4")
+_COMFYUI = ("comfyui-old", "comfyui", "comfyui-metadata")
+_GROUPS = ("mixed-groups", "mlx-modules")
+"""Models whose modules have settings of their own, which config.json names by patterns, or under other names."""
+_STORED = (*_QUANTISED, *_SCALED, *_COMFYUI, *_GROUPS, _EXL2)
 
 
 def _make_quantised() -> None:
@@ -689,6 +694,38 @@ def _make_quantised() -> None:
     for name in _SCALED:
         entry, tensors, _ = SCALED[name]
         write_checkpoint(Path(name), tensors, {"model_type": "llama", "quantization_config": entry})
+    _make_comfyui()
+    _make_groups()
+
+
+def _make_comfyui() -> None:
+    from tests.mini import write_checkpoint
+    from tests.models.formats.test_comfyui import INT8, OLD, ONE, text, write_file
+
+    stored, scales, _ = OLD["groups of musubi-tuner"]
+    old = {"q.weight": stored, "q.scale_weight": scales, "q.scale_input": ONE, "scaled_fp8": stored[0, :2]}
+    settings = {"format": "int8_blockwise", "group_size": 64, "orig_dtype": "torch.float16", "params": {}}
+    new = {"q.weight": INT8, "q.weight_scale": ONE.repeat(8).reshape(2, 4)}
+    for name, tensors in zip(_COMFYUI, (old, {**new, "q.comfy_quant": text(settings)}, new), strict=True):
+        write_checkpoint(Path(name), tensors, {"model_type": "flux", "dtype": "bfloat16"})
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {"q": settings}})}
+    write_file(Path(_COMFYUI[2]) / "model.safetensors", new, metadata)
+
+
+def _make_groups() -> None:
+    import numpy as np
+
+    from tests.mini import write_checkpoint
+    from tests.models.formats.compressed_tensors import test_groups as groups
+    from tests.models.formats.test_mlx_settings import EIGHT, eight, four, model
+
+    four_bits, _ = groups.weight(groups.MLP, 4, 256, (32, 256), np.int32)
+    eight_bits, _ = groups.weight(groups.ATTENTION, 8, 128, (32, 128), np.int64)
+    settings = [groups.group(4, None, ["re:.*mlp.*", "Linear"]), groups.group(8, None, [groups.ATTENTION])]
+    groups.write(Path(_GROUPS[0]), settings, {**four_bits, **eight_bits})
+    own = {"language_model.model.layers.0.mlp.up_proj": EIGHT}
+    case = model(four("model.layers.0.mlp.gate_proj"), eight("model.layers.0.mlp.up_proj"), own=own, hidden_size=128)
+    write_checkpoint(Path(_GROUPS[1]), case.tensors, case.config)
 
 
 def _use_quantised(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
@@ -1270,7 +1307,7 @@ KINDS: dict[str, Kind] = {
     ),
     "quantised": Kind(
         _make_quantised,
-        tuple(f"{name}/{file}" for name in (*_QUANTISED, *_SCALED, _EXL2) for file in ("config.json", "model.safetensors")),
+        tuple(f"{name}/{file}" for name in _STORED for file in ("config.json", "model.safetensors")),
         mutate_quantised,
         _use_quantised,
     ),

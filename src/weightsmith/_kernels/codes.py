@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith._kernels.codecs import BLOCK, E4M3, E4M3_VALUES, as_bits, as_float, encode
+from weightsmith._kernels.codecs import BLOCK, E4M3, E4M3_VALUES, E5M2_VALUES, as_bits, as_float, encode
 from weightsmith._kernels.jit import kernel
 
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -17,12 +17,14 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3
 
 TABLES: dict[str, np.ndarray] = {
     "float8": E4M3_VALUES,
+    "wide8": E5M2_VALUES,
     "float4": E2M1_VALUES,
     "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
     "offset8": np.arange(-128, 128, dtype=np.float32),
     "offset4": np.arange(-8, 8, dtype=np.float32),
 }
-"""The value of each code, by kind: float32 [256] or [16]. `offset`: the code of an integer is the integer + 2^(bits - 1)."""
+"""The value of each code, by kind: float32 [256] or [16]. `offset`: the code of an integer is the integer + 2^(bits - 1).
+`wide8` is the 8-bit float of the wider range, E5M2."""
 
 LARGEST = np.float32(448)
 """The largest float8_e4m3fn."""

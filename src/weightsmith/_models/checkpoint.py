@@ -23,7 +23,7 @@ from weightsmith._base.text import status
 from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
 from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith._models.formats import opening
-from weightsmith._models.formats.config import SETTINGS_FILES
+from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
 from weightsmith._models.named import NamedTensors
 from weightsmith._models.sources import Opened, Tensors
 from weightsmith._models.sources.files import sample_files
@@ -100,6 +100,7 @@ class Checkpoint(NamedTensors, Closing):
     ignored      weight files in the folder that are not part of the model (`consolidated.safetensors`, variants)
     metadata     the weight files' metadata (`__metadata__` of safetensors), without keys on which files disagree
     quantised    the quantisation of the weights, None if not quantised
+    stale        the quantisation that config.json names although the weights are plain; "" if there is none
     decoded      the quantisation of stored weights that the source decodes; "" if there is none
     repositories  Hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
     notes        warnings about the model
@@ -131,6 +132,7 @@ class Checkpoint(NamedTensors, Closing):
         self.ignored = folder.ignored
         self.metadata = dict(metadata or {})
         self.quantised = opening.describe_quantisation(folder.config, source.specs)
+        self.stale = opening.stale_entry(folder.config, source.specs)
         self.notes = notes
         self.untied = untied
         self.repositories = folder.repositories
@@ -268,6 +270,7 @@ def open_checkpoint(
     raw: bool = False,
     download: bool = True,
     stream: bool = False,
+    ignore_quantization_config: bool = False,
 ) -> Checkpoint:
     """Open a model: a local folder, one weight file, a Hub id `org/name[@revision]`, or an address.
 
@@ -276,7 +279,7 @@ def open_checkpoint(
 
     Weights are safetensors, PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code, or GGUF,
     whose config.json and tokenizer are made from the file. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, AutoRound,
-    Quark, bitsandbytes, EXL3 and MLX weights are dequantised to float32; others are returned as stored.
+    Quark, bitsandbytes, ComfyUI, EXL3 and MLX weights are dequantised to float32; others are returned as stored.
 
     The result of `merge` and other functions is opened where it was written. A local path takes precedence over a Hub id of the
     same name; a Path is never a Hub id. A single file is opened without
@@ -286,6 +289,7 @@ def open_checkpoint(
     raw       return tensors as stored, without decoding
     download  False reads the headers of a Hub model by byte range; tensors can be read after `Checkpoint.download`
     stream    read the tensors of a Hub model by byte range, without a download
+    ignore_quantization_config  drop what config.json says of quantisation if the weights are plain
 
     Raises NotFound, FormatError (a byte that breaks the format), Unsupported (adapters, dtypes, codes in another layout),
     CheckpointError (permissions, network), ParameterError (a revision for a local path, or two revisions).
@@ -300,7 +304,7 @@ def open_checkpoint(
     place = locate(ref, revision)
     if isinstance(place, Path):
         if place.is_dir():
-            return _open_folder(name, place, _local_names(place), raw=raw)
+            return _open_folder(name, place, _local_names(place), raw=raw, plain=ignore_quantization_config)
         return _checkpoint(name, opening.open_file(place, name), ModelFolder(place.parent, alone=True), raw=raw)
 
     try:
@@ -327,7 +331,8 @@ def open_checkpoint(
         repository.stream()
         if download:
             repository.download(quiet=True)
-    return _open_folder(name, repository.folder, list(repository.sizes), repository, raw=raw)
+    names = list(repository.sizes)
+    return _open_folder(name, repository.folder, names, repository, raw=raw, plain=ignore_quantization_config)
 
 
 def open_place(
@@ -380,7 +385,13 @@ def _hub_model(name: str, repo: str, in_name: str, revision: str | None, *, stre
 
 
 def _open_folder(
-    ref: str, folder: Path, names: Sequence[str], repository: Repository | RemoteFolder | None = None, *, raw: bool
+    ref: str,
+    folder: Path,
+    names: Sequence[str],
+    repository: Repository | RemoteFolder | None = None,
+    *,
+    raw: bool,
+    plain: bool,
 ) -> Checkpoint:
     """A folder with the files `names`; `repository` if it is in the Hub's cache (whose links need no check)."""
     found = opening.find_weights(folder, names, str(folder) if repository is None else ref)
@@ -392,11 +403,14 @@ def _open_folder(
     opened = found.open(ref) if repository is None else found.open(ref, repository.open)
     config = opening.complete_config(config, folder, names, opened.source.specs)
     rest = {"config": config, "files": files, "left_out": left_out, "ignored": found.ignored}
-    return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), raw=raw)
+    return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), raw=raw, plain=plain)
 
 
-def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool) -> Checkpoint:
-    """A checkpoint of open weight files; decoded if a wrapper recognises their encoding, unless `raw`."""
+def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool, plain: bool = False) -> Checkpoint:
+    """A checkpoint of open weight files; decoded if a wrapper recognises their encoding, unless `raw`.
+
+    plain  what config.json says of quantisation is dropped if it is wrong
+    """
     if opened.files:
         temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
         path, files = Path(temporary.name), tuple(sorted(opened.files))
@@ -404,13 +418,15 @@ def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool) -> 
             (path / name).write_bytes(content)
         config = opening.read_config(path / "config.json")
         folder = replace(folder, path=path, config=config, files=files, left_out=(), temporary=temporary)
-    wrapped = Wrapped(opened.source, folder.config) if raw else opening.wrap(opened.source, folder.config, ref)
+    wrapped = Wrapped(opened.source, folder.config) if raw else opening.wrap(opened, folder.config, ref)
+    if plain and not raw:
+        wrapped = opening.without_stale_entry(wrapped, ref)
     notes = (*(note for repository in folder.repositories for note in repository.notes), *opened.notes, *wrapped.notes)
     return Checkpoint(
         ref,
         wrapped.source,
         replace(folder, config=wrapped.config),
-        metadata=opened.metadata,
+        metadata={key: value for key, value in opened.metadata.items() if raw or key not in SETTINGS_METADATA},
         notes=notes,
         decoded=wrapped.kind or opened.decoded,
     )

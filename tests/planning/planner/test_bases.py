@@ -219,7 +219,7 @@ def test_two_revisions_of_one_hub_model_are_two_models(abc: tuple[str, str, str]
     folders = {"v1": a, "v2": b}
     asked = []
 
-    def fake(path: str, *, revision: str | None = None, download: bool) -> Any:
+    def fake(path: str, *, revision: str | None = None, **more: Any) -> Any:
         asked.append((path, revision))
         return real(folders[revision or ""])
 

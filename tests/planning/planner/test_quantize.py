@@ -18,6 +18,7 @@ import weightsmith
 from tests.cli_help import Cli, cli
 from tests.golden import inputs
 from tests.golden.cases import recipe
+from tests.mini import write_checkpoint
 from weightsmith._app.api import run
 from weightsmith._base.errors import Corrupt, NonFinite, PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -379,10 +380,10 @@ def test_no_config_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["merge", "prune"])
 def test_an_input_of_codes(command: str, models: Path, tmp_path: Path) -> None:
     model = tmp_path / "gptq"
-    loaded = {name: array for name, array in tensors(models / "own").items()}
-    inputs.write(model, loaded, {**config_of(models / "own"), "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    loaded = {**tensors(models / "own"), "model.layers.0.mlp.codes.W_q": np.ones((4, 2), np.uint8)}
+    write_checkpoint(model, loaded, {**config_of(models / "own"), "quantization_config": {"quant_method": "hqq", "bits": 4}})
     what = passthrough(model) if command == "merge" else {"model": str(model), "prune_experts": {"keep": [0, 1]}}
-    assert "is quantised ('gptq', 4 bits" in problems(what, quantize=FP8)
+    assert "is quantised ('hqq', 4 bits" in problems(what, quantize=FP8)
 
 
 def test_a_scale_that_the_model_has_already(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ class RecipeKeywords(TypedDict, total=False):
     out_dtype: Any
     max_shard_bytes: int | str | None
     seed: int
+    ignore_quantization_config: bool
     lenient: bool
     allow_code: bool
     routing_report: bool | None

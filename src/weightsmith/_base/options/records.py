@@ -63,6 +63,15 @@ class RecipeOptions:
         more="Calibration rows are drawn with it too. The same seed gives the same bytes with any number of threads.",
         commands=(*RECIPES, "quantize"),
     )
+    ignore_quantization_config: bool = option(
+        False,
+        "--ignore-quantization-config",
+        "Read plain weights that config.json says are quantised, and drop what it says",
+        more="For models of tools that leave a `quantization_config` behind. Weights that are codes are still refused. See "
+        "[plain weights](quantize.md#plain-weights-that-configjson-says-are-quantised).",
+        commands=(*RECIPES, *COPIES),
+        group="Advanced",
+    )
     lenient: bool = option(
         False,
         "--mergekit-lenient",

@@ -68,7 +68,7 @@ class Opened:
         self.zeros = 0
 
     def __call__(
-        self, refs: Sequence[ModelRef], stack: ExitStack, results: Mapping[str, Checkpoint | None]
+        self, refs: Sequence[ModelRef], stack: ExitStack, results: Mapping[str, Checkpoint | None], plain: bool
     ) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
         """See `planner.merges.Opening`."""
         problems: list[WeightsmithError] = []
@@ -77,7 +77,7 @@ class Opened:
                 self.zeros = 1
             elif ref.path in results or not is_adapter(ref):
                 self.zeros = 1
-                (self.base,), found = open_models([ref], stack, results)
+                (self.base,), found = open_models([ref], stack, results, plain)
                 self.base_name = "" if ref.path in results else ref.path
                 problems += found
             else:

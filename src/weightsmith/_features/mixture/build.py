@@ -240,7 +240,7 @@ class _Builder:
         experts = [*self.recipe.experts, *self.recipe.shared_experts]
         listed = [(base, own), *((e.model, own if e.model == base else e.section.at("source_model")) for e in experts)]
         refs = list(dict.fromkeys(model for model, _ in listed if isinstance(model, ModelRef)))
-        opened, problems = open_models(refs, stack)
+        opened, problems = open_models(refs, stack, plain=self.options.ignore_quantization_config)
         self.problems += problems
         for ref, checkpoint in zip(refs, opened, strict=True):
             if checkpoint is not None:  # embedding and head are the base's

@@ -14,21 +14,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
+from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import show
-from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPES, DType, TensorSpec
-from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, PLAIN_FIX, damaged, plain_dtype, recogniser
-from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, chunks, read_all, reader
+from weightsmith._models.formats.config import PLAIN_FIX, plain_dtype, recogniser
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, chunks, read_all, read_json, reader
 from weightsmith.abc.stored import StoredFormat, labelled
 from weightsmith.abc.tensors import Tensors
 
-MAX_STATE_BYTES = 64 << 10
 _MAX_BLOCK = 1 << 20
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (f"{_STATE}nf4", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")  # after X.weight
@@ -122,7 +119,7 @@ def _four_bit(model: QuantisedModel, name: str) -> FourBit:
     """The weight that a quant_state describes."""
     specs = model.specs
     weight_name, _, kind = name.partition(_STATE)
-    state = _read_state(model.stored, name, model.where)
+    state = read_json(model.stored, name, model.where, "the shapes of bitsandbytes weights")
 
     def bad(key: str, value: object, wanted: str) -> FormatError:
         return model.damaged(f"{key} in {show(name)} is {show(value)}, not {wanted}")
@@ -163,20 +160,6 @@ def _four_bit(model: QuantisedModel, name: str) -> FourBit:
     if dtype is None or dtype.name not in ("BF16", "F16", "F32"):
         raise bad("dtype", value, "bfloat16, float16 or float32")
     return FourBit(TensorSpec(weight_name, F32, (shape[0], shape[1])), tuple(names), dtype, block, nested)
-
-
-def _read_state(stored: Tensors, name: str, where: str) -> dict[str, Any]:
-    spec = stored.specs[name]
-    if spec.dtype.name != "U8" or spec.nbytes > MAX_STATE_BYTES:
-        raise damaged(f"tensor {show(name)} is {list(spec.shape)} {spec.dtype}, not the bytes of a short JSON text", where)
-    try:
-        data = read_all(stored, name).tobytes()
-    except CheckpointError as error:
-        if isinstance(error, FormatError) or "not downloaded" not in str(error):
-            raise
-        what = "the shapes of bitsandbytes weights are stored with their codes, and these are not downloaded yet"
-        raise Unsupported(what, where=where, fix="Download the model first, with `hf download`.") from error
-    return parse_object(data, f"tensor {show(name)}", where, DAMAGED_CHECKPOINT)
 
 
 _read = reader("bitsandbytes", _PARTS, weights)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPES, DType, TensorSpec
+from weightsmith._models.structure.configs import MAX_DEPTH
 from weightsmith.abc.stored import Config, Specs
 
 PLAIN_FIX = "name an unquantised checkpoint of the same model"
@@ -20,25 +21,36 @@ SETTINGS_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "g
 """Files that describe the quantisation in place of config.json → `quant_method`: ModelOpt's, AutoGPTQ's and AutoAWQ's."""
 
 
+SETTINGS_METADATA = {"_quantization_metadata": "comfyui"}
+"""Keys of the metadata of weight files that do the same."""
+
+
 def config_entries(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """What config.json says of quantisation, each with its place: at the top level, then in sub-configs.
 
-    >>> config_entries({"text_config": {"quantization_config": {"bits": 4}}})
-    [('text_config.quantization_config', {'bits': 4})]
+    >>> config_entries({"thinker_config": {"text_config": {"quantization_config": {"bits": 4}}}})
+    [('thinker_config.text_config.quantization_config', {'bits': 4})]
     """
-    parts = [("", config), *((f"{key}.", value) for key, value in config.items() if isinstance(value, Mapping))]
-    found = [(where + key, part.get(key)) for where, part in parts for key in _CONFIG_KEYS]
-    return [(where, entry) for where, entry in found if isinstance(entry, Mapping) and entry]
+    return list(_entries(config, "", MAX_DEPTH))
 
 
-def without_entries(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the same model with plain weights.
+def _entries(config: Mapping[str, Any], where: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for key in _CONFIG_KEYS:
+        if isinstance(entry := config.get(key), Mapping) and entry:
+            yield where + key, entry
+    for key, value in config.items() if depth else ():
+        if isinstance(value, Mapping) and key not in _CONFIG_KEYS:
+            yield from _entries(value, f"{where}{key}.", depth - 1)
+
+
+def without_entries(config: Mapping[str, Any], depth: int = MAX_DEPTH) -> dict[str, Any]:
+    """config.json of the same model with plain weights. depth: of the sub-configs that entries are taken from.
 
     >>> without_entries({"hidden_size": 8, "text_config": {"quantization_config": {"bits": 4}}})
     {'hidden_size': 8, 'text_config': {}}
     """
     return {
-        key: {k: v for k, v in value.items() if k not in _CONFIG_KEYS} if isinstance(value, Mapping) else value
+        key: without_entries(value, depth - 1) if isinstance(value, Mapping) and depth else value
         for key, value in config.items()
         if key not in _CONFIG_KEYS
     }

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import FormatError, Unsupported, raised_at
+from weightsmith._base.errors import CheckpointError, FormatError, Unsupported, raised_at
 from weightsmith._base.files import Extent, show
+from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._files.strided import gather
 from weightsmith._models.formats.config import (
+    DAMAGED_CHECKPOINT,
     config_entries,
     damaged,
     quantisation_entry,
@@ -319,6 +321,36 @@ def read_all(stored: Tensors, name: str, start: int = 0, end: int | None = None)
     values = np.empty((spec.size if end is None else end) - start, spec.dtype.numpy)
     stored.read_into(name, start * spec.dtype.itemsize, values.view(np.uint8))
     return values
+
+
+MAX_JSON_BYTES = 64 << 10
+
+
+def read_json(stored: Tensors, name: str, where: str, content: str) -> dict[str, Any]:
+    """The JSON object whose text is the bytes of a stored tensor, read while the model is opened.
+
+    content  for the message of a Hub model that is not downloaded yet: what the text says
+
+    Raises FormatError for another tensor or text, Unsupported if it is not downloaded.
+    """
+    spec = stored.specs[name]
+    if spec.dtype.name != "U8" or spec.nbytes > MAX_JSON_BYTES:
+        raise damaged(f"tensor {show(name)} is {list(spec.shape)} {spec.dtype}, not the bytes of a short JSON text", where)
+    data = read_if_here(stored, name)
+    if data is None:
+        what = f"{content} are stored with their codes, and these are not downloaded yet"
+        raise Unsupported(what, where=where, fix="Download the model first, with `hf download`.")
+    return parse_object(data.tobytes(), f"tensor {show(name)}", where, DAMAGED_CHECKPOINT)
+
+
+def read_if_here(stored: Tensors, name: str) -> npt.NDArray[Any] | None:
+    """A small stored tensor, flat, in its own dtype; None if it is one of a Hub model that is not downloaded yet."""
+    try:
+        return read_all(stored, name)
+    except CheckpointError as error:
+        if isinstance(error, FormatError) or "not downloaded" not in str(error):
+            raise
+        return None
 
 
 def read_columns(stored: Tensors, name: str, width: int, rows: slice, cols: slice) -> npt.NDArray[Any]:

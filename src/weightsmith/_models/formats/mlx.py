@@ -35,6 +35,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import config_entries, plain_dtype
 from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, reader
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
+from weightsmith._models.formats.mlx_settings import Width, check_widths, own_settings
 from weightsmith._models.structure.configs import EXPERT_COUNTS
 from weightsmith.abc.stored import Bytes, Config, Rows, Specs, StoredFormat, Writing, grouped_name
 from weightsmith.abc.tensors import Tensors
@@ -134,13 +135,22 @@ def is_quantised(name: str, specs: Mapping[str, TensorSpec]) -> bool:
 
 def weights(model: QuantisedModel) -> list[MlxWeight]:
     modules = [name.removesuffix(".scales") for name in model.specs if is_quantised(name, model.specs)]
-    return [weight for module in modules for weight in _weights(model, module)]
+    own = own_settings(model)
+    found = [weight for module in modules for weight in _weights(model, module, own.get(module, model.entry))]
+    check_widths(model, map(_width, found))
+    return found
 
 
-def _weights(model: QuantisedModel, module: str) -> Iterator[MlxWeight]:
+def _width(weight: MlxWeight) -> Width:
+    """The shape of a weight, and the inputs that its codes and scales would have with other bits and group sizes."""
+    outputs, inputs = weight.spec.shape
+    groups, stored_bits = inputs // weight.group_size, inputs * weight.bits
+    others = (size * groups for bits in _BITS for size in GROUPS if size * groups * bits == stored_bits)
+    return Width(weight.spec.name.removesuffix(".weight"), outputs, inputs, tuple(others) if weight.mode == "affine" else ())
+
+
+def _weights(model: QuantisedModel, module: str, settings: Mapping[str, Any]) -> Iterator[MlxWeight]:
     """The weight of a module, or those of its experts."""
-    own = model.entry.get(module)
-    settings = {"group_size": 64, "bits": 4, **own} if isinstance(own, Mapping) else model.entry  # the defaults of MLX's layers
     mode = model.setting("mode", "affine", _MODES, settings)
     if mode == "affine":
         bits, group_size = model.setting("bits", None, _BITS, settings), model.group_size(entry=settings)

@@ -7,15 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import Unsupported
+from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.files import Opener, open_local, show
-from weightsmith._base.strict_json import read_object
+from weightsmith._base.strict_json import parse_object, read_object
 from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
 from weightsmith._models.formats import broken, formats
-from weightsmith._models.formats.config import SETTINGS_FILES, config_entries
+from weightsmith._models.formats.config import (
+    DAMAGED_CHECKPOINT,
+    SETTINGS_FILES,
+    SETTINGS_METADATA,
+    config_entries,
+    without_entries,
+)
+from weightsmith._models.formats.unread import are_plain, describe_codes
 from weightsmith.abc.files import FileKind, Index, Opened
 from weightsmith.abc.stored import Config, Specs, Wrapped
-from weightsmith.abc.tensors import Tensors
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -113,7 +119,28 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
             for suffix, mark in marks:
                 if name.endswith(suffix) and (label := mark(name, specs)):
                     return f"{label} (tensor {show(name)})"
-    return None
+    return describe_codes(specs)
+
+
+def stale_entry(config: Config | None, specs: Specs) -> str:
+    """What config.json says of a quantisation that the tensors do not have; "" if it says nothing, or may be right.
+
+    >>> from weightsmith._base.tensors import DTYPES, TensorSpec
+    >>> plain = {"q.weight": TensorSpec("q.weight", DTYPES["BF16"], (8, 8))}
+    >>> stale_entry({"quantization_config": {"quant_method": "gptq", "bits": 4}}, plain)
+    "'gptq', 4 bits (quantization_config in config.json)"
+    """
+    described = describe_quantisation(config, {}) or ""
+    return described if described and are_plain(specs) and describe_quantisation({}, specs) is None else ""
+
+
+def without_stale_entry(wrapped: Wrapped, where: str) -> Wrapped:
+    """The model without what config.json says of a quantisation that the tensors do not have, and a note on that."""
+    stale = stale_entry(wrapped.config, wrapped.source.specs)
+    if not stale:
+        return wrapped
+    note = Finding(f"its weights are plain, so the quantisation that config.json names is ignored: {stale}", where)
+    return replace(wrapped, config=without_entries(wrapped.config or {}), notes=(*wrapped.notes, note))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -140,14 +167,32 @@ def complete_config(config: Config | None, folder: Path, names: Collection[str],
     return config
 
 
+def with_metadata(config: Config | None, opened: Opened, where: str) -> Config | None:
+    """config.json; if it says nothing of a quantisation that the tensors have, with what the metadata of their files say.
+
+    Raises FormatError if that is no JSON object.
+    """
+    if config_entries(config or {}):
+        return config
+    for key, method in SETTINGS_METADATA.items():
+        named = {**(config or {}), "quantization_config": {"quant_method": method}}
+        if key in opened.metadata and _is_quantised(named, opened.source.specs):
+            entry = parse_object(opened.metadata[key].encode(), f"{key} in its metadata", where, DAMAGED_CHECKPOINT)
+            return {**named, "quantization_config": {**entry, "quant_method": method}}
+    return config
+
+
 def _is_quantised(config: Config, specs: Specs) -> bool:
     """A stored format recognises the model."""
     return any(each.recognises(config, specs) for each in formats())
 
 
-def wrap(source: Tensors, config: Mapping[str, Any] | None, where: str) -> Wrapped:
-    """The tensors of a model, decoded by the first stored format that recognises them, else as stored."""
+def wrap(opened: Opened, config: Config | None, where: str) -> Wrapped:
+    """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
+    stays so."""
+    source, described = opened.source, with_metadata(config, opened, where) or {}
     for each in formats():
-        if each.recognises(config or {}, source.specs):
-            return replace(each.read(source, config or {}, where), kind=each.title)
+        if each.recognises(described, source.specs):
+            found = each.read(source, described, where)
+            return replace(found, kind=each.title, config=None if config is None else found.config)
     return Wrapped(source, config, broken() if config_entries(config or {}) else ())

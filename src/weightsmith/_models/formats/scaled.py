@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from weightsmith._models.formats.config import (
     unsupported,
     without_entries,
 )
-from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight, chunks
+from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight, chunks, read_if_here
 from weightsmith._models.formats.matrices import powers_of_two
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors, read
@@ -47,6 +48,8 @@ _UNUSED = frozenset(
     "input_scale input_scale_ub output_scale activation_scale qscale_act k_scale v_scale q_scale kv_scale "
     "input_global_scale input_zero_point output_zero_point".split()
 )
+_INTEGERS = ("I64", "I32", "I16", "U64", "U32", "U16")
+"""Dtypes of the shape of a weight. Kimi-K2.5's are I32."""
 FLOATS = ("F32", "BF16", "F16")
 POWERS = ("U8", "F8_E8M0")
 """Dtypes of scales: numbers, and exponents of 2 with 127 added."""
@@ -67,6 +70,7 @@ class Scheme:
     multiplied  scales are multiplied by X.weight_scale_2
     zeroed    X.weight_zero_point is subtracted from the codes
     stacked   what a scale is for in matrices that are stacked; None: the same
+    group     of config.json that has it; "" if there are none
     """
 
     kind: str
@@ -80,6 +84,7 @@ class Scheme:
     multiplied: bool = False
     zeroed: bool = False
     stacked: Structure | None = None
+    group: str = ""
 
     @property
     def bits(self) -> int:
@@ -124,7 +129,7 @@ class ScaledWeight(Weight):
              order; then those of the next four that there are
     kind     of the codes, as `kernels.codes.TABLES` names them
     block    (rows, cols) of a block; the last of a row or column may be smaller
-    extent   name of the tensor that holds the shape once more, I64 [2]; "" for none
+    extent   name of the tensor that holds the shape once more, integers [2]; "" for none
     divisor  name of the tensor, F32 of one element, by which scales are divided; "" for none
     factor   the same, by which they are multiplied
     zeros    name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest
@@ -222,13 +227,23 @@ class ScaledWeight(Weight):
 
 
 ReadEntry = Callable[[Mapping[str, Any], str, str], tuple[Sequence[Scheme], Sequence[Finding]]]
+ReadGroups = Callable[[Mapping[str, Any], str], Callable[[str], str]]
+Candidates = Mapping["ScaledWeight", Sequence[str]]
+"""What a weight may be, each with the groups of config.json that say so."""
 
 
-def read_scaled(read_entry: ReadEntry, unused: Sequence[str] = ()) -> Callable[[Tensors, Config, str], Wrapped]:
+def _no_groups(entry: Mapping[str, Any], where: str) -> Callable[[str], str]:
+    return lambda module: ""
+
+
+def read_scaled(
+    read_entry: ReadEntry, unused: Sequence[str] = (), groups: ReadGroups = _no_groups
+) -> Callable[[Tensors, Config, str], Wrapped]:
     """`StoredFormat.read`.
 
     read_entry  (the entry in config.json, its place, the model) → how weights are stored, and what the user should know
     unused      ends of the names of tensors that the plain model does not have, beside scales of activations
+    groups      (the entry, the model) → the `Scheme.group` of a module
 
     Raises what `read_entry` raises; Unsupported for tensors that are not read; FormatError when tensors and config.json
     contradict each other: no scale, a scale of another shape, a scale without its weight.
@@ -240,7 +255,8 @@ def read_scaled(read_entry: ReadEntry, unused: Sequence[str] = ()) -> Callable[[
         specs, dtype = stored.specs, plain_dtype(config)
         unpacked = {scheme.codes for scheme in schemes if not scheme.packed}
         codes = [s for s in specs.values() if is_codes(s) or (s.dtype.name in unpacked and s.name.endswith(".weight"))]
-        weights = [_weight(spec, specs, schemes, dtype, where) for spec in codes]
+        choose = partial(_chosen, stored, groups(entry, where))
+        weights = [_weight(spec, specs, schemes, dtype, where, choose) for spec in codes]
         if not weights:
             wanted = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
             what = f"{place} in config.json says that the weights are quantised, and no tensor is {wanted}"
@@ -269,7 +285,14 @@ def read_block(value: object, key: str, where: str) -> Structure:
     raise damaged(f"{show(key)} is {show(value)}, not two positive integers", where)
 
 
-def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DType, where: str) -> ScaledWeight:
+def _weight(
+    spec: TensorSpec,
+    specs: Specs,
+    schemes: Sequence[Scheme],
+    dtype: DType,
+    where: str,
+    choose: Callable[[Candidates], Sequence[ScaledWeight]],
+) -> ScaledWeight:
     packed = spec.name.endswith(_PACKED)
     name = spec.name.removesuffix(PACKED) if packed else spec.name
     fitting = [scheme for scheme in schemes if (scheme.packed, scheme.codes) == (packed, spec.dtype.name)]
@@ -290,21 +313,60 @@ def _weight(spec: TensorSpec, specs: Specs, schemes: Sequence[Scheme], dtype: DT
         raise unsupported(f"scale {show(scale.name)} is {scale.dtype}, and only {', '.join(dtypes)} are read", where)
     if stacked:
         return _stacked(spec, scale, fitting, dtype, where)
-    candidates = dict.fromkeys(_described(name, spec, scale.name, scheme, dtype) for scheme in fitting)
-    found = [made for made in candidates if scale.shape in _spellings(made.grid)]
+    candidates: dict[ScaledWeight, list[str]] = {}
+    for scheme in fitting:
+        candidates.setdefault(_described(name, spec, scale.name, scheme, dtype), []).append(scheme.group)
+    found = choose({made: groups for made, groups in candidates.items() if scale.shape in _spellings(made.grid)})
     if len(found) != 1:
-        grids = " or ".join(str(list(grid)) for grid in dict.fromkeys(made.grid for made in candidates))
-        problem = f"and its blocks need {grids or 'none'}"
-        if found:
-            problem = f"which fits blocks of {[made.block for made in found]}"
-        what = f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}, {problem}"
-        raise damaged(what, where)
-    _check_part(found[0].extent, "I64", [(2,)], specs, spec, where)
+        raise _no_choice(spec, scale, candidates, found, where)
+    _check_part(found[0].extent, _INTEGERS, [(2,)], specs, spec, where)
     for factor in (found[0].divisor, found[0].factor):
-        _check_part(factor, "F32", [(1,), ()], specs, spec, where)
+        _check_part(factor, ("F32",), [(1,), ()], specs, spec, where)
     words = -(-found[0].spec.shape[0] * found[0].bits // 32)
-    _check_part(found[0].zeros, "I32", [(words, found[0].grid[1])], specs, spec, where)
+    _check_part(found[0].zeros, ("I32",), [(words, found[0].grid[1])], specs, spec, where)
     return found[0]
+
+
+def _no_choice(
+    spec: TensorSpec, scale: TensorSpec, candidates: Candidates, found: Sequence[ScaledWeight], where: str
+) -> FormatError:
+    """The error of scales that fit no scheme, or several. found: what is left of the candidates."""
+    grids = " or ".join(str(list(grid)) for grid in dict.fromkeys(made.grid for made in candidates))
+    problem = f"and its blocks need {grids or 'none'}"
+    if found:
+        fits = " and ".join(f"{made.kind} in blocks of {list(made.block)}" for made in found)
+        problem = f"which fits {fits}, and nothing tells which it is"
+    return damaged(f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}, {problem}", where)
+
+
+def _chosen(stored: Tensors, group_of: Callable[[str], str], candidates: Candidates) -> Sequence[ScaledWeight]:
+    """What a weight is, if its scales leave a choice: by the other tensors that it needs, by its stored shape, and if that is
+    not on this disk, by the group of its module."""
+    found = list(candidates)
+    if len(found) < 2:
+        return found
+    complete = [made for made in found if _is_complete(made, stored.specs)]
+    if len(complete) == 1:
+        return complete
+    left = complete or found
+    if (shape := _stored_shape(stored, left[0].extent)) is not None:
+        return [made for made in left if list(made.spec.shape) == shape] or left
+    group = group_of(left[0].spec.name.removesuffix(".weight"))
+    return [made for made in left if group and group in candidates[made]] or left
+
+
+def _is_complete(made: ScaledWeight, specs: Specs) -> bool:
+    """All tensors that the weight consists of are there, and no zero points beside them."""
+    return all(name in specs for name in made.stored) and (made.spec.name + ZEROS in specs) == bool(made.zeros)
+
+
+def _stored_shape(stored: Tensors, name: str) -> list[int] | None:
+    """The shape that a tensor holds; None if there is none, or if reading it would fetch it from another machine."""
+    spec = stored.specs.get(name)
+    if spec is None or spec.shape != (2,) or spec.dtype.name not in _INTEGERS or stored.extents(name, 0, spec.nbytes):
+        return None
+    found = read_if_here(stored, name)
+    return None if found is None else [int(n) for n in found]
 
 
 def _stacked(spec: TensorSpec, scale: TensorSpec, schemes: Sequence[Scheme], dtype: DType, where: str) -> ScaledWeight:
@@ -327,13 +389,16 @@ def _stacked(spec: TensorSpec, scale: TensorSpec, schemes: Sequence[Scheme], dty
     raise damaged(f"{what}: it has no block for whole rows of each of {count} matrices", where)
 
 
-def _check_part(name: str, dtype: str, shapes: Sequence[tuple[int, ...]], specs: Specs, codes: TensorSpec, where: str) -> None:
+def _check_part(
+    name: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]], specs: Specs, codes: TensorSpec, where: str
+) -> None:
     """Raise FormatError if a tensor that belongs to codes is missing, or is another kind of tensor. name: "" for none."""
     part = specs.get(name)
-    if not name or (part is not None and part.dtype.name == dtype and part.shape in shapes):
+    if not name or (part is not None and part.dtype.name in dtypes and part.shape in shapes):
         return
     found = "missing" if part is None else f"{list(part.shape)} {part.dtype}"
-    raise damaged(f"{show(name)} is {found}, and the codes {show(codes.name)} need it to be {list(shapes[0])} {dtype}", where)
+    needed = f"{list(shapes[0])} {dtypes[0]}"
+    raise damaged(f"{show(name)} is {found}, and the codes {show(codes.name)} need it to be {needed}", where)
 
 
 def _described(name: str, spec: TensorSpec, scale: str, scheme: Scheme, dtype: DType) -> ScaledWeight:

@@ -20,7 +20,7 @@ MAX_PATTERNS = 100
 """Patterns that are no plain names."""
 MAX_STEPS = 20_000_000
 """The most steps for all names and patterns: about 5 s."""
-_INSTRUCTIONS = 50
+INSTRUCTIONS = 50
 """Size of a compiled pattern that counts as one step for each character of a name."""
 _MAX_GROUPS = 1000  # of plain names with equal lengths and dots: 30 in an adapter of a large mixture of experts
 
@@ -57,7 +57,7 @@ class Patterns:
         if self._others and not (name.isascii() and name.isprintable()):  # RE2's classes are those of ASCII
             raise self._unread(f"it is compared with the name {show(name)}, which is not ASCII")
         instructions = sum(each.programsize for each in self._others.values())
-        self._left -= len(self._names) + len(name) * instructions // _INSTRUCTIONS
+        self._left -= len(self._names) + len(name) * instructions // INSTRUCTIONS
         if self._left < 0:
             raise self._unread("the patterns take too long to match with the names of all modules")
         found = [n for n in (self._plain(name), self._other(name)) if n is not None]
@@ -81,21 +81,32 @@ class Patterns:
 
     def _compiled(self, text: str) -> Any:
         """RE2's pattern of the names that end so."""
-        if len(text) > MAX_LENGTH:
-            raise self._unread(f"{len(text):,} characters, at most {MAX_LENGTH:,} are read", text)
-        if found := _DIFFERENT.search(text):
-            raise self._unread(f"'{found[0]}' is not read", text)
-        import re2
-
-        options = re2.Options()
-        options.log_errors, options.never_capture = False, True
         try:
-            re2.compile(text, options)  # by itself, because it might close the group
-            return re2.compile(rf"(?:.*\.)?(?:{text})", options)
-        except re2.error as error:
-            raise self._unread(error.args[0].decode(errors="replace"), text) from None
+            return compiled(text, r"(?:.*\.)?")
+        except ValueError as error:
+            raise self._unread(str(error), text) from None
 
     def _unread(self, why: str, text: str = "") -> FormatError:
         shown = f" {show(text)}" if text else ""
         fix = "Write the names of the modules in place of the pattern."
         return FormatError(f"{self._key} has a pattern{shown} that is not read: {why}", where=self._where, fix=fix)
+
+
+def compiled(text: str, before: str = "") -> Any:
+    """RE2's pattern of a stranger's regular expression. before: a pattern in front of it.
+
+    Raises ValueError with the reason if RE2 cannot read it, or would read it otherwise than Python's `re`.
+    """
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"{len(text):,} characters, at most {MAX_LENGTH:,} are read")
+    if found := _DIFFERENT.search(text):
+        raise ValueError(f"'{found[0]}' is not read")
+    import re2
+
+    options = re2.Options()
+    options.log_errors, options.never_capture = False, True
+    try:
+        re2.compile(text, options)  # by itself, because it might close the group
+        return re2.compile(f"{before}(?:{text})", options)
+    except re2.error as error:
+        raise ValueError(error.args[0].decode(errors="replace")) from None

@@ -47,11 +47,15 @@ def find_model(models: Mapping[ModelRef, int], ref: ModelRef) -> int | None:
 
 
 def open_models(
-    refs: Sequence[ModelRef], stack: ExitStack, results: Mapping[str, Checkpoint | None] = MappingProxyType({})
+    refs: Sequence[ModelRef],
+    stack: ExitStack,
+    results: Mapping[str, Checkpoint | None] = MappingProxyType({}),
+    plain: bool = False,
 ) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
     """Open every model; `stack` closes them. None for one that cannot be used, whose problem is in the list.
 
     results  of other recipes of the file, by `ModelRef.path`; None: of one that has problems of its own
+    plain    see `open_checkpoint` → ignore_quantization_config
     """
     opened: list[Checkpoint | None] = []
     problems: list[WeightsmithError] = []
@@ -60,16 +64,26 @@ def open_models(
         if ref.path in results and results[ref.path] is None:
             continue
         try:
-            checkpoint = _open(ref, stack, results)
+            checkpoint = _open(ref, stack, results, plain)
         except WeightsmithError as error:
             problems.append(at(_with_nearest(error, ref, results), ref.where))
             continue
         if checkpoint.quantised is None:
             opened[-1] = checkpoint
             continue
-        what = f"{ref} is quantised ({checkpoint.quantised}), and its codes cannot be merged as numbers"
-        problems.append(Unsupported(what, where=ref.where, fix="name an unquantised checkpoint of the same model"))
+        problems.append(_quantised(ref, checkpoint))
     return opened, problems
+
+
+def _quantised(ref: ModelRef, checkpoint: Checkpoint) -> Unsupported:
+    """The error of a model whose weights are codes that are not read, or plain although config.json says otherwise."""
+    if checkpoint.stale:
+        what = f"the weights of {ref} are plain, and config.json says that they are quantised: {checkpoint.stale}"
+        option = "--ignore-quantization-config (ignore_quantization_config=True)"
+        fix = f"remove that from its config.json, or go on with {option}; weightsmith dequantize writes a copy without it"
+        return Unsupported(what, where=ref.where, fix=fix)
+    what = f"{ref} is quantised ({checkpoint.quantised}), and its codes cannot be merged as numbers"
+    return Unsupported(what, where=ref.where, fix="name an unquantised checkpoint of the same model")
 
 
 def missing_models(refs: Iterable[ModelRef]) -> list[WeightsmithError]:
@@ -104,10 +118,10 @@ def _recipe_folder(ref: ModelRef) -> Path | None:
     return folder if len(place) == 2 and folder != Path() else None
 
 
-def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | None]) -> Checkpoint:
+def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | None], plain: bool) -> Checkpoint:
     """A model, its adapter applied to it; `stack` closes what was opened, also when the rest fails."""
-    made = results.get(ref.path)
-    checkpoint = made or open_checkpoint(ref.path, revision=ref.revision or None, download=False)
+    made, revision = results.get(ref.path), ref.revision or None
+    checkpoint = made or open_checkpoint(ref.path, revision=revision, download=False, ignore_quantization_config=plain)
     stack.callback(checkpoint.close)
     if ref.lora is None or checkpoint.quantised is not None:
         return checkpoint

@@ -50,7 +50,7 @@ from weightsmith._plans import Made, PlanDraft, Step
 from weightsmith._version import __version__
 
 Opening = Callable[
-    [Sequence[ModelRef], ExitStack, Mapping[str, Checkpoint | None]],
+    [Sequence[ModelRef], ExitStack, Mapping[str, Checkpoint | None], bool],
     tuple[list[Checkpoint | None], list[WeightsmithError]],
 ]
 """Opens models, as `open_models` does."""
@@ -195,7 +195,7 @@ def open_request(
 
     Raises PlanError if nothing more can be said, without a donor.
     """
-    opened, problems = opening(request.refs, stack, results)
+    opened, problems = opening(request.refs, stack, results, request.options.ignore_quantization_config)
     status("planning")
     structures = analyse_all(opened)
     donor, findings = choose_donor(structures, request.labels)

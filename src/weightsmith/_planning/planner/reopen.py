@@ -139,7 +139,7 @@ def _differs(planned: ModelInput, found: str) -> CheckpointError:
 def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | list[WeightsmithError]:
     """The model that was planned; or why it is not there. One whose codes are only moved is opened without decoding them."""
     ref = _pinned(ref, planned)
-    (opened,), problems = open_models([ref], stack)
+    (opened,), problems = open_models([ref], stack, plain=True)  # whoever made the plan has said so, if it was necessary
     if opened is None and ref.lora is None:
         try:
             adapter = open_adapter(ref.path, revision=ref.revision or None)

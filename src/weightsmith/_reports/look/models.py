@@ -43,7 +43,7 @@ def opened(*names: str | os.PathLike[str], stream: bool) -> Iterator[tuple[Check
         else:
             problems.append(found)
     with ExitStack() as stack:
-        checkpoints, unopened = open_models(refs, stack)
+        checkpoints, unopened = open_models(refs, stack, plain=True)  # a look writes no weights, and shows the note
         problems += unopened
         if problems:
             raise PlanError(problems)

@@ -278,6 +278,18 @@ def test_the_config_of_the_plain_model_and_the_dtype_it_is_written_as() -> None:
         assert weights_of(DEEPSEEK, BLOCK_ARRAYS, **config)[0].natural_dtype.name == dtype
 
 
+@pytest.mark.parametrize("path", [("text_config",), ("thinker_config", "text_config"), ("a", "b", "c", "d")])
+def test_an_entry_in_a_sub_config_alone(path: tuple[str, ...], tmp_path: Path) -> None:
+    nested: dict[str, Any] = {"quantization_config": DEEPSEEK, "layers": 2}
+    plain: dict[str, Any] = {"layers": 2}
+    for key in reversed(path):
+        nested, plain = {key: nested}, {key: plain}
+    with open_checkpoint(write_checkpoint(tmp_path, BLOCK_ARRAYS, nested)) as checkpoint:
+        assert checkpoint.config == plain
+        expected = read(wrapped(DEEPSEEK, BLOCK_ARRAYS).source, "q.weight")
+        assert np.array_equal(checkpoint.read("q.weight").reshape(-1).view(np.uint8), expected)
+
+
 def test_scales_of_activations_and_of_the_kv_cache_are_dropped_with_a_note() -> None:
     entry = compressed("tensor") | {"kv_cache_scheme": EIGHT_BITS}
     one = np.ones(1, np.float32)
@@ -416,7 +428,7 @@ def test_a_scale_that_fits_two_structures_is_an_error() -> None:
     arrays = {"a.weight": codes_of(9, 8), "a.weight_scale": scales_of(2, 2)}  # 9 rows: three blocks of 4, two of 5
     assert weights_of(entry, arrays)[0].block == (5, 4)
     arrays = {"a.weight": codes_of(8, 8), "a.weight_scale": scales_of(2, 2)}
-    with pytest.raises(FormatError, match=r"fits blocks of \[\(4, 4\), \(5, 4\)\]"):
+    with pytest.raises(FormatError, match=r"fits float8 in blocks of \[4, 4\] and float8 in .* \[5, 4\]"):
         wrapped(entry, arrays)
 
 

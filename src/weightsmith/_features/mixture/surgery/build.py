@@ -59,7 +59,7 @@ def assemble_surgery(
     """
     with ExitStack() as stack:
         asked = options.out_dtype or recipe.dtype
-        checkpoint, found = _open(recipe, asked, options.quantize, stack)
+        checkpoint, found = _open(recipe, asked, options, stack)
         if checkpoint is None:
             raise PlanError([*problems, *found])
         specs = dict(checkpoint.specs)
@@ -81,12 +81,12 @@ def assemble_surgery(
 
 
 def _open(
-    recipe: Surgery, asked: DType | None, quantize: str | None, stack: ExitStack
+    recipe: Surgery, asked: DType | None, options: RecipeOptions, stack: ExitStack
 ) -> tuple[Checkpoint | None, list[WeightsmithError]]:
     """Open the model. Pruning alone works on quantised experts too: their codes and scales are copied."""
-    ref = recipe.model
-    if recipe.prune is None or asked is not None or quantize is not None or ref.lora is not None:
-        opened, problems = open_models([ref], stack)
+    ref, plain = recipe.model, options.ignore_quantization_config
+    if recipe.prune is None or asked is not None or options.quantize is not None or ref.lora is not None or plain:
+        opened, problems = open_models([ref], stack, plain=plain)
         return opened[0], problems
     try:
         checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, raw=True, download=False)

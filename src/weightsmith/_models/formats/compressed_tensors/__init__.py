@@ -1,6 +1,7 @@
 """compressed-tensors, the library of vLLM: codes with scales, of matrices, rows, groups of a row, or blocks.
 
 config.py       the entry of config.json, read and written
+targets.py      which group of it a module belongs to
 writing.py      the encodings
 activations.py  scales of activations and of the KV cache
 
@@ -9,7 +10,7 @@ Reading is that of `formats/scaled.py`, which `fp8` shares.
 
 from __future__ import annotations
 
-from weightsmith._models.formats.compressed_tensors.config import METHOD, read_entry
+from weightsmith._models.formats.compressed_tensors.config import METHOD, read_entry, read_groups
 from weightsmith._models.formats.compressed_tensors.writing import BLOCK, DYNAMIC, INT8, MXFP4, NVFP4, NVFP4A16, STATIC, packed
 from weightsmith._models.formats.config import recogniser
 from weightsmith._models.formats.scaled import TITLE, is_codes, read_scaled
@@ -28,7 +29,7 @@ FORMAT = StoredFormat(
     "compressed_tensors",
     TITLE,
     recogniser(is_codes, METHOD),
-    read_scaled(read_entry),
+    read_scaled(read_entry, groups=read_groups),
     {".weight_packed": labelled("compressed-tensors"), ".weight_scale": _scaled},
     writes=(
         Writing("fp8-dynamic", "8-bit floats with a scale for each row (W8A8)", _ENGINES, {0: DYNAMIC}),

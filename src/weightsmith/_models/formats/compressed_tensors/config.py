@@ -13,12 +13,14 @@ mxfp8-quantized               X.weight, F8_E4M3      the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from weightsmith._base.errors import Finding
 from weightsmith._base.files import show
+from weightsmith._models.formats.compressed_tensors.targets import Targets
 from weightsmith._models.formats.config import damaged, unsupported
 from weightsmith._models.formats.scaled import TENSOR, Scheme, Structure, read_block
 
@@ -45,11 +47,22 @@ def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[S
             raise unsupported(f"{show(label)} is not read: it is {show(group)}, not an object", where)
         if (weights := group.get("weights")) is None:  # activations alone
             continue
-        schemes.append(scheme_of(group.get("format") or entry.get("format"), weights, label, where))
+        found = scheme_of(group.get("format") or entry.get("format"), weights, label, where)
+        schemes.append(replace(found, group=name))
     notes = []
     if entry.get("kv_cache_scheme"):
         notes.append(Finding("the KV cache's quantisation is dropped: plain weights have none", f"{where}: {place}"))
     return schemes, notes
+
+
+def read_groups(entry: Mapping[str, Any], where: str) -> Callable[[str], str]:
+    """The group of a module, from the entry in config.json. Targets are read for the first module: few models need them."""
+
+    @cache
+    def targets() -> Targets:
+        return Targets({name: group.get("targets") for name, group in entry["config_groups"].items()}, where)
+
+    return lambda module: targets().group_of(module)
 
 
 _FORMATS: Mapping[str, Mapping[tuple[str, int], Scheme]] = {
