@@ -1,4 +1,4 @@
-"""A model of weight 0 is as good as not listed: for its tensors that are missing, of another shape, or no numbers to merge too."""
+"""A model of weight 0 is as good as not listed, also where its tensor is missing, has another shape, or is not merged."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from weightsmith._planning.planner.match import ModelNames, home_module
 from weightsmith._planning.planner.segments import Placement
 from weightsmith._plans import Dropped, Read
 
-
 UNREAD = "its weight is 0"
 """Why a tensor of a model that counts for nothing is left out."""
 

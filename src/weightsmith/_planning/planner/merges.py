@@ -307,7 +307,10 @@ class _Assembler:
         dropped, lost = account.settle(self.shape, opened.donor, placements)
         self.problems += lost
         ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
-        ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
+        try:
+            ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
+        except PlanError as error:
+            raise request.refusal([*self.problems, *error.problems]) from error
         steps, products = decide(ordered, resolver.settings, method)
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)

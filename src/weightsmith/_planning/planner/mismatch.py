@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from weightsmith._base.errors import MismatchError, ShapeError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._models.structure.vocabulary import may_have_tokens
 from weightsmith._planning.planner.inputs import changed
 from weightsmith._planning.planner.match import Models
 from weightsmith._planning.planner.segments import Segment
@@ -46,7 +46,7 @@ class Mismatches:
         """The inputs of a tensor differ in shape. inputs: by their places in the segment."""
         specs = list(inputs.values())
         fix = "merge models of one size; 'passthrough' takes tensors of one model each"
-        if any(map(is_vocabulary, specs)) and len({s.shape[1:] for s in specs}) == 1:
+        if any(map(may_have_tokens, specs)) and len({s.shape[1:] for s in specs}) == 1:
             fix = OTHER_VOCABULARY
         details = [f"{self.labels[segment.feeds[k].model]}: {_shown(spec)}" for k, spec in inputs.items()]
         error = ShapeError(f"'{self.method}' needs equal shapes", where=name, details=details, fix=fix)

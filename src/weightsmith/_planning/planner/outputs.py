@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from weightsmith._base.errors import Finding, LayerError, MismatchError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import count
 from weightsmith._methods.base import Method
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.fused import fused_parts
@@ -21,6 +22,7 @@ from weightsmith._planning.planner.match import Models, home_module, is_buffer
 from weightsmith._planning.planner.mismatch import Mismatches
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.segments import Placement, Segment, SegmentInput
+from weightsmith._planning.planner.unused import NEVER_USED, is_unused
 from weightsmith._plans import CAST, COPY, Read, Step
 
 Specs = Mapping[str, TensorSpec]
@@ -54,6 +56,7 @@ class Outputs:
         self._rows = vocabulary.count_rows(models.specs[donor].values(), models.configs[donor])
         self._problems: list[WeightsmithError] = []
         self._whole: dict[int, Segment] = {}
+        self._unused: list[str] = []
         self._always: dict[int, tuple[int, ...]] = {}
         self._rests: dict[int, dict[str, TensorSpec]] = {}
         self._merged: set[int] = set()  # ids of segments whose inputs have been merged somewhere
@@ -73,6 +76,7 @@ class Outputs:
                     self._copy(name, self.models.donor, name)
         self._strangers(placements)
         self._note_unread()
+        self._note_unused()
 
     # ---- modules ---------------------------------------------------------------------------------------------------------
 
@@ -151,22 +155,36 @@ class Outputs:
         wanted = [tables[k] for k in places]
         same = all(table.keys() == wanted[0].keys() for table in wanted[1:])
         for suffix in wanted[0] if same else dict.fromkeys(suffix for table in wanted for suffix in table):
-            self._in_layer(f"{prefix}{layer}.{suffix}", segment, [table.get(suffix) for table in tables], t)
+            sources = [table.get(suffix) for table in tables]
+            if any(sources[k] is None for k in places) and self._without_all(prefix, layer, suffix, segment, i, sources):
+                continue
+            self._merge(f"{prefix}{layer}.{suffix}", segment, sources, t)
 
     def _own_layer(self, start: str, model: int, table: Mapping[str, str]) -> None:
         """A layer of a whole stack that one model alone has: a vision tower. start: of its names."""
         for suffix, source in table.items():
             self._own(f"{start}{suffix}", model, source)
 
-    def _in_layer(self, name: str, segment: Segment, sources: Sequence[str | None], t: float) -> None:
-        """One tensor of a layer, which some of the models may lack."""
-        if None in sources:
-            stored = [(f.model, s) for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
-            if all(is_buffer(self.models.specs[m][s]) for m, s in stored):
-                for model, source in stored:
-                    self.account.drop(model, source, "a buffer that the model computes for itself")
-                return
-        self._merge(name, segment, sources, t)
+    def _without_all(
+        self, prefix: str, layer: int, suffix: str, segment: Segment, i: int, sources: Sequence[str | None]
+    ) -> bool:
+        """Whether a tensor that some models lack is none that a model needs: a buffer, or one that is never used.
+
+        The donor's unused tensors are copied: its other files, and some loaders, count on them.
+        """
+        stored = {f.model: s for f, s in zip(segment.feeds, sources, strict=True) if s is not None}
+        if all(is_buffer(self.models.specs[model][source]) for model, source in stored.items()):
+            for model, source in stored.items():
+                self.account.drop(model, source, "a buffer that the model computes for itself")
+            return True
+        if not is_unused(self.models, prefix, suffix, [(f.model, f.first + i) for f in segment.feeds]):
+            return False
+        for model, source in stored.items():
+            self.account.drop(model, source, NEVER_USED)
+        if self.models.donor in stored:
+            self._copy(f"{prefix}{layer}.{suffix}", self.models.donor, stored[self.models.donor])
+        self._unused.append(f"{prefix}{layer}.{suffix}")
+        return True
 
     def _always_listed(self, segment: Segment) -> tuple[int, ...]:
         """Places of the inputs of a segment that count for some of its tensors: their weight is not 0 throughout."""
@@ -176,7 +194,7 @@ class Outputs:
         return self._always[id(segment)]
 
     def _owners(self, prefix: str, segment: Segment) -> list[SegmentInput]:
-        """The inputs whose layers a stack of the output has: those that count, else the donor, whose config.json describes it."""
+        """The inputs whose layers a stack of the output has: those that count, else the donor, whose config describes it."""
         found = [segment.feeds[k] for k in self._always_listed(segment)]
         if any(self.models.names[f.model].depth.get(prefix) for f in found):
             return found
@@ -370,6 +388,16 @@ class Outputs:
             if len(unread) > 1:
                 what = f"{len(unread)} models are not read: their weights are 0 for every tensor"
             self.warnings.append(Finding(what, details=tuple(unread) if len(unread) > 1 else ()))
+
+    def _note_unused(self) -> None:
+        """Say which tensors are not merged because no model uses them."""
+        if self._unused:
+            donor = self.models.names[self.models.donor].all().values()
+            done = f"copied from {self.models.labels[self.models.donor]}" if self._unused[0] in donor else "left out"
+            what = (
+                f"the last layers use the keys and values of earlier ones: {count(len(self._unused), 'tensor')} of their own, "
+            )
+            self.warnings.append(Finding(f"{what}which not all models store, {done}", self._unused[0]))
 
     # ---- steps -------------------------------------------------------------------------------------------------------------
 

@@ -324,7 +324,8 @@ def _check_fallback(
     assert isinstance(view, Gather)
     assert isinstance(own.table, int)
     same = view.block.cols == own.block.cols and _size(plan, leaf, other, spec, arrays) == leaf.out.size
-    if not same or spec.dtype.code < 0 or own_spec.dtype.code < 0:
+    numbers = min(spec.dtype.code, own_spec.dtype.code) >= 0 or (spec.dtype is own_spec.dtype and spec.dtype.name in DTYPES)
+    if not same or not numbers:
         raise _wrong(leaf, f"the rows of {other.tensor} cannot replace those of {read.tensor}")
 
 
