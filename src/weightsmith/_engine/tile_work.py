@@ -119,11 +119,10 @@ class Copier:
         if must_agree(step.out.name):
             label = self._reader.plan.label
             raise MismatchError(
-                "the models differ in these integers, by which rows of other tensors are found: rows of one model are merged "
-                "with unrelated rows of the other",
+                "the models differ in these integers, which say what the rows of other tensors stand for",
                 where=step.out.name,
                 details=[f"{label(read)}: {read.tensor} {step.out.dtype}" for read in (step.inputs[0], other)],
-                fix="merge models with the same map",
+                fix="merge models that agree in this tensor",
                 state="Nothing was published.",
             )
 

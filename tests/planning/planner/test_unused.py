@@ -1,4 +1,4 @@
-"""Keys and values that a file holds for layers that use those of earlier ones: nothing is merged, and no order of models matters."""
+"""Keys and values that files hold for layers that use those of earlier ones: models merge with them and without."""
 
 from __future__ import annotations
 

@@ -37,6 +37,9 @@ _TABLES = re.compile(
 """Further tables with a row for each token: of CLIP's text models, GPT, DistilBERT, XLNet, XLM, T5Gemma, Dory, NeoMME; and
 DeepSeek V4's experts of each token, which are integers."""
 
+_LIKE_TABLES = re.compile(r"(embed|token|vocab|logit|word|lookup|table|head)[^.]*(\.(weight|bias))?$")
+"""Names that a table with a row for each token may have. Whole numbers may be one under any name."""
+
 _HASHED = re.compile(
     r"(^|\.)(ngram_embedding|ngram_embeddings\.(embedders|embedder_units)|oe_embed_tokens|encoder_hash_tok_embedding|"
     r"multi_head_embedding|HashBucketCodepointEmbedder_\d+)\."
@@ -169,7 +172,8 @@ def obstacle(spec: TensorSpec, rows: int, config: Mapping[str, Any] | None) -> s
         return ""
     if module_of(spec.name) in ("embed_tokens", "lm_head") and len(spec.shape) == 2:
         return f"it has {spec.shape[0]:,} rows, and the vocabulary {rows:,}"
-    unknown = rows in spec.shape and not _states(config or {}, rows)
+    named = not spec.dtype.floating or _LIKE_TABLES.search(spec.name)
+    unknown = named and rows in spec.shape and not _states(config or {}, rows)
     return "it has the size of the vocabulary, and is no known table" if unknown else ""
 
 

@@ -394,10 +394,8 @@ class Outputs:
         if self._unused:
             donor = self.models.names[self.models.donor].all().values()
             done = f"copied from {self.models.labels[self.models.donor]}" if self._unused[0] in donor else "left out"
-            what = (
-                f"the last layers use the keys and values of earlier ones: {count(len(self._unused), 'tensor')} of their own, "
-            )
-            self.warnings.append(Finding(f"{what}which not all models store, {done}", self._unused[0]))
+            own = f"{count(len(self._unused), 'tensor')} of their own, which not all models store, {done}"
+            self.warnings.append(Finding(f"the last layers use the keys and values of earlier ones: {own}", self._unused[0]))
 
     # ---- steps -------------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import CheckpointError, FormatError, PlanError, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
 from weightsmith._files.collector import collector_paused
 from weightsmith._files.containers import GGUF

@@ -6,6 +6,7 @@ output's number of rows, whatever it has on disk. `Aligned.place` then turns the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -135,13 +136,12 @@ class _Placer:
     def __init__(self, aligned: Aligned, alignment: Alignment, counterpart: Callable[[str, int], str | None]) -> None:
         self.models, self.counts = aligned.models, aligned.counts
         self.labels, self.configs, self.where = aligned.labels, aligned.configs, aligned.where
-        self.problems: list[WeightsmithError] = []
         self.alignment = alignment
         self.counterpart = counterpart
         self.tables: dict[bytes, int] = {}
         self.fallbacks: list[Read] = []
         self._limited: dict[tuple[bool, int, int, int], Rows] = {}
-        self._blocked: set[tuple[int, str]] = set()
+        self._blocked: dict[tuple[str, str], tuple[dict[str, None], dict[int, str]]] = {}
 
     def step(self, step: Step) -> Step:
         if not step.out.size:
@@ -154,20 +154,28 @@ class _Placer:
         return step if reads == step.inputs else replace(step, inputs=reads)
 
     def _check(self, read: Read) -> None:
-        """Note a tensor that cannot follow the vocabulary; one for all layers."""
+        """Note a tensor that cannot follow the vocabulary."""
         spec, rows = self.models[read.model].get(read.tensor), self.counts[read.model]
         own = self.alignment.own[read.model]
         if spec is None or (len(own) == rows and np.array_equal(own, np.arange(rows))):
             return
-        why = vocabulary.obstacle(spec, rows, self.configs[read.model])
-        if not why or (key := (read.model, INDEX.sub("N", read.tensor))) in self._blocked:
-            return
-        self._blocked.add(key)
-        what = f"this tensor of {self.labels[read.model]} cannot follow the new vocabulary: {why}"
-        moved = int((own[: min(len(own), rows)] != np.arange(min(len(own), rows))).sum())
-        details = [f"{moved:,} of its {rows:,} rows move; the output has {len(own):,}"]
-        fix = "keep its tokenizer: remove the key, or name this model as the source, and merge models with the same tokens"
-        self.problems.append(Unsupported(what, where=read.tensor, details=[*details, f"asked for at {self.where}"], fix=fix))
+        if why := vocabulary.obstacle(spec, rows, self.configs[read.model]):
+            kept = min(len(own), rows)
+            changing = rows - kept + int((own[:kept] != np.arange(kept)).sum())
+            said = f"{self.labels[read.model]}: {changing:,} of {rows:,} ids change; the output has {len(own):,}"
+            tensors, by_model = self._blocked.setdefault((re.sub("[0-9]+", "N", read.tensor), why), ({}, {}))
+            tensors[read.tensor], by_model[read.model] = None, said
+
+    @property
+    def problems(self) -> list[WeightsmithError]:
+        """The tensors that cannot follow the vocabulary; alike ones of all layers and models are one."""
+        fix = "keep the tokenizer that these tensors were made for, or merge models that have the same tokens"
+        found: list[WeightsmithError] = []
+        for (_, why), (tensors, by_model) in self._blocked.items():
+            what = f"this tensor cannot follow the change of vocabulary that {self.where} asks for: {why}"
+            what += f"; so for {len(tensors) - 1:,} more like it" if len(tensors) > 1 else ""
+            found.append(Unsupported(what, where=next(iter(tensors)), details=list(by_model.values()), fix=fix))
+        return found
 
     def _read(self, read: Read, step: Step) -> Read:
         out, spec = step.out, self.models[read.model].get(read.tensor)
