@@ -228,6 +228,11 @@ class _Placer:
         return self.tables.setdefault(Table.of(rows).data, len(self.tables))
 
 
+def lost_tokens(lost: Sequence[str], where: str) -> list[Finding]:
+    """Warnings for ids of a config whose tokens the new tokenizer lacks. lost: from `move_ids`."""
+    return [Finding(f"{what}: the new tokenizer lacks its token", where) for what in lost]
+
+
 def _height(spec: TensorSpec) -> int:
     """Rows of a tensor with a row for each token; of a bias, its elements."""
     return spec.size if len(spec.shape) == 1 or spec.shape[0] == 1 else spec.shape[0]
@@ -510,8 +515,9 @@ class VocabularyPlanner:
             roles = {f"{role}_token_id": source.ids[token] for role, token in named.items()}
         found.move = lambda donors: move_ids(donors, [config or {}, generation, roles], old, source)
         if own := settings_of(mine.folder, mine.files, GENERATION):
-            moved, _ = move_ids(own, [generation, config or {}, roles], old, source)
+            moved, lost = move_ids(own, [generation, config or {}, roles], old, source)
             found.files[GENERATION] = json_bytes(moved)
+            found.findings += lost_tokens(lost, GENERATION)
 
     def _template(self, asked: str, found: Aligned) -> None:
         for place in self.places:
