@@ -142,9 +142,7 @@ def test_hashes_of_ids_are_refused_by_name(make: Make, name: str) -> None:
 
 def test_alike_tensors_of_all_models_are_one_error(make: Make) -> None:
     def more(n: int) -> dict[str, np.ndarray]:
-        return {
-            f"model.layers.0.ple.ple_embedding.ngram_embedding.shard_{i}.weight": np.ones((5, 4), np.float32) for i in range(9)
-        }
+        return {f"layers.0.ple_embedding.ngram_embedding.shard_{i}.weight": np.ones((5, 4), np.float32) for i in range(9)}
 
     a, b = make("a", ("<s>",), more), make("b", ("<x>", "<s>"), more, seed=1)
     (error,) = problems(linear("a", "b", tokenizer_source="union"))
