@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._base.errors import NonFinite
+from weightsmith._base.errors import MismatchError, NonFinite
 from weightsmith._base.tensors import GRAIN_ELEMENTS, TensorSpec
 from weightsmith._engine.active import ActiveStep, Gathered, LeafPass
 from weightsmith._engine.buffers import Buffers
@@ -18,8 +18,9 @@ from weightsmith._kernels.codecs import decode, first_nonfinite
 from weightsmith._kernels.delta import distance
 from weightsmith._kernels.records import Encoded
 from weightsmith._models.formats import Encoding, find_encoding
+from weightsmith._models.structure.vocabulary import must_agree
 from weightsmith._outputs.local.disk import copies_by_reference
-from weightsmith._plans import CAST, Gather, Step
+from weightsmith._plans import CAST, Gather, Read, Step
 from weightsmith.abc.job import Bytes, Job, Tile
 from weightsmith.abc.output import Output
 from weightsmith.abc.stored import WHOLE, array_name
@@ -107,9 +108,23 @@ class Copier:
         measure(self._reader, leaf, place, out[None], out, buffers)
         if others:
             raw, _ = self._reader.read(others, place.start, place.size, buffers)
-            if any(not np.array_equal(out, other[: out.size]) for other in raw):
+            differing = [read for read, other in zip(others, raw, strict=True) if not np.array_equal(out, other[: out.size])]
+            if differing:
                 leaf.active.differing = True
+                self._check_may_differ(leaf.leaf, differing[0])
         return out.size * len(leaf.leaf.inputs), written
+
+    def _check_may_differ(self, step: Step, other: Read) -> None:
+        """Raise MismatchError if rows of other tensors are found by these integers."""
+        if must_agree(step.out.name):
+            label = self._reader.plan.label
+            raise MismatchError(
+                "the models differ in these integers, which say what the rows of other tensors stand for",
+                where=step.out.name,
+                details=[f"{label(read)}: {read.tensor} {step.out.dtype}" for read in (step.inputs[0], other)],
+                fix="merge models that agree in this tensor",
+                state="Nothing was published.",
+            )
 
     def _share(self, leaf: LeafPass, first: int, nbytes: int) -> bool:
         """Let the file system share or copy bytes of the first input; False if it would only move them through memory."""

@@ -138,7 +138,7 @@ def test_embedding_and_head_with_unequal_rows_are_refused(tmp_path: Path) -> Non
     b = plan_help.model(tmp_path / "b", 2, vocab=10, settings={"vocab_size": 10})
     problem = only(stack(cut(a, 0, 1), cut(b, 0, 1)))
     assert isinstance(problem, ShapeError)
-    assert "lm_head.weight: embedding and head would have different numbers of rows" in str(problem)
+    assert "lm_head.weight: tables of the vocabulary would have different numbers of rows" in str(problem)
 
 
 def test_a_bias_of_the_head_has_the_rows_of_the_embedding(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_bias_of_the_head_has_the_rows_of_the_embedding(tmp_path: Path) -> Non
     a, b = with_bias("a", 8), with_bias("b", 10)
     problem = only(stack(cut(b, 0, 1), cut(a, 0, 1)))
     assert isinstance(problem, ShapeError)
-    assert "embedding and head would have different numbers of rows" in str(problem)
+    assert "tables of the vocabulary would have different numbers of rows" in str(problem)
     assert "cls.predictions.bias: 8 rows" in str(problem)
     p = plan(stack(cut(b, 0, 1), cut(b, 0, 1), base_model=a))
     assert p.config is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests import zoo
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of tiny models is not our concern
 
@@ -263,3 +265,65 @@ def test_a_classifier_and_a_language_model_keep_the_classifiers_head(tmp_path: P
         if owner:
             assert np.array_equal(tensors(tmp_path / "out")["score.weight"], tensors(owner)["score.weight"])
             assert "1 tensor that only" in str(done.warnings[0])
+
+
+# ---- files of one architecture that store different tensors
+
+GEMMA = {
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {"global_head_dim": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        {
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        },
+    ),
+}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 3,
+    "sliding_window": 16,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GEMMA)
+@pytest.mark.parametrize("base", ["full", "bare"])
+def test_gemma_merges_with_files_that_hold_keys_and_values_of_sharing_layers(name: str, base: str, tmp_path: Path) -> None:
+    model_class, config_class, arguments = GEMMA[name]
+    bare = [zoo.save_as(model_class, config_class, {**SMALL, **arguments}, tmp_path / f"m{k}", k) for k in range(2)]
+    full = tmp_path / "full"
+    shutil.copytree(bare[0], full)
+    held = safetensors_torch.load_file(full / "model.safetensors")
+    for i in (3, 4, 5):  # as in Google's files
+        for part in ("k_proj", "v_proj", "k_norm"):
+            source = held[f"model.layers.{2 if i == 5 else 1}.self_attn.{part}.weight"]
+            held[f"model.layers.{i}.self_attn.{part}.weight"] = torch.randn_like(source)
+    safetensors_torch.save_file(held, full / "model.safetensors", metadata={"format": "pt"})
+    order = [full, bare[1]] if base == "full" else [bare[1], full]
+    models = [{"model": str(m), "parameters": {"weight": 0.5}} for m in order]
+    merged({"merge_method": "linear", "models": models, "dtype": "float32"}, tmp_path / "out")
+    model, info = zoo.load_as(model_class, tmp_path / "out")
+    assert info == {}
+    wanted, _ = zoo.load_as(model_class, bare[1])
+    first, _ = zoo.load_as(model_class, bare[0])
+    mean = {key: (value.float() + first.state_dict()[key].float()) / 2 for key, value in wanted.state_dict().items()}
+    ids = torch.arange(1, 13)[None]
+    wanted.float().load_state_dict(mean)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, wanted(ids).logits, atol=1e-4, rtol=1e-4)

@@ -345,6 +345,39 @@ def test_a_token_that_the_new_tokenizer_lacks_leaves_its_id_empty(make: Callable
     assert any("pad_token_id is null: the new tokenizer lacks its token" in str(w) for w in result.warnings)
 
 
+def test_ids_of_generation_settings_follow_the_tokenizer(make: Callable[..., Tokenizer]) -> None:
+    settings = {
+        "suppress_tokens": [-1, 320, 321],
+        "begin_suppress_tokens": [320],
+        "bad_words_ids": [[320], [5, 321], [7, 320]],
+        "force_words_ids": [[[320, 5], [321]], [[6]]],
+        "forced_decoder_ids": [[1, 320], [2, None], [3, 321]],
+        "sequence_bias": [[[320, 5], -1.5], [[321], 2.0]],
+        "lang_to_id": {"<|en|>": 320, "<|fr|>": 321},
+        "forced_bos_token_id": 320,
+        "exponential_decay_length_penalty": [15, 1.6],
+    }
+    make("a", more={"generation_config.json": json.dumps(settings).encode()})
+    b = make("b", trained(special=["<x>", "<s>"]), seed=1)  # it lacks </s>, which is 321 in a
+    new = b.token_to_id("<s>")
+    assert new == 321
+    _, result = merged(recipe("a", "b", base="a", tokenizer_source="b"))
+    assert json.loads(Path("out/generation_config.json").read_text()) == {
+        "suppress_tokens": [-1, new],
+        "begin_suppress_tokens": [new],
+        "bad_words_ids": [[new], [7, new]],
+        "force_words_ids": [[[new, 5]], [[6]]],
+        "forced_decoder_ids": [[1, new], [2, None]],
+        "sequence_bias": [[[new, 5], -1.5]],
+        "lang_to_id": {"<|en|>": new},
+        "forced_bos_token_id": new,
+        "exponential_decay_length_penalty": [15, 1.6],
+    }
+    said = {w.what for w in result.warnings if w.where == "generation_config.json"}
+    shorter = settings.keys() - {"begin_suppress_tokens", "forced_bos_token_id", "exponential_decay_length_penalty"}
+    assert said == {f"{key} is shorter: the new tokenizer lacks its token" for key in shorter}
+
+
 def test_a_tokenizer_from_outside_the_merge(make: Callable[..., Tokenizer]) -> None:
     make("a")
     make("b", seed=1)

@@ -23,6 +23,7 @@ from weightsmith._base.options import RecipeOptions, TransplantSettings, option_
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._features.transplant.rows import RowWork, Table
+from weightsmith._features.transplant.whole_numbers import rows_of
 from weightsmith._files.copied import copied_files, is_tokenizer
 from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.checkpoint import Checkpoint
@@ -176,7 +177,8 @@ class _Transplant:
     def fill(self) -> None:
         """Change the draft: rows in the donor's order, and a product for those that are missing."""
         draft = self.assembled.draft
-        places = [i for i, step in enumerate(draft.steps) if self._is_table(step)]
+        tables = [i for i, step in enumerate(draft.steps) if self._is_table(step)]
+        places = [i for i in tables if draft.steps[i].out.dtype.floating]
         if not places:
             what = "no tensor of the model has a row for each token"
             raise Unsupported(what, where=self.model.label, fix="name a language model")
@@ -186,6 +188,12 @@ class _Transplant:
         draft.tables = []
         for i, table in zip(places, made, strict=True):
             draft.steps[i] = _gathered(draft.steps[i], table, draft)
+        if len(places) < len(tables):
+            rows = rows_of(matches["embedding"], self.out, self.own, self.size)
+            numbers = draft.add_table(Numbers.of(rows))
+            for i in tables:
+                if i not in places:
+                    draft.steps[i] = self._with_rows(draft.steps[i], numbers)
         draft.products = []
         if missing:
             work = self._work([table for _, table in missing], matches["embedding"])
@@ -225,8 +233,9 @@ class _Transplant:
         found = matches["head" if head else "embedding"]
         height = spec.size if kind == "bias" else spec.shape[0]
         theirs = self._counterpart(kind)
-        missing = range(len(found.rows)) if self.settings.magikarp and kind != "bias" else found.missing.tolist()
-        own = [row if row < height else -1 for row in found.rows.tolist()]
+        n = step.out.size * height // spec.size  # Gemma 3n's per-layer embeddings have fewer rows than there are tokens
+        missing = range(n) if self.settings.magikarp and kind != "bias" else found.missing[found.missing < n].tolist()
+        own = [row if row < height else -1 for row in found.rows[:n].tolist()]
         return Table(
             name=spec.name,
             kind=kind,
@@ -235,6 +244,13 @@ class _Transplant:
             own=tuple(own),
             missing=tuple(missing),
         )
+
+    def _with_rows(self, step: Step, table: int) -> Step:
+        """The step with the model's rows in the order of a table of the plan."""
+        spec = self.specs[step.out.name]
+        height = spec.shape[0]
+        block = Block(0, height, spec.size // height, spec.size // height)
+        return replace(step, inputs=(Read(_MODEL, spec.name, Gather(table, block)),))
 
     def _counterpart(self, kind: str) -> TensorSpec | None:
         """The donor's table for one of the model's: its head for a head, if it has one, else its embedding."""

@@ -34,6 +34,7 @@ _NOT_INDICES = re.compile(r"_source_layers$|summary|target")
 _ALL_LAYERS = re.compile(
     r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|decoder_order_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)"
 )
+_FROM_ONE = frozenset({"ple_layer_ids"})
 _FLAGS = re.compile(r"^no_rope_layers$|_types?$|_freq$")
 
 
@@ -106,8 +107,13 @@ def is_indices(key: str, value: Any, remap: Remap) -> bool:
 def first_number(key: str, value: Sequence[int], siblings: Mapping[str, Any], n_old: int) -> int:
     """Whether a list of layer numbers counts from 0 or from 1.
 
-    1 if the list or its siblings contain n, or together are exactly 1..n.
+    1 if its name says so (Qwen4-Exp), if the list or its siblings contain n, or together are exactly 1..n.
+
+    >>> first_number("ple_layer_ids", [1], {}, 4), first_number("mlp_only_layers", [1], {}, 4)
+    (1, 0)
     """
+    if key in _FROM_ONE:
+        return 1
     lists = [v for k, v in siblings.items() if _INDICES.search(k) and _is_ints(v) and v]
     together = sorted(v for part in lists for v in part)
     if max(value, default=0) == n_old or together == list(range(1, n_old + 1)):

@@ -1,8 +1,11 @@
-"""Embeddings and heads: tensors with a row for each token, which may be tied.
+"""Embeddings and heads: tensors with a row for each token, which may be tied. And other tables that token ids are keys of.
 
 A model that ties its head to its embedding stores one tensor for both, although old files may store both. The last module of
 the name identifies them: `model.embed_tokens.weight`, `lm_head.weight`. Only this file knows these names. Some of them have
 another meaning inside a numbered layer (`attention.output.weight`).
+
+Other tables with a row for each token follow a change of the vocabulary too. Tables that hash ids, or hold ids, cannot follow
+it: `obstacle` says why.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.structure.configs import replace_value, text_sections
+from weightsmith._models.structure.configs import replace_value, sections, text_sections, whole_number
 from weightsmith._models.structure.counts import INDEX
 
 EMBEDDINGS = (
@@ -25,6 +28,29 @@ TIED_HEAD = "lm_head.weight"
 """The name of a head that no file holds: what transformers' causal language models call it."""
 HEADS = ("lm_head", "embed_out", "output", "output_layer", "head", "proj_out", "decoder", "vocab_proj")
 """Modules that may be an output head."""
+
+_TABLES = re.compile(
+    r"(^|\.)((token_embedding|tokens_embed|text_token_embedding|text_embed_tokens|embed_text_tokens|input_embedding|"
+    r"value_embeddings|generator_lm_head|output_projection|vocab_projector|lm_loss|lm_head\.out_proj|pred_layer\.proj|"
+    r"text_lm_head|ctc_head)\.(weight|bias)|lm_head\.logit_scale|tid2eid)$"
+)
+"""Further tables with a row for each token: of CLIP's text models, GPT, DistilBERT, XLNet, XLM, T5Gemma, Dory, NeoMME; and
+DeepSeek V4's experts of each token, which are integers."""
+
+_LIKE_TABLES = re.compile(r"(embed|token|vocab|logit|word|lookup|table|head)[^.]*(\.(weight|bias))?$")
+"""Names that a table with a row for each token may have. Whole numbers may be one under any name."""
+
+_HASHED = re.compile(
+    r"(^|\.)(ngram_embedding|ngram_embeddings\.(embedders|embedder_units)|oe_embed_tokens|encoder_hash_tok_embedding|"
+    r"multi_head_embedding|HashBucketCodepointEmbedder_\d+)\."
+)
+"""Embeddings of Qwen4-Exp, LongCat (under two names), BLT, Engram and CANINE: a row is looked up by a hash of ids."""
+
+_HASHES = re.compile(r"\.ple_embedding\.(layer_multipliers|ngram_heads_(vocab_sizes|offsets))$")
+"""Numbers that Qwen4-Exp hashes ids with."""
+
+_IDS = re.compile(r"(^|\.)(d2t|t2d|draft_id_to_target_id|hot_token_id)$")
+"""EAGLE-3's maps between the ids of a small vocabulary and those of the model that it drafts for."""
 
 _OUTSIDE_LAYERS = ("output", "output_layer", "proj_out", "decoder", "shared")
 
@@ -42,7 +68,9 @@ def module_of(name: str) -> str:
 
 def _is_named(spec: TensorSpec, modules: tuple[str, ...]) -> bool:
     module = module_of(spec.name)
-    return module in modules and not (module in _OUTSIDE_LAYERS and INDEX.search(spec.name))
+    if module not in modules or (module in _OUTSIDE_LAYERS and INDEX.search(spec.name)):
+        return False
+    return not hashes_ids(spec.name)
 
 
 def is_embedding(spec: TensorSpec) -> bool:
@@ -68,6 +96,9 @@ def is_vocabulary(spec: TensorSpec) -> bool:
 PER_LAYER = "embed_tokens_per_layer"
 """Module of an embedding with a row for each token and columns for each layer, which may have fewer rows than the others."""
 
+PER_LAYER_SIZE_KEY = "vocab_size_per_layer_input"
+"""The key of config.json for its rows."""
+
 SIZE_KEYS = ("vocab_size", "padded_vocab_size", "text_vocab_size", "decoder_vocab_size", "n_vocab")
 """Keys of config.json for the number of rows."""
 
@@ -77,7 +108,9 @@ def count_rows(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) ->
 
     The number that config.json states if a tensor has it, else the largest: vision towers have embeddings too.
     """
-    counts = [spec.shape[0] for spec in specs if is_vocabulary(spec) and module_of(spec.name) != PER_LAYER]
+    specs = list(specs)
+    counts = [spec.shape[0] for spec in specs if is_vocabulary(spec)]
+    counts = counts or [spec.shape[0] for spec in specs if len(spec.shape) == 2 and _TABLES.search(spec.name)]
     stated = [section.get("vocab_size") for section in text_sections(config or {})]
     return next((rows for rows in stated if isinstance(rows, int) and rows in counts), max(counts, default=0))
 
@@ -90,7 +123,67 @@ def has_tokens(spec: TensorSpec, rows: int) -> bool:
         return spec.shape == (1, rows)
     if len(spec.shape) == 1 and spec.shape[0] == rows:
         return spec.name.endswith(".predictions.bias") or (spec.name.endswith(".bias") and _is_named(spec, HEADS))
-    return is_vocabulary(spec) and spec.shape[0] == rows
+    return spec.shape[:1] == (rows,) and (is_vocabulary(spec) or _TABLES.search(spec.name) is not None)
+
+
+def may_have_tokens(spec: TensorSpec) -> bool:
+    """True for a tensor that has a row for each token by its name, whatever its number of rows is."""
+    return is_vocabulary(spec) or module_of(spec.name) == PER_LAYER or _TABLES.search(spec.name) is not None
+
+
+def hashes_ids(name: str) -> bool:
+    """True for an embedding whose rows are looked up by hashes of token ids.
+
+    >>> [hashes_ids(f"model.{n}.weight") for n in ("ngram_embeddings.embedders.3", "ngram_embeddings", "embed_tokens")]
+    [True, False, False]
+    """
+    return _HASHED.search(name) is not None
+
+
+def holds_ids(name: str) -> bool:
+    """True for a tensor that maps ids of one vocabulary to those of another."""
+    return _IDS.search(name) is not None
+
+
+def must_agree(name: str) -> bool:
+    """True for integers by which rows of other tensors are found: models that differ in them have no rows in common.
+
+    >>> must_agree("t2d"), must_agree("model.layers.0.mlp.gate.tid2eid")
+    (True, False)
+    """
+    return holds_ids(name) or _HASHES.search(name) is not None
+
+
+def obstacle(spec: TensorSpec, rows: int, config: Mapping[str, Any] | None) -> str:
+    """Why a tensor cannot follow a change of the vocabulary; "" if it can, or has nothing to do with it.
+
+    rows    `count_rows` of its model
+    config  the model's: a number of rows that it states as another size too says nothing of a tensor
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> obstacle(TensorSpec("d2t", DTYPES["I64"], (8,)), 32, None)
+    'it holds token ids'
+    """
+    if hashes_ids(spec.name):
+        return "its rows belong to hashes of token ids"
+    if holds_ids(spec.name):
+        return "it holds token ids"
+    if not rows or has_tokens(spec, rows):
+        return ""
+    if module_of(spec.name) in ("embed_tokens", "lm_head") and len(spec.shape) == 2:
+        return f"it has {spec.shape[0]:,} rows, and the vocabulary {rows:,}"
+    named = not spec.dtype.floating or _LIKE_TABLES.search(spec.name)
+    unknown = named and rows in spec.shape and not _states(config or {}, rows)
+    return "it has the size of the vocabulary, and is no known table" if unknown else ""
+
+
+def _states(config: Mapping[str, Any], number: int) -> bool:
+    """True if a config has the number as another size than that of a vocabulary."""
+    return any(
+        whole_number(value) == number and "vocab" not in key and "token" not in key
+        for _, section in sections(config)
+        for key, value in section.items()
+    )
 
 
 def comes_first(name: str) -> bool:

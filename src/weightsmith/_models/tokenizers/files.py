@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,36 +132,91 @@ def with_added(settings: Mapping[str, Any], added: Mapping[str, Added], new: Seq
 def move_ids(
     config: Mapping[str, Any], theirs: Sequence[Mapping[str, Any]], old: Vocabulary | None, new: Vocabulary
 ) -> tuple[dict[str, Any], list[str]]:
-    """A config with the ids of another tokenizer: that model's own value, else the id of the same token.
+    """A config with the ids of another tokenizer: that model's own value, else the ids of the same tokens.
 
     theirs  configs of the tokenizer's model, the first that has a key wins
     old     the tokenizer that the ids are of
 
-    Returns the config, and the keys whose token the new tokenizer lacks: they are null.
+    Returns the config, and what it lost because the new tokenizer lacks a token.
     """
     found = json.loads(json.dumps(config))
     lost: list[str] = []
     for path, section in sections(found):
-        for key in [key for key in section if _ID_KEY.search(key)]:
+        for key in [key for key in section if _ID_KEY.search(key) or key in _MORE_IDS]:
             stated = [value for other in theirs if (value := _at(other, path, key)) is not None]
             if stated:
                 section[key] = stated[0]
                 continue
-            value = section[key]
-            ids = [whole_number(n) for n in value] if isinstance(value, list) else [whole_number(value)]
-            moved = [_moved(n, old, new) for n in ids if n is not None]
-            if not moved:
-                continue
-            kept = [n for n in moved if n is not None]
-            section[key] = kept if isinstance(value, list) else kept[0] if kept else None
-            if len(kept) < len(moved):
-                lost.append(key)
+            move = _Move(old, new)
+            section[key] = _MORE_IDS.get(key, _Move.ids)(move, section[key])
+            if move.lost:
+                lost.append(f"{key} is null" if section[key] is None else f"{key} is shorter")
     return found, lost
 
 
-def _moved(number: int, old: Vocabulary | None, new: Vocabulary) -> int | None:
-    token = None if old is None else old.tokens.get(number)
-    return None if token is None or old is None else new.find(old)(token)
+class _Move:
+    """Moves the ids in one value. lost: the new tokenizer lacks a token."""
+
+    def __init__(self, old: Vocabulary | None, new: Vocabulary) -> None:
+        self._old, self._new, self.lost = old, new, False
+
+    def one(self, value: Any) -> Any:
+        """An id; None for one whose token is missing. What is no id (-1, null, text) stays."""
+        number = whole_number(value)
+        if number is None or number < 0:
+            return value
+        token = None if self._old is None else self._old.tokens.get(number)
+        moved = None if token is None or self._old is None else self._new.find(self._old)(token)
+        self.lost = self.lost or moved is None
+        return moved
+
+    def ids(self, value: Any) -> Any:
+        """An id or a list of ids: without those whose token is missing."""
+        if not isinstance(value, list):
+            return self.one(value)
+        return [moved for each in value if (moved := self.one(each)) is not None or each is None]
+
+    def sequences(self, value: Any) -> Any:
+        """A list of lists of ids, or of such lists: without those that have a token that is missing."""
+        if not isinstance(value, list):
+            return value
+        if any(isinstance(each, list) and any(isinstance(inner, list) for inner in each) for each in value):
+            return [self.sequences(each) for each in value]
+        moved = [(each, self.ids(each)) for each in value]
+        return [ids for each, ids in moved if isinstance(each, list) and len(ids) == len(each)]
+
+    def pairs(self, value: Any) -> Any:
+        """A list of places and ids: without those whose token is missing."""
+        return self._entries(value, 1, self.one)
+
+    def biased(self, value: Any) -> Any:
+        """A list of lists of ids and numbers."""
+        return self._entries(value, 0, lambda ids: next(iter(self.sequences([ids])), None))
+
+    def names(self, value: Any) -> Any:
+        """A mapping to ids."""
+        if not isinstance(value, dict):
+            return value
+        return {name: moved for name, each in value.items() if (moved := self.one(each)) is not None}
+
+    def _entries(self, value: Any, at: int, move: Callable[[Any], Any]) -> Any:
+        if not isinstance(value, list) or any(not isinstance(each, list) or len(each) != 2 for each in value):
+            return value
+        moved = [[*each[:at], move(each[at]), *each[at + 1 :]] for each in value]
+        return [entry for entry, each in zip(moved, value, strict=True) if entry[at] is not None or each[at] is None]
+
+
+_MORE_IDS: Mapping[str, Callable[[_Move, Any], Any]] = {
+    "suppress_tokens": _Move.ids,
+    "begin_suppress_tokens": _Move.ids,
+    "bad_words_ids": _Move.sequences,
+    "force_words_ids": _Move.sequences,
+    "forced_decoder_ids": _Move.pairs,
+    "sequence_bias": _Move.biased,
+    "lang_to_id": _Move.names,
+    "task_to_id": _Move.names,
+}
+"""Keys of generation_config.json that hold ids under other names."""
 
 
 def _at(config: Mapping[str, Any], path: tuple[str, ...], key: str) -> Any:

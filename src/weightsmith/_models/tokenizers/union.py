@@ -170,12 +170,14 @@ class Alignment:
     rows      how many
     own       int32 [rows] for each model: its row for each id; -1 where it has none
     defaults  the same: its row where models lack it, and it is the model, or one of those, whose rows replace theirs; else -1
+    unused    for each model a row that is hardly used; -1 if there is none
     sources   number of tokens by what their rows are made from
     """
 
     rows: int
     own: tuple[Rows, ...]
     defaults: tuple[Rows, ...]
+    unused: tuple[int, ...]
     sources: Mapping[str, int]
 
 
@@ -208,8 +210,9 @@ def align(
     chosen = [one & lacking & of | mean & of for of in has]
     chosen[base] = chosen[base] | from_base
     defaults = [np.where(of, numbers, -1).astype(np.int32) for of, numbers in zip(chosen, own, strict=True)]
-    if (unused := unused_row(models[base], sizes[base])) >= 0:
-        defaults[base][count == 0] = unused
+    unused = tuple(unused_row(model, size) for model, size in zip(models, sizes, strict=True))
+    if unused[base] >= 0:
+        defaults[base][count == 0] = unused[base]
     ruled = np.zeros(rows, bool)
     for rule in rules:
         i = rule.number
@@ -227,7 +230,7 @@ def align(
     counted |= {f"not in all: {labels[base]}": from_base, "not in all: mean": mean, "in no model": count == 0}
     sources = {name: int((which & used & ~ruled).sum()) for name, which in counted.items()}
     sources |= {"by 'tokens' of the recipe": int(ruled.sum()), "rows without a token": int((~used).sum())}
-    return Alignment(rows, tuple(own), tuple(defaults), {name: n for name, n in sources.items() if n})
+    return Alignment(rows, tuple(own), tuple(defaults), unused, {name: n for name, n in sources.items() if n})
 
 
 def unused_row(model: Vocabulary, size: int) -> int:

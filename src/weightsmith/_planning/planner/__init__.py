@@ -9,6 +9,7 @@ match.py       which tensor of each model feeds which output tensor, whatever th
 vocabulary.py  the tokenizer of the output, and the rows of its embeddings; companions.py has the other files beside the weights
 dtypes.py      the dtype of each output tensor
 mismatch.py    tensors that do not go together
+unused.py      tensors that files hold although the model never uses them
 account.py     used, or left out for a reason: no tensor is lost
 decide.py      what a tensor is to the method, which products it waits for, and its pieces if it holds several matrices
 statistics.py  what the method knows of the models from a text: products, and what each step reads of them

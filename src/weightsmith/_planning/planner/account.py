@@ -12,11 +12,15 @@ from weightsmith._planning.planner.match import ModelNames, home_module
 from weightsmith._planning.planner.segments import Placement
 from weightsmith._plans import Dropped, Read
 
+UNREAD = "its weight is 0"
+"""Why a tensor of a model that counts for nothing is left out."""
+
 
 class Account:
     """What became of each input tensor.
 
     copied  for each model, output tensors that are its own alone
+    unread  models that count for nothing in some segment: their weight is 0
     """
 
     def __init__(self, labels: Sequence[str], names: Sequence[ModelNames]) -> None:
@@ -25,6 +29,7 @@ class Account:
         self.used: list[set[str]] = [set() for _ in labels]
         self.reasons: list[dict[str, str]] = [{} for _ in labels]
         self.copied: list[list[str]] = [[] for _ in labels]
+        self.unread: set[int] = set()
 
     def use(self, source: Read) -> None:
         """A tensor feeds the output."""
@@ -59,7 +64,8 @@ class Account:
                 reason = reasons.get(tensor, "")
                 if not reason and model not in feeding:
                     reason = "the recipe takes no tensor of this model"
-                if reason := reason or self._reason(model, tensor, structure, donor, placed):
+                reason = reason or self._reason(model, tensor, structure, donor, placed)
+                if reason := reason or (UNREAD if model in self.unread else ""):
                     dropped.append(Dropped(model, tensor, reason))
                 else:
                     lost.append(tensor)

@@ -116,7 +116,8 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _OTHER = (
     *("query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("logit_scale", "scale_emb", "scale_depth", "clip_qkv", "use_parallel_residual", "num_experts_per_tok"),
-    *("norm_topk_prob", "routed_scaling_factor"),
+    *("norm_topk_prob", "routed_scaling_factor", "num_kv_shared_layers"),
+    *("ngram_size", "heads_per_ngram", "ngram_vocab_size_base", "ngram_vocab_size_ratio", "emb_neighbor_num", "emb_split_num"),
 )
 
 

@@ -14,6 +14,7 @@ from weightsmith._models.structure.perlayer import Remap, is_per_layer
 from weightsmith._models.structure.rules import rules_for
 from weightsmith._planning.planner.dtypes import main_dtype
 from weightsmith._planning.planner.match import Models, is_buffer
+from weightsmith._planning.planner.unused import used_in
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -71,6 +72,10 @@ def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], store
     """vocab_size follows an embedding that has more or fewer rows than the donor's own (it came from another model)."""
     rows = vocabulary.count_rows(stored.values(), config)
     tokens = [(stored[s.name], s) for s in outputs if s.name in stored and _has_tokens(stored[s.name], rows)]
+    per_layer = [(own, s) for own, s in tokens if vocabulary.module_of(s.name) == vocabulary.PER_LAYER]
+    for own, s in per_layer:
+        replace_value(config, vocabulary.PER_LAYER_SIZE_KEY, _rows(own), _rows(s))
+    tokens = [pair for pair in tokens if pair not in per_layer]
     changes = {s.name: (_rows(own), _rows(s)) for own, s in tokens if own.shape != s.shape}
     if not changes:
         return
@@ -78,7 +83,7 @@ def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], store
     old, new = next(iter(changes.values()))
     if len(set(changes.values())) > 1 or old in kept.values():
         counts = {**{name: n for name, (_, n) in changes.items()}, **kept}
-        what = "embedding and head would have different numbers of rows, which config.json cannot express"
+        what = "tables of the vocabulary would have different numbers of rows, which config.json cannot express"
         fix = "give all models the same tokenizer and number of rows first"
         raise ShapeError(what, where=next(iter(changes)), details=[f"{name}: {n} rows" for name, n in counts.items()], fix=fix)
     for key in vocabulary.SIZE_KEYS:
@@ -103,6 +108,7 @@ class Counterparts:
     """Finds the donor's layer for a layer of another model."""
 
     def __init__(self, models: Models) -> None:
+        self.models = models
         self.names, self.configs, self.donor, self.labels = models.names, models.configs, models.donor, models.labels
         self._shapes: dict[tuple[int, str], list[Shapes]] = {}
         self._kinds: dict[tuple[int, str], list[Hashable]] = {}
@@ -148,10 +154,10 @@ class Counterparts:
         key = (model, prefix)
         if key not in self._shapes:
             names = self.names[model]
-            layers = names.layers.get(prefix, {})
+            tables = [used_in(self.models, model, prefix, i) for i in range(names.depth.get(prefix, 0))]
             self._shapes[key] = [
-                {suffix: names.specs[own].shape for suffix, own in layers.get(i, {}).items() if not is_buffer(names.specs[own])}
-                for i in range(names.depth.get(prefix, 0))
+                {suffix: names.specs[own].shape for suffix, own in table.items() if not is_buffer(names.specs[own])}
+                for table in tables
             ]
         return self._shapes[key]
 

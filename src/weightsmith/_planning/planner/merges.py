@@ -44,7 +44,7 @@ from weightsmith._planning.planner.patterns import match_patterns
 from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
 from weightsmith._planning.planner.segments import Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.statistics import Measured, measure
-from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner
+from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner, lost_tokens
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import Made, PlanDraft, Step
 from weightsmith._version import __version__
@@ -307,13 +307,16 @@ class _Assembler:
         dropped, lost = account.settle(self.shape, opened.donor, placements)
         self.problems += lost
         ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
-        ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
+        try:
+            ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
+        except PlanError as error:
+            raise request.refusal([*self.problems, *error.problems]) from error
         steps, products = decide(ordered, resolver.settings, method)
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
-            self.warnings += [Finding(f"{key} is null: the new tokenizer lacks its token", "config.json") for key in lost_ids]
+            self.warnings += lost_tokens(lost_ids, "config.json")
         if self.problems:
             raise request.refusal(self.problems)
         self.warnings += self.matched.differences()

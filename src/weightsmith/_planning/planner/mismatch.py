@@ -6,11 +6,11 @@ Alike ones (the same tensor of every layer, of every expert) are reported once, 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weightsmith._base.errors import MismatchError, ShapeError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._models.structure.vocabulary import may_have_tokens
 from weightsmith._planning.planner.inputs import changed
 from weightsmith._planning.planner.match import Models
 from weightsmith._planning.planner.segments import Segment
@@ -33,21 +33,22 @@ class Mismatches:
         self.labels, self.specs, self.method = models.labels, models.specs, method
         self._found: dict[object, tuple[MismatchError, int]] = {}
 
-    def missing(self, name: str, segment: Segment, sources: Sequence[str | None]) -> None:
-        """Some inputs of the segment have no tensor `name`."""
-        pairs = zip(segment.feeds, sources, strict=True)
-        found = [(f.model, None if s is None else self.specs[f.model][s]) for f, s in pairs]
+    def missing(self, name: str, segment: Segment, places: Sequence[int], sources: Sequence[str | None]) -> None:
+        """Some inputs of the segment have no tensor `name`. places: of those that count for it."""
+        pairs = [(segment.feeds[k].model, sources[k]) for k in places]
+        found = [(model, None if source is None else self.specs[model][source]) for model, source in pairs]
         details = [f"{self.labels[model]}: {'missing' if s is None else _shown(s)}" for model, s in found]
         fix = "merge models that have the same tensors; only a whole module that one model has is copied from it"
         error = MismatchError("not all the models have this tensor", where=name, details=details, fix=fix)
         self._add(error, segment, tuple(s is None for s in sources))
 
-    def unequal(self, name: str, segment: Segment, specs: Sequence[TensorSpec]) -> None:
-        """The inputs of a tensor differ in shape."""
+    def unequal(self, name: str, segment: Segment, inputs: Mapping[int, TensorSpec]) -> None:
+        """The inputs of a tensor differ in shape. inputs: by their places in the segment."""
+        specs = list(inputs.values())
         fix = "merge models of one size; 'passthrough' takes tensors of one model each"
-        if any(map(is_vocabulary, specs)) and len({s.shape[1:] for s in specs}) == 1:
+        if any(map(may_have_tokens, specs)) and len({s.shape[1:] for s in specs}) == 1:
             fix = OTHER_VOCABULARY
-        details = [f"{self.labels[f.model]}: {_shown(s)}" for f, s in zip(segment.feeds, specs, strict=True)]
+        details = [f"{self.labels[segment.feeds[k].model]}: {_shown(spec)}" for k, spec in inputs.items()]
         error = ShapeError(f"'{self.method}' needs equal shapes", where=name, details=details, fix=fix)
         self._add(error, segment, tuple(s.shape for s in specs))
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from weightsmith._base.errors import Finding, LayerError, MismatchError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import count
 from weightsmith._methods.base import Method
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
-from weightsmith._planning.planner.account import Account
+from weightsmith._planning.planner.account import UNREAD, Account
 from weightsmith._planning.planner.config import Counterparts
 from weightsmith._planning.planner.decide import operation, split_fused
 from weightsmith._planning.planner.dtypes import DTypes
@@ -21,13 +22,11 @@ from weightsmith._planning.planner.match import Models, home_module, is_buffer
 from weightsmith._planning.planner.mismatch import Mismatches
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.segments import Placement, Segment, SegmentInput
+from weightsmith._planning.planner.unused import NEVER_USED, is_unused
 from weightsmith._plans import CAST, COPY, Read, Step
 
 Specs = Mapping[str, TensorSpec]
 Origins = dict[str, tuple[Segment, tuple[str, ...], float]]
-
-
-_UNREAD = "its weight is 0"
 
 
 class Outputs:
@@ -57,6 +56,8 @@ class Outputs:
         self._rows = vocabulary.count_rows(models.specs[donor].values(), models.configs[donor])
         self._problems: list[WeightsmithError] = []
         self._whole: dict[int, Segment] = {}
+        self._unused: list[str] = []
+        self._always: dict[int, tuple[int, ...]] = {}
         self._rests: dict[int, dict[str, TensorSpec]] = {}
         self._merged: set[int] = set()  # ids of segments whose inputs have been merged somewhere
 
@@ -75,6 +76,7 @@ class Outputs:
                     self._copy(name, self.models.donor, name)
         self._strangers(placements)
         self._note_unread()
+        self._note_unused()
 
     # ---- modules ---------------------------------------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class Outputs:
     def _length(self, prefix: str, segment: Segment) -> int:
         if segment.length is not None or segment.broken:
             return segment.length or 0
-        counts = {f.model: self.models.names[f.model].depth.get(prefix, 0) for f in segment.feeds}
+        counts = {f.model: self.models.names[f.model].depth.get(prefix, 0) for f in self._owners(prefix, segment)}
         present = {m: n for m, n in counts.items() if n}
         labels = self.models.labels
         if not present:
@@ -133,35 +135,70 @@ class Outputs:
 
     def _counterpart(self, prefix: str, segment: Segment, i: int) -> int:
         """The donor's layer that config.json takes for layer `i` of the segment."""
-        feeds = [f for f in segment.feeds if self.models.names[f.model].depth.get(prefix)]
+        feeds = [f for f in self._owners(prefix, segment) if self.models.names[f.model].depth.get(prefix)]
         feed = next((f for f in feeds if f.model == self.models.donor), feeds[0])
         return self.counterparts.find(prefix, feed.model, feed.first + i)
 
     def _layer(self, prefix: str, segment: Segment, layer: int, i: int, t: float) -> None:
         """The tensors of one output layer."""
         found = [self.models.names[f.model].layers.get(prefix) for f in segment.feeds]
-        owners = [k for k, layers in enumerate(found) if layers]
         tables = [layers.get(f.first + i, {}) if layers else {} for f, layers in zip(segment.feeds, found, strict=True)]
-        if len(owners) == 1 and len(found) > 1 and segment.length is None:
-            for suffix, source in tables[owners[0]].items():  # a whole stack that one model alone has: a vision tower
-                self._own(f"{prefix}{layer}.{suffix}", segment.feeds[owners[0]].model, source)
+        places = self._always_listed(segment)
+        owners = [k for k in places if found[k]]
+        if len(owners) == 1 and len(places) > 1 and segment.length is None:
+            self._own_layer(f"{prefix}{layer}.", segment.feeds[owners[0]].model, tables[owners[0]])
             return
-        if all(table.keys() == tables[0].keys() for table in tables[1:]):
-            for suffix in tables[0]:
-                self._merge(f"{prefix}{layer}.{suffix}", segment, [table[suffix] for table in tables], t)
+        donor = next((k for k, f in enumerate(segment.feeds) if f.model == self.models.donor), -1)
+        if not owners and donor >= 0:  # its config.json describes the stack
+            self._own_layer(f"{prefix}{layer}.", self.models.donor, tables[donor])
             return
-        for suffix in dict.fromkeys(suffix for table in tables for suffix in table):
-            name = f"{prefix}{layer}.{suffix}"
+        wanted = [tables[k] for k in places]
+        same = all(table.keys() == wanted[0].keys() for table in wanted[1:])
+        for suffix in wanted[0] if same else dict.fromkeys(suffix for table in wanted for suffix in table):
             sources = [table.get(suffix) for table in tables]
-            if None not in sources:
-                self._merge(name, segment, sources, t)  # type: ignore[arg-type]
+            if any(sources[k] is None for k in places) and self._without_all(prefix, layer, suffix, segment, i, sources):
                 continue
-            stored = [(f.model, s) for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
-            if all(is_buffer(self.models.specs[m][s]) for m, s in stored):
-                for model, source in stored:
-                    self.account.drop(model, source, "a buffer that the model computes for itself")
-            else:
-                self.mismatches.missing(name, segment, sources)
+            self._merge(f"{prefix}{layer}.{suffix}", segment, sources, t)
+
+    def _own_layer(self, start: str, model: int, table: Mapping[str, str]) -> None:
+        """A layer of a whole stack that one model alone has: a vision tower. start: of its names."""
+        for suffix, source in table.items():
+            self._own(f"{start}{suffix}", model, source)
+
+    def _without_all(
+        self, prefix: str, layer: int, suffix: str, segment: Segment, i: int, sources: Sequence[str | None]
+    ) -> bool:
+        """Whether a tensor that some models lack is none that a model needs: a buffer, or one that is never used.
+
+        The donor's unused tensors are copied: its other files, and some loaders, count on them.
+        """
+        stored = {f.model: s for f, s in zip(segment.feeds, sources, strict=True) if s is not None}
+        if all(is_buffer(self.models.specs[model][source]) for model, source in stored.items()):
+            for model, source in stored.items():
+                self.account.drop(model, source, "a buffer that the model computes for itself")
+            return True
+        if not is_unused(self.models, prefix, suffix, [(f.model, f.first + i) for f in segment.feeds]):
+            return False
+        for model, source in stored.items():
+            self.account.drop(model, source, NEVER_USED)
+        if self.models.donor in stored:
+            self._copy(f"{prefix}{layer}.{suffix}", self.models.donor, stored[self.models.donor])
+        self._unused.append(f"{prefix}{layer}.{suffix}")
+        return True
+
+    def _always_listed(self, segment: Segment) -> tuple[int, ...]:
+        """Places of the inputs of a segment that count for some of its tensors: their weight is not 0 throughout."""
+        if id(segment) not in self._always:
+            self._always[id(segment)] = places = self.resolver.always_listed(segment)
+            self.account.unread |= {f.model for k, f in enumerate(segment.feeds) if k not in places}
+        return self._always[id(segment)]
+
+    def _owners(self, prefix: str, segment: Segment) -> list[SegmentInput]:
+        """The inputs whose layers a stack of the output has: those that count, else the donor, whose config describes it."""
+        found = [segment.feeds[k] for k in self._always_listed(segment)]
+        if any(self.models.names[f.model].depth.get(prefix) for f in found):
+            return found
+        return [*found, *(f for f in segment.feeds if f.model == self.models.donor and f not in found)]
 
     # ---- outside the layers ------------------------------------------------------------------------------------------------
 
@@ -184,9 +221,21 @@ class Outputs:
         if None in sources:
             self._incomplete(name, segment, sources)
             return
-        self._note_head(name, segment, sources, sources)
-        self._compare(name, segment, segment.feeds[0].model, sources[0] or "")
-        self._merge(self._numbered(name), segment, sources, 0.0)  # type: ignore[arg-type]
+        self._merge_outside(name, segment, sources, sources)
+
+    def _merge_outside(self, name: str, segment: Segment, sources: Sequence[str | None], filled: Sequence[str | None]) -> None:
+        """One tensor outside the layers. filled: with what models that do not store it use in its place."""
+        places = self._listed(name, segment, filled)
+        first = segment.feeds[places[0]].model
+        if (source := filled[places[0]]) is not None:
+            self._note_head(name, segment, sources, places, self.models.specs[first][source])
+            self._compare(name, segment, first, source)
+        self._merge(self._numbered(name), segment, filled, 0.0)
+
+    def _listed(self, name: str, segment: Segment, sources: Sequence[str | None]) -> tuple[int, ...]:
+        """Places of the inputs that count for a tensor outside the layers: their weight is not 0."""
+        index = self.resolver.index(segment, self._numbered(name), [s or name for s in sources], 0.0)
+        return self.resolver.listed(index, base=segment.base)
 
     def _compare(self, name: str, segment: Segment, model: int, source: str) -> None:
         """Report a tensor outside the layers that the donor's config.json cannot express. `vocab_size` follows the tensors."""
@@ -209,19 +258,25 @@ class Outputs:
         if is_buffer(spec):
             self.account.drop_everywhere(name, "a buffer that the model computes for itself, and not all inputs store it")
             return
-        filled = [s or self._stand_in(spec, f) for f, s in zip(segment.feeds, sources, strict=True)]
-        if None not in filled:
-            if self._redundant(name, spec, segment, sources):
-                self.account.drop_everywhere(name, "a copy of the tensor it is tied to; not all inputs store it")
-                self._warn_redundant(name, segment, sources)
-                return
-            self._note_head(name, segment, sources, filled)
-            self._compare(name, segment, segment.feeds[0].model, filled[0] or "")
-            self._merge(self._numbered(name), segment, filled, 0.0)  # type: ignore[arg-type]
+        donor, places = self.models.names[self.models.donor], self._listed(name, segment, sources)
+        feeds, stored = [segment.feeds[k] for k in places], [sources[k] for k in places]
+        if any(sources) and not any(stored) and name not in donor.rest:  # as if the models that have it were not listed
+            self._drop_unlisted(segment, sources, places)
             return
-        owners = [(f, s) for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
-        others = [f for f, s in zip(segment.feeds, sources, strict=True) if s is None]
-        donor = self.models.names[self.models.donor]
+        filled = [
+            s or (self._stand_in(spec, f) if k in places else None)
+            for k, (f, s) in enumerate(zip(segment.feeds, sources, strict=True))
+        ]
+        if all(filled[k] is not None for k in places):
+            if self._redundant(name, spec, feeds, stored):
+                self.account.drop_everywhere(name, "a copy of the tensor it is tied to; not all inputs store it")
+                self._warn_redundant(name, feeds, stored)
+                return
+            self._merge_outside(name, segment, sources, filled)
+            return
+        self._drop_unlisted(segment, sources, places)
+        owners = [(f, s) for f, s in zip(feeds, stored, strict=True) if s is not None]
+        others = [f for f, s in zip(feeds, stored, strict=True) if s is None]
         if not owners and name in donor.rest and segment.feeds:
             owners = [(SegmentInput(self.models.donor, 0, None, {}, segment.where), donor.rest[name])]
         if not owners:
@@ -230,7 +285,13 @@ class Outputs:
             self._compare(name, segment, owners[0][0].model, owners[0][1])
             self._own(self._numbered(name), owners[0][0].model, owners[0][1])
         else:
-            self.mismatches.missing(name, segment, sources)
+            self.mismatches.missing(name, segment, places, sources)
+
+    def _drop_unlisted(self, segment: Segment, sources: Sequence[str | None], places: Sequence[int]) -> None:
+        """Leave out what models of weight 0 have. places: of the others."""
+        for k, (feed, source) in enumerate(zip(segment.feeds, sources, strict=True)):
+            if k not in places and source is not None:
+                self.account.drop(feed.model, source, UNREAD)
 
     def _example(self, name: str, segment: Segment) -> TensorSpec:
         order = [*(f.model for f in segment.feeds), *range(len(self.models.names))]
@@ -263,22 +324,22 @@ class Outputs:
         weight = self._rest_specs(owner[0].model).get(f"{name.rpartition('.')[0]}.weight")
         return weight is not None and weight.name != name and self._stand_in(weight, feed) is not None
 
-    def _redundant(self, name: str, spec: TensorSpec, segment: Segment, sources: Sequence[str | None]) -> bool:
+    def _redundant(self, name: str, spec: TensorSpec, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> bool:
         """True for a copy of a tied tensor that need not be written, because its other name is."""
         stored = [s for m in range(len(self.models.names)) for s in self._rest_specs(m).values()]
         if vocabulary.primary(spec, stored) == name:
             return False
-        return not vocabulary.is_head(spec) or (self._donor_ties() and all(self._tied(segment, sources)))
+        return not vocabulary.is_head(spec) or (self._donor_ties() and all(self._tied(feeds, sources)))
 
-    def _warn_redundant(self, name: str, segment: Segment, sources: Sequence[str | None]) -> None:
-        labels = [self.models.labels[f.model] for f, s in zip(segment.feeds, sources, strict=True) if s is not None]
+    def _warn_redundant(self, name: str, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> None:
+        labels = [self.models.labels[f.model] for f, s in zip(feeds, sources, strict=True) if s is not None]
         if labels:
             what = f"tied tensors are written once: the copy in {' and '.join(labels)} is left out"
             fix = "set tie_word_embeddings to false in that model's config.json, if it is a tensor of its own"
             self.warnings.append(Finding(what, name, fix=fix))
 
-    def _tied(self, segment: Segment, sources: Sequence[str | None]) -> list[bool]:
-        configs, pairs = self.models.configs, zip(segment.feeds, sources, strict=True)
+    def _tied(self, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> list[bool]:
+        configs, pairs = self.models.configs, zip(feeds, sources, strict=True)
         return [vocabulary.ties(configs[f.model], stores_head=s is not None) for f, s in pairs]
 
     def _donor_ties(self) -> bool:
@@ -286,11 +347,12 @@ class Outputs:
         stores_head = any(vocabulary.is_head(s) for s in self._rest_specs(donor).values())
         return vocabulary.ties(self.models.configs[donor], stores_head=stores_head)
 
-    def _note_head(self, name: str, segment: Segment, stored: Sequence[str | None], filled: Sequence[str | None]) -> None:
-        """The head gets a tensor of its own, unless all models tie it to the embedding."""
-        spec = self.models.specs[segment.feeds[0].model][filled[0] or ""]
+    def _note_head(
+        self, name: str, segment: Segment, sources: Sequence[str | None], places: Sequence[int], spec: TensorSpec
+    ) -> None:
+        """The head gets a tensor of its own, unless all models tie it to the embedding. places: of those that count."""
         if vocabulary.is_head(replace(spec, name=name)):
-            tied = self._tied(segment, stored)
+            tied = self._tied([segment.feeds[k] for k in places], [sources[k] for k in places])
             if not all(tied) and (any(tied) or self._donor_ties()):
                 self.untie = True
 
@@ -310,7 +372,7 @@ class Outputs:
     def _strangers(self, placements: Sequence[Placement]) -> None:
         """Models that share no tensor are of different kinds: a model with the parts of both would be no merge."""
         for segment in {id(s): s for p in placements for s in p.segments}.values():
-            models = list(dict.fromkeys(f.model for f in segment.feeds))
+            models = list(dict.fromkeys(segment.feeds[k].model for k in self._always_listed(segment)))
             if id(segment) in self._merged or len(models) < 2 or segment.broken or self.problems:
                 continue
             what, fix = "the models have no tensor in common", "merge models of one architecture"
@@ -320,48 +382,59 @@ class Outputs:
     def _note_unread(self) -> None:
         """Say which models' weights are 0 throughout: nothing of them is read."""
         account, labels = self.account, self.models.labels
-        unread = [labels[m] for m in range(len(labels)) if not account.used[m] and _UNREAD in account.reasons[m].values()]
+        unread = [labels[m] for m in range(len(labels)) if not account.used[m] and UNREAD in account.reasons[m].values()]
         if unread:
             what = f"{unread[0]} is not read: its weight is 0 for every tensor"
             if len(unread) > 1:
                 what = f"{len(unread)} models are not read: their weights are 0 for every tensor"
             self.warnings.append(Finding(what, details=tuple(unread) if len(unread) > 1 else ()))
 
+    def _note_unused(self) -> None:
+        """Say which tensors are not merged because no model uses them."""
+        if self._unused:
+            donor = self.models.names[self.models.donor].all().values()
+            done = f"copied from {self.models.labels[self.models.donor]}" if self._unused[0] in donor else "left out"
+            own = f"{count(len(self._unused), 'tensor')} of their own, which not all models store, {done}"
+            self.warnings.append(Finding(f"the last layers use the keys and values of earlier ones: {own}", self._unused[0]))
+
     # ---- steps -------------------------------------------------------------------------------------------------------------
 
-    def _merge(self, name: str, segment: Segment, sources: Sequence[str], t: float) -> None:
-        """One merged output tensor."""
-        feeds, all_specs = segment.feeds, self.models.specs
-        inputs, specs = [], []
-        for feed, source in zip(feeds, sources, strict=True):
-            inputs.append(Read(feed.model, source))
-            specs.append(all_specs[feed.model][source])
-        first = specs[0]
+    def _merge(self, name: str, segment: Segment, sources: Sequence[str | None], t: float) -> None:
+        """One merged output tensor, of the models whose weight is not 0. sources: None for a model that lacks it."""
+        feeds, names = segment.feeds, [source or name for source in sources]
+        settings = self.resolver.index(segment, name, names, t)
+        listed = self.resolver.listed(settings, base=segment.base)
+        self._drop_unlisted(segment, sources, listed)
+        if any(sources[k] is None for k in listed):
+            if any(sources[k] is not None for k in listed):
+                self.mismatches.missing(name, segment, listed, sources)
+            return
         self._merged.add(id(segment))
-        if any(spec.shape != first.shape for spec in specs):
+        specs = {k: self.models.specs[feeds[k].model][names[k]] for k in listed}
+        first = specs[listed[0]]
+        if any(spec.shape != first.shape for spec in specs.values()):
             self.mismatches.unequal(name, segment, specs)
             return
-        if not all(spec.dtype.floating for spec in specs):
-            self._integers(name, inputs, specs)
+        inputs = {k: Read(feeds[k].model, names[k]) for k in listed}
+        if not all(spec.dtype.floating for spec in specs.values()):
+            self._integers(name, list(inputs.values()), list(specs.values()))
             return
-        settings = self.resolver.index(segment, name, sources, t)
-        self.origins[name] = (segment, tuple(sources), t)
-        dtype = self.dtypes.of(inputs)
+        self.origins[name] = (segment, tuple(names), t)
+        dtype = self.dtypes.of(list(inputs.values()))
         out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
-        role = role_of(out)
-        kept = self.method.keeps_base(self.resolver.settings[settings].shared, role)
-        settings, places = self.resolver.taken(settings, role, base=segment.base)
-        for k, used in enumerate(inputs):
+        settings, places = self.resolver.taken(settings, role_of(out), base=segment.base)
+        for k, used in inputs.items():
             if k in places:
                 self.account.use(used)
             else:
-                self.account.drop(used.model, used.tensor, f"{self.method.name} keeps the base's" if kept else _UNREAD)
+                self.account.drop(used.model, used.tensor, f"{self.method.name} keeps the base's")
         values, same = self.resolver.settings[settings], dtype == specs[places[0]].dtype
-        op = operation(self.method, values, len(specs), places, base=segment.base, same=same)
+        op = operation(self.method, values, len(feeds), places, base=segment.base, same=same)
         step = Step(out, op, tuple(inputs[k] for k in places), segment.base, settings)
         if step.merges and not self.method.elementwise(values.shared):
-            models, k = self.models, feeds[0].model
-            step = split_fused(step, fused_parts(first, all_specs[k], models.structures[k], models.configs[k], name))
+            models, model = self.models, feeds[listed[0]].model
+            parts = fused_parts(first, models.specs[model], models.structures[model], models.configs[model], name)
+            step = split_fused(step, parts)
         self.steps.append(step)
 
     def _integers(self, name: str, inputs: Sequence[Read], specs: Sequence[TensorSpec]) -> None:

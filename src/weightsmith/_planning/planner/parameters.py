@@ -59,25 +59,32 @@ def _allowed(parameter: Parameter, value: Value) -> Value:
     return value
 
 
-def taking_part(method: Method, settings: Settings, role: Role, *, base: bool) -> tuple[int, ...]:
-    """Places of the inputs that take part in the merge of a tensor: not those of weight 0, which are as good as not listed.
+def listed(method: Method, settings: Settings, *, base: bool) -> tuple[int, ...]:
+    """Places of the inputs of a tensor that count: not those of weight 0, which are as good as not listed.
 
     base  the first input is the base
 
-    (0,), the base alone, when no model's weight is another, or the method leaves tensors of this role to the base: it is the
-    result. All inputs where the method needs more than are left, or there is no base.
+    (0,), the base alone, when no model's weight is another. All inputs where the method needs more than are left, or there is
+    no base.
+    """
+    places = tuple(k for k, own in enumerate(settings.models) if not method.ignored(own))
+    count = len(places) - base
+    left = count >= method.min_models or (base and count == 0 and method.min_models == 1)
+    return places if left else tuple(range(len(settings.models)))
+
+
+def taking_part(method: Method, settings: Settings, role: Role, *, base: bool) -> tuple[int, ...]:
+    """Places of the inputs that take part in the merge of a tensor: those that count.
+
+    base  the first input is the base
+
+    (0,), the base alone, where the method leaves tensors of this role to the base.
 
     >>> from weightsmith import _methods as methods
     >>> taking_part(methods.get("ties"), Settings({}, ({}, {"weight": 0.0}, {"weight": 1.0})), "linear", base=True)
     (0, 2)
     """
-    models = settings.models
-    if base and method.keeps_base(settings.shared, role):
-        return (0,)
-    places = tuple(k for k, own in enumerate(models) if not method.ignored(own))
-    count = len(places) - base
-    left = count >= method.min_models or (base and count == 0 and method.min_models == 1)
-    return places if left else tuple(range(len(models)))
+    return (0,) if base and method.keeps_base(settings.shared, role) else listed(method, settings, base=base)
 
 
 def without(settings: Settings, places: Sequence[int]) -> Settings:
@@ -219,6 +226,20 @@ class Resolver:
                     fix = "write one number: a gradient is interpolated between its values"
                     self.problems.append(ParameterError(what, where=entry.where, fix=fix))
         return self._values[key]
+
+    def listed(self, index: int, *, base: bool) -> tuple[int, ...]:
+        """Places of the inputs that count under the settings; see `listed`."""
+        return listed(self.method, self.settings[index], base=base)
+
+    def always_listed(self, segment: Segment) -> tuple[int, ...]:
+        """The same for whole segments: not the inputs whose weight is 0 for every tensor, without filters and gradients."""
+        _, own = self._lookup(segment)
+        constants = [
+            {u.parameter.name: self._value(u, u.constant, feed.model, "") for u in lookups if u.constant is not None}
+            for feed, lookups in zip(segment.feeds, own, strict=True)
+        ]
+        known = [{name: value for name, value in each.items() if value is not None} for each in constants]
+        return listed(self.method, Settings({}, tuple(known)), base=segment.base)
 
     def taken(self, index: int, role: Role, *, base: bool) -> tuple[int, tuple[int, ...]]:
         """The settings with those inputs alone that take part, and the places of these; see `taking_part`."""

@@ -14,7 +14,7 @@ from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import CheckpointError, FormatError, PlanError, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
 from weightsmith._files.collector import collector_paused
 from weightsmith._files.containers import GGUF
@@ -324,7 +324,8 @@ def _check_fallback(
     assert isinstance(view, Gather)
     assert isinstance(own.table, int)
     same = view.block.cols == own.block.cols and _size(plan, leaf, other, spec, arrays) == leaf.out.size
-    if not same or spec.dtype.code < 0 or own_spec.dtype.code < 0:
+    numbers = min(spec.dtype.code, own_spec.dtype.code) >= 0 or (spec.dtype is own_spec.dtype and spec.dtype.name in DTYPES)
+    if not same or not numbers:
         raise _wrong(leaf, f"the rows of {other.tensor} cannot replace those of {read.tensor}")
 
 

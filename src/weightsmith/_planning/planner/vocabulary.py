@@ -6,6 +6,7 @@ output's number of rows, whatever it has on disk. `Aligned.place` then turns the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -13,13 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from weightsmith._base.errors import Finding, NotFound, ParameterError, UnknownName, WeightsmithError, nearest
+from weightsmith._base.errors import (
+    Finding,
+    NotFound,
+    ParameterError,
+    PlanError,
+    UnknownName,
+    Unsupported,
+    WeightsmithError,
+    nearest,
+)
 from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded, show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith._models.structure import vocabulary
+from weightsmith._models.structure.counts import INDEX
 from weightsmith._models.tokenizers import (
     Alignment,
     RowRule,
@@ -50,6 +62,7 @@ from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
 
 Specs = Mapping[str, TensorSpec]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,9 @@ class _Place:
 class Aligned:
     """What the output's vocabulary makes of a merge.
 
-    specs      the tensors of each model, by name, with the output's rows
+    models     the tensors of each model, by name; labels, configs and counts (of rows) of each
+    specs      the same, with the output's rows
+    where      what asks for the vocabulary, for messages
     files      to write; they replace the donor's
     removed    files of the donor that the output does not have
     named      files that the recipe names
@@ -80,9 +95,12 @@ class Aligned:
     """
 
     models: Sequence[Specs]
+    labels: Sequence[str]
+    configs: Sequence[Mapping[str, Any] | None]
     counts: Sequence[int]
     alignment: Alignment | None
     specs: list[Specs]
+    where: str = "vocabulary"
     files: dict[str, bytes] = field(default_factory=dict)
     removed: frozenset[str] = frozenset()
     named: tuple[Path, ...] = ()
@@ -97,12 +115,16 @@ class Aligned:
     ) -> tuple[list[Step], tuple[Table, ...], tuple[Dropped, ...]]:
         """The steps with the rows of embeddings and heads in the output's order; their tables; what is still not used.
 
-        counterpart  what a model uses as an output tensor, by that tensor's name
+        counterpart  what a model uses as an output tensor outside the layers, by that tensor's name
+
+        Raises PlanError for tensors that cannot follow the vocabulary.
         """
         if self.alignment is None:
             return list(steps), (), tuple(dropped)
         placer = _Placer(self, self.alignment, counterpart)
         placed = [placer.step(step) for step in steps]
+        if placer.problems:
+            raise PlanError(placer.problems)
         used = {(read.model, read.tensor) for read in placer.fallbacks}
         left = tuple(d for d in dropped if (d.model, d.tensor) not in used)
         return placed, tuple(map(Table, placer.tables)), left
@@ -112,22 +134,51 @@ class _Placer:
     """Turns reads into gathers. Equal tables are stored once."""
 
     def __init__(self, aligned: Aligned, alignment: Alignment, counterpart: Callable[[str, int], str | None]) -> None:
-        self.models = aligned.models
-        self.counts = aligned.counts
+        self.models, self.counts = aligned.models, aligned.counts
+        self.labels, self.configs, self.where = aligned.labels, aligned.configs, aligned.where
         self.alignment = alignment
         self.counterpart = counterpart
         self.tables: dict[bytes, int] = {}
         self.fallbacks: list[Read] = []
         self._limited: dict[tuple[bool, int, int, int], Rows] = {}
+        self._blocked: dict[tuple[str, str], tuple[dict[str, None], dict[int, str]]] = {}
 
     def step(self, step: Step) -> Step:
-        if step.pieces or not step.out.size:
+        if not step.out.size:
             return step
-        reads = tuple(self._read(read, step.out) for read in step.inputs)
+        for read in step.inputs if not step.pieces else step.pieces[0].inputs:
+            self._check(read)
+        if step.pieces:
+            return step
+        reads = tuple(self._read(read, step) for read in step.inputs)
         return step if reads == step.inputs else replace(step, inputs=reads)
 
-    def _read(self, read: Read, out: TensorSpec) -> Read:
-        spec = self.models[read.model].get(read.tensor)
+    def _check(self, read: Read) -> None:
+        """Note a tensor that cannot follow the vocabulary."""
+        spec, rows = self.models[read.model].get(read.tensor), self.counts[read.model]
+        own = self.alignment.own[read.model]
+        if spec is None or (len(own) == rows and np.array_equal(own, np.arange(rows))):
+            return
+        if why := vocabulary.obstacle(spec, rows, self.configs[read.model]):
+            kept = min(len(own), rows)
+            changing = rows - kept + int((own[:kept] != np.arange(kept)).sum())
+            said = f"{self.labels[read.model]}: {changing:,} of {rows:,} ids change; the output has {len(own):,}"
+            tensors, by_model = self._blocked.setdefault((re.sub("[0-9]+", "N", read.tensor), why), ({}, {}))
+            tensors[read.tensor], by_model[read.model] = None, said
+
+    @property
+    def problems(self) -> list[WeightsmithError]:
+        """The tensors that cannot follow the vocabulary; alike ones of all layers and models are one."""
+        fix = "keep the tokenizer that these tensors were made for, or merge models that have the same tokens"
+        found: list[WeightsmithError] = []
+        for (_, why), (tensors, by_model) in self._blocked.items():
+            what = f"this tensor cannot follow the change of vocabulary that {self.where} asks for: {why}"
+            what += f"; so for {len(tensors) - 1:,} more like it" if len(tensors) > 1 else ""
+            found.append(Unsupported(what, where=next(iter(tensors)), details=list(by_model.values()), fix=fix))
+        return found
+
+    def _read(self, read: Read, step: Step) -> Read:
+        out, spec = step.out, self.models[read.model].get(read.tensor)
         if read.view is not None or spec is None or not vocabulary.has_tokens(spec, self.counts[read.model]):
             return read
         height = _height(spec)
@@ -136,18 +187,34 @@ class _Placer:
         own = self._rows(read.model, height, rows, default=False)
         if rows == height and np.array_equal(own, np.arange(rows)):
             return read
-        missing = own < 0
-        fallback = []
+        fallback, left = self._fallback(step, spec, own < 0, rows, cols)
+        self.fallbacks += fallback
+        if not spec.dtype.floating or INDEX.search(read.tensor):  # zeros would be an expert, or a token without a value
+            unused = self.alignment.unused[read.model]
+            own = np.where(left, np.int32(unused if unused < height else -1), own).astype(np.int32)
+        return replace(read, view=Gather(self._table(own), Block(0, height, cols, cols), 0, tuple(fallback)))
+
+    def _fallback(self, step: Step, spec: TensorSpec, missing: Mask, rows: int, cols: int) -> tuple[list[Read], Mask]:
+        """Gathers of the rows that a model's tensor lacks; and which of them no other model has.
+
+        Integers have no mean: the first model that has a row gives it.
+        """
+        fallback: list[Read] = []
+        left = missing.copy()
         for k in range(len(self.models)) if missing.any() else ():
-            name = self.counterpart(out.name, k)
+            name = self.counterpart(step.out.name, k) or next((r.tensor for r in step.inputs if r.model == k), None)
             other = None if name is None else self.models[k][name]
             if name is None or other is None or not _height(other):
                 continue
+            if not (spec.dtype.floating and other.dtype.floating) and spec.dtype is not other.dtype:
+                continue
             table = self._rows(k, _height(other), rows, default=True)
+            if not other.dtype.floating:
+                table = np.where(left, table, np.int32(-1)).astype(np.int32)
             if (missing & (table >= 0)).any():
                 fallback.append(Read(k, name, Gather(self._table(table), Block(0, _height(other), cols, cols))))
-        self.fallbacks += fallback
-        return replace(read, view=Gather(self._table(own), Block(0, height, cols, cols), 0, tuple(fallback)))
+                left &= table < 0
+        return fallback, left
 
     def _rows(self, model: int, height: int, rows: int, *, default: bool) -> Rows:
         """A model's table for a tensor of `height` rows, of which the output has `rows`."""
@@ -159,6 +226,11 @@ class _Placer:
 
     def _table(self, rows: Rows) -> int:
         return self.tables.setdefault(Table.of(rows).data, len(self.tables))
+
+
+def lost_tokens(lost: Sequence[str], where: str) -> list[Finding]:
+    """Warnings for ids of a config whose tokens the new tokenizer lacks. lost: from `move_ids`."""
+    return [Finding(f"{what}: the new tokenizer lacks its token", where) for what in lost]
 
 
 def _height(spec: TensorSpec) -> int:
@@ -202,7 +274,8 @@ class VocabularyPlanner:
         """The vocabulary, and what is wrong with what the recipe asks for."""
         recipe = self.recipe
         specs = [c.specs for c in self.opened]
-        found = Aligned(specs, self.counts, None, list(specs))
+        configs = [c.config for c in self.opened]
+        found = Aligned(specs, self.labels, configs, self.counts, None, list(specs))
         try:
             if recipe.tokenizer is not None:
                 self._merge(recipe.tokenizer, found)
@@ -261,6 +334,7 @@ class VocabularyPlanner:
 
     def _merge(self, asked: Tokenizer, found: Aligned) -> None:
         """The tokenizer that the recipe asks for."""
+        found.where = asked.where
         if self._is_shared(asked):
             rows = self.counts[self.donor]
             found.summary = {"tokenizer": self.labels[self.donor], "rows": rows, "rows_before": rows, "shared": True}
@@ -393,6 +467,7 @@ class VocabularyPlanner:
         found, count = dict(self.opened[k].specs), self.counts[k]
         donor = self.opened[self.donor].specs
         own = next((s.shape[0] for s in donor.values() if vocabulary.module_of(s.name) == vocabulary.PER_LAYER), 0)
+        own = rows if own == self.counts[self.donor] else own  # Gemma 3n's has no rows for tokens of images and audio
         for name, spec in self.opened[k].specs.items():
             if not vocabulary.has_tokens(spec, count):
                 continue
@@ -440,8 +515,9 @@ class VocabularyPlanner:
             roles = {f"{role}_token_id": source.ids[token] for role, token in named.items()}
         found.move = lambda donors: move_ids(donors, [config or {}, generation, roles], old, source)
         if own := settings_of(mine.folder, mine.files, GENERATION):
-            moved, _ = move_ids(own, [generation, config or {}, roles], old, source)
+            moved, lost = move_ids(own, [generation, config or {}, roles], old, source)
             found.files[GENERATION] = json_bytes(moved)
+            found.findings += lost_tokens(lost, GENERATION)
 
     def _template(self, asked: str, found: Aligned) -> None:
         for place in self.places:
