@@ -857,6 +857,35 @@ def _use_adapters(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
         yield lambda: _merge(recipe, adapter_rank=rng.choice((None, 2)))
 
 
+def _make_factor_files() -> None:
+    """`one` and `two`, files of LoRA factors in kohya's names and in diffusers', and `model`, which has the modules."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(4)
+    save_file({"blocks.0.q.weight": rng.standard_normal((6, 8), np.float32)}, "model.safetensors")
+    stated = {"lora_adapter_metadata": json.dumps({"transformer.r": 2, "transformer.lora_alpha": 4})}
+    for name, rank in (("one", 2), ("two", 3)):
+        factors = {"lora_down.weight": (rank, 8), "lora_up.weight": (6, rank), "alpha": (1,)}
+        for beginning, own in (("lora_unet_blocks_0_q", name), ("transformer.blocks.0.q", f"{name}-dotted")):
+            tensors = {f"{beginning}.{end}": rng.standard_normal(shape, np.float32) for end, shape in factors.items()}
+            save_file(tensors, f"{own}.safetensors", metadata=stated if "." in beginning and rank == 2 else None)
+
+
+def _use_factor_files(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+    import weightsmith
+
+    other = file.replace("one", "two")
+    recipe = {"merge_method": rng.choice(("linear", "ties")), "models": [{"model": file}, {"model": other}]}
+    for each in recipe["models"]:
+        each["parameters"] = {"weight": 0.5}
+    yield lambda: weightsmith.plan(recipe)
+    yield lambda: weightsmith.plan({"merge_method": "passthrough", "models": [{"model": f"model.safetensors+{file}"}]})
+    yield lambda: weightsmith.inspect(file)
+    if rng.random() < 0.2:
+        yield lambda: _merge(recipe)
+
+
 def _make_texts() -> None:
     """Calibration texts, and a tokenizer for them. Parquet only where pyarrow is installed."""
     Path("m").mkdir()
@@ -1322,6 +1351,9 @@ KINDS: dict[str, Kind] = {
     "adapter-weights": Kind(_make_models, ("lora/adapter_model.safetensors",), mutate_safetensors, _use_adapter),
     "adapters": Kind(
         _make_adapters, ("lora2/adapter_config.json", "lora2/adapter_model.safetensors"), mutate_adapter, _use_adapters
+    ),
+    "factor-files": Kind(
+        _make_factor_files, ("one.safetensors", "one-dotted.safetensors"), mutate_safetensors, _use_factor_files
     ),
     "imatrix": Kind(_make_imatrix, ("imatrix.dat", "imatrix.gguf"), mutate_imatrix, _use_imatrix),
     "measurement": Kind(

@@ -20,7 +20,7 @@ from weightsmith._base.redaction import redacted
 from weightsmith._base.text import code, markdown
 from weightsmith._engine.computed import Computed
 from weightsmith._execution.distance import Moved, to_markdown
-from weightsmith._files.containers import GGUF, PEFT, SAFETENSORS, ShardLayout
+from weightsmith._files.containers import ADAPTERS, DIFFUSERS_LORA, GGUF, PEFT, SAFETENSORS, ShardLayout
 from weightsmith._models.checkpoint import CARD_NAME, Checkpoint
 from weightsmith._plans import PLAIN, ModelInput, Plan
 
@@ -160,14 +160,14 @@ def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
     licences = {part.licence for part in parts}
     if len(licences) == 1:
         front |= {key: value for key, value in zip(_LICENCE_KEYS, licences.pop(), strict=False) if value}
-    if plan.container == PEFT:
-        front["library_name"] = "peft"
+    if plan.container in (PEFT, DIFFUSERS_LORA):
+        front["library_name"] = "peft" if plan.container == PEFT else "diffusers"
     elif plan.config is not None:
         front["library_name"] = "transformers" if plan.container == SAFETENSORS else "gguf"
         if _architecture(plan).endswith("ForCausalLM"):
             front["pipeline_tag"] = "text-generation"
     tags = [plan.made.relation, "weightsmith", plan.made.name.rpartition(":")[2]]
-    tags += ["lora"] if plan.container == PEFT else []
+    tags += ["lora"] if plan.container in ADAPTERS else []
     return {**front, "tags": list(dict.fromkeys(filter(None, tags)))}
 
 
@@ -192,6 +192,8 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
             f"model = PeftModel.from_pretrained(base, {_quoted(name)}{at})",
         ]
         return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
+    if plan.container == DIFFUSERS_LORA:
+        return f"\n## Usage\n\n```python\npipeline.load_lora_weights({_quoted(name)}{at})\n```\n"
     if plan.container == GGUF:
         files = [f"{name}/{shard.name}" for shard in plan.layout.shards]
         command = (

@@ -222,19 +222,8 @@ def test_kohya_s_files_are_matched_with_the_base_s_names(alpha: float | None, st
         np.testing.assert_allclose(found[f"{module}.weight"], want, rtol=1e-6, atol=1e-6)
 
 
-def test_single_files_that_are_not_read(tmp_path: Path) -> None:
-    model = base(tmp_path / "base")
-    save_file(factors(Q, H, H), tmp_path / "peft.safetensors")
-    assert "a single file that is not a LoRA of kohya's scripts" in str(refusal(model, tmp_path / "peft.safetensors"))
-    path = kohya(tmp_path / "a.safetensors", {Q: (H, H)})
-    conv = load_file(path) | {
-        "lora_unet_x.lora_down.weight": normal(4, 3, 3, 3),
-        "lora_unet_x.lora_up.weight": normal(5, 4, 1, 1),
-    }
-    save_file(conv, path)
-    assert "are no factors of a linear layer" in str(refusal(model, path))
-    save_file(load_file(kohya(path, {Q: (H, H)})) | {"lora_te_x.hada_w1_a": normal(2, 2)}, path)
-    assert "1 tensors are neither lora_down, lora_up nor alpha" in str(refusal(model, path))
+def test_modules_that_the_base_does_not_have(tmp_path: Path) -> None:
+    model, path = base(tmp_path / "base"), tmp_path / "a.safetensors"
     kohya(path, {"layers.7.self_attn.q_proj": (H, H)})
     assert "layers_7_self_attn_q_proj.weight: the base has no such tensor" in str(refusal(model, path))
     kohya(path, {"self_attn.q_proj": (H, H)})  # of two layers

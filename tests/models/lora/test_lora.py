@@ -513,7 +513,7 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     assert "it has no adapter_model.safetensors or adapter_model.bin" in str(refusal(model, lora))
     (lora / "old.bin").rename(lora / "adapter_model.bin")
     assert isinstance(refusal(model, tmp_path / "nowhere/here/at/all"), NotFound)
-    assert isinstance(refusal(model, lora / "adapter_model.bin"), Unsupported)
+    assert "rename it to .safetensors" in refusal(model, lora / "adapter_model.bin").finding.fix
     assert isinstance(refusal(lora, lora), Unsupported)
 
 

@@ -12,5 +12,6 @@ cores.py    the product with the core matrices of a layer's adapters
 merged_factors.py   the product that decomposes what a merge makes of them
 combinations.py     the product with what PEFT's add_weighted_adapter makes of them
 opening.py  the adapters of a merge, as the planner sees them: what they have factors of, and save whole
+single_files.py     merges of adapters in single files: kohya's, diffusers'
 merge.py    merges of adapters: the plan
 """

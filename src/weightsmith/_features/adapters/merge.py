@@ -36,9 +36,11 @@ from weightsmith._features.adapters.merged_factors import MergedWork
 from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened, different_bases, parameters_of
 from weightsmith._features.adapters.placing import Places, norms_name
 from weightsmith._features.adapters.report import placed
+from weightsmith._features.adapters.single_files import SingleFile, layer_of, strangers
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
 from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner.build import assemble_recipe
 from weightsmith._planning.planner.prepared import Assembled, model_input
@@ -159,6 +161,7 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
     steps: list[Step] = []
     ranks = _ranks(opened, rank, combination)
     places = opened.find_places(ranks)
+    single = SingleFile(opened.adapters) if opened.adapters[0].file is not None else None
     whole = [step for step in draft.steps if step.out.name in opened.whole]
     _check_sums(draft, whole)
     layers = grouped((_layer(step.out.name), step) for step in draft.steps if step.out.name not in opened.whole)
@@ -182,7 +185,8 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
             combined = CombinationWork(combination, tuple(modules), weights, limits, draft.seed)
             products.append(combined.product(f"combined factors of {layer}", factors))
         for step, module in zip(firsts, modules, strict=True):
-            steps += _stored(places, module, ranks[module.name], step.out.dtype)
+            rank, dtype = ranks[module.name], step.out.dtype
+            steps += _stored(places, module, rank, dtype) if single is None else single.steps(draft, module, rank, dtype)
     steps += [_whole_step(opened, places, step, draft.made.name) for step in whole]
     opened.leave_base([*steps, *(step for product in products for step in product.steps)])
     title, source = draft.made.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
@@ -190,10 +194,15 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
     if combination is not None:
         name, cited, source = f"{PREFIX}{combination.name}", "", _PEFT
         title = title.replace("linear", name)
-    draft.made = replace(draft.made, name=name, title=title, source=f"{cited}\n\n{source}".strip(), relation="adapter")
+    relation = "adapter" if single is None else "merge"
+    draft.made = replace(draft.made, name=name, title=title, source=f"{cited}\n\n{source}".strip(), relation=relation)
     draft.models = [model_input(each) for each in opened.inputs]
     draft.steps, draft.products, draft.dropped = steps, products, []
-    draft.config, draft.donor, draft.container = _config(opened, places, ranks), 0, PEFT
+    draft.config, draft.donor, draft.container = None, 0, PEFT
+    if single is None:
+        draft.config = _config(opened, places, ranks)
+    else:
+        draft.container = single.container
     draft.carried = list(_tokenizer(opened))
     draft.warnings = [w for w in draft.warnings if "no config.json" not in w.what] + list(_notes(opened))
 
@@ -241,6 +250,7 @@ def _tokenizer(opened: Opened) -> tuple[str, ...]:
 def _notes(opened: Opened) -> Iterator[Finding]:
     for checkpoint in opened.inputs:
         yield from checkpoint.notes
+    yield from strangers(opened.adapters)
     if error := different_bases(opened.adapters):
         yield replace(
             error.finding, what="adapters that name different bases: all fit the base_model, by names and shapes", fix=""
@@ -256,7 +266,7 @@ def _notes(opened: Opened) -> Iterator[Finding]:
 def _layer(matrix: str) -> str:
     """The layer of a matrix, as names of products have it."""
     place = placed(matrix)
-    return f"{place.stack}{place.layer}" if place.stack else "other modules"
+    return f"{place.stack}{place.layer}" if place.stack else layer_of(matrix) or "other modules"
 
 
 def _factors(opened: Opened, module: Adapted) -> Iterator[Step]:
@@ -271,7 +281,7 @@ def _factors(opened: Opened, module: Adapted) -> Iterator[Step]:
             names = {"A": factors.a, "B": factors.b} | ({"norms": factors.magnitude} if factors.magnitude else {})
         for part, name in names.items():
             spec = adapter.checkpoint.specs[name]
-            yield Step(replace(spec, name=module.factor(part, owner)), COPY, (Read(owner, name),))
+            yield Step(replace(spec, name=module.factor(part, owner), shape=as_matrix(spec.shape)), COPY, (Read(owner, name),))
 
 
 def _base_step(opened: Opened, module: Adapted) -> Step:

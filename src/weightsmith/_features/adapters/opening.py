@@ -10,17 +10,19 @@ from functools import partial
 from pathlib import Path
 
 from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError, noting
-from weightsmith._base.files import exists
 from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, Built, is_expert
 from weightsmith._features.adapters.cores import ZERO, Adapted, Space
 from weightsmith._features.adapters.factors import Form, Target
 from weightsmith._features.adapters.placing import Places
+from weightsmith._features.adapters.single_files import check_files
 from weightsmith._methods.base import BaseRole
 from weightsmith._models.checkpoint import Checkpoint, locate
 from weightsmith._models.lora import Adapter, find_places, open_adapter
-from weightsmith._models.lora.adapter import CONFIG_NAME, Parameter, Stacked
+from weightsmith._models.lora.adapter import Parameter, Stacked
+from weightsmith._models.lora.forms import as_matrix
+from weightsmith._models.lora.opening import is_adapter as holds_adapter
 from weightsmith._models.sources.memory import StateDict
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import built_names
@@ -89,6 +91,7 @@ class Opened:
                     problems.append(at(error, ref.where))
         if not problems:
             with noting(problems):
+                check_files(self.adapters)
                 self._match()
         if problems:
             return [None for _ in refs], problems
@@ -215,14 +218,14 @@ class _Specs(StateDict):
 
 
 def is_adapter(ref: ModelRef) -> bool:
-    """Whether a model is a local folder with an adapter in it."""
+    """Whether a model is a local folder with an adapter in it, or a file of factors."""
     if ref.lora is not None:
         return False
     try:
         place = locate(ref.path, ref.revision or None)
     except WeightsmithError:
         return False
-    return isinstance(place, Path) and exists(place / CONFIG_NAME) and not exists(place / "config.json")
+    return isinstance(place, Path) and holds_adapter(place)
 
 
 # ---- What the adapters have factors of, and what they save whole.
@@ -255,7 +258,8 @@ def find_modules(adapters: Sequence[Adapter]) -> dict[str, Adapted]:
         )
     if not found:
         where = adapters[0].checkpoint.ref
-        raise MismatchError("the adapters have no factors", where=where, fix="name folders that PEFT has written")
+        fix = "name folders that PEFT has written, or files of factors"
+        raise MismatchError("the adapters have no factors", where=where, fix=fix)
     return found
 
 
@@ -320,7 +324,7 @@ def _last(name: str) -> str:
 def _of_linears(adapter: Adapter, number: int) -> Iterator[Adapted]:
     specs = adapter.checkpoint.specs
     for module, own in adapter.updates.items():
-        rank, inputs = specs[own.a].shape
+        rank, inputs = as_matrix(specs[own.a].shape)
         normed = (number,) if own.magnitude else ()
         yield Adapted(module, (specs[own.b].shape[0], inputs), (number,), (rank,), (own.scaling,), normed=normed)
 

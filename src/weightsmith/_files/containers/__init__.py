@@ -13,18 +13,24 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.containers.base import Layout as Layout
 from weightsmith._files.containers.base import ShardLayout as ShardLayout
 from weightsmith._files.containers.base import TensorPlace as TensorPlace
+from weightsmith._files.containers.safetensors import DIFFUSERS_LORA_NAME, KOHYA_NAME, make_adapter_layout
 from weightsmith._files.containers.safetensors import make_layout as make_layout
-from weightsmith._files.containers.safetensors import make_peft_layout
 
 SAFETENSORS = "safetensors"
 GGUF = "gguf"
 PEFT = "peft"
+KOHYA = "kohya"
+DIFFUSERS_LORA = "diffusers-lora"
+ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA})
+"""Those that hold an adapter."""
 
 
 CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, bytes, bytes], Layout]] = {
     SAFETENSORS: lambda specs, max_shard_bytes, *headers: make_layout(specs, max_shard_bytes),
     # The stored format lays out its files; it is further down.
     GGUF: lambda *given: import_module("weightsmith._models.formats.gguf.layout").make_layout(*given),
-    PEFT: lambda specs, max_shard_bytes, *headers: make_peft_layout(specs),
+    PEFT: lambda specs, max_shard_bytes, *headers: make_adapter_layout(specs),
+    KOHYA: lambda specs, max_shard_bytes, *headers: make_adapter_layout(specs, KOHYA_NAME),
+    DIFFUSERS_LORA: lambda specs, max_shard_bytes, *headers: make_adapter_layout(specs, DIFFUSERS_LORA_NAME),
 }
 """Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, `Plan.header` and `Plan.mmproj`."""

@@ -22,6 +22,8 @@ DATA_ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library rejects longer headers
 INDEX_NAME = "model.safetensors.index.json"
 PEFT_NAME = "adapter_model.safetensors"
+KOHYA_NAME = "lora.safetensors"
+DIFFUSERS_LORA_NAME = "pytorch_lora_weights.safetensors"
 PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})  # transformers rejects files without it
 
 
@@ -73,16 +75,16 @@ def make_layout(
     return Layout(tuple(shards), MappingProxyType(places), index, total)
 
 
-def make_peft_layout(specs: Sequence[TensorSpec]) -> Layout:
-    """Lay out a PEFT adapter: all tensors in one file, for PEFT reads no other.
+def make_adapter_layout(specs: Sequence[TensorSpec], name: str = PEFT_NAME) -> Layout:
+    """Lay out an adapter: all tensors in one file, for PEFT and other loaders of adapters read no other.
 
     Raises StoreError as `make_layout`.
 
-    >>> make_peft_layout([]).shards[0].name
+    >>> make_adapter_layout([]).shards[0].name
     'adapter_model.safetensors'
     """
     layout = make_layout(specs, sum(spec.nbytes for spec in specs) + 1)
-    return replace(layout, shards=tuple(replace(shard, name=PEFT_NAME) for shard in layout.shards))
+    return replace(layout, shards=tuple(replace(shard, name=name) for shard in layout.shards))
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 LoRA (Hu et al. 2021, arXiv 2106.09685) adds scaling · B @ A to a matrix, with scaling = alpha / r; rsLoRA (Kalajdzievski 2023,
 arXiv 2312.03732) has alpha / √r. DoRA (Liu et al. 2024, arXiv 2402.09353) then gives each row a norm of its own.
 
-Single files in the format of kohya's scripts (`lora_down`, `lora_up`, `alpha`) are read too.
+Adapters in single files, without a config, are in `files.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.errors import FormatError, NotFound, Unsupported
-from weightsmith._base.files import file_names, is_folder, show
+from weightsmith._base.files import file_names, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.text import count
 from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.checkpoint import CARD_NAME, Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith._models.formats.opening import open_file
+from weightsmith._models.lora.forms import Pair
 from weightsmith._models.lora.patterns import Patterns
 from weightsmith._models.structure.configs import finite_number, whole_number
 
@@ -100,6 +101,20 @@ class Parameter:
     scaling: float
 
 
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """How a single file of factors names them: a merge of such files is written in the same way.
+
+    flat    names of modules have `_` for each dot (kohya's files)
+    pairs   module → the endings of its factors
+    alphas  modules that have an alpha
+    """
+
+    flat: bool
+    pairs: Mapping[str, Pair]
+    alphas: Set[str]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """An adapter's tensors, and what each is for. Made by `open_adapter`.
@@ -112,7 +127,7 @@ class Adapter:
     parameters    module of `stacked` → the parameters that these may belong to
     weights       those of `updates` that are factors of the parameter `weight` (`target_parameters`), not of the module
     saved         modules that are saved whole, with all inside (`modules_to_save`): other replacements are put in place
-    flat          names of modules have `_` for each dot (kohya's files)
+    file          of an adapter in a single file: how it names its modules. None for PEFT's folders
     """
 
     checkpoint: Checkpoint
@@ -123,27 +138,16 @@ class Adapter:
     parameters: Mapping[str, tuple[Parameter, ...]] = field(default_factory=dict)
     weights: Set[str] = frozenset()
     saved: Set[str] = frozenset()
-    flat: bool = False
+    file: FileNames | None = None
 
 
-def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
-    """Open an adapter: a local folder, a file of kohya's, or a Hub id `org/name[@revision]`.
-
-    Reads its config and header, no tensor data (of kohya's files, one number for each module).
+def open_peft(ref: str, *, revision: str | None = None) -> Adapter:
+    """Open an adapter in PEFT's format: a local folder, or a Hub id `org/name[@revision]`. Reads its config and header.
 
     Raises NotFound, FormatError (bytes or settings that break the format), Unsupported (what is more than LoRA), and what
     `open_checkpoint` raises for a name. All problems of one file are in one error.
     """
     place = locate(ref, revision)
-    if isinstance(place, Path) and not is_folder(place):
-        if place.suffix in (".yml", ".yaml"):
-            fix = "Name a model. For a recipe: weightsmith plan, or weightsmith preview."
-            raise Unsupported("this is a recipe, not a model", where=ref, fix=fix)
-        if place.suffix != ".safetensors":
-            raise Unsupported(
-                "an adapter is a folder, or a .safetensors file", where=ref, fix=f"Name the one that holds {CONFIG_NAME}."
-            )
-        return open_kohya(ref, place)
     folder, names, repository = _files(place)
     weights = next((name for name in WEIGHTS_NAMES if name in names), "")
     if repository is not None and weights:
@@ -160,7 +164,7 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
         raise NotFound(f"not a PEFT adapter: it has no {' and no '.join(missing)}", where=ref, details=details, fix=fix)
     config_path, path = folder / CONFIG_NAME, folder / weights
     config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
-    _check_kind(config, str(config_path))
+    check_kind(config, str(config_path))
     tokenizer = tuple(sorted(name for name in names if is_tokenizer(name)))
     opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
     checkpoint = Checkpoint(
@@ -170,7 +174,7 @@ def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:
         metadata=opened.metadata,
         notes=(*(() if repository is None else repository.notes), *opened.notes),
     )
-    return _sorted(checkpoint, config)
+    return sort_tensors(checkpoint, config)
 
 
 def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repository | RemoteFolder | None]:
@@ -181,7 +185,7 @@ def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repositor
     return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if name in repository.sizes], repository
 
 
-def _check_kind(config: Mapping[str, Any], where: str) -> None:
+def check_kind(config: Mapping[str, Any], where: str) -> None:
     """Raise Unsupported for an adapter that is not plain LoRA, with every reason."""
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -199,7 +203,7 @@ def _check_kind(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
+def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     """The adapter in a file. Raises FormatError with everything in it that cannot be."""
     problems: list[str] = []
     found: dict[str, dict[str, str]] = {}
@@ -223,7 +227,7 @@ def _sorted(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
             problems.append(f"{show(name)} and {show(found[match[1]][match[2] or match[3]])} are the same factor")
         elif match[3]:
             embeddings.add(match[1])
-    scalings = _Scalings(config, checkpoint.ref)
+    scalings = Scalings(config, checkpoint.ref)
     targets = _targets(config, checkpoint.ref)
     of_weights = set[str]()
     updates: dict[str, Factors] = {}
@@ -295,7 +299,7 @@ def _of_parameters(module: str, targets: Iterable[tuple[str, str]], *, plain: bo
     return any(not plain if name == "weight" or not end else f".{module}".endswith(f".{end}") for end, name in targets)
 
 
-def _parameters(module: str, targets: Iterable[tuple[str, str]], scalings: _Scalings) -> Iterator[Parameter]:
+def _parameters(module: str, targets: Iterable[tuple[str, str]], scalings: Scalings) -> Iterator[Parameter]:
     for end, name in targets:
         if not end or f".{module}".endswith(f".{end}"):
             full = f"{module}.{name}"
@@ -316,7 +320,7 @@ def _magnitude_problem(
     return ""
 
 
-class _Scalings:
+class Scalings:
     """Rank and scaling of each module: `r` and `lora_alpha`, but for the modules that a pattern names."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
@@ -354,66 +358,3 @@ class _Scalings:
             raise FormatError(f"{key} is {show(value)}, not an object", where=self._where, fix=_REPAIR)
         numbers = {text: number(f"{key} of {show(text)}", given) for text, given in value.items()}
         return Patterns(numbers, key, self._where)
-
-
-# ---- LoRA adapters in single files, as kohya's scripts write them: `lora_down`, `lora_up` and `alpha` of each module.
-#
-# A file has no config. Names of modules have `_` in place of dots, after a beginning that names the network, such as
-# `lora_te_` for a text encoder: a module is the base's one whose name is the same with `_` for each dot. Without an
-# `alpha`, the scaling is 1.
-
-_BEGINNING = re.compile(r"lora_(?:te\d*|unet|transformer|llm|prior)_|lora_|lycoris_")
-_PART = re.compile(r"([^.]+)\.(lora_down\.weight|lora_up\.weight|alpha)")
-
-
-def open_kohya(ref: str, path: Path) -> Adapter:
-    """Open a single file. Raises Unsupported for one that is not kohya's, and for layers that are not linear."""
-    opened = open_file(path, ref)
-    checkpoint = Checkpoint(
-        ref, opened.source, ModelFolder(path.parent, config={}), metadata=opened.metadata, notes=opened.notes
-    )
-    try:
-        return Adapter(checkpoint, _updates(checkpoint, path), flat=True)
-    except Exception:
-        checkpoint.close()
-        raise
-
-
-def _updates(checkpoint: Checkpoint, path: Path) -> dict[str, Factors]:
-    parts: dict[str, dict[str, str]] = {}
-    strange: list[str] = []
-    for name in checkpoint.specs:
-        match, beginning = _PART.fullmatch(name), _BEGINNING.match(name)
-        if match is None or beginning is None:
-            strange.append(name)
-        else:
-            parts.setdefault(match[1][beginning.end() :], {})[match[2]] = name
-    if not parts:
-        fix = f"name the folder that holds {CONFIG_NAME}, or a single file with lora_down and lora_up"
-        raise Unsupported("a single file that is not a LoRA of kohya's scripts", where=str(path), details=strange[:3], fix=fix)
-    if strange:
-        what = f"{len(strange):,} tensors are neither lora_down, lora_up nor alpha of a module"
-        fix = "merge it with the program that has made it, or convert it to PEFT's format"
-        raise Unsupported(what, where=str(path), details=[show(name) for name in strange[:8]], fix=fix)
-    problems, updates = [], {}
-    for module, own in parts.items():
-        shapes = [checkpoint.specs[own[part]].shape if part in own else () for part in ("lora_down.weight", "lora_up.weight")]
-        down, up = shapes
-        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or 0 in (*down, *up):
-            problems.append(f"{module}: lora_down {list(down)} and lora_up {list(up)} are no factors of a linear layer")
-            continue
-        scaling = 1.0
-        if "alpha" in own:
-            spec = checkpoint.specs[own["alpha"]]
-            if spec.size != 1 or not spec.dtype.floating:
-                problems.append(f"{spec} is not one number")
-                continue
-            scaling = float(checkpoint.read(spec.name).astype(float).reshape(())) / down[0]
-            if not math.isfinite(scaling):
-                problems.append(f"{spec.name} is {scaling}")
-                continue
-        updates[module] = Factors(own["lora_down.weight"], own["lora_up.weight"], embedding=False, scaling=scaling)
-    if problems:
-        what = f"the adapter's tensors have {count(len(problems), 'problem')}"
-        raise FormatError(what, where=str(path), details=problems[:8], fix="convert it to PEFT's format, or repair it")
-    return updates

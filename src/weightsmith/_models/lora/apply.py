@@ -18,6 +18,8 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import Adapter, Factors
 from weightsmith._models.lora.experts import match_stacked, names_of
+from weightsmith._models.lora.forms import as_matrix
+from weightsmith._models.lora.networks import find_places as find_modules
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value
@@ -112,6 +114,7 @@ class _Match:
         self._updates: dict[str, Factors] = {}
         self._parts: dict[str, list[Update]] = {}  # of tensors with several matrices
         self._replaced: dict[str, str] = {}
+        self._located: Mapping[str, tuple[str, SubMatrix]] = {}  # parts of tensors that a file names as matrices
         self._match()
 
     def origins(self) -> dict[str, AdaptedTensor]:
@@ -122,10 +125,12 @@ class _Match:
         }
 
     def _match(self) -> None:
-        adapter, problems = self.adapter, list[str]()
+        problems = list[str]()
+        located = self._locate()
+        adapter = self.adapter
         stacked = [name for module, own in adapter.parameters.items() for each in own for name in names_of(module, each.name)]
         targets = [*(f"{m}.weight" for m in adapter.updates), *adapter.replacements, *stacked]
-        rename = self._flat_names() if adapter.flat else self._stored if self._sources else self._renaming(targets)
+        rename = located or (self._stored if self._sources else self._renaming(targets))
         tied = self._tied_embedding()
         for stored_name, source in adapter.replacements.items():
             name = rename(stored_name)
@@ -142,7 +147,9 @@ class _Match:
             name = rename(f"{module}.weight")
             if tied and is_head(replace(self.base.specs[tied], name=name)):
                 self._base_names.setdefault(name, tied)
-            if name in self._base_names:
+            if name in self._updates:
+                problem = f"{name}: the adapter has factors for it under several names, {module} is one of them"
+            elif name in self._base_names:
                 problem = self._shape_problem(name, factors)
                 self._updates[name] = factors
                 self.places[module] = self._base_names[name]
@@ -163,8 +170,10 @@ class _Match:
         if problems:
             shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
             what = f"the adapter does not fit {self.base.ref}: {len(problems)} of its targets have no place there"
-            fix = "name the base model that the adapter was trained on; its adapter_config.json says "
-            fix += show((adapter.checkpoint.config or {}).get("base_model_name_or_path"))
+            fix = "name the base model that the adapter was trained on"
+            if adapter.file is None:
+                stated = (adapter.checkpoint.config or {}).get("base_model_name_or_path")
+                fix += f"; its adapter_config.json says {show(stated)}"
             raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
         if tied:
             self._untie(tied)
@@ -191,19 +200,27 @@ class _Match:
         drop, beginning = best[0]
         return lambda name: beginning + name.split(".", drop)[-1]
 
-    def _flat_names(self) -> Callable[[str], str]:
-        """From names with `_` for each dot to the base's, whose names may begin with other modules. Only where one fits."""
-        names = grouped((name.removesuffix(".weight").replace(".", "_"), name) for name in self.base.specs)
+    def _locate(self) -> Callable[[str], str] | None:
+        """Find the places of a single file's modules; from its names to the base's. None for PEFT's adapters.
 
-        def rename(name: str) -> str:
-            flat = name.removesuffix(".weight")
-            fitting = names.get(flat) or [n for known, own in names.items() if known.endswith(f"_{flat}") for n in own]
-            return fitting[0] if len(fitting) == 1 else name
-
-        return rename
+        Networks that the base does not have are left out of `adapter`.
+        """
+        adapter, base = self.adapter, self.base
+        if adapter.file is None:
+            return None
+        shapes = ((module, self._shapes(own)) for module, own in adapter.updates.items())
+        modules = {module: (b[0], a[1]) for module, (a, b) in shapes}
+        places = find_modules(modules, base.specs, adapter.checkpoint.ref, base.ref, flat=adapter.file.flat)
+        if places.names:
+            self.adapter = replace(adapter, updates={module: adapter.updates[module] for module in places.names})
+            self.notes += places.notes
+            self._located = places.parts
+        return lambda name: places.names.get(name.removesuffix(".weight"), name)
 
     def _part_of(self, name: str) -> tuple[str, SubMatrix] | None:
         """The base's tensor that a matrix is part of, and the part."""
+        if name in self._located:
+            return self._located[name]
         for each in (name, _UNMIXTRAL.sub(lambda found: f"{found[1]}{UNMIXTRAL[found[2]]}", name)):
             if each in self._fused:
                 return self._fused[each]
@@ -259,14 +276,17 @@ class _Match:
     def _shape_problem(self, name: str, factors: Factors) -> str:
         spec = self._source_spec(name)
         a, b = self._shapes(factors)
-        fitting = ((b[0], a[1]),) if factors.magnitude else ((b[0], a[1]), (a[1], b[0]))
-        if not spec.dtype.floating or spec.shape not in fitting:
+        single = self.adapter.file is not None
+        upright = factors.magnitude or (single and not factors.embedding)
+        fitting = ((b[0], a[1]),) if upright else ((b[0], a[1]), (a[1], b[0]))
+        if not spec.dtype.floating or (as_matrix(spec.shape) if single else spec.shape) not in fitting:
             return f"{name}: {list(spec.shape)} {spec.dtype} in the base, and the adapter is for {[b[0], a[1]]}"
         return ""
 
     def _shapes(self, factors: Factors) -> tuple[Shape, Shape]:
+        """Of A and B, a convolution's as matrices."""
         specs = self.adapter.checkpoint.specs
-        return specs[factors.a].shape, specs[factors.b].shape
+        return as_matrix(specs[factors.a].shape), as_matrix(specs[factors.b].shape)
 
     def _tied_embedding(self) -> str:
         """The base's embedding where it is also the head, and no file holds a head; else ""."""

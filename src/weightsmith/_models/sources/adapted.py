@@ -81,7 +81,7 @@ class Adapted:
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name, origin) for name, origin in self._origins.items()}
         changes = [repr((name, origin)) for name, origin in self._origins.items() if origin != AdaptedTensor(name)]
         self.identity = digest([base.identity, adapter.identity, changes])
-        self.paths: tuple[Path, ...] = (*base.paths, *adapter.paths)
+        self.paths: tuple[Path, ...] = tuple(dict.fromkeys((*base.paths, *adapter.paths)))
         self._kept = _Recent(FACTORS_BYTES)
 
     @property
@@ -120,7 +120,7 @@ class Adapted:
             source.read_into(stored, start_byte, out)
             return
         before = source.specs[stored].dtype
-        width, cols = spec.dtype.itemsize, spec.shape[-1]
+        width, cols = spec.dtype.itemsize, _columns(spec, origin.updates[0])
         first, end = start_byte // width, -(-(start_byte + into.size) // width)
         magnitude = origin.updates[0].magnitude
         if magnitude:  # a norm is of a whole row
@@ -190,6 +190,7 @@ class Adapted:
         def make() -> tuple[Array, Array]:
             number, experts = update.expert
             a, b = (self._factor(name, keep=experts > 1) for name in (update.a, update.b))
+            a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)  # a convolution's are matrices too
             rank = a.shape[0] // experts
             a, b = a[number * rank :][:rank], b[:, number::experts]
             left, right = (a.T, b.T) if update.transposed else (b, a)
@@ -208,6 +209,11 @@ class Adapted:
 
         (array,) = self._kept.get(name, make) if keep else make()
         return array
+
+
+def _columns(spec: TensorSpec, update: Update) -> int:
+    """Columns of the matrix that is updated: of a whole tensor, such as the kernel of a convolution, all of a row."""
+    return spec.shape[-1] if update.rows is not None else spec.size // spec.shape[0]
 
 
 class _Recent:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._methods.base import Method
+from weightsmith._models.lora.forms import find_factors
 from weightsmith._models.structure.fused import SubMatrix
 from weightsmith._models.structure.roles import role_of
 from weightsmith._plans import CAST, COPY, JOIN, Block, Product, Settings, Step
@@ -30,6 +32,23 @@ def decide(steps: Sequence[Step], settings: Sequence[Settings], method: Method) 
         return replace(leaf, role=role_of(leaf.out), needs=needs)
 
     return [step.with_leaves(decided) for step in steps], () if product is None else (product,)
+
+
+def factor_problems(steps: Sequence[Step], where: str, fix: str) -> list[WeightsmithError]:
+    """The error for steps that would combine factors of adapters: a mean of factors is not that of what they add.
+
+    where  for the message
+    fix    what to do instead
+    """
+    names = [
+        step.out.name
+        for step in steps
+        if any(leaf.merges and len({read.model for read in leaf.inputs}) > 1 for leaf in step.leaves)
+    ]
+    found = find_factors(names)
+    if not found.modules and not found.kinds:
+        return []
+    return [Unsupported(f"{found} would be merged as weights, and their product is not merged then", where=where, fix=fix)]
 
 
 # ---- A merged tensor that holds several matrices is split into pieces, each merged like a separate tensor.

@@ -15,7 +15,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, NotFound, Unsupported, WeightsmithError, nearest
 from weightsmith._base.files import exists, expand_user, real_path
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
-from weightsmith._models.lora import apply_adapter, open_adapter
+from weightsmith._models.lora import apply_adapter, open_adapter, with_inner_adapter
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._planning.planner.loading import built_names
 from weightsmith._planning.planner.patterns import is_pattern
@@ -119,11 +119,14 @@ def _recipe_folder(ref: ModelRef) -> Path | None:
 
 
 def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | None], plain: bool) -> Checkpoint:
-    """A model, its adapter applied to it; `stack` closes what was opened, also when the rest fails."""
+    """A model with its adapter, after one that it holds; `stack` closes what was opened, also when the rest fails."""
     made, revision = results.get(ref.path), ref.revision or None
     checkpoint = made or open_checkpoint(ref.path, revision=revision, download=False, ignore_quantization_config=plain)
     stack.callback(checkpoint.close)
-    if ref.lora is None or checkpoint.quantised is not None:
+    if checkpoint.quantised is not None:
+        return checkpoint
+    checkpoint = with_inner_adapter(checkpoint, built_names)
+    if ref.lora is None:
         return checkpoint
     adapter = open_adapter(ref.lora.path, revision=ref.lora.revision or None)
     stack.callback(adapter.checkpoint.close)

@@ -32,7 +32,7 @@ from weightsmith._planning.planner.agreement import Model, compared, disagreemen
 from weightsmith._planning.planner.audit import Audit
 from weightsmith._planning.planner.companions import carried, held_files, lacking
 from weightsmith._planning.planner.config import output_config
-from weightsmith._planning.planner.decide import decide
+from weightsmith._planning.planner.decide import decide, factor_problems
 from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import analyse_all, at, choose_donor, missing_models, number_models, open_models
 from weightsmith._planning.planner.loading import Question, question_of
@@ -54,6 +54,9 @@ Opening = Callable[
     tuple[list[Checkpoint | None], list[WeightsmithError]],
 ]
 """Opens models, as `open_models` does."""
+
+_ONE_MODEL = "take them from one model: give the others weight 0 there, with `filter: lora_`"
+"""What to do with factors of adapters that belong to the models themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +315,7 @@ class _Assembler:
         except PlanError as error:
             raise request.refusal([*self.problems, *error.problems]) from error
         steps, products = decide(ordered, resolver.settings, method)
+        self.problems += factor_problems(steps, self.labels[opened.donor], _ONE_MODEL)
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
         if config is not None and aligned.move is not None:

@@ -27,7 +27,7 @@ from weightsmith._methods.base import Method, Parameter
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
-from weightsmith._planning.planner.decide import decide, operation, split_fused
+from weightsmith._planning.planner.decide import decide, factor_problems, operation, split_fused
 from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.merges import made_by
 from weightsmith._planning.planner.parameters import coerce, taking_part, without
@@ -240,6 +240,9 @@ class _Call:
         draft = PlanDraft(made_by(self.method), [ModelInput(label, "", "") for label in self.labels], seed=seed)
         draft.settings = [settings, *(without(settings, places) for places in list(taken)[1:])]
         draft.steps, products = decide(steps, draft.settings, self.method)
+        fix = "merge the products B @ A, or the adapters' files with weightsmith.merge"
+        if problems := factor_problems(draft.steps, self.label, fix):
+            raise PlanError(problems)
         draft.products, draft.warnings = list(products), [*found, *dtypes.findings()]
         return draft.finish(stored=False), same
 

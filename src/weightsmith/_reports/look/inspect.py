@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
+from weightsmith._base.files import is_folder
 from weightsmith._base.groups import grouped
 from weightsmith._base.pages import Shown
 from weightsmith._base.tensors import TensorSpec
@@ -21,10 +23,11 @@ from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import STATISTICS, statistics
 from weightsmith._kernels.records import Encoded
-from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
+from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith._models.formats.gguf.reading import GgufMovedTensors, GgufTensors
 from weightsmith._models.lora import open_adapter
 from weightsmith._models.lora.adapter import Adapter
+from weightsmith._models.lora.opening import is_adapter
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
@@ -305,6 +308,9 @@ def _open(model: str | os.PathLike[str], stack: ExitStack, *, stream: bool) -> t
         ref = parse_reference(os.fspath(model), "")
         if not isinstance(ref, ModelRef) or ref.lora is not None or not all(isinstance(e, Unsupported) for e in error.problems):
             raise
+        place = locate(ref.path, ref.revision or None)
+        if isinstance(place, Path) and not (is_folder(place) or is_adapter(place)):
+            raise  # a file of a model, which says why it is not read
         try:
             adapter = open_adapter(ref.path, revision=ref.revision or None)
         except NotFound:

@@ -1,0 +1,113 @@
+"""Models that hold an adapter which was never merged: saved while PEFT had wrapped their modules.
+
+The weights of a wrapped module are in `….base_layer.weight`, its factors in `….lora_A.default.weight` beside it. Such a model
+is read as its base with the adapter applied. What the factors are multiplied with is not in the file: an adapter_config.json
+beside the weights says it, or the model is refused.
+
+Files of factors alone are no models, and are refused here: factors are never averaged or converted as weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+
+from weightsmith._base.errors import Finding, Unsupported
+from weightsmith._base.files import exists, show
+from weightsmith._base.strict_json import read_object
+from weightsmith._base.text import count
+from weightsmith._models.checkpoint import Checkpoint, ModelFolder
+from weightsmith._models.lora.adapter import CONFIG_NAME, MAX_CONFIG_BYTES, PREFIX, check_kind, sort_tensors
+from weightsmith._models.lora.apply import apply_adapter
+from weightsmith._models.lora.forms import BASE_LAYER, DORA, Factored, find_factors, other_kind, split_factor, unnamed
+from weightsmith._models.sources.selected import Selected
+
+_SAVED, _REPLACED = ".modules_to_save.default.", ".original_module."
+_MERGE_FIRST = "merge the adapter first, with the program that saved it: PEFT's merge_and_unload, then save_pretrained"
+_REPAIR = "Repair it, or copy it again from the adapter that was trained."
+
+
+def with_inner_adapter(checkpoint: Checkpoint, names: Callable[[Checkpoint], Mapping[str, str]]) -> Checkpoint:
+    """The model itself; if it holds an adapter, its base with that applied. Closing it closes the model.
+
+    names  asks transformers for the names of a model's tensors; see `apply_adapter`
+
+    Raises Unsupported for what is an adapter alone, and for one whose scale is not known.
+    """
+    found = find_factors(checkpoint.specs)
+    if not found or _is_its_own(found, checkpoint):
+        return checkpoint
+    if problem := refusal(found, checkpoint.specs, checkpoint.ref):
+        raise problem
+    path = checkpoint.folder / CONFIG_NAME
+    if checkpoint.alone or not exists(path):
+        what = f"it holds an adapter that was never merged, and lora_alpha / r, which is part of it, is in no file: {found}"
+        fix = f"put the adapter's {CONFIG_NAME} into the folder of the weights and name the folder, or {_MERGE_FIRST}"
+        raise Unsupported(what, where=checkpoint.ref, fix=fix)
+    config = read_object(path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
+    check_kind(config, str(path))
+    base, adapter = _split(checkpoint)
+    inner = sort_tensors(Checkpoint(checkpoint.ref, adapter, ModelFolder(path.parent, config=config)), config)
+    made = apply_adapter(base, inner, checkpoint.ref, lambda: names(base))
+    what = f"it holds an adapter that was never merged, and is read with it applied: {found}"
+    made.notes = (*made.notes, Finding(what, checkpoint.ref))
+    return made
+
+
+def refusal(found: Factored, names: Container[str], where: str) -> Unsupported | None:
+    """The error for tensors that are no model, or that do more than LoRA; None for a model with an adapter in it."""
+    if others := [kind for kind in found.kinds if kind != DORA]:
+        return Unsupported(f"it holds an adapter that is {' and '.join(others)}, not plain LoRA", where=where, fix=_MERGE_FIRST)
+    if len(found.adapters) > 1:
+        titles = [name or "default" for name in found.adapters]
+        what = f"it holds {count(len(titles), 'adapter')} that were never merged: {', '.join(map(show, titles))}"
+        return Unsupported(what, where=where, fix=_MERGE_FIRST)
+    if not found.modules:
+        what = f"it was saved with an adapter, whose factors are not in it: {found}"
+        fix = "save the model again with merge_and_unload, or, without the adapter, with unload"
+        return Unsupported(what, where=where, fix=fix)
+    if not found.layers and not found.beside(names):
+        what = f"an adapter (LoRA), not a model: {found}"
+        fix = f"write its base in front of it, BASE+{where}; to merge adapters, all models of the recipe must be adapters"
+        return Unsupported(what, where=where, fix=fix)
+    return None
+
+
+def _is_its_own(found: Factored, checkpoint: Checkpoint) -> bool:
+    """Whether the adapters belong to the architecture: config.json describes them, and the model chooses among them at work."""
+    config = checkpoint.config or {}
+    own = bool(found.adapters) and all(isinstance(config.get(f"{name}_lora"), Mapping) for name in found.adapters)
+    return own and not found.kinds
+
+
+def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Selected]:
+    """The model without its adapter, and the adapter's tensors."""
+    base: dict[str, str] = {}
+    own: dict[str, str] = {}
+    prefix = PREFIX if all(name.startswith(PREFIX) for name in checkpoint.specs) else ""
+    for name in checkpoint.specs:
+        plain = unnamed(name.removeprefix(prefix))
+        if split_factor(plain) or other_kind(plain) or _SAVED in plain:
+            own[plain] = name
+            continue
+        key = plain.replace(BASE_LAYER, ".").replace(_REPLACED, ".")
+        if key in base or ".lora_" in key:
+            what = "two tensors of it are one of the base" if key in base else "a tensor of its adapter is not understood"
+            raise Unsupported(what, where=checkpoint.ref, details=[show(name)], fix=_MERGE_FIRST)
+        base[key] = name
+    made = Checkpoint(
+        checkpoint.ref,
+        Selected(checkpoint.source, base, checkpoint.ref),
+        ModelFolder(
+            checkpoint.folder,
+            checkpoint.revision,
+            checkpoint.config,
+            checkpoint.files,
+            tuple(name for name in checkpoint.left_out if name != CONFIG_NAME),
+            checkpoint.ignored,
+            repositories=checkpoint.repositories,
+        ),
+        metadata=checkpoint.metadata,
+        notes=checkpoint.notes,
+        decoded=checkpoint.decoded,
+    )
+    return made, Selected(checkpoint.source, own, checkpoint.ref)

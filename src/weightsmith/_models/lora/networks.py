@@ -1,0 +1,267 @@
+"""The networks of a pipeline, in files of LoRA factors and in models: a text encoder is not given the update of another one.
+
+Files begin the names of modules with the network: `lora_te2_` in kohya's, `text_encoder_2.` in diffusers'. A model may be one
+of the networks, in a folder of its own, or hold several in one file, whose names then begin with it too.
+
+A network that the model does not have is left out, with a warning, as other loaders of such files do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from weightsmith._base.errors import Finding, Unsupported
+from weightsmith._base.groups import grouped
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import count
+from weightsmith._models.structure.fused import SubMatrix
+
+Specs = Mapping[str, TensorSpec]
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """One network: how names begin that are of it.
+
+    title   for messages
+    flat    in kohya's files, whose names of modules have `_` for each dot
+    dotted  in files of diffusers, ComfyUI and others
+    stored  in files of models that hold several networks
+    folder  of a diffusers pipeline that holds it
+    """
+
+    title: str
+    flat: tuple[str, ...] = ()
+    dotted: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
+    folder: str = ""
+
+
+DENOISER = Network(
+    "the diffusion model",
+    ("lora_unet_", "lora_transformer_", "lora_prior_", "lycoris_"),
+    ("unet.", "transformer.", "prior.", "diffusion_model.", "model.diffusion_model."),
+    ("model.diffusion_model.",),
+)
+NETWORKS = (
+    DENOISER,
+    Network("the second diffusion model", (), ("transformer_2.", "unet_2."), (), "transformer_2"),
+    Network(
+        "text encoder 1",
+        ("lora_te_", "lora_te1_"),
+        ("text_encoder.", "text_encoders.clip_l.transformer."),
+        (
+            "cond_stage_model.transformer.",
+            "cond_stage_model.model.",
+            "conditioner.embedders.0.transformer.",
+            "text_encoders.clip_l.transformer.",
+        ),
+        "text_encoder",
+    ),
+    Network(
+        "text encoder 2",
+        ("lora_te2_",),
+        ("text_encoder_2.", "text_encoders.clip_g.transformer."),
+        ("conditioner.embedders.1.model.", "conditioner.embedders.1.transformer.", "text_encoders.clip_g.transformer."),
+        "text_encoder_2",
+    ),
+    Network(
+        "text encoder 3",
+        ("lora_te3_",),
+        ("text_encoder_3.", "text_encoders.t5xxl.transformer."),
+        ("text_encoders.t5xxl.transformer.",),
+        "text_encoder_3",
+    ),
+)
+UNKNOWN = Network("the model", ("lora_llm_", "lora_"))
+"""What a name is of that begins with no network."""
+
+
+def network_of(module: str, *, flat: bool) -> tuple[Network, str]:
+    """The network of a module in a file of factors, and its name there.
+
+    >>> [each[1] for each in map(lambda name: network_of(name, flat=True), ("lora_te1_text_model_q", "lora_llm_layers_0_q"))]
+    ['text_model_q', 'layers_0_q']
+    """
+    for network in (*NETWORKS, UNKNOWN):
+        for beginning in network.flat if flat else network.dotted:
+            if module.startswith(beginning):
+                return network, module.removeprefix(beginning)
+    return UNKNOWN, module
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the modules of a file are in a model.
+
+    names  module → the tensor of its weight; or a name that the model does not have
+    parts  of those names, the ones of matrices in a tensor that holds several → the tensor, and which part of it
+    notes  networks that are left out
+    """
+
+    names: Mapping[str, str]
+    parts: Mapping[str, tuple[str, SubMatrix]]
+    notes: tuple[Finding, ...]
+
+
+def find_places(modules: Mapping[str, Shape], base: Specs, ref: str, name: str, *, flat: bool) -> Places:
+    """Find the modules of a file in a model.
+
+    modules    → outputs and inputs, of convolutions with their kernel
+    ref, name  of the file and of the model, as the user named them
+
+    Raises Unsupported where two networks of the file fit one of the model.
+    """
+    inside = {module: network_of(module, flat=flat) for module in modules}
+    wanted = grouped((network, module) for module, (network, _) in inside.items())
+    stored = _stored(base)
+    pools = {network: _Pool(base, own, flat=flat) for network, own in stored.items()}
+    if not stored:
+        pool = _Pool(base, {tensor: tensor for tensor in base}, flat=flat)
+        chosen = _choose(modules, inside, wanted, pool, ref, name)
+        pools = {chosen: pool}
+    elif UNKNOWN in wanted:
+        pools[UNKNOWN] = _Pool(base, {tensor: tensor for tensor in base}, flat=flat)
+    missing = [network for network in wanted if network not in pools]
+    left = tuple(_left_out(network, len(wanted[network]), ref, name) for network in missing)
+    names, parts = {}, dict[str, tuple[str, SubMatrix]]()
+    for module, (network, own) in inside.items():
+        if network in pools:
+            names[module] = pools[network].find(own) or f"{own}.weight"
+            parts |= pools[network].part(names[module])
+    return Places(names, parts, left)
+
+
+def _left_out(network: Network, modules: int, ref: str, name: str) -> Finding:
+    what = f"its updates of {count(modules, 'module')} of {network.title} are left out: {name} does not hold that"
+    return Finding(what, ref, fix=f"apply it to the model of {network.title} as well")
+
+
+def _stored(base: Specs) -> dict[Network, dict[str, str]]:
+    """Of a model that holds several networks: the tensors of each, by their names in it. Else {}."""
+    found: dict[Network, dict[str, str]] = {}
+    beginnings = [(beginning, network) for network in NETWORKS for beginning in network.stored]
+    for tensor in base:
+        for beginning, network in beginnings:
+            if tensor.startswith(beginning):
+                found.setdefault(network, {})[tensor.removeprefix(beginning)] = tensor
+    return found
+
+
+def _choose(
+    modules: Mapping[str, Shape],
+    inside: Mapping[str, tuple[Network, str]],
+    wanted: Mapping[Network, Sequence[str]],
+    pool: _Pool,
+    ref: str,
+    name: str,
+) -> Network:
+    """Which network of a file the model is: the only one with such names and shapes, or that which its folder is named for."""
+    known = {network: [m for m in own if pool.find(inside[m][1])] for network, own in wanted.items()}
+    fitting = [network for network, own in known.items() if own]
+    if len(fitting) < 2:
+        return (fitting or list(wanted))[0]
+    whole = [n for n in fitting if all(pool.shape(inside[m][1]) == modules[m] for m in wanted[n])]
+    if len(whole) == 1:
+        return whole[0]
+    folder = PurePath(name).name
+    if by_name := [network for network in whole or fitting if network.folder == folder]:
+        return by_name[0]
+    titles = " and ".join(network.title for network in fitting)
+    what = f"it has updates of {titles}, and {name} may be any of them"
+    fix = "name the folder of the network as diffusers does: text_encoder, text_encoder_2 or text_encoder_3"
+    raise Unsupported(what, where=ref, fix=fix)
+
+
+_INNER = 4  # components of a name that may be missing in a file
+
+
+class _Pool:
+    """The matrices of one network, by the names that files have for them."""
+
+    def __init__(self, base: Specs, tensors: Mapping[str, str], *, flat: bool) -> None:
+        """tensors: name in the network → tensor of the model."""
+        self._flat, self._base = flat, base
+        self._parts: dict[str, tuple[str, SubMatrix]] = {}
+        known = {own.removesuffix(".weight"): tensor for own, tensor in tensors.items()}
+        known |= self._open_clip(tensors)
+        self._whole = {self._written(own): tensor for own, tensor in known.items()}
+        ends = ((self._written(end), tensor) for own, tensor in known.items() for end in _ends(own))
+        self._ends = {end: fitting[0] for end, fitting in grouped(ends).items() if len(fitting) == 1}
+
+    def find(self, module: str) -> str:
+        """The tensor of a module's weight, or the name of a part of one; "" for none, and for a name that fits several."""
+        for name in [module] if self._flat else _spellings(module):
+            if found := self._whole.get(name) or self._ends.get(name):
+                return found
+        return ""
+
+    def shape(self, module: str) -> Shape:
+        """Rows, and all else, of the weight of a module; zeros if there is none."""
+        name = self.find(module)
+        if name in self._parts:
+            rows, cols = self._parts[name][1].shape
+            return rows, cols
+        spec = self._base.get(name)
+        return (spec.shape[0], spec.size // spec.shape[0]) if spec is not None and spec.size else (0, 0)
+
+    def part(self, name: str) -> dict[str, tuple[str, SubMatrix]]:
+        """The part of a tensor that a name stands for, under it; {} for a whole tensor."""
+        return {name: self._parts[name]} if name in self._parts else {}
+
+    def _written(self, name: str) -> str:
+        return name.replace(".", "_") if self._flat else name
+
+    def _open_clip(self, tensors: Mapping[str, str]) -> dict[str, str]:
+        """The matrices of OpenCLIP's text encoder, by the names that transformers has for them, as files of factors do."""
+        found: dict[str, str] = {}
+        for own, tensor in tensors.items():
+            before, block, rest = own.partition(".resblocks." if ".resblocks." in own else "resblocks.")
+            layer, _, inner = rest.partition(".")
+            if not block or not layer.isdigit() or before not in ("", "transformer", "text_model.transformer"):
+                continue
+            home, spec = f"text_model.encoder.layers.{layer}", self._base[tensor]
+            if inner in _OPEN_CLIP:
+                found[f"{home}.{_OPEN_CLIP[inner]}"] = tensor
+            elif inner == "attn.in_proj_weight" and len(spec.shape) == 2 and spec.shape[0] % 3 == 0:
+                rows, cols = spec.shape[0] // 3, spec.shape[1]
+                for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
+                    name = f"{tensor}[{part}]"
+                    self._parts[name] = tensor, SubMatrix(name, i * rows * cols, (rows, cols))
+                    found[f"{home}.self_attn.{part}"] = name
+        return found
+
+
+_OPEN_CLIP = {
+    "attn.out_proj.weight": "self_attn.out_proj",
+    "mlp.c_fc.weight": "mlp.fc1",
+    "mlp.c_proj.weight": "mlp.fc2",
+}
+"""Matrix of a layer of OpenCLIP's text encoder → what transformers calls the module."""
+
+_ATTENTION = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
+"""What diffusers called the projections of text encoders until 2023 → their names in transformers."""
+
+
+def _ends(name: str) -> Iterator[str]:
+    """What is left of a name without the first components."""
+    for _ in range(_INNER):
+        _, dot, name = name.partition(".")
+        if not dot:
+            return
+        yield name
+
+
+def _spellings(module: str) -> Iterable[str]:
+    """What a module with dots in its name may be called in a model: diffusers named projections otherwise until 2023."""
+    plain = module.replace(".processor.", ".")
+    home, dot, last = plain.rpartition(".")
+    yield module
+    yield plain
+    if last == "to_out":
+        yield f"{plain}.0"
+    if last in _ATTENTION:
+        yield f"{home}{dot}{_ATTENTION[last]}"
