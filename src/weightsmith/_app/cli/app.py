@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": (MAKE, {"cls": MoeCommand, "epilog": _MERGEKIT.format("moe")}),
     **dict.fromkeys(("quantize", "dequantize", "extract-lora", "transplant-tokenizer", "tune", "run"), (MAKE, {})),
     "plan": (LOOK, {"cls": MoeCommand}),
-    **dict.fromkeys(("preview", "inspect", "diff", "eval", "statistics", "verify"), (LOOK, {})),
+    **dict.fromkeys(("preview", "inspect", "diff", "eval", "statistics", "write", "verify"), (LOOK, {})),
     **dict.fromkeys(("init", "methods", "schema", "studio"), (WRITE, {})),
     **dict.fromkeys(("demo", "clean", "doctor", "help"), (KEEP, {})),
 }

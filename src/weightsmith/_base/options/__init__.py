@@ -29,4 +29,5 @@ from weightsmith._base.options.records import RunOptions as RunOptions
 from weightsmith._base.options.records import StatisticsSettings as StatisticsSettings
 from weightsmith._base.options.records import TransplantSettings as TransplantSettings
 from weightsmith._base.options.records import TuneSettings as TuneSettings
+from weightsmith._base.options.records import WriteSettings as WriteSettings
 from weightsmith._base.options.records import output_dtype as output_dtype

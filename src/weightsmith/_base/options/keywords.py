@@ -126,6 +126,16 @@ class StatisticsKeywords(RunKeywords, total=False):
     seed: int
 
 
+class WriteKeywords(TypedDict, total=False):
+    """`WriteSettings`."""
+
+    rows: int
+    tokens: int
+    temperature: float
+    start: Sequence[str]
+    seed: int
+
+
 class TuneKeywords(RecipeKeywords, EvaluateKeywords, total=False):
     """`TuneSettings`, and those of recipes, evaluations and runs."""
 

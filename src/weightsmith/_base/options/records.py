@@ -243,7 +243,7 @@ class RunOptions:
         "Number of threads",
         unset="all available cores",
         least=1,
-        commands=(*RUNNING, *LOOKING),
+        commands=(*RUNNING, *LOOKING, "write"),
         group="Resources",
         setting=True,
     )
@@ -262,7 +262,7 @@ class RunOptions:
         "Replace a checkpoint that weightsmith made",
         more="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or changed "
         "files, or is read, is never replaced: choose another name, or remove it yourself.",
-        commands=(*WRITING, "statistics"),
+        commands=(*WRITING, "statistics", "write"),
     )
     resume: bool = option(
         True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
@@ -295,7 +295,7 @@ class RunOptions:
         "--device DEVICE",
         "Device for computation: cpu, cuda, cuda:1 or auto",
         more="It computes whole matrices and hidden states; everything else runs on the CPU.",
-        commands=tuple(each for each in RUNNING if each != "dequantize"),
+        commands=(*(each for each in RUNNING if each != "dequantize"), "write"),
         group="Resources",
         setting=True,
     )
@@ -312,7 +312,7 @@ class RunOptions:
         "--stream",
         "Read Hub models over the network instead of downloading them",
         more="Only the needed byte ranges are read. See [remote models](remote.md).",
-        commands=(*RUNNING, *LOOKING),
+        commands=(*RUNNING, *LOOKING, "write"),
         group="Remote",
     )
     max_spool_bytes: int = option(
@@ -571,6 +571,24 @@ class StatisticsSettings:
     rows: int | None = option(None, "--rows N", "Number of rows of the text", unset="all, at most 128", least=1)
     tokens: int | None = option(None, "--tokens N", "Number of tokens in each row", unset="512", least=1)
     seed: int = option(0, "--seed N", "Seed of the rows that are drawn, and of the labels of fisher")
+
+
+@option_record("write", group="Texts")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSettings:
+    """What a model writes by itself."""
+
+    rows: int = option(20, "--rows N", "Number of rows to write", least=1)
+    tokens: int = option(128, "--tokens N", "Number of tokens in each row", least=1)
+    temperature: float = option(1.0, "--temperature T", "Divisor of the logits: less than 1 is more predictable", above=0)
+    start: tuple[str, ...] = option(
+        (),
+        "--start TEXT",
+        "Text that rows begin with, not written itself (repeatable)",
+        unset="the tokens that begin and end texts, and line breaks",
+        more="Rows take the starts in turn.",
+    )
+    seed: int = option(0, "--seed N", "Seed of the tokens that are drawn", least=0)
 
 
 @option_record("tune", group="Search")
