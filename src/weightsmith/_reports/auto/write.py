@@ -17,7 +17,6 @@ from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterErr
 from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import RunOptions, WriteSettings, lists_options, read_options
 from weightsmith._base.options.keywords import WriteKeywords
-from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import run
 from weightsmith._engine.resources import Workload
 from weightsmith._engine.unwritten import MemoryOutput
