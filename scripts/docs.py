@@ -487,7 +487,7 @@ def _cell(support: Support | None) -> str:
 THEMES = {
     "Make models": (
         *("merge", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("tune", "write", "plan", "run", "Merged", "Tuning", "OwnText", "Plan", "Progress"),
+        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Tuning", "OwnText", "Plan", "Progress"),
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),

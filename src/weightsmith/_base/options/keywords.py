@@ -136,6 +136,13 @@ class WriteKeywords(TypedDict, total=False):
     seed: int
 
 
+class AutoKeywords(TypedDict, total=False):
+    """`AutoSettings`."""
+
+    text: Sequence[str]
+    seed: int
+
+
 class TuneKeywords(RecipeKeywords, EvaluateKeywords, total=False):
     """`TuneSettings`, and those of recipes, evaluations and runs."""
 

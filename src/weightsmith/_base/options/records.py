@@ -21,7 +21,7 @@ COPIES = ("quantize", "dequantize")
 ADAPTERS = ("merge", "plan")
 WRITING = ("merge", "moe", "plan", *COPIES, "extract_lora", "transplant_tokenizer", "run")
 LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
-RUNNING = (*WRITING, "evaluate", "statistics", "tune")
+RUNNING = (*WRITING, "evaluate", "statistics", "tune", "auto")
 
 APPROXIMATIONS = (
     *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
@@ -262,7 +262,7 @@ class RunOptions:
         "Replace a checkpoint that weightsmith made",
         more="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or changed "
         "files, or is read, is never replaced: choose another name, or remove it yourself.",
-        commands=(*WRITING, "statistics", "write"),
+        commands=(*WRITING, "statistics", "write", "auto"),
     )
     resume: bool = option(
         True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
@@ -271,7 +271,7 @@ class RunOptions:
         True,
         "--fsync/--no-fsync",
         "Flush the data to disk before OUT is created",
-        commands=(*WRITING, "statistics"),
+        commands=(*WRITING, "statistics", "auto"),
         group="Advanced",
     )
     card: bool = option(True, "--card/--no-card", "Write README.md, a model card", setting=True)
@@ -589,6 +589,21 @@ class WriteSettings:
         more="Rows take the starts in turn.",
     )
     seed: int = option(0, "--seed N", "Seed of the tokens that are drawn", least=0)
+
+
+@option_record("auto", group="Texts")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoSettings:
+    """What `auto` measures fine-tunes on."""
+
+    text: tuple[str, ...] = option(
+        (),
+        "--text FINETUNE=FILE",
+        "Text of a fine-tune, by the last part of its name: one for each, or none (repeatable)",
+        unset="each fine-tune writes its own",
+        path=True,
+    )
+    seed: int = option(0, "--seed N", "Seed of the text that fine-tunes write", least=0)
 
 
 @option_record("tune", group="Search")
