@@ -112,8 +112,9 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
         folder.mkdir(exist_ok=True)
+        journal = Journal(folder / _SCORES, _about(one, models), resume=running.resume)
         pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
-        search = _Search(one, models, names, pairs, folder, bool(texts), settings, running, shown)
+        search = _Search(one, models, names, pairs, folder, journal, bool(texts), running, shown)
         result = search.run()
     recipe = search.recipe(result.choice.name)
     shown.say(f"writing {result.choice.name}")
@@ -191,6 +192,13 @@ def _opened_mean(models: Models, stack: ExitStack) -> Opened:
     return opened(MEAN, stack.enter_context(prepare_named(models.mean())))
 
 
+def _about(one: Opened, models: Models) -> dict[str, Any]:
+    """Whose scores the journal has."""
+    with prepare_named(models.base) as prepared:
+        states = [model.state for model in (*prepared.inputs, *one.prepared.inputs)]
+    return {"kind": "weightsmith auto", "models": states}
+
+
 def _pairs(
     one: Opened,
     models: Models,
@@ -220,8 +228,8 @@ class _Search:
     names: Sequence[str]
     pairs: Sequence[TextPair]
     folder: Path
+    journal: Journal
     with_texts: bool
-    settings: AutoSettings
     running: RunOptions
     shown: Meter
 
@@ -238,15 +246,9 @@ class _Search:
 
     def run(self) -> Auto:
         """Measure and choose."""
-        about = {
-            "kind": "weightsmith auto",
-            "models": [model.state for model in self.one.prepared.inputs],
-            "base": self._base_state(),
-        }
-        journal = Journal(self.folder / _SCORES, about, resume=self.running.resume)
         held = [pair.held for pair in self.pairs]
         self.shown.say("references 2/5: the fine-tunes on their own rows")
-        pool = Pool(self.one, held, self._tokens, self.running, journal)
+        pool = Pool(self.one, held, self._tokens, self.running, self.journal)
         alone = pool.refer(self.models.fine_tunes)
         self.shown.say("strengths 3/5: the base and the mean")
         base = pool.scores(self.models.sum(0.0))
@@ -267,10 +269,6 @@ class _Search:
             rows=tuple(pool.rows),
             seconds=0.0,
         )
-
-    def _base_state(self) -> list[str]:
-        with prepare_named(self.models.base) as prepared:
-            return [model.state for model in prepared.inputs]
 
     def _check_differ(self, alone: Sequence[RowScores], base: Scores) -> None:
         for name, mine, basis in zip(self.names, alone, base, strict=True):

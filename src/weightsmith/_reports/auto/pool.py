@@ -194,6 +194,7 @@ class Journal:
         self._lines = [json.dumps(self._about)]
         if resume and path.is_file():
             self._read(path.read_bytes())
+        self._save()  # it marks the folder as ours
 
     def key(self, recipe: Recipe | str, rows: Sequence[str]) -> str:
         """Identity of a candidate's scores."""
@@ -204,6 +205,9 @@ class Journal:
         self.scores[key] = scores
         values = [[own.nats.tolist(), own.divergences.tolist(), own.tokens.tolist()] for own in scores]
         self._lines.append(json.dumps({"candidate": key, "scores": values}))
+        self._save()
+
+    def _save(self) -> None:
         write_whole(self._path, ("\n".join(self._lines) + "\n").encode())
 
     def _read(self, data: bytes) -> None:
