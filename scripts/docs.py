@@ -143,12 +143,12 @@ def _misuse() -> str:
 # ---- options
 
 
-NAMED = (("Extract", "dtype"), ("Evaluate", "text"), ("Tune", "report_text"), ("Tune", "reference"))
+NAMED = (("Extract", "dtype"), ("Evaluate", "text"), ("Tune", "report_text"), ("Tune", "reference"), ("Auto", "text"))
 """Options that are parameters of their function."""
 
 
 _RUNS = "RunKeywords", " and those of runs"
-_PARENTS = {name: _RUNS for name in ("Extract", "Transplant", "Evaluate", "Statistics")}
+_PARENTS = {name: _RUNS for name in ("Extract", "Transplant", "Evaluate", "Statistics", "Write", "Auto")}
 _PARENTS["Tune"] = "RecipeKeywords, EvaluateKeywords", ", and those of recipes, evaluations and runs"
 """The classes that those of a record extend, and what its docstring says of them."""
 

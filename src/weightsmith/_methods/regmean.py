@@ -123,7 +123,7 @@ def _towards(matrix: Matrix, prior: str, prior_parameters: str | None) -> Callab
     per_model = {p.name: p.default for p in method.parameters if p.scope == "model"}
     models = tuple({**per_model, **{k: v for k, v in model.items() if k in per_model}} for model in matrix.own)
     if prior in SUMS:
-        return _sum_of([model["weight"] for model in models], shared)
+        return _sum_of([float(model["weight"] or 0) for model in models], shared)
     job = method.job(replace(matrix, shared=shared, models=(*matrix.models[: int(matrix.base)], *models), statistics={}))
     return _matrix_prior(job)
 

@@ -122,9 +122,10 @@ def test_what_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_rows_longer_than_the_model_takes_are_refused(folder: Path) -> None:
     from weightsmith._base.options import RunOptions
-    from weightsmith._reports.auto.write import writing
+    from weightsmith._reports.auto.write import writer
 
-    with prepare_named(folder) as prepared, writing("llama", prepared, RunOptions()) as draw_text:
+    with prepare_named(folder) as prepared:
+        draw_text = writer("llama", prepared, RunOptions())
         most = opened("llama", prepared).positions
         with pytest.raises(ParameterError, match=f"a row has at most {most:,} tokens"):
             draw_text(WriteSettings(tokens=most), Silent())

@@ -17,7 +17,7 @@ from weightsmith._base.options import AutoSettings, RunOptions
 def auto(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="BASE FINETUNE...", help="Base, then its fine-tunes: folders, Hub ids or base+adapter."),
+        typer.Argument(metavar="BASE MODEL...", help="Base, then its fine-tunes: folders, Hub ids or base+adapter."),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to create.")],
     settings: AutoSettings,

@@ -126,8 +126,8 @@ class StatisticsKeywords(RunKeywords, total=False):
     seed: int
 
 
-class WriteKeywords(TypedDict, total=False):
-    """`WriteSettings`."""
+class WriteKeywords(RunKeywords, total=False):
+    """`WriteSettings` and those of runs."""
 
     rows: int
     tokens: int
@@ -136,10 +136,9 @@ class WriteKeywords(TypedDict, total=False):
     seed: int
 
 
-class AutoKeywords(TypedDict, total=False):
-    """`AutoSettings`."""
+class AutoKeywords(RunKeywords, total=False):
+    """`AutoSettings` and those of runs."""
 
-    text: Sequence[str]
     seed: int
 
 

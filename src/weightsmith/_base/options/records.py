@@ -598,7 +598,7 @@ class AutoSettings:
 
     text: tuple[str, ...] = option(
         (),
-        "--text FINETUNE=FILE",
+        "--text MODEL=FILE",
         "Text of a fine-tune, by the last part of its name: one for each, or none (repeatable)",
         unset="each fine-tune writes its own",
         path=True,

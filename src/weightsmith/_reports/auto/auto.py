@@ -119,10 +119,10 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     recipe = search.recipe(result.choice.name)
     shown.say(f"writing {result.choice.name}")
     with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
-        merged = execute(prepared, out, running, Callbacks(*callbacks(shown, "merging")), began=began)
+        execute(prepared, out, running, Callbacks(*callbacks(shown, "merging")), began=began)
         text = prepared.plan.recipe
     shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
-    result = replace(result, out=merged.out, recipe=text, seconds=time.monotonic() - began)
+    result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
     write_page(folder / PAGE, auto_page(result))
     return result
 
@@ -135,7 +135,7 @@ def _names(models: Models) -> tuple[str, ...]:
     """A short name for each fine-tune. Raises ParameterError for too few or too many."""
     if not FEWEST <= len(models.fine_tunes) <= MOST:
         what = f"{len(models.fine_tunes)} fine-tunes are given, and {FEWEST} to {MOST} can be merged"
-        raise ParameterError(what, fix="weightsmith auto BASE FINETUNE FINETUNE OUT", state=NOTHING_WRITTEN)
+        raise ParameterError(what, fix="weightsmith auto BASE MODEL MODEL... OUT", state=NOTHING_WRITTEN)
     if len(set(models.fine_tunes)) < len(models.fine_tunes) or models.base in models.fine_tunes:
         raise ParameterError("a model is named twice", fix="name each model once, the base first", state=NOTHING_WRITTEN)
     short = [Path(name.partition("@")[0]).name or name for name in models.fine_tunes]
@@ -149,7 +149,7 @@ def _texts_of(settings: AutoSettings, models: Models, names: Sequence[str]) -> d
     for written in settings.text:
         model, equals, path = written.partition("=")
         if not equals or not path:
-            problems.append(option_error("text", f"{written!r} names no file", "write FINETUNE=FILE"))
+            problems.append(option_error("text", f"{written!r} names no file", "write MODEL=FILE"))
         elif model not in known:
             problems.append(option_error("text", f"there is no fine-tune {model!r}", f"name one of {', '.join(names)}"))
         else:
@@ -324,7 +324,7 @@ class _Search:
             return self.models.sum(self._strengths[SUM])
         if name == TSV:
             return self.models.tsv(self._strengths[TSV])
-        texts = statistics or [{"file": str(pair.statistics), "tokens": self._tokens} for pair in self.pairs]
+        texts: Sequence[object] = statistics or [{"file": str(pair.statistics), "tokens": self._tokens} for pair in self.pairs]
         prior, strength = ("task_arithmetic", SUM) if name == REGMEAN_SUM else ("tsv_m", TSV)
         return self.models.regmean(texts, prior, self._strengths[strength], self._factors.get(name, 1.0))
 

@@ -18,7 +18,7 @@ from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith._base.files import write_whole
 from weightsmith._base.options import RunOptions, WriteSettings
 from weightsmith._execution.progress import Meter
-from weightsmith._reports.auto.write import writing
+from weightsmith._reports.auto.write import writer
 from weightsmith._reports.evaluate.opening import Opened, prepare_named
 
 TOKENS = 128
@@ -78,8 +78,7 @@ def write_own(name: str, model: str, tokens: int, folder: Path, seed: int, runni
         pair = _pair(name, "", folder)
         if _recorded(record) == identity and pair.statistics.is_file() and pair.held.is_file():
             return pair
-        with writing(name, prepared, running) as draw:
-            rows = draw(settings, shown)
+        rows = writer(name, prepared, running)(settings, shown)
     found = _write(name, "", folder, rows[:OWN_ROWS], rows[OWN_ROWS:])
     write_whole(record, identity.encode())
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -86,8 +85,8 @@ def written(model: Named, out: str, settings: WriteSettings, running: RunOptions
     """See `write`."""
     path = _check_output(out, overwrite=running.overwrite)
     name = name_of(model)
-    with prepare_named(model) as prepared, writing(name, prepared, running) as draw:
-        rows = draw(settings, shown)
+    with prepare_named(model) as prepared:
+        rows = writer(name, prepared, running)(settings, shown)
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in rows]
     try:
         write_whole(path, "".join(lines).encode(errors="surrogatepass"))
@@ -99,8 +98,7 @@ def written(model: Named, out: str, settings: WriteSettings, running: RunOptions
 Draw = Callable[[WriteSettings, Meter], list[str]]
 
 
-@contextmanager
-def writing(name: str, prepared: Prepared, running: RunOptions) -> Iterator[Draw]:
+def writer(name: str, prepared: Prepared, running: RunOptions) -> Draw:
     """A model in memory, as a function that draws texts. Raises PlanError."""
     from weightsmith._reports.auto.writer import draw
 
@@ -114,13 +112,14 @@ def writing(name: str, prepared: Prepared, running: RunOptions) -> Iterator[Draw
     module = _module(one, running, device)
 
     def texts(settings: WriteSettings, shown: Meter) -> list[str]:
-        sampling = _sampling(one, settings)
-        told = lambda done, total: shown.show(Reading(f"{name} writes", done, total, None))  # noqa: E731
-        rows = draw(module, sampling, resources.workers, device, told, name)
-        found: list[str] = one.cutter.tokenizer.decode_batch(rows, skip_special_tokens=False)
-        return found
+        def tell(done: int, total: int) -> None:
+            shown.show(Reading(f"{name} writes", done, total, None))
 
-    yield texts
+        rows = draw(module, _sampling(one, settings), resources.workers, device, tell, name)
+        decoded: list[str] = one.cutter.tokenizer.decode_batch(rows, skip_special_tokens=False)
+        return decoded
+
+    return texts
 
 
 def _check_output(out: str, *, overwrite: bool) -> Path:
@@ -188,7 +187,10 @@ def _sampling(one: Opened, settings: WriteSettings) -> Sampling:
 def _starts(cutter: Cutter, given: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
     """What rows begin with: the texts given, or else the tokens that begin and end texts, and line breaks."""
     before = cutter.before
-    encode = lambda text: tuple(cutter.tokenizer.encode(text, add_special_tokens=False).ids)  # noqa: E731
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(cutter.tokenizer.encode(text, add_special_tokens=False).ids)
+
     if given:
         for text in given:
             yield (*before, *encode(text))
