@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weightsmith._reports.auto.choice import MOST_STRENGTH, RowScores, choose, difference, is_better, lowest, score, too_far
+from weightsmith._reports.auto.choice import RowScores, choose, difference, is_better, score, too_far
 
 TOKENS = np.full(12, 100.0)
 NOISE = np.random.default_rng(0).standard_normal((3, 12))
@@ -44,27 +44,6 @@ def test_better_means_two_standard_errors() -> None:
     shift = 0.1 * float(NOISE.mean())
     assert is_better(noisy, candidate(3 + shift + 2.1 * error, 0), "nats")
     assert not is_better(noisy, candidate(3 + shift + 1.9 * error, 0), "nats")
-
-
-@pytest.mark.parametrize(
-    ("points", "expected"),
-    [
-        ({0.0: 4.0, 0.5: 1.0, 1.0: 2.0}, 0.625),
-        ({1.0: 2.0, 0.0: 4.0, 0.5: 1.0}, 0.625),  # in any order
-        ({0.0: 9.0, 0.33: 4.0, 0.6: 1.0, 1.0: 2.0}, None),  # the three around 0.6
-        ({0.0: 1.0, 0.4: 2.0, 0.8: 5.0}, 0.0),  # the base is best
-        ({0.0: 4.0, 0.5: 2.0, 1.0: 1.9}, None),
-        ({0.0: 3.0, 0.5: 2.5, 1.0: 2.0}, 1.0),  # a straight line: the lowest of the points
-        ({0.0: 3.0, 0.5: 2.0, 1.0: 1.5, 1.5: 1.25}, MOST_STRENGTH),
-    ],
-)
-def test_a_strength_is_the_lowest_point_of_the_parabola(points: dict[float, float], expected: float | None) -> None:
-    found = lowest(points)
-    if expected is None:
-        x = sorted(points)[-3:]
-        a, b, _ = np.polyfit(x, [points[each] for each in x], 2)
-        expected = -b / 2 / a
-    assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_usual_candidate_wins_unless_another_is_better_by_more_than_noise() -> None:

@@ -627,8 +627,8 @@ class TuneSettings:
         "cma",
         "--search NAME",
         "How candidates are chosen",
-        choices=("cma", "gradient", "random", "grid"),
-        more="`cma` is CMA-ES, and needs the extra `tune`. `gradient` moves all numbers at once.",
+        choices=("cma", "line", "gradient", "random", "grid"),
+        more="`cma` is CMA-ES, and needs the extra `tune`. `line` is for one number. `gradient` moves all numbers at once.",
     )
     objective: str = option(
         "mean",

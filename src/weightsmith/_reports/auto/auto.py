@@ -45,7 +45,7 @@ from weightsmith._execution.progress import Meter, Silent, callbacks, watched_me
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.statistics import prepare_statistics
-from weightsmith._reports.auto.choice import RowScores, Scores, choose, difference, lowest, score, too_far
+from weightsmith._reports.auto.choice import RowScores, Scores, choose, difference, score, strength, too_far
 from weightsmith._reports.auto.page import auto_page
 from weightsmith._reports.auto.pool import Journal, Models, Pool
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
@@ -295,17 +295,17 @@ class _Search:
         make = self.models.sum if name == SUM else self.models.tsv
         recipes: dict[float, Mapping[str, Any]] = {0.0: self.models.sum(0.0), **known, **{x: make(x) for x in tried}}
         points = dict[float, float]()
-        for strength, recipe in recipes.items():
-            self.shown.say(f"strengths 3/5: {name} at {strength:.3g}")
-            points[strength] = score(pool.scores(recipe, few=True), self.measure)
-        return float(f"{lowest(points):.4g}")
+        for place, recipe in recipes.items():
+            self.shown.say(f"strengths 3/5: {name} at {place:.3g}")
+            points[place] = score(pool.scores(recipe, few=True), self.measure)
+        return strength(points)
 
     def _scale(self, pool: Pool, folders: Sequence[str]) -> None:
         """RegMean's result times factors: with texts, the score sees deltas that are too long or too short."""
         points = {1.0: score(self._scored[REGMEAN_TSV], "nats")}
         for factor in FACTORS:
             points[factor] = score(self._factored(pool, factor, folders), "nats")
-        best = float(f"{lowest(points):.3g}")
+        best = strength(points)
         if min(abs(best - factor) for factor in points) > 0.05:
             self._factored(pool, best, folders)
 
@@ -325,8 +325,8 @@ class _Search:
         if name == TSV:
             return self.models.tsv(self._strengths[TSV])
         texts: Sequence[object] = statistics or [{"file": str(pair.statistics), "tokens": self._tokens} for pair in self.pairs]
-        prior, strength = ("task_arithmetic", SUM) if name == REGMEAN_SUM else ("tsv_m", TSV)
-        return self.models.regmean(texts, prior, self._strengths[strength], self._factors.get(name, 1.0))
+        prior, which = ("task_arithmetic", SUM) if name == REGMEAN_SUM else ("tsv_m", TSV)
+        return self.models.regmean(texts, prior, self._strengths[which], self._factors.get(name, 1.0))
 
     def _statistics(self, number: int) -> str:
         """The folder of a fine-tune's statistics. Those that an earlier call measured on the same text are kept."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
+from weightsmith._reports.tuning.parabola import lowest
 
 Numbers = npt.NDArray[np.float64]
 
@@ -69,26 +70,9 @@ def is_better(scores: Scores, other: Scores, measure: str) -> bool:
     return found.value < -TOLD_APART * found.error
 
 
-def lowest(points: Mapping[float, float]) -> float:
-    """The strength at the lowest point of the parabola through the three points around the lowest one.
-
-    points  score by strength, three or more
-
-    Between 0 and `MOST_STRENGTH`. Where the three points do not curve upwards, the strength of the lowest point.
-
-    >>> lowest({0.0: 1.25, 1.0: 0.25, 2.0: 1.25})
-    1.0
-    >>> lowest({0.0: 3.0, 0.5: 2.0, 1.0: 1.0})
-    1.0
-    """
-    strengths = sorted(points)
-    at = min(range(len(strengths)), key=lambda i: points[strengths[i]])
-    first = min(max(at - 1, 0), len(strengths) - 3)
-    x = np.array(strengths[first : first + 3])
-    curve, slope, _ = np.polyfit(x, [points[each] for each in x], 2)
-    if curve <= 1e-12:
-        return strengths[at]
-    return float(np.clip(-slope / (2 * curve), 0.0, MOST_STRENGTH))
+def strength(points: Mapping[float, float]) -> float:
+    """The best strength by a parabola, between 0 and `MOST_STRENGTH`, with four digits. points: score by strength."""
+    return float(f"{lowest(points, 0.0, MOST_STRENGTH):.4g}")
 
 
 @dataclass(frozen=True, slots=True)
