@@ -143,12 +143,12 @@ def _misuse() -> str:
 # ---- options
 
 
-NAMED = (("Extract", "dtype"), ("Evaluate", "text"), ("Tune", "report_text"), ("Tune", "reference"))
+NAMED = (("Extract", "dtype"), ("Evaluate", "text"), ("Tune", "report_text"), ("Tune", "reference"), ("Auto", "text"))
 """Options that are parameters of their function."""
 
 
 _RUNS = "RunKeywords", " and those of runs"
-_PARENTS = {name: _RUNS for name in ("Extract", "Transplant", "Evaluate", "Statistics")}
+_PARENTS = {name: _RUNS for name in ("Extract", "Transplant", "Evaluate", "Statistics", "Write", "Auto")}
 _PARENTS["Tune"] = "RecipeKeywords, EvaluateKeywords", ", and those of recipes, evaluations and runs"
 """The classes that those of a record extend, and what its docstring says of them."""
 
@@ -487,7 +487,7 @@ def _cell(support: Support | None) -> str:
 THEMES = {
     "Make models": (
         *("merge", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("tune", "plan", "run", "Merged", "Tuning", "Plan", "Progress"),
+        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Tuning", "OwnText", "Plan", "Progress"),
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),

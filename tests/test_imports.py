@@ -10,6 +10,7 @@ import weightsmith
 from tests.cli_help import LINEAR, make_models, run_process
 
 NAMES = [
+    "Auto",
     "Bounds",
     "Busy",
     "CannotResume",
@@ -29,6 +30,7 @@ NAMES = [
     "NonFinite",
     "NotFound",
     "OutputExists",
+    "OwnText",
     "ParameterError",
     "PerModel",
     "Plan",
@@ -51,6 +53,7 @@ NAMES = [
     "WeightsmithError",
     "WorkerLost",
     "__version__",
+    "auto",
     "block_method",
     "dequantize",
     "diff",
@@ -72,6 +75,7 @@ NAMES = [
     "transplant_tokenizer",
     "tune",
     "verify",
+    "write",
 ]
 
 

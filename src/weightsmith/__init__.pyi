@@ -50,6 +50,10 @@ from weightsmith._outputs.places import verify as verify
 from weightsmith._outputs.save import save_file as save_file
 from weightsmith._outputs.save import save_model as save_model
 from weightsmith._plans import Plan as Plan
+from weightsmith._reports.auto.auto import auto as auto
+from weightsmith._reports.auto.result import Auto as Auto
+from weightsmith._reports.auto.write import OwnText as OwnText
+from weightsmith._reports.auto.write import write as write
 from weightsmith._reports.evaluate.measure import evaluate as evaluate
 from weightsmith._reports.evaluate.values import Evaluation as Evaluation
 from weightsmith._reports.look.comparison import Comparison as Comparison

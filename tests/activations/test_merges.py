@@ -89,6 +89,8 @@ def assert_merged(found: Weights, expected: Callable[[str], torch.Tensor], folde
         ({"ridge": 0.05}, 1.0, 0.0),
         ({"ridge": 0, "alpha": 0.9}, 0.9, 0.0),
         ({"ridge": 0.05, "prior": "tsv_m", "prior_parameters": {"directions": 8, "lambda": 0.7}, "mu": 0.5}, 1.0, 0.5),
+        ({"ridge": 0.05, "prior": "task_arithmetic", "prior_parameters": {"lambda": 0.4}, "mu": 0.5}, 1.0, 0.5),
+        ({"ridge": 0.05, "prior": "linear", "mu": 0.5}, 1.0, 0.5),
     ],
 )
 def test_regmean_is_the_closed_form(given: dict[str, Any], alpha: float, mu: float, folder: Path, tmp_path: Path) -> None:
@@ -97,8 +99,10 @@ def test_regmean_is_the_closed_form(given: dict[str, Any], alpha: float, mu: flo
     base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
     prior = {name: torch.zeros(()) for name in base}
     if mu:
-        other = recipe(folder, "tsv_m", directions=8, **{"lambda": 0.7})
-        other["models"] = [{"model": str(folder / name)} for name in "ab"]
+        other = recipe(folder, given["prior"], **given.get("prior_parameters", {}))
+        other["models"] = [{"model": str(folder / name), "parameters": {"weight": 1}} for name in "ab"]
+        if given["prior"] == "linear":
+            del other["base_model"]
         weightsmith.merge(other, tmp_path / "prior", card=False, progress=False)
         prior = {name: tensor - base[name] for name, tensor in stored(tmp_path / "prior").items()}
 

@@ -40,6 +40,8 @@ KEYWORDS = {
     options.TransplantSettings: keywords.TransplantKeywords,
     options.EvaluateSettings: keywords.EvaluateKeywords,
     options.StatisticsSettings: keywords.StatisticsKeywords,
+    options.WriteSettings: keywords.WriteKeywords,
+    options.AutoSettings: keywords.AutoKeywords,
     options.TuneSettings: keywords.TuneKeywords,
     options.RunOptions: keywords.RunKeywords,
 }
@@ -48,6 +50,7 @@ KEYWORDS = {
 PARAMETERS = {
     options.EvaluateSettings: ("text",),
     options.TuneSettings: ("report_text", "reference"),
+    options.AutoSettings: ("text",),
 }
 """Options that are parameters of their function."""
 

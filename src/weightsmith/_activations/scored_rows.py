@@ -112,7 +112,7 @@ class Cutter:
         return found
 
     def _plain(self, text: TextSource, most_rows: int) -> ScoredRows:
-        before = self._before()
+        before = self.before
         width = max(1, text.tokens - len(before))
         ids, nbytes = list[Ints](), list[Ints]()
         with contextlib.closing(read_pieces(text)) as pieces:
@@ -133,12 +133,13 @@ class Cutter:
             scored[:, 0] = UNSCORED
         return ScoredRows(np.concatenate([first, cut], axis=1), scored)
 
-    def _before(self) -> list[int]:
+    @property
+    def before(self) -> tuple[int, ...]:
         """The tokens that the tokenizer puts before a text."""
         plain, whole = (self.tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         places = range(len(whole) - len(plain) + 1)
         at = next((i for i in places if plain and whole[i : i + len(plain)] == plain), 0)
-        return list(whole[:at])
+        return tuple(whole[:at])
 
     def _answers(self, talks: Iterable[Conversation], text: TextSource, most_rows: int) -> ScoredRows:
         chosen = list(itertools.islice(talks, most_rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,11 +20,14 @@ from weightsmith._methods.signature import Bounds
 from weightsmith.abc.job import Job, Matrix
 
 if TYPE_CHECKING:
-    from weightsmith._methods.jobs.matrix import Deltas, MatrixJob
+    from weightsmith._methods.jobs.matrix import Deltas
 
 KIND = "second_moments"
 
-Prior = Literal["none", "tsv_m", "svc", "wudi", "star", "iso_c", "iso_cts", "resmerge"]
+Prior = Literal["none", "linear", "task_arithmetic", "tsv_m", "svc", "wudi", "star", "iso_c", "iso_cts", "resmerge"]
+
+SUMS = ("linear", "task_arithmetic")
+"""Priors that are weighted sums of the deltas."""
 
 
 def solve(
@@ -108,21 +111,37 @@ def _problem(parameter: Parameter, value: Any) -> str:
     return parameter.problem(value)
 
 
-def _prior_job(matrix: Matrix, prior: str, prior_parameters: str | None) -> MatrixJob | None:
-    """The job of the prior, of which only `merge` is called."""
+def _towards(matrix: Matrix, prior: str, prior_parameters: str | None) -> Callable[[Deltas], Any] | None:
+    """Δ₀ from the deltas without their weights; None for no prior."""
     from weightsmith import _methods as methods
-    from weightsmith._methods.jobs.matrix import MatrixJob
 
     if prior == "none" or matrix.role != "linear":
         return None
     method, given = methods.get(prior), _given(prior, prior_parameters)
     assert isinstance(given, dict)
     shared = {p.name: p.default for p in method.parameters if p.scope == "tensor"} | given
-    own = {p.name: p.default for p in method.parameters if p.scope == "model"}
-    models = tuple({**own, **{k: v for k, v in model.items() if k in own}} for model in matrix.own)
+    per_model = {p.name: p.default for p in method.parameters if p.scope == "model"}
+    models = tuple({**per_model, **{k: v for k, v in model.items() if k in per_model}} for model in matrix.own)
+    if prior in SUMS:
+        return _sum_of([float(model["weight"] or 0) for model in models], shared)
     job = method.job(replace(matrix, shared=shared, models=(*matrix.models[: int(matrix.base)], *models), statistics={}))
+    return _matrix_prior(job)
+
+
+def _sum_of(weights: Sequence[float], shared: Mapping[str, Any]) -> Callable[[Deltas], Any]:
+    """λ Σ wᵢδᵢ, divided by Σ wᵢ with `normalize`."""
+    shares = np.asarray(weights, np.float64) * shared.get("lambda", 1.0)
+    if shared["normalize"]:
+        total = float(np.sum(weights))
+        shares /= total if abs(total) >= 1e-8 else 1.0  # as task_arithmetic
+    return lambda deltas: sum(deltas.weighted(shares))
+
+
+def _matrix_prior(job: Job) -> Callable[[Deltas], Any]:
+    from weightsmith._methods.jobs.matrix import MatrixJob
+
     assert isinstance(job, MatrixJob)
-    return job
+    return lambda deltas: job.merge(deltas.weighted(job.weights)) * job.factor
 
 
 @matrix_method(
@@ -165,7 +184,7 @@ def regmean(
     mu: Annotated[float, "How strongly the prior pulls, as a share of the mean of the diagonal.", Bounds(0.0)] = 0.3,
     lambda_: Lambda = 1.0,
 ) -> Job:
-    known, towards, first = matrix.statistics.get(KIND, {}), _prior_job(matrix, prior, prior_parameters), int(matrix.base)
+    known, towards, first = matrix.statistics.get(KIND, {}), _towards(matrix, prior, prior_parameters), int(matrix.base)
 
     def merge(deltas: Deltas) -> Any:
         import torch
@@ -173,8 +192,7 @@ def regmean(
         def moments(i: int) -> Any:
             return torch.from_numpy(np.array(known[first + i], np.float64)).to(matrix.device)
 
-        found = None if towards is None else towards.merge(deltas.weighted(towards.weights)) * towards.factor
-        return solve(deltas, moments, alpha, ridge, mu, found, matrix.name)
+        return solve(deltas, moments, alpha, ridge, mu, None if towards is None else towards(deltas), matrix.name)
 
     copies = 8 + 2 * len(matrix.codes)
     return linears_job(matrix, weight, lambda_, merge, copies=copies, side=matrix.cols, known=bool(known))

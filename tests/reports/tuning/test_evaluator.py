@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from weightsmith._base.errors import NonFinite, PlanError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._engine.resources import Resources
 from weightsmith._planning.recipe import Scalar
-from weightsmith._reports.evaluate.opening import Opened, opened
+from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.tuning.candidates import Candidates
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Rows
 from weightsmith.abc.output import Output
@@ -271,3 +273,21 @@ def test_a_head_in_bfloat16_finds_the_logits_of_the_tokens_in_float32() -> None:
     torch.testing.assert_close(found[0, places, tokens], exact[0, places, tokens])
     found[0, places, tokens] = rounded[0, places, tokens]
     assert torch.equal(found, rounded)
+
+
+@pytest.mark.slow
+def test_settings_that_one_file_leaves_out_are_those_of_transformers(work: Path) -> None:
+    """A model converted from GGUF states less than one that transformers saved."""
+    config = json.loads(Path("b/config.json").read_text())
+    fewer = {key: value for key, value in config.items() if key not in ("attention_dropout", "hidden_act", "use_cache")}
+    for name, written in (("fewer", fewer), ("other", {**config, "rms_norm_eps": 0.5})):
+        shutil.copytree(Path("b").resolve(), name)
+        Path(name, "config.json").write_text(json.dumps(written))
+    with Candidates("r.yml", RecipeOptions()) as candidates:
+        prepared = candidates.prepare(candidates.start)
+        evaluator = Evaluator(opened("r.yml", prepared), Resources(1))
+        fitting = {}
+        for name in ("fewer", "other"):
+            with prepare_named(name) as named:
+                fitting[name] = evaluator.fits(named.plan)
+    assert fitting == {"fewer": True, "other": False}

@@ -54,6 +54,33 @@ def test_one_seed_is_one_sequence_from_the_start_within_the_ranges(name: str) ->
     assert all(-1 <= values[0] <= 2 and values[1] in ("x", "y") and 3 <= values[2] <= 4 for values in first)
 
 
+@pytest.mark.parametrize("curve", [lambda x: (x - 0.73) ** 2, lambda x: math.exp(x) - 2.2 * x, lambda x: abs(x - 0.6) ** 1.5])
+def test_a_line_finds_the_minimum_of_one_number_in_few_candidates(curve: Callable[[float], float]) -> None:
+    found = run("line", [number("a", -1, 2)], 40, 0, lambda values: curve(float(values[0])))
+    assert found[0] == (0.5,)
+    assert len(found) <= 8
+    best = min(curve(float(values[0])) for values in found)
+    assert best - min(curve(x) for x in np.linspace(-1, 2, 3001)) < 5e-3
+    assert all(-1 <= float(values[0]) <= 2 for values in found)
+
+
+def test_a_line_stops_at_an_end_where_the_loss_falls_towards_it_and_after_an_end_that_cannot_be_scored() -> None:
+    found = run("line", [number("a")], 40, 0, lambda values: -float(values[0]))
+    assert found == [(0.5,), (0.0,), (1.0,)]
+    broken = run("line", [number("a")], 40, 0, lambda values: math.inf if values[0] == 1 else float(values[0]))
+    assert broken == [(0.5,), (0.0,), (1.0,)]
+
+
+def test_a_line_takes_choices_first_and_refuses_two_numbers() -> None:
+    loss = lambda values: (float(values[0]) - 0.3) ** 2 + (values[1] == "x")  # noqa: E731
+    found = run("line", [number("a"), choice("m", "x", "y")], 40, 0, loss)
+    assert found[:2] == [(0.5, "x"), (0.5, "y")]
+    assert all(values[1] == "y" for values in found[2:])
+    assert min(found, key=loss)[0] == pytest.approx(0.3, abs=0.01)
+    with pytest.raises(ParameterError, match="a line is for one number, and the recipe has 2 to tune"):
+        run("line", [number("a"), number("b")], 4)
+
+
 @pytest.mark.parametrize("n", [1, 2, 12, 60])
 def test_cma_finds_a_minimum_that_random_values_miss(n: int) -> None:
     tunables = [number(str(i)) for i in range(n)]

@@ -358,3 +358,12 @@ def test_the_command_shows_what_it_found(work: Path, cli: Cli) -> None:
 
 def test_the_module_names_its_marks() -> None:
     assert module.MARK.startswith("# Tuned by weightsmith")
+
+
+@pytest.mark.slow
+def test_a_line_scores_all_rows_of_each_candidate(work: Path) -> None:
+    recipe = {**LINEAR, "models": [{"model": name, "parameters": {"weight": 1}} for name in "bc"]}
+    found = tune({**recipe, "parameters": {"lambda": {"tune": [0, 1]}}}, search="line", budget=20)
+    assert 3 <= len(found.trials) <= 8
+    assert len(found.losses) == len(found.trials)
+    assert found.objective_of(found.best) == min(map(found.objective_of, found.losses))

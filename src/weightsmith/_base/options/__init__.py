@@ -21,6 +21,7 @@ from weightsmith._base.options.option import options_of as options_of
 from weightsmith._base.options.option import read_options as read_options
 from weightsmith._base.options.records import APPROXIMATIONS as APPROXIMATIONS
 from weightsmith._base.options.records import SPOOL_BYTES as SPOOL_BYTES
+from weightsmith._base.options.records import AutoSettings as AutoSettings
 from weightsmith._base.options.records import EvaluateSettings as EvaluateSettings
 from weightsmith._base.options.records import ExtractSettings as ExtractSettings
 from weightsmith._base.options.records import QuantizeSettings as QuantizeSettings
@@ -29,4 +30,5 @@ from weightsmith._base.options.records import RunOptions as RunOptions
 from weightsmith._base.options.records import StatisticsSettings as StatisticsSettings
 from weightsmith._base.options.records import TransplantSettings as TransplantSettings
 from weightsmith._base.options.records import TuneSettings as TuneSettings
+from weightsmith._base.options.records import WriteSettings as WriteSettings
 from weightsmith._base.options.records import output_dtype as output_dtype

@@ -127,6 +127,22 @@ class StatisticsKeywords(RunKeywords, total=False):
     seed: int
 
 
+class WriteKeywords(RunKeywords, total=False):
+    """`WriteSettings` and those of runs."""
+
+    rows: int
+    tokens: int
+    temperature: float
+    start: Sequence[str]
+    seed: int
+
+
+class AutoKeywords(RunKeywords, total=False):
+    """`AutoSettings` and those of runs."""
+
+    seed: int
+
+
 class TuneKeywords(RecipeKeywords, EvaluateKeywords, total=False):
     """`TuneSettings`, and those of recipes, evaluations and runs."""
 

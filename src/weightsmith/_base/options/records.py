@@ -21,7 +21,7 @@ COPIES = ("quantize", "dequantize")
 ADAPTERS = ("merge", "plan")
 WRITING = ("merge", "moe", "plan", *COPIES, "extract_lora", "transplant_tokenizer", "run")
 LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
-RUNNING = (*WRITING, "evaluate", "statistics", "tune")
+RUNNING = (*WRITING, "evaluate", "statistics", "tune", "auto")
 
 APPROXIMATIONS = (
     *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
@@ -252,7 +252,7 @@ class RunOptions:
         "Number of threads",
         unset="all available cores",
         least=1,
-        commands=(*RUNNING, *LOOKING),
+        commands=(*RUNNING, *LOOKING, "write"),
         group="Resources",
         setting=True,
     )
@@ -271,7 +271,7 @@ class RunOptions:
         "Replace a checkpoint that weightsmith made",
         more="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or changed "
         "files, or is read, is never replaced: choose another name, or remove it yourself.",
-        commands=(*WRITING, "statistics"),
+        commands=(*WRITING, "statistics", "write", "auto"),
     )
     resume: bool = option(
         True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
@@ -280,7 +280,7 @@ class RunOptions:
         True,
         "--fsync/--no-fsync",
         "Flush the data to disk before OUT is created",
-        commands=(*WRITING, "statistics"),
+        commands=(*WRITING, "statistics", "auto"),
         group="Advanced",
     )
     card: bool = option(True, "--card/--no-card", "Write README.md, a model card", setting=True)
@@ -304,7 +304,7 @@ class RunOptions:
         "--device DEVICE",
         "Device for computation: cpu, cuda, cuda:1 or auto",
         more="It computes whole matrices and hidden states; everything else runs on the CPU.",
-        commands=tuple(each for each in RUNNING if each != "dequantize"),
+        commands=(*(each for each in RUNNING if each != "dequantize"), "write"),
         group="Resources",
         setting=True,
     )
@@ -321,7 +321,7 @@ class RunOptions:
         "--stream",
         "Read Hub models over the network instead of downloading them",
         more="Only the needed byte ranges are read. See [remote models](remote.md).",
-        commands=(*RUNNING, *LOOKING),
+        commands=(*RUNNING, *LOOKING, "write"),
         group="Remote",
     )
     max_spool_bytes: int = option(
@@ -582,6 +582,39 @@ class StatisticsSettings:
     seed: int = option(0, "--seed N", "Seed of the rows that are drawn, and of the labels of fisher")
 
 
+@option_record("write", group="Texts")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSettings:
+    """What a model writes by itself."""
+
+    rows: int = option(20, "--rows N", "Number of rows to write", least=1)
+    tokens: int = option(128, "--tokens N", "Number of tokens in each row", least=1)
+    temperature: float = option(1.0, "--temperature T", "Divisor of the logits: less than 1 is more predictable", above=0)
+    start: tuple[str, ...] = option(
+        (),
+        "--start TEXT",
+        "Text that rows begin with, not written itself (repeatable)",
+        unset="the tokens that begin and end texts, and line breaks",
+        more="Rows take the starts in turn.",
+    )
+    seed: int = option(0, "--seed N", "Seed of the tokens that are drawn", least=0)
+
+
+@option_record("auto", group="Texts")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoSettings:
+    """What `auto` measures fine-tunes on."""
+
+    text: tuple[str, ...] = option(
+        (),
+        "--text MODEL=FILE",
+        "Text of a fine-tune, by the last part of its name: one for each, or none (repeatable)",
+        unset="each fine-tune writes its own",
+        path=True,
+    )
+    seed: int = option(0, "--seed N", "Seed of the text that fine-tunes write", least=0)
+
+
 @option_record("tune", group="Search")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneSettings:
@@ -603,8 +636,8 @@ class TuneSettings:
         "cma",
         "--search NAME",
         "How candidates are chosen",
-        choices=("cma", "gradient", "random", "grid"),
-        more="`cma` is CMA-ES, and needs the extra `tune`. `gradient` moves all numbers at once.",
+        choices=("cma", "line", "gradient", "random", "grid"),
+        more="`cma` is CMA-ES, and needs the extra `tune`. `line` is for one number. `gradient` moves all numbers at once.",
     )
     objective: str = option(
         "mean",

@@ -180,10 +180,11 @@ class Evaluator:
             self._states.clear()
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a plan's model can be scored: same tensors and config.json, ignoring dtypes."""
+        """Whether a plan's model can be scored: same tensors and settings, ignoring dtypes."""
         shapes = {step.out.name: step.out.shape for step in plan.steps}
-        own, theirs = ({k: v for k, v in (c or {}).items() if k not in _NEITHER} for c in (self._config, plan.config))
-        return shapes == {name: spec.shape for name, spec in self._specs.items()} and own == theirs
+        if shapes != {name: spec.shape for name, spec in self._specs.items()}:
+            return False
+        return plan.config == self._config or _settings(plan.config) == _settings(self._config)
 
     def losses(
         self, candidate: Candidate, rows: Rows, reference: Reference | None = None, *, keep: bool = True
@@ -496,6 +497,19 @@ def _product_identity(plan: Plan, product: Product) -> str:
     models = [model.identity for model in plan.models]
     inner = [_product_identity(plan, others[name]) for name in product.needs]
     return hashlib.sha256(repr((facts, models, [_settled(plan, step) for step in steps], inner)).encode()).hexdigest()
+
+
+def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What config.json says, with transformers' defaults for what it leaves out: files of one model differ in that."""
+    from transformers import AutoConfig
+
+    written = dict(config or {})
+    kind = written.pop("model_type", "")
+    try:
+        settings = AutoConfig.for_model(kind, **written).to_dict()
+    except Exception:  # a bad config can raise anything in transformers
+        settings = {**written, "model_type": kind}
+    return {key: value for key, value in settings.items() if key not in _NEITHER}
 
 
 def _parts(structure: Structure, base: Base, steps: Sequence[Step]) -> list[list[str]]:

@@ -1,15 +1,16 @@
 """Which candidates are tried next. A searcher is asked for a round of them, none of which depends on the loss of another, and
 told how good they were. With one seed it is one sequence, whoever tries them and in whatever order within a round.
 
+    line      one number, by parabolas through the losses: few candidates, each on all rows
     gradient  numbers along the gradient of the loss: L-BFGS (Liu and Nocedal 1989, https://doi.org/10.1007/BF01589116) within
               the ranges
     cma       numbers by CMA-ES (Hansen and Ostermeier 2001, https://doi.org/10.1162/106365601750190398), of the package `cmaes`
     random    every value at random, within its range
     grid      all combinations of evenly spaced numbers and of choices
 
-`cma` and `gradient` are for numbers. Choices are tried before, with the numbers at their start: all combinations if they take
-no more than a quarter of the budget, else one choice at a time; the best are kept. `random` and `grid` treat choices as they
-treat numbers.
+`line`, `cma` and `gradient` are for numbers. Choices are tried before, with the numbers at their start: all combinations if
+they take no more than a quarter of the budget, else one choice at a time; the best are kept. `random` and `grid` treat choices
+as they treat numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from weightsmith._base.errors import PlanError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._planning.recipe import Scalar, Tunable
 from weightsmith._reports.tuning.candidates import Values
+from weightsmith._reports.tuning.parabola import lowest
 
 Round = list[Values]
 """Candidates that are tried together."""
@@ -38,6 +40,9 @@ STEP = 0.2
 
 FIRST, FARTHEST = 0.1, 0.3
 """The largest change of a number by the first step along the gradient, and by any other, as a share of its range."""
+
+MOST_POINTS, SAME = 8, 0.01
+"""A line ends after so many candidates, or where the next one is nearer than this share of the range to one before."""
 
 REMEMBERED = 10
 """Steps from which L-BFGS learns the curvature."""
@@ -74,8 +79,11 @@ class Searcher(Protocol):
 def searcher(name: str, tunables: Sequence[Tunable], start: Values, budget: int, seed: int) -> Searcher:
     """A searcher by its name. The first candidate is the start, except of `grid`.
 
-    Raises PlanError without the package; ParameterError for a grid that the budget is too small for.
+    Raises PlanError without the package; ParameterError for a grid that the budget is too small for, and for a line through
+    several numbers.
     """
+    if name == "line":
+        return _Line(tunables, start, budget)
     if name == "gradient":
         return _Gradient(tunables, start, budget)
     if name == "grid":
@@ -198,6 +206,25 @@ class _Numbers:
         for i in places:
             now = self._best[0]
             yield [(*now[:i], choice, *now[i + 1 :]) for choice in self._tunables[i].choices if choice != now[i]]
+
+
+class _Line(_Numbers):
+    def __init__(self, tunables: Sequence[Tunable], start: Values, budget: int) -> None:
+        super().__init__(tunables, start, budget)
+        if len(self._places) != 1:
+            what = f"a line is for one number, and the recipe has {len(self._places):,} to tune"
+            raise option_error("search", what, f"use {assignment('search', 'cma')}")
+
+    def _moved(self, first: Values) -> Iterator[Round]:
+        points = {float(self._point(first)[0]): self._best[1]}
+        while (more := [x for x in (0.0, 0.5, 1.0) if x not in points]) or len(points) < MOST_POINTS:
+            asked = more or [float(f"{lowest(points, 0.0, 1.0):.4g}")]
+            if not more and min(abs(asked[0] - x) for x in points) < SAME:
+                return
+            yield [self._at(first, (x,)) for x in asked]
+            points |= {x: told for x, told in zip(asked, self._told, strict=True) if math.isfinite(told)}
+            if more and any(x not in points for x in more):
+                return  # an end of the range cannot be scored
 
 
 class _Cma(_Numbers):

@@ -78,7 +78,7 @@ class TextMeasure:
         self.seat = 0
         whole = [list(range(n)) for n in self.counts]
         self._stages = [whole]
-        if settings.search != "gradient":
+        if settings.search not in ("gradient", "line"):  # others compare many candidates on few rows first
             self._stages = [list(own) for own in zip(*map(stages, self.counts), strict=True)]
         self._tokens = [_tokens(rows) for rows in self._texts.tune]
         memory = running.max_memory_bytes

@@ -1,0 +1,378 @@
+"""`weightsmith.auto`: candidates are measured on held-back text, and the best one is written if it beats the mean.
+
+    texts ─▶ references ─▶ strengths ─▶ statistics ─▶ RegMean ─▶ choice ─▶ merge
+
+Everything that takes time is kept in the folder OUT.auto: texts, statistics, scores. The same call takes it up again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from weightsmith._activations.rows import text_source
+from weightsmith._activations.stored import is_stored, read_stored
+from weightsmith._base.errors import (
+    NOTHING_WRITTEN,
+    CheckpointError,
+    FormatError,
+    OutputExists,
+    ParameterError,
+    PlanError,
+    WeightsmithError,
+)
+from weightsmith._base.files import expand_user
+from weightsmith._base.options import (
+    AutoSettings,
+    QuantizeSettings,
+    RecipeOptions,
+    RunOptions,
+    StatisticsSettings,
+    lists_options,
+    option_error,
+    read_options,
+)
+from weightsmith._base.options.keywords import AutoKeywords
+from weightsmith._base.pages import write_page
+from weightsmith._execution.distributed import execute
+from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
+from weightsmith._execution.run import Callbacks
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.statistics import prepare_statistics
+from weightsmith._reports.auto.choice import RowScores, Scores, choose, difference, score, strength, too_far
+from weightsmith._reports.auto.page import auto_page
+from weightsmith._reports.auto.pool import Journal, Models, Pool
+from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
+from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
+from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
+
+SUM_STRENGTHS, TSV_STRENGTHS = (0.6, 1.0), (0.4, 0.8)
+"""Scored beside 0, which is the base, and for sums 1/N, which is the mean."""
+
+FACTORS = (0.6, 1.4)
+"""Of RegMean's result, scored beside 1 where texts are given: without, no score sees that deltas are too long."""
+
+FEWEST, MOST = 2, 10
+MEAN, SUM, TSV, REGMEAN_TSV, REGMEAN_SUM = "mean", "sum", "tsv_m", "regmean, prior tsv_m", "regmean, prior sum"
+
+
+@lists_options("auto", AutoSettings, RunOptions, besides=("text",))
+def auto(
+    base: str | os.PathLike[str],
+    fine_tunes: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    text: Mapping[str, str | os.PathLike[str]] | None = None,
+    progress: bool | Meter = True,
+    **options: Unpack[AutoKeywords],
+) -> Auto:
+    """Find a good merge of fine-tunes of one base by measuring, and write it.
+
+    base        the model that all were trained from: a folder or Hub id
+    fine_tunes  two to ten folders, Hub ids or `base+adapter`
+    out         a new folder; texts, scores and the page are kept beside it in `OUT.auto`
+    text        a .txt, .jsonl or .parquet file for each fine-tune, by its name (the last part of its path). None: each
+                fine-tune writes text of its own
+    progress    True: a bar in terminals and notebooks, False: none
+
+    Candidates are the sum of all deltas and task singular vectors, at strengths that a parabola finds, and RegMean with these
+    as its prior. They are scored on held-back rows: by the cross entropy of the texts, or without texts by the KL divergence
+    from the fine-tunes. The winner is written if it beats the plain mean by two standard errors; otherwise the mean is.
+    OUT/recipe.yml repeats the merge, to the byte.
+
+    Raises PlanError, ParameterError, MismatchError, OutputExists, NonFinite, before anything is written in OUT.
+
+    Memory: a model in float32 twice, the statistics of all fine-tunes, and predictions of the held-back rows.
+
+    >>> found = weightsmith.auto("base", ["fr", "de"], "merged")  # doctest: +SKIP
+    >>> found.reading[0]  # doctest: +SKIP
+    'merged is regmean, prior tsv_m: 0.0214 ± 0.0052 nats a token better than the mean on held-back text.'
+    """
+    given = [f"{name}={os.fspath(path)}" for name, path in (text or {}).items()]
+    settings, running = read_options("auto", {"text": given, **options}, AutoSettings, RunOptions)
+    meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
+    models = Models(os.fspath(base), tuple(os.fspath(model) for model in fine_tunes))
+    with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
+        return find_merge(models, os.fspath(out), settings, running, shown)
+
+
+def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions, shown: Meter) -> Auto:
+    """See `auto`."""
+    began = time.monotonic()
+    out = out.rstrip("/")
+    names = _names(models)
+    texts = _texts_of(settings, models, names)
+    folder = _work_folder(out, running)
+    with ExitStack() as stack:
+        one = _opened_mean(models, stack)
+        folder.mkdir(exist_ok=True)
+        journal = Journal(folder / _SCORES, _about(one, models), resume=running.resume)
+        pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
+        search = _Search(one, models, names, pairs, folder, journal, bool(texts), running, shown)
+        result = search.run()
+    recipe = search.recipe(result.choice.name)
+    shown.say(f"writing {result.choice.name}")
+    with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
+        execute(prepared, out, running, Callbacks(*callbacks(shown, "merging")), began=began)
+        text = prepared.plan.recipe
+    shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
+    result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
+    write_page(folder / PAGE, auto_page(result))
+    return result
+
+
+PAGE = "index.html"
+_STATISTICS = "statistics"
+
+
+def _names(models: Models) -> tuple[str, ...]:
+    """A short name for each fine-tune. Raises ParameterError for too few or too many."""
+    if not FEWEST <= len(models.fine_tunes) <= MOST:
+        what = f"{len(models.fine_tunes)} fine-tunes are given, and {FEWEST} to {MOST} can be merged"
+        raise ParameterError(what, fix="weightsmith auto BASE MODEL MODEL... OUT", state=NOTHING_WRITTEN)
+    if len(set(models.fine_tunes)) < len(models.fine_tunes) or models.base in models.fine_tunes:
+        raise ParameterError("a model is named twice", fix="name each model once, the base first", state=NOTHING_WRITTEN)
+    short = [Path(name.partition("@")[0]).name or name for name in models.fine_tunes]
+    return tuple(name if short.count(name) == 1 else f"{name}-{i}" for i, name in enumerate(short, 1))
+
+
+def _texts_of(settings: AutoSettings, models: Models, names: Sequence[str]) -> dict[str, str]:
+    """The file of each fine-tune, by its short name; {} if none is given. Raises PlanError."""
+    problems, files = list[WeightsmithError](), dict[str, str]()
+    known = dict(zip(models.fine_tunes, names, strict=True)) | {name: name for name in names}
+    for written in settings.text:
+        model, equals, path = written.partition("=")
+        if not equals or not path:
+            problems.append(option_error("text", f"{written!r} names no file", "write MODEL=FILE"))
+        elif model not in known:
+            problems.append(option_error("text", f"there is no fine-tune {model!r}", f"name one of {', '.join(names)}"))
+        else:
+            files[known[model]] = path
+    missing = [name for name in names if name not in files]
+    if files and missing and not problems:
+        what = f"there is no text for {', '.join(missing)}"
+        problems.append(option_error("text", what, "give a text for each fine-tune, or for none: each then writes its own"))
+    if problems:
+        raise PlanError(problems)
+    return files
+
+
+def _work_folder(out: str, running: RunOptions) -> Path:
+    """Raises ParameterError for an output that is no folder on this disk; OutputExists."""
+    if "://" in out:
+        raise ParameterError(
+            "the output must be a folder on this disk",
+            where=out,
+            fix="write it here, then push it with run or merge",
+            state=NOTHING_WRITTEN,
+        )
+    path = expand_user(out)
+    if os.path.lexists(path) and not running.overwrite:
+        raise OutputExists("the output exists", where=out, fix="choose another name, or add --overwrite", state=NOTHING_WRITTEN)
+    folder = path.with_name(f"{path.name}.auto")
+    if folder.exists() and not (folder / _SCORES).is_file() and any(folder.iterdir()):
+        what = "the folder for unfinished work exists, and weightsmith auto did not make it"
+        raise OutputExists(what, where=str(folder), fix="choose another output", state=NOTHING_WRITTEN)
+    return folder
+
+
+_SCORES = "scores.jsonl"
+
+
+def _opened_mean(models: Models, stack: ExitStack) -> Opened:
+    """The mean, whose tokenizer cuts texts, after the models were checked by planning it. Raises PlanError."""
+    with prepare_any(models.sum(1.0), RecipeOptions(), QuantizeSettings()):
+        pass
+    return opened(MEAN, stack.enter_context(prepare_named(models.mean())))
+
+
+def _about(one: Opened, models: Models) -> dict[str, Any]:
+    """Whose scores the journal has."""
+    with prepare_named(models.base) as prepared:
+        states = [model.state for model in (*prepared.inputs, *one.prepared.inputs)]
+    return {"kind": "weightsmith auto", "models": states}
+
+
+def _pairs(
+    one: Opened,
+    models: Models,
+    names: Sequence[str],
+    texts: Mapping[str, str],
+    folder: Path,
+    settings: AutoSettings,
+    running: RunOptions,
+    shown: Meter,
+) -> list[TextPair]:
+    pairs = []
+    for number, (name, model) in enumerate(zip(names, models.fine_tunes, strict=True), 1):
+        if texts:
+            pairs.append(cut(one, name, texts[name], folder))
+        else:
+            shown.say(f"text 1/5: {name} writes text of its own ({number} of {len(names)})")
+            pairs.append(write_own(name, model, row_tokens(one), folder, settings.seed, running, shown))
+    return pairs
+
+
+@dataclass(eq=False)
+class _Search:
+    """The candidates of one call, by name."""
+
+    one: Opened
+    models: Models
+    names: Sequence[str]
+    pairs: Sequence[TextPair]
+    folder: Path
+    journal: Journal
+    with_texts: bool
+    running: RunOptions
+    shown: Meter
+
+    def __post_init__(self) -> None:
+        self._strengths = dict[str, float]()
+        self._factors = dict[str, float]()
+        self._scored = dict[str, Scores]()
+        self._tokens = row_tokens(self.one)
+
+    @property
+    def measure(self) -> str:
+        """The score that chooses."""
+        return "nats" if self.with_texts else "divergences"
+
+    def run(self) -> Auto:
+        """Measure and choose."""
+        held = [pair.held for pair in self.pairs]
+        self.shown.say("references 2/5: the fine-tunes on their own rows")
+        pool = Pool(self.one, held, self._tokens, self.running, self.journal)
+        alone = pool.refer(self.models.fine_tunes)
+        self.shown.say("strengths 3/5: the base and the mean")
+        base = pool.scores(self.models.sum(0.0))
+        self._check_differ(alone, base)
+        self._scored = {MEAN: pool.scores(self.models.mean())}
+        choice = None if self.with_texts else too_far(score(base, "divergences"), MEAN)
+        if choice is None:
+            self._measure_all(pool)
+            choice = choose(self._scored, REGMEAN_TSV, MEAN, with_texts=self.with_texts)
+        return Auto(
+            out=self.folder,
+            work=self.folder,
+            recipe="",
+            choice=choice,
+            with_texts=self.with_texts,
+            candidates=tuple(self._summary(name) for name in self._scored),
+            fine_tunes=tuple(self._fine_tune(i, alone, base) for i in range(len(self.names))),
+            rows=tuple(pool.rows),
+            seconds=0.0,
+        )
+
+    def _check_differ(self, alone: Sequence[RowScores], base: Scores) -> None:
+        for name, mine, basis in zip(self.names, alone, base, strict=True):
+            if not basis.divergences.any() and (mine.nats == basis.nats).all():
+                fix = "leave it out, or name the fine-tune that was meant"
+                raise ParameterError("it predicts exactly what the base predicts", where=name, fix=fix, state=NOTHING_WRITTEN)
+
+    def _measure_all(self, pool: Pool) -> None:
+        n = len(self.names)
+        self._strengths[SUM] = self._strength(pool, SUM, {1 / n: self.models.mean()}, SUM_STRENGTHS)
+        self._strengths[TSV] = self._strength(pool, TSV, {}, TSV_STRENGTHS)
+        for name in (SUM, TSV):
+            self.shown.say(f"strengths 3/5: {name} at {self._strengths[name]:g}")
+            self._scored[name] = pool.scores(self.recipe(name))
+        folders = [self._statistics(i) for i in range(n)]
+        for name in (REGMEAN_TSV, REGMEAN_SUM):
+            self.shown.say(f"candidates 5/5: {name}")
+            self._scored[name] = pool.scores(self.recipe(name, folders))
+        if self.with_texts:
+            self._scale(pool, folders)
+
+    def _strength(self, pool: Pool, name: str, known: Mapping[float, Mapping[str, Any]], tried: Sequence[float]) -> float:
+        """The best strength of `sum` or `tsv_m`, by a parabola."""
+        make = self.models.sum if name == SUM else self.models.tsv
+        recipes: dict[float, Mapping[str, Any]] = {0.0: self.models.sum(0.0), **known, **{x: make(x) for x in tried}}
+        points = dict[float, float]()
+        for place, recipe in recipes.items():
+            self.shown.say(f"strengths 3/5: {name} at {place:.3g}")
+            points[place] = score(pool.scores(recipe, few=True), self.measure)
+        return strength(points)
+
+    def _scale(self, pool: Pool, folders: Sequence[str]) -> None:
+        """RegMean's result times factors: with texts, the score sees deltas that are too long or too short."""
+        points = {1.0: score(self._scored[REGMEAN_TSV], "nats")}
+        for factor in FACTORS:
+            points[factor] = score(self._factored(pool, factor, folders), "nats")
+        best = strength(points)
+        if min(abs(best - factor) for factor in points) > 0.05:
+            self._factored(pool, best, folders)
+
+    def _factored(self, pool: Pool, factor: float, folders: Sequence[str]) -> Scores:
+        name = f"{REGMEAN_TSV}, times {factor:g}"
+        self._factors[name] = factor
+        self.shown.say(f"candidates 5/5: {name}")
+        self._scored[name] = pool.scores(self.recipe(name, folders))
+        return self._scored[name]
+
+    def recipe(self, name: str, statistics: Sequence[str] = ()) -> dict[str, Any]:
+        """A candidate as a recipe. statistics: folders in place of the texts, for RegMean."""
+        if name == MEAN:
+            return self.models.mean()
+        if name == SUM:
+            return self.models.sum(self._strengths[SUM])
+        if name == TSV:
+            return self.models.tsv(self._strengths[TSV])
+        texts: Sequence[object] = statistics or [{"file": str(pair.statistics), "tokens": self._tokens} for pair in self.pairs]
+        prior, which = ("task_arithmetic", SUM) if name == REGMEAN_SUM else ("tsv_m", TSV)
+        return self.models.regmean(texts, prior, self._strengths[which], self._factors.get(name, 1.0))
+
+    def _statistics(self, number: int) -> str:
+        """The folder of a fine-tune's statistics. Those that an earlier call measured on the same text are kept."""
+        name, model, pair = self.names[number], self.models.fine_tunes[number], self.pairs[number]
+        folder = self.folder / _STATISTICS / name
+        folder.parent.mkdir(exist_ok=True)
+        self.shown.say(f"statistics 4/5: {name} ({number + 1} of {len(self.names)})")
+        settings = StatisticsSettings(kind=("second_moments",), tokens=self._tokens)
+        with prepare_statistics(model, pair.statistics, settings) as prepared:
+            if _is_current(folder, prepared.inputs[0].state, pair.statistics, self._tokens):
+                return str(folder)
+            running = replace(self.running, card=False, overwrite=True)
+            execute(
+                prepared, str(folder), running, Callbacks(*callbacks(self.shown, f"measuring {name}")), began=time.monotonic()
+            )
+        return str(folder)
+
+    def _summary(self, name: str) -> CandidateScore:
+        own, mean = self._scored[name], self._scored[MEAN]
+        which = SUM if name == SUM else TSV if name == TSV else None
+        return CandidateScore(
+            name,
+            None if which is None else self._strengths[which],
+            score(own, "nats"),
+            score(own, "divergences"),
+            None if name == MEAN else difference(own, mean, "nats"),
+            None if name == MEAN else difference(own, mean, "divergences"),
+        )
+
+    def _fine_tune(self, number: int, alone: Sequence[RowScores], base: Scores) -> FineTune:
+        mine, basis, pair = alone[number], base[number], self.pairs[number]
+        return FineTune(
+            self.names[number],
+            pair.given,
+            difference([mine], [basis], "nats"),
+            float(basis.divergences.sum() / basis.tokens.sum()),
+        )
+
+
+def _is_current(folder: Path, state: str, text: Path, tokens: int) -> bool:
+    """Whether a folder has the statistics of this model and text."""
+    if not is_stored(str(folder)):
+        return False
+    try:
+        stored = read_stored(str(folder))
+    except (CheckpointError, FormatError):
+        return False
+    source = text_source(str(text), None, tokens, 0, "")
+    return (stored.model.state, stored.text.sha256, stored.text.tokens) == (state, source.sha256, tokens)

@@ -1,0 +1,224 @@
+"""The candidates of `weightsmith auto` as recipes, and their scores on held-back rows. No candidate is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightsmith._activations.rows import text_source
+from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, ParameterError
+from weightsmith._base.files import write_whole
+from weightsmith._base.options import RunOptions
+from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._execution.run import resources_of
+from weightsmith._planning.planner import Prepared
+from weightsmith._plans.statistics import TextSource
+from weightsmith._reports.auto.choice import RowScores, Scores
+from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
+from weightsmith._reports.tuning.texts import part
+
+Recipe = Mapping[str, Any]
+
+MOST_ROWS = 64
+"""Held-back rows that are read of a text."""
+
+FEW_ROWS = 4
+"""Rows of each fine-tune that strengths are found on; candidates are compared on all."""
+
+DIRECTIONS, FLATTEN = 8, 0.4
+"""Of tsv_m: few directions, nearly equally strong, did best on both testbeds of docs/quality.md."""
+
+PRIOR_PULL = 1.0
+"""`mu` of RegMean: the prior counts as much as the mean of the diagonal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A base and its fine-tunes, as recipes name them. texts: of each, for statistics: a file, or a folder of statistics."""
+
+    base: str
+    fine_tunes: tuple[str, ...]
+
+    def mean(self) -> dict[str, Any]:
+        """The plain mean of the fine-tunes."""
+        models = [{"model": name, "parameters": {"weight": 1}} for name in self.fine_tunes]
+        return {"merge_method": "linear", "models": models}
+
+    def sum(self, strength: float) -> dict[str, Any]:
+        """The base and the sum of all deltas, times a strength."""
+        return self._merge("task_arithmetic", {"lambda": strength})
+
+    def tsv(self, strength: float) -> dict[str, Any]:
+        """Task singular vectors, times a strength."""
+        return self._merge("tsv_m", _tsv_parameters(strength))
+
+    def regmean(self, texts: Sequence[object], prior: str, strength: float, factor: float = 1.0) -> dict[str, Any]:
+        """RegMean, pulled towards `tsv_m` or the sum at a strength, times a factor. texts: of the fine-tunes, in order."""
+        towards = _tsv_parameters(strength) if prior == "tsv_m" else {"lambda": strength}
+        parameters = {"prior": prior, "prior_parameters": towards, "mu": PRIOR_PULL, "lambda": factor}
+        found = self._merge("regmean", parameters)
+        for model, text in zip(found["models"], texts, strict=True):
+            model["text"] = text
+        return found
+
+    def _merge(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        models: list[dict[str, Any]] = [{"model": name, "parameters": {"weight": 1}} for name in self.fine_tunes]
+        return {"merge_method": method, "base_model": self.base, "models": models, "parameters": dict(parameters)}
+
+
+def _tsv_parameters(strength: float) -> dict[str, Any]:
+    return {"directions": DIRECTIONS, "flatten": FLATTEN, "lambda": strength}
+
+
+class Pool:
+    """Scores recipes on the held-back rows of fine-tunes."""
+
+    def __init__(self, one: Opened, held: Sequence[Path], tokens: int, running: RunOptions, journal: Journal) -> None:
+        """
+        one      the mean, opened: its tokenizer cuts the texts
+        held     held-back text of each fine-tune
+        tokens   in a row
+        journal  scores that an earlier call has found
+
+        Raises ParameterError for a text that is too short.
+        """
+        memory = running.max_memory_bytes
+        budget = MEMORY_BYTES if memory is None else memory // 2
+        resources = resources_of(one.prepared.plan, running)
+        self._evaluator = Evaluator(one, resources, budget, allow_nonfinite=running.allow_nonfinite)
+        self._parts = [_parts(one, path, tokens) for path in held]
+        self._texts = [text_source(str(path), None, tokens, 0, "") for path in held]
+        self._references: list[Reference] = []
+        self._journal = journal
+
+    @property
+    def rows(self) -> list[int]:
+        """Number of held-back rows of each fine-tune."""
+        return [sum(len(rows.scored.ids) for rows in parts) for parts in self._parts]
+
+    def refer(self, names: Sequence[str]) -> list[RowScores]:
+        """Run each fine-tune on its own rows, from which KL divergences are measured. Returns its own scores on them.
+
+        Raises MismatchError for a model of another shape or with another tokenizer.
+        """
+        heads: dict[str, Any] = {}
+        own = list[RowScores]()
+        self._references = []
+        for name, parts, text in zip(names, self._parts, self._texts, strict=True):
+            with prepare_named(name) as prepared:
+                self._check(name, prepared, parts, text)
+                candidate = Candidate.of(prepared.plan, prepared.inputs)
+                own.append(_joined([self._scored(candidate, rows, None, keep=True) for rows in parts]))
+                made = self._evaluator.reference(candidate, parts)
+            weights = {key: _shared(heads, tensor) for key, tensor in made.weights.items()}
+            self._references.append(Reference(made.decoder, weights, made.states))
+        return own
+
+    def _check(self, name: str, prepared: Prepared, parts: Sequence[Rows], text: TextSource) -> None:
+        what = ""
+        if not self._evaluator.fits(prepared.plan):
+            what = "its tensors or its config.json are not those of the other models"
+        else:
+            ids = opened(name, prepared).cutter.rows(text, MOST_ROWS).ids
+            if ids.tolist() != np.concatenate([rows.scored.ids for rows in parts]).tolist():
+                what = "its tokenizer cuts a text into other tokens than that of the other models"
+        if what:
+            fix = "name fine-tunes of one base, with its tokenizer; to change a tokenizer: weightsmith transplant-tokenizer"
+            raise MismatchError(what, where=name, fix=fix, state=NOTHING_WRITTEN)
+
+    def scores(self, recipe: Recipe | str, *, few: bool = False) -> Scores:
+        """The scores of a recipe, or of a model by its name, on the rows of each fine-tune. few: on the first `FEW_ROWS`.
+
+        Raises NonFinite, PlanError.
+        """
+        parts = [own[:1] if few else own for own in self._parts]
+        key = self._journal.key(recipe, [rows.name for own in parts for rows in own])
+        wanted = [sum(len(rows.scored.ids) for rows in own) for own in parts]
+        known = self._journal.scores.get(key)
+        if known is not None and [len(own.nats) for own in known] == wanted:
+            return known
+        with prepare_named(recipe) as prepared:
+            candidate = Candidate.of(prepared.plan, prepared.inputs)
+            found = [
+                _joined([self._scored(candidate, rows, reference) for rows in own])
+                for own, reference in zip(parts, self._references, strict=True)
+            ]
+        self._journal.add(key, found)
+        return found
+
+    def _scored(self, candidate: Candidate, rows: Rows, reference: Reference | None, *, keep: bool = False) -> RowScores:
+        nats, divergences = self._evaluator.losses(candidate, rows, reference, keep=keep)
+        tokens = (rows.scored.nbytes >= 0).sum(1).astype(np.float64)
+        return RowScores(nats, np.zeros_like(nats) if divergences is None else divergences, tokens)
+
+
+def _parts(one: Opened, path: Path, tokens: int) -> list[Rows]:
+    """The rows of a held-back text: the few that strengths are found on, and the rest."""
+    rows = one.cutter.rows(text_source(str(path), None, tokens, 0, ""), MOST_ROWS)
+    count = len(rows.ids)
+    if count < 2:
+        what = f"the held-back text has fewer than two rows of {tokens:,} tokens"
+        raise ParameterError(what, where=str(path), fix="give a longer text", state=NOTHING_WRITTEN)
+    few = min(FEW_ROWS, count // 2)
+    return [Rows.of(part(rows, range(few))), Rows.of(part(rows, range(few, count)))]
+
+
+def _joined(parts: Sequence[RowScores]) -> RowScores:
+    return RowScores(*(np.concatenate([getattr(own, name) for own in parts]) for name in ("nats", "divergences", "tokens")))
+
+
+def _shared(known: dict[str, Any], tensor: Any) -> Any:
+    """The same tensor for equal numbers: fine-tunes by adapters have the head of their base."""
+    digest = hashlib.blake2b(tensor.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    return known.setdefault(digest, tensor)
+
+
+class Journal:
+    """Scores in a file, a line for each candidate, so that a search that was killed does not score it again.
+
+    scores  by `key`
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any], *, resume: bool) -> None:
+        """about: what the search is for, the first line. The file of another search is begun again: it holds nothing else."""
+        self._path = path
+        self._about = json.loads(json.dumps(about))
+        self.scores: dict[str, Scores] = {}
+        self._lines = [json.dumps(self._about)]
+        if resume and path.is_file():
+            self._read(path.read_bytes())
+        self._save()  # it marks the folder as ours
+
+    def key(self, recipe: Recipe | str, rows: Sequence[str]) -> str:
+        """Identity of a candidate's scores."""
+        return hashlib.sha256(json.dumps([recipe, rows], sort_keys=True).encode()).hexdigest()[:32]
+
+    def add(self, key: str, scores: Scores) -> None:
+        """Keep scores, at once."""
+        self.scores[key] = scores
+        values = [[own.nats.tolist(), own.divergences.tolist(), own.tokens.tolist()] for own in scores]
+        self._lines.append(json.dumps({"candidate": key, "scores": values}))
+        self._save()
+
+    def _save(self) -> None:
+        write_whole(self._path, ("\n".join(self._lines) + "\n").encode())
+
+    def _read(self, data: bytes) -> None:
+        first, *rest = data.splitlines() or [b""]
+        try:
+            if parse(first) != self._about:
+                return
+            for line in rest:
+                entry = parse(line)
+                parts = [RowScores(*(np.array(values, np.float64) for values in own)) for own in entry["scores"]]
+                self.scores[str(entry["candidate"])] = parts
+                self._lines.append(line.decode())
+        except (JsonError, KeyError, TypeError, ValueError):
+            return  # a damaged line and what follows it are computed again

@@ -1,0 +1,108 @@
+"""The result of `weightsmith auto`: the candidates' scores, the choice, and what it rests on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from weightsmith._base.pages import Shown
+from weightsmith._reports.auto.choice import FAR_NATS, Choice
+from weightsmith._reports.evaluate.values import TOLD_APART, Mean
+from weightsmith._reports.look.models import json_values
+
+NEAR_NATS = 0.05
+"""A fine-tune that differs less than this from its base writes the base's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateScore:
+    """A candidate on the held-back rows of all fine-tunes, in nats a token.
+
+    strength    of a sum or of tsv_m, by the parabola; None for others
+    nats        cross entropy of the rows
+    divergence  mean KL divergence from the fine-tunes
+    nats_change, divergence_change   how much higher than the mean's, with standard errors; None for the mean itself
+    """
+
+    name: str
+    strength: float | None
+    nats: float
+    divergence: float
+    nats_change: Mean | None
+    divergence_change: Mean | None
+
+
+@dataclass(frozen=True, slots=True)
+class FineTune:
+    """A fine-tune on its own held-back rows, in nats a token.
+
+    text      the file that was given; "" for text of its own
+    change    how much higher its cross entropy is than the base's
+    distance  KL divergence of the base from it
+    """
+
+    name: str
+    text: str
+    change: Mean
+    distance: float
+
+
+@dataclass(frozen=True)
+class Auto(Shown):
+    """`weightsmith.auto` makes it.
+
+    out         the folder that was written
+    work        the folder of texts, scores and the page
+    recipe      that was merged; OUT/recipe.yml
+    choice      the candidate that was written, and why
+    with_texts  whether texts were given; otherwise the fine-tunes wrote their own
+    candidates  in the order in which they were scored; the first is the mean
+    rows        held back, of each fine-tune
+    seconds     of this call
+    """
+
+    out: Path
+    work: Path
+    recipe: str
+    choice: Choice
+    with_texts: bool
+    candidates: tuple[CandidateScore, ...]
+    fine_tunes: tuple[FineTune, ...]
+    rows: tuple[int, ...]
+    seconds: float
+
+    page_function: ClassVar[str] = "_reports.auto.page:auto_page"
+
+    @property
+    def reading(self) -> tuple[str, ...]:
+        """The conclusions, in sentences."""
+        lines = [f"{self.out.name} is {self.choice.name}: {self.choice.why}."]
+        if not self.with_texts:
+            lines.append(
+                "No text was given: each fine-tune wrote its own, and candidates were scored by their distance from it."
+            )
+            if sum(each.distance for each in self.fine_tunes) / len(self.fine_tunes) > FAR_NATS:
+                lines.append("Give a text for each fine-tune, --text NAME=FILE, to find a strength for them.")
+        for each in self.fine_tunes:
+            if self.with_texts and each.change.value > -TOLD_APART * each.change.error:
+                lines.append(f"{each.name} is not better than the base on its own text: check the fine-tune, or its text.")
+            if not self.with_texts and each.distance < NEAR_NATS:
+                what = f"{each.name} hardly differs from the base ({each.distance:.3f} nats a token)"
+                lines.append(f"{what}, so what it wrote is the base's text.")
+        return tuple(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is undefined."""
+        return json_values(
+            out=str(self.out),
+            work=str(self.work),
+            choice=asdict(self.choice),
+            with_texts=self.with_texts,
+            candidates=[asdict(each) for each in self.candidates],
+            fine_tunes=[asdict(each) for each in self.fine_tunes],
+            rows=list(self.rows),
+            reading=list(self.reading),
+            recipe=self.recipe,
+            seconds=self.seconds,
+        )

@@ -1,0 +1,103 @@
+"""The two texts of each fine-tune: one that statistics are measured on, and one that is held back to score candidates.
+
+A text that is given is cut into rows, of which every fourth is held back. Without one, the fine-tune writes both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from weightsmith._activations.rows import text_source
+from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
+from weightsmith._base.files import write_whole
+from weightsmith._base.options import RunOptions, WriteSettings
+from weightsmith._execution.progress import Meter
+from weightsmith._reports.auto.write import writer
+from weightsmith._reports.evaluate.opening import Opened, prepare_named
+
+TOKENS = 128
+"""The most tokens of a row, also of those that a fine-tune writes."""
+
+STATISTICS_ROWS = 36
+"""Rows of a given text that statistics are measured on."""
+
+HELD_ROWS = 12
+"""Rows held back. With four, differences that were there could not be told from noise."""
+
+OWN_ROWS = 20
+"""Rows that a fine-tune writes for statistics."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """The texts of a fine-tune, as files of one row on each line. given: the user's file, "" for text of its own."""
+
+    name: str
+    given: str
+    statistics: Path
+    held: Path
+
+
+def row_tokens(one: Opened) -> int:
+    """Tokens of a row: fewer than `TOKENS` for a model that takes few."""
+    return min(TOKENS, max(2, one.positions // 2))
+
+
+def cut(one: Opened, name: str, given: str, folder: Path) -> TextPair:
+    """Cut a given text in two. Raises ParameterError for one that is too short, and as `Cutter.rows` does.
+
+    Rows are taken evenly from the whole text, so that its end counts as its beginning does.
+    """
+    tokens = row_tokens(one)
+    rows = one.cutter.rows(text_source(given, None, tokens, 0, "text"), _MOST_READ)
+    count = len(rows.ids)
+    if count < 8:
+        what = f"the text has {count:,} rows of {tokens:,} tokens, and 8 are needed: 6 for statistics, 2 to score candidates"
+        raise ParameterError(
+            what, where=given, fix="give a longer text, or leave it out: the fine-tune writes its own", state=NOTHING_WRITTEN
+        )
+    taken = np.unique(np.linspace(0, count - 1, min(count, STATISTICS_ROWS + HELD_ROWS)).round().astype(int))
+    texts = [one.cutter.tokenizer.decode(rows.ids[k][rows.nbytes[k] >= 0].tolist(), skip_special_tokens=False) for k in taken]
+    held = texts[3::4]
+    measured = [text for i, text in enumerate(texts) if i % 4 != 3]
+    return _write(name, given, folder, measured, held)
+
+
+def write_own(name: str, model: str, tokens: int, folder: Path, seed: int, running: RunOptions, shown: Meter) -> TextPair:
+    """Let a fine-tune write both texts; those of an earlier call with the same seed are taken as they are."""
+    settings = WriteSettings(rows=OWN_ROWS + HELD_ROWS, tokens=tokens, seed=seed)
+    with prepare_named(model) as prepared:
+        identity = hashlib.sha256("\n".join([repr(settings), *(each.state for each in prepared.inputs)]).encode()).hexdigest()
+        record = folder / f"{name}.written"
+        pair = _pair(name, "", folder)
+        if _recorded(record) == identity and pair.statistics.is_file() and pair.held.is_file():
+            return pair
+        rows = writer(name, prepared, running)(settings, shown)
+    found = _write(name, "", folder, rows[:OWN_ROWS], rows[OWN_ROWS:])
+    write_whole(record, identity.encode())
+    return found
+
+
+def _recorded(path: Path) -> str:
+    return path.read_text("ascii", "replace")[:80] if path.is_file() else ""
+
+
+def _pair(name: str, given: str, folder: Path) -> TextPair:
+    return TextPair(name, given, folder / f"{name}.jsonl", folder / f"{name}.held-back.jsonl")
+
+
+def _write(name: str, given: str, folder: Path, measured: Sequence[str], held: Sequence[str]) -> TextPair:
+    pair = _pair(name, given, folder)
+    for path, texts in ((pair.statistics, measured), (pair.held, held)):
+        lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
+        write_whole(path, "".join(lines).encode(errors="surrogatepass"))
+    return pair
+
+
+_MOST_READ = 4096

@@ -1,0 +1,207 @@
+"""`weightsmith.write`: a model writes a text file by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+
+from weightsmith._activations.scored_rows import Cutter
+from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterError, PlanError, StoreError, Unsupported
+from weightsmith._base.files import expand_user, write_whole
+from weightsmith._base.options import RunOptions, WriteSettings, lists_options, read_options
+from weightsmith._base.options.keywords import WriteKeywords
+from weightsmith._engine.local import run
+from weightsmith._engine.resources import Workload
+from weightsmith._engine.unwritten import MemoryOutput
+from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
+from weightsmith._execution.run import resources_of
+from weightsmith._methods.jobs.requires import usable_device
+from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import download, missing_files, stream
+from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
+from weightsmith.abc.product_targets import WholeTensor
+
+if TYPE_CHECKING:
+    from weightsmith._reports.auto.writer import Sampling
+
+NEWLINES = ("\n", "\n\n")
+"""Starts beside the tokens that begin and end texts: each makes a model begin in another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnText:
+    """`weightsmith.write` makes it.
+
+    out     the file
+    model   that wrote it, as it was named
+    rows    number of lines
+    tokens  drawn in all
+    """
+
+    out: Path
+    model: str
+    rows: int
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"out": str(self.out), "model": self.model, "rows": self.rows, "tokens": self.tokens}
+
+
+@lists_options("write", WriteSettings, RunOptions)
+def write(
+    model: Named, out: str | os.PathLike[str], *, progress: bool | Meter = True, **options: Unpack[WriteKeywords]
+) -> OwnText:
+    """Let a model write text by itself, into a .jsonl file with one row of text on each line.
+
+    model     folder, Hub id or `base+adapter`, stored in any format that weightsmith reads; or a recipe, whose result is not
+              written
+    out       a new .jsonl file, which everything that reads a text takes
+    progress  True: a bar in terminals and notebooks, False: none
+    options   see `weightsmith._base.options`: `WriteSettings` and `RunOptions`
+
+    Tokens are drawn from the model's predictions, beginning with a start token. A fine-tune writes text of its domain if its
+    training was long enough; look at the file. The same seed gives the same text on one machine, for any number of threads.
+
+    Raises PlanError for a model that is not a decoder with a tokenizer.json; OutputExists; NonFinite.
+
+    Memory: the whole model in float32.
+
+    >>> weightsmith.write("fr", "fr.jsonl", rows=20, tokens=128).rows  # doctest: +SKIP
+    20
+    """
+    settings, running = read_options("write", options, WriteSettings, RunOptions)
+    meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
+    return written(model, os.fspath(out), settings, running, meter)
+
+
+def written(model: Named, out: str, settings: WriteSettings, running: RunOptions, shown: Meter) -> OwnText:
+    """See `write`."""
+    path = _check_output(out, overwrite=running.overwrite)
+    name = name_of(model)
+    with prepare_named(model) as prepared:
+        rows = writer(name, prepared, running)(settings, shown)
+    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in rows]
+    try:
+        write_whole(path, "".join(lines).encode(errors="surrogatepass"))
+    except OSError as error:
+        raise StoreError(f"the text cannot be written: {error.strerror}", where=out) from error
+    return OwnText(path, name, len(rows), settings.rows * settings.tokens)
+
+
+Draw = Callable[[WriteSettings, Meter], list[str]]
+
+
+def writer(name: str, prepared: Prepared, running: RunOptions) -> Draw:
+    """A model in memory, as a function that draws texts. Raises PlanError."""
+    from weightsmith._reports.auto.writer import draw
+
+    if running.stream:
+        stream(prepared.inputs)
+    if missing_files(prepared.inputs):
+        download(prepared.inputs)
+    one = opened(name, prepared)
+    resources = resources_of(prepared.plan, running)
+    device = usable_device(resources.device)
+    module = _module(one, running, device)
+
+    def texts(settings: WriteSettings, shown: Meter) -> list[str]:
+        def tell(done: int, total: int) -> None:
+            shown.show(Reading(f"{name} writes", done, total, None))
+
+        rows = draw(module, _sampling(one, settings), resources.workers, device, tell, name)
+        decoded: list[str] = one.cutter.tokenizer.decode_batch(rows, skip_special_tokens=False)
+        return decoded
+
+    return texts
+
+
+def _check_output(out: str, *, overwrite: bool) -> Path:
+    path = expand_user(out).absolute()
+    if path.suffix != ".jsonl":
+        raise ParameterError(
+            "the output is a text file, whose name ends in .jsonl", where=out, fix=f"write {out}.jsonl", state=NOTHING_WRITTEN
+        )
+    if not path.parent.is_dir():
+        raise StoreError(f"there is no folder {path.parent}", where=out, fix="create it", state=NOTHING_WRITTEN)
+    if os.path.lexists(path) and not (overwrite and path.is_file()):
+        raise OutputExists("the output exists", where=out, fix="name another file, or remove this one", state=NOTHING_WRITTEN)
+    return path
+
+
+def _module(one: Opened, running: RunOptions, device: str) -> Any:
+    """transformers' module with the weights of the model, float32, on a device. Raises PlanError."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    plan = one.prepared.plan
+    arrays = {step.out.name: np.empty(step.out.shape, np.float32) for step in plan.steps}
+    targets = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in plan.steps}
+    folders = [model.folder for model in one.prepared.inputs]
+    work = Workload(folders=folders, allow_nonfinite=running.allow_nonfinite)
+    run(plan, one.prepared.inputs, MemoryOutput(targets), resources_of(plan, running), work)
+    settings = dict(one.base.config)
+    kind = settings.pop("model_type", "")
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.for_model(kind, **settings)
+        module, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+            None,
+            config=config,
+            state_dict={name: torch.from_numpy(array) for name, array in arrays.items()},
+            dtype=torch.float32,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:  # a bad config can raise anything in transformers
+        what = f"transformers cannot build a model of type '{kind}': {type(error).__name__}: {error}"
+        raise PlanError([Unsupported(what[:300], where=one.name, fix="give a text of your own")]) from error
+    finally:
+        logging.enable_progress_bar()
+    if missing := sorted(report["missing_keys"]):
+        what = f"transformers finds no weights for {len(missing):,} of its tensors, such as {missing[0]}"
+        raise PlanError([Unsupported(what, where=one.name, fix="check its config.json")])
+    return module.eval().to(device)
+
+
+def _sampling(one: Opened, settings: WriteSettings) -> Sampling:
+    from weightsmith._reports.auto.writer import Sampling
+
+    starts = tuple(dict.fromkeys(_starts(one.cutter, settings.start)))
+    longest = max(map(len, starts))
+    if longest + settings.tokens > one.positions:
+        what = (
+            f"a row has at most {one.positions:,} tokens, and a start of {longest:,} and {settings.tokens:,} more are asked for"
+        )
+        raise ParameterError(what, where=one.name, fix=f"use --tokens {max(1, one.positions - longest)} (tokens)")
+    return Sampling(starts, settings.rows, settings.tokens, settings.temperature, settings.seed)
+
+
+def _starts(cutter: Cutter, given: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+    """What rows begin with: the texts given, or else the tokens that begin and end texts, and line breaks."""
+    before = cutter.before
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(cutter.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    if given:
+        for text in given:
+            yield (*before, *encode(text))
+        return
+    if before:
+        yield before
+    else:
+        for name in ("bos_token", "eos_token"):
+            token = cutter.tokenizer.token_to_id((cutter.names or {}).get(name, ""))
+            if token is not None:
+                yield (token,)
+    for text in NEWLINES:
+        if ids := encode(text):
+            yield (*before, *ids)

@@ -1,0 +1,266 @@
+"""`weightsmith auto` from the models to the merge: what is written, repeated, resumed, refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import weightsmith
+from tests.calibration_help import save_model
+from tests.cli_help import Cli, cli
+from tests.reports.tuning.help import words
+from weightsmith._base.errors import MismatchError, NonFinite, OutputExists, ParameterError, PlanError
+from weightsmith._reports.auto import auto as module
+from weightsmith._reports.auto.choice import Choice
+from weightsmith._reports.auto.pool import Pool
+from weightsmith._reports.auto.result import Auto
+from weightsmith._reports.tuning.evaluator import Evaluator
+
+__all__ = ["cli"]
+
+FINE_TUNES = ("fr", "de")
+
+
+def fine_tune(base: Path, out: Path, seed: int, size: float = 0.05) -> None:
+    """A copy of a model with noise on all weights."""
+    shutil.copytree(base, out)
+    noise = torch.Generator().manual_seed(seed)
+    tensors = load_file(out / "model.safetensors")
+    changed = {name: (t.float() + size * torch.randn(t.shape, generator=noise)).to(t.dtype) for name, t in tensors.items()}
+    save_file(changed, out / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("auto")
+    save_model(folder / "base")
+    for seed, name in enumerate(FINE_TUNES, 1):
+        fine_tune(folder / "base", folder / name, seed)
+        (folder / f"{name}.txt").write_text(" ".join(words(10 * seed + i) for i in range(5)))
+    return folder
+
+
+@pytest.fixture
+def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for path in made.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def auto(out: str = "merged", **given: Any) -> Auto:
+    return weightsmith.auto("base", FINE_TUNES, out, **{"progress": False, **given})
+
+
+def rows_of(path: str) -> list[str]:
+    return [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
+
+
+TEXTS = {name: f"{name}.txt" for name in FINE_TUNES}
+
+
+@pytest.mark.slow
+def test_without_texts_the_fine_tunes_write_and_the_recipe_repeats_the_merge(work: Path) -> None:
+    found = auto()
+    assert not found.with_texts
+    assert [each.name for each in found.candidates] == ["mean", "sum", "tsv_m", "regmean, prior tsv_m", "regmean, prior sum"]
+    assert found.choice.name in {each.name for each in found.candidates}
+    weightsmith.merge("merged/recipe.yml", "again", progress=False)
+    assert Path("merged/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
+    kept = {path.name for path in Path("merged.auto").iterdir()}
+    assert {"fr.jsonl", "fr.held-back.jsonl", "de.jsonl", "scores.jsonl", "index.html"} <= kept
+    assert "statistics" not in kept
+    assert found.candidates[0].name == "mean"
+    assert found.candidates[0].nats_change is None
+    json.dumps(found.to_json(), allow_nan=False)
+    assert "No text was given" in found.reading[1]
+
+
+@pytest.mark.slow
+def test_a_regmean_that_is_chosen_is_merged_from_its_texts(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its candidates were merged from stored statistics, the output from the texts: the bytes are the same."""
+    monkeypatch.setattr(module, "choose", lambda *_scored, **_how: Choice("regmean, prior tsv_m", "said the test"))
+    found = auto()
+    assert "merge_method: regmean" in found.recipe
+    assert "file: merged.auto/fr.jsonl" in found.recipe
+    stored = json.loads(json.dumps(found.recipe))
+    for name in FINE_TUNES:
+        weightsmith.statistics(name, f"merged.auto/{name}.jsonl", f"{name}-stats", tokens=32, progress=False)
+        stored = stored.replace(f"text:\n    file: merged.auto/{name}.jsonl\n    tokens: 32", f"text: {name}-stats")
+    assert stored.count("-stats") == 2
+    weightsmith.merge(stored, "again", progress=False)
+    assert Path("merged/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_with_texts_every_fourth_row_is_held_back_and_strengths_of_regmean_are_tried(work: Path) -> None:
+    found = auto(text=TEXTS)
+    names = [each.name for each in found.candidates]
+    assert "regmean, prior tsv_m, times 0.6" in names
+    assert "regmean, prior tsv_m, times 1.4" in names
+    measured, held = (rows_of(f"merged.auto/fr{end}.jsonl") for end in ("", ".held-back"))
+    assert len(measured) == 36
+    assert len(held) == 12
+    whole = Path("fr.txt").read_text()
+    assert all(row in whole for row in (*measured, *held))
+    assert not set(measured) & set(held)
+
+
+@pytest.mark.slow
+def test_the_scores_are_those_of_evaluate(work: Path) -> None:
+    """The mean's cross entropy on held-back rows, and its divergence from a fine-tune, by another command."""
+    found = auto(text=TEXTS)
+    weightsmith.merge(module.Models("base", FINE_TUNES).mean(), "mean", progress=False)
+    nats, divergences = [], []
+    for name in FINE_TUNES:
+        score = weightsmith.evaluate(
+            "mean", text=f"merged.auto/{name}.held-back.jsonl", reference=name, tokens=32, progress=False
+        )
+        nats.append(score.scores[1][0].loss.value)
+        divergence = score.scores[1][0].divergence
+        assert divergence is not None
+        divergences.append(divergence.value)
+    assert found.candidates[0].nats == pytest.approx(np.mean(nats), rel=1e-4)
+    assert found.candidates[0].divergence == pytest.approx(np.mean(divergences), rel=1e-2)
+
+
+@pytest.mark.slow
+def test_one_and_two_threads_choose_and_write_the_same(work: Path) -> None:
+    one, two = auto("one", threads=1), auto("two", threads=2)
+    assert one.candidates == two.candidates
+    assert one.choice == two.choice
+    for name in ("fr.jsonl", "fr.held-back.jsonl", "scores.jsonl"):
+        texts = [Path(f"{out}.auto/{name}").read_text().replace(f"{out}.auto", "") for out in ("one", "two")]
+        if name != "scores.jsonl":  # its keys hold the paths of statistics
+            assert texts[0] == texts[1]
+    assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", ["draw", "scores", "statistics"])
+def test_an_interrupted_call_is_resumed_with_the_same_result(stop: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = auto("whole")
+    left = {"draw": 1, "scores": 7, "statistics": 1}[stop]
+
+    def interrupting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            return function(*given, **more)
+
+        return call
+
+    place, name = {"draw": (module, "write_own"), "scores": (Pool, "scores"), "statistics": (module._Search, "_statistics")}[
+        stop
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, interrupting(getattr(place, name)))
+        with pytest.raises(KeyboardInterrupt):
+            auto()
+    assert not Path("merged").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "losses", _counting(Evaluator.losses, scored := list[object]()))
+        again = auto()
+    assert again.choice == whole.choice
+    assert [each.divergence for each in again.candidates] == [each.divergence for each in whole.candidates]
+    assert Path("merged/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+    if stop == "scores":
+        monkeypatch.setattr(Evaluator, "losses", _counting(Evaluator.losses, everything := list[object]()))
+        auto("third")
+        assert len(scored) < len(everything)  # what was scored before was not scored again
+
+
+def _counting(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
+    def call(*given: Any, **more: Any) -> Any:
+        calls.append(None)
+        return function(*given, **more)
+
+    return call
+
+
+@pytest.mark.slow
+def test_fine_tunes_far_from_their_base_get_the_mean_without_a_text(work: Path) -> None:
+    for seed, name in enumerate("xy"):
+        fine_tune(Path("base").resolve(), work / name, seed, size=1.0)
+    found = weightsmith.auto("base", ["x", "y"], "merged", progress=False)
+    assert found.choice.name == "mean"
+    assert "far from their base" in found.choice.why
+    assert "Give a text for each fine-tune" in found.reading[2]
+    assert len(found.candidates) == 1
+
+
+def test_bad_input_is_refused_before_anything_is_written(work: Path) -> None:
+    with pytest.raises(PlanError, match=r"there is no fine-tune 'it'\n  -> Name one of fr, de"):
+        auto(text={"it": "fr.txt"})
+    with pytest.raises(PlanError, match="there is no text for de"):
+        auto(text={"fr": "fr.txt"})
+    with pytest.raises(ParameterError, match="1 fine-tunes are given, and 2 to 10 can be merged"):
+        weightsmith.auto("base", ["fr"], "merged", progress=False)
+    with pytest.raises(ParameterError, match="a model is named twice"):
+        weightsmith.auto("base", ["fr", "fr"], "merged", progress=False)
+    with pytest.raises(ParameterError, match="must be a folder on this disk"):
+        auto("s3://bucket/merged")
+    with pytest.raises(PlanError, match="no such"):
+        weightsmith.auto("base", ["fr", "none"], "merged", progress=False)
+    Path("mine.auto").mkdir()
+    Path("mine.auto/notes").write_text("mine")
+    with pytest.raises(OutputExists, match="weightsmith auto did not make it"):
+        auto("mine")
+    Path("merged").mkdir()
+    with pytest.raises(OutputExists, match="the output exists"):
+        auto()
+    assert not Path("merged.auto").exists()
+
+
+@pytest.mark.slow
+def test_models_that_do_not_belong_together_are_refused(work: Path) -> None:
+    shutil.copytree(Path("base").resolve(), "same")
+    with pytest.raises(ParameterError, match="same: it predicts exactly what the base predicts"):
+        weightsmith.auto("base", ["fr", "same"], "merged", progress=False)
+    shutil.copytree(Path("de").resolve(), "other")
+    tokenizer = json.loads(Path("other/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = dict(zip(vocabulary, [*vocabulary.values()][::-1], strict=True))
+    Path("other/tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises((MismatchError, PlanError), match="tokenizer"):
+        weightsmith.auto("base", ["fr", "other"], "merged2", text={"fr": "fr.txt", "other": "de.txt"}, progress=False)
+    assert not Path("merged").exists()
+    assert not Path("merged2").exists()
+
+
+@pytest.mark.slow
+def test_a_short_text_and_a_model_with_nan_have_one_error_each(work: Path) -> None:
+    Path("short.txt").write_text("The cat has 3 cats. " * 4)
+    with pytest.raises(ParameterError, match=r"short\.txt: the text has \d rows of 32 tokens, and 8 are needed"):
+        auto(text={"fr": "short.txt", "de": "de.txt"})
+    shutil.copytree(Path("de").resolve(), "nan")
+    tensors = load_file("nan/model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, "nan/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NonFinite, match="nan"):
+        weightsmith.auto("base", ["fr", "nan"], "merged", progress=False)
+    assert not Path("merged").exists()
+
+
+@pytest.mark.slow
+def test_the_command_shows_the_candidates_and_the_choice(work: Path, cli: Cli) -> None:
+    texts = [part for name in FINE_TUNES for part in ("--text", f"{name}={name}.txt")]
+    done = cli("auto", "base", *FINE_TUNES, "merged", *texts)
+    assert "merged is " in done.out
+    assert "chosen " in done.out
+    assert Path("merged/recipe.yml").is_file()
+    page = Path("merged.auto/index.html").read_text()
+    assert "regmean, prior tsv_m" in page
+    data = json.loads(cli("auto", "base", *FINE_TUNES, "other", *texts, "--json").out)
+    assert data["choice"]["name"] in page
+    assert data["with_texts"] is True

@@ -1,0 +1,139 @@
+"""Text that a model writes by itself: which tokens, from which starts; what users see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import weightsmith
+from tests.calibration_help import save_model
+from tests.cli_help import Cli, cli
+from weightsmith._base.errors import OutputExists, ParameterError, PlanError, StoreError
+from weightsmith._base.options import WriteSettings
+from weightsmith._execution.progress import Silent
+from weightsmith._reports.auto.writer import Sampling, draw
+from weightsmith._reports.evaluate.opening import opened, prepare_named
+
+__all__ = ["cli"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+def text_of(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
+
+
+def drawn(folder: Path, threads: int = 1, **given: Any) -> list[list[int]]:
+    sampling = Sampling(**{"starts": ((10,), (5, 6)), "rows": 19, "tokens": 12, "temperature": 1.0, "seed": 0, **given})
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return draw(module, sampling, threads, "cpu", lambda done, total: None, "llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_each_token_is_the_one_that_the_whole_row_predicts(folder: Path, temperature: float) -> None:
+    """By a forward pass over the row without a cache, and the row's own random numbers."""
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for row, ids in enumerate(drawn(folder, temperature=temperature, seed=3)):
+        uniform = np.random.Generator(np.random.Philox(key=np.array([3, row], np.uint64))).random(12)
+        start = [(10,), (5, 6)][row % 2]
+        with torch.no_grad():
+            logits = module(torch.tensor([[*start, *ids]])).logits[0, len(start) - 1 : -1].double()
+        shares = (logits / temperature).softmax(1).cumsum(1)
+        assert ids == [int(np.searchsorted(own, x, side="right")) for own, x in zip(shares.numpy(), uniform, strict=True)]
+
+
+@pytest.mark.slow
+def test_the_same_tokens_for_any_number_of_threads_and_others_for_another_seed(folder: Path) -> None:
+    one = drawn(folder)
+    assert one == drawn(folder, threads=3)
+    assert one != drawn(folder, seed=1)
+    assert len({tuple(ids) for ids in one}) == 19
+    assert drawn(folder, rows=3) == one[:3]  # fewer rows are the first of more
+
+
+@pytest.mark.slow
+def test_a_file_has_a_row_on_each_line_and_is_a_text(folder: Path, tmp_path: Path) -> None:
+    found = weightsmith.write(folder, tmp_path / "own.jsonl", rows=6, tokens=40, progress=False)
+    assert (found.rows, found.tokens) == (6, 240)
+    assert found.to_json()["out"] == str(tmp_path / "own.jsonl")
+    assert len(text_of(found.out)) == 6
+    score = weightsmith.evaluate(folder, text=found.out, tokens=32, progress=False)
+    assert score.scores[0][0].rows >= 4
+
+
+@pytest.mark.slow
+def test_a_start_of_the_user_begins_rows_and_is_not_written(folder: Path, tmp_path: Path) -> None:
+    for name, start in (("a", ("hello",)), ("b", ("hello", "x"))):
+        weightsmith.write(folder, tmp_path / f"{name}.jsonl", rows=4, tokens=8, start=start, progress=False)
+    a, b = text_of(tmp_path / "a.jsonl"), text_of(tmp_path / "b.jsonl")
+    assert (a[0], a[2]) == (b[0], b[2])
+    assert a[1] != b[1]
+    assert not a[0].startswith("hello")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3 moe", "phi3"])
+def test_models_of_other_families_write(family: str, tmp_path: Path) -> None:
+    """Caches of sliding windows, experts in one tensor, fused matrices."""
+    folder = save_model(tmp_path / "model", family)
+    rows = drawn(folder, rows=2)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        predicted = module(torch.tensor([[10, *rows[0]]])).logits[0, :-1].double().softmax(1).cumsum(1)
+    uniform = np.random.Generator(np.random.Philox(key=np.array([0, 0], np.uint64))).random(12)
+    assert rows[0] == [int(np.searchsorted(own, x, side="right")) for own, x in zip(predicted.numpy(), uniform, strict=True)]
+    weightsmith.write(folder, tmp_path / "own.jsonl", rows=2, tokens=8, progress=False)
+
+
+@pytest.mark.slow
+def test_a_recipe_writes_what_its_result_would(folder: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", seed=1)
+    recipe = {"merge_method": "linear", "models": [{"model": str(m), "parameters": {"weight": 1}} for m in (folder, other)]}
+    weightsmith.merge(recipe, tmp_path / "merged", progress=False)
+    weightsmith.write(recipe, tmp_path / "a.jsonl", rows=2, tokens=8, progress=False)
+    weightsmith.write(tmp_path / "merged", tmp_path / "b.jsonl", rows=2, tokens=8, progress=False)
+    assert text_of(tmp_path / "a.jsonl") == text_of(tmp_path / "b.jsonl")
+
+
+def test_what_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("mine")
+    with pytest.raises(OutputExists, match="the output exists"):
+        weightsmith.write(folder, tmp_path / "own.jsonl", progress=False)
+    with pytest.raises(ParameterError, match=r"ends in \.jsonl"):
+        weightsmith.write(folder, tmp_path / "own.txt", progress=False)
+    with pytest.raises(StoreError, match="there is no folder"):
+        weightsmith.write(folder, tmp_path / "none" / "own.jsonl", progress=False)
+    with pytest.raises(PlanError, match="no such"):
+        weightsmith.write(tmp_path / "none", tmp_path / "new.jsonl", progress=False)
+    assert (tmp_path / "own.jsonl").read_text() == "mine"
+    assert not (tmp_path / "new.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_rows_longer_than_the_model_takes_are_refused(folder: Path) -> None:
+    from weightsmith._base.options import RunOptions
+    from weightsmith._reports.auto.write import writer
+
+    with prepare_named(folder) as prepared:
+        draw_text = writer("llama", prepared, RunOptions())
+        most = opened("llama", prepared).positions
+        with pytest.raises(ParameterError, match=f"a row has at most {most:,} tokens"):
+            draw_text(WriteSettings(tokens=most), Silent())
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_wrote(folder: Path, tmp_path: Path, cli: Cli) -> None:
+    done = cli("write", folder, tmp_path / "own.jsonl", "--rows", "2", "--tokens", "4")
+    assert "2 rows written: " in done.out
+    assert json.loads(cli("write", folder, tmp_path / "o.jsonl", "--rows", "1", "--tokens", "4", "--json").out)["rows"] == 1
+    assert len(text_of(tmp_path / "own.jsonl")) == 2
