@@ -11,6 +11,7 @@ import gguf
 import libgguf
 import numpy as np
 
+from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
 from weightsmith._models.formats.gguf.reading import open_files
 
@@ -146,3 +147,18 @@ def llama(seed: int = 0, kind: str = "Q8_0", vocabulary: int = len(PIECES)) -> d
         "blk.0.ffn_down.weight": weight(64, 96),
     }
     return found
+
+
+def stored(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Type, shape and bytes of each tensor."""
+    data = path.read_bytes()
+    return {t.name: (t.dtype.name, t.shape, data[t.offset : t.offset + t.nbytes]) for t in read_gguf_header(path).tensors}
+
+
+ORIGIN = ("general.name", "general.base_model", "general.tags", "general.license", "GGUF.")
+
+
+def computed(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], bytes]], dict[str, Any]]:
+    """The tensors, and the keys that do not say what the model is made from."""
+    fields = gguf.GGUFReader(path).fields
+    return stored(path), {name: field.contents() for name, field in fields.items() if not name.startswith(ORIGIN)}

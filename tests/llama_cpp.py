@@ -125,6 +125,10 @@ class Judge:
         assert count >= 0
         return list(out[:count])
 
+    def stops_at(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+        return bool(self._call("llama_vocab_is_eog", c.c_bool, c.c_void_p, c.c_int32)(self._vocab, token))
+
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """What follows each of some tokens: float32 [tokens, vocabulary]."""
         call, n = self._call, max(64, len(tokens))

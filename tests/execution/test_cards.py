@@ -17,7 +17,8 @@ from tests.mini import write_checkpoint
 from weightsmith import _methods as methods
 from weightsmith._base.citations import cite, entries
 from weightsmith._execution import cards
-from weightsmith._execution.cards import model_card, read_card
+from weightsmith._execution.cards import model_card
+from weightsmith._models.card import read_card
 from weightsmith._planning.planner.build import prepare
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}

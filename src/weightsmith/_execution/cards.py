@@ -8,29 +8,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from weightsmith._base.citations import cite
-from weightsmith._base.errors import WeightsmithError, printable
-from weightsmith._base.files import exists, expand_user, read_bounded
+from weightsmith._base.errors import printable
+from weightsmith._base.files import exists, expand_user
 from weightsmith._base.redaction import redacted
 from weightsmith._base.text import code, markdown
 from weightsmith._engine.computed import Computed
 from weightsmith._execution.distance import Moved, to_markdown
 from weightsmith._files.containers import ADAPTERS, DIFFUSERS_LORA, GGUF, PEFT, SAFETENSORS, ShardLayout
-from weightsmith._models.checkpoint import CARD_NAME, Checkpoint
+from weightsmith._models.card import hub_id_of, read_card
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import PLAIN, ModelInput, Plan
-
-MAX_CARD_BYTES = 4 << 20
-MAX_FRONT_CHARACTERS = 64 << 10
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _HUB_REF = re.compile(rf"{_HUB_ID.pattern}(@[\w./-]+)?", re.ASCII)
-_IN_HUB_CACHE = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+", re.ASCII)
-_FRONT = re.compile(r"---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", re.DOTALL)
 _VALUE = re.compile(r"[\w.:/+@ -]{1,200}", re.ASCII)
 _LICENCE_KEYS = ("license", "license_name", "license_link")
 
@@ -59,8 +54,8 @@ class _Part:
         """The model on the Hub that it is, or else those that its card says it was made from."""
         if self.on_hub:
             return [self.ref.split("@")[0]]
-        if match := _IN_HUB_CACHE.fullmatch(self.ref.rstrip("/")):
-            return [f"{match[1]}/{match[2]}"]
+        if hub_id := hub_id_of(self.ref):
+            return [hub_id]
         named = self.card.get("base_model")
         return [n for n in (named if isinstance(named, list) else [named]) if isinstance(n, str) and _HUB_ID.fullmatch(n)]
 
@@ -113,22 +108,6 @@ def model_card(
 {plan.recipe.strip()}
 {fence}
 {_moved(plan, distance)}{section}{_citation(plan)}"""
-
-
-def read_card(folder: Path) -> dict[str, Any]:
-    """The front matter of a folder's README.md, every value as text; {} without one that can be read."""
-    try:
-        text = read_bounded(folder / CARD_NAME, MAX_CARD_BYTES).decode(errors="replace").removeprefix("\ufeff")
-    except WeightsmithError:
-        return {}
-    match = _FRONT.match(text)
-    if match is None or len(match[1]) > MAX_FRONT_CHARACTERS:
-        return {}
-    try:
-        found = yaml.load(match[1], Loader=yaml.BaseLoader)  # text, lists and mappings alone: no numbers, no dates, no objects
-    except (yaml.YAMLError, RecursionError, ValueError, OverflowError):  # PyYAML's own for \UFFFFFFFF
-        return {}
-    return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
 
 
 def _models(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[tuple[ModelInput, Checkpoint | None]]:

@@ -14,7 +14,8 @@ from weightsmith._base.options import RunOptions
 from weightsmith._execution.distance import Moved, to_json
 from weightsmith._execution.page import MAX_PAGE_BYTES, MOVED_NAME, PICTURES, Squares, report_files
 from weightsmith._files.containers import PEFT, SAFETENSORS
-from weightsmith._models.checkpoint import CARD_NAME, Checkpoint
+from weightsmith._models.card import CARD_NAME
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.adapter import CONFIG_NAME
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Plan

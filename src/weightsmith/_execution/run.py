@@ -24,7 +24,8 @@ from weightsmith._execution.identity import facts, merges_on_device, work_identi
 from weightsmith._execution.output import check_options, check_output, models_read, page_beside
 from weightsmith._execution.page import PAGE_NAME, report_files
 from weightsmith._methods.jobs.requires import usable_device
-from weightsmith._models.checkpoint import CARD_NAME, Checkpoint, open_checkpoint
+from weightsmith._models.card import CARD_NAME
+from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.named import NamedTensors
 from weightsmith._outputs.local.claim import CONTENT
 from weightsmith._outputs.places import open_output

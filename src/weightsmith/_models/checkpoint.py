@@ -22,6 +22,7 @@ from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
 from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
+from weightsmith._models.card import CARD_NAME
 from weightsmith._models.formats import opening
 from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
 from weightsmith._models.named import NamedTensors
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from weightsmith._files.remote.folder import RemoteFolder
     from weightsmith._plans import Plan
     from weightsmith.abc.tensors import Buffer
-
-CARD_NAME = "README.md"
 
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(.+))?", re.ASCII)
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".json", ".yml", ".yaml")

@@ -223,6 +223,22 @@ def test_extra_prediction_layers_are_merged_or_copied_from_their_owner(tmp_path:
     assert "2 tensors that only" in warnings(p)[0]
 
 
+@pytest.mark.parametrize("tied", [None, False, True])
+def test_embedding_and_head_of_a_prediction_layer_are_tensors_of_their_own(tied: bool | None, tmp_path: Path) -> None:
+    own = {f"model.layers.2.{name}.weight": (8, 4) for name in ("embed_tokens", "shared_head.head")}
+    settings = {"num_nextn_predict_layers": 1, "tie_word_embeddings": tied}
+    a = plan_help.model(tmp_path / "a", more={**own, "model.layers.2.eh_proj.weight": (4, 8)}, settings=settings, head=not tied)
+    b = plan_help.model(tmp_path / "b", seed=1, settings=settings, head=not tied)
+    for k, models in enumerate(((a, b), (b, a))):
+        p = plan(linear(*models))
+        assert {name: sources(p)[name] for name in own} == {name: [(k, name)] for name in own}, "as they are"
+        assert len(sources(p)["model.embed_tokens.weight"]) == 2
+        assert not p.config or p.config.get("tie_word_embeddings") == tied
+    c = plan_help.model(tmp_path / "c", seed=2, more={**own, "model.layers.2.eh_proj.weight": (4, 8)}, settings=settings)
+    merged = sources(plan(linear(a, c)))
+    assert merged["model.layers.2.shared_head.head.weight"] == [(k, "model.layers.2.shared_head.head.weight") for k in (0, 1)]
+
+
 def test_a_model_without_the_usual_prefix_matches(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
     b = plan_help.model(tmp_path / "b", prefix="", head=False, seed=1)

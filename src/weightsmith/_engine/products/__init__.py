@@ -31,6 +31,8 @@ OWN = {
     "losses": "weightsmith._activations.losses:KIND",
     "quantised_layer": "weightsmith._features.quantisation.calibration.layer:KIND",
     "quantised_states": "weightsmith._features.quantisation.calibration.quantised_states:KIND",
+    "largest_state": "weightsmith._features.quantisation.calibration.float16:LAYER",
+    "largest_states": "weightsmith._features.quantisation.calibration.float16:ALL",
     "activation_scales": "weightsmith._features.quantisation.calibration.activations:KIND",
     "measured_layer": "weightsmith._features.quantisation.calibration.measured:KIND",
     "scored_layer": "weightsmith._features.quantisation.calibration.scored:LAYER",

@@ -19,7 +19,7 @@ from weightsmith._activations.statistic import keys_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import StatisticWork
 from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError, noting
-from weightsmith._base.files import read_bounded, show
+from weightsmith._base.files import show
 from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -33,10 +33,12 @@ from weightsmith._features.quantisation.calibration.plan import (
     unused,
 )
 from weightsmith._features.quantisation.exl2.optimise import solve_together
+from weightsmith._features.quantisation.gguf_files import files_of, keys_of_files, said_generation
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._features.quantisation.mmproj import UNUSED, VisionHalf, left_out, vision_half
 from weightsmith._files.containers import GGUF
-from weightsmith._files.copied import MAX_COPIED_BYTES, is_read
+from weightsmith._files.copied import is_read
+from weightsmith._models.formats.gguf.chat_templates import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.config import family_of_config, keys_of_config, text_config
 from weightsmith._models.formats.gguf.cuts import CutEncoding, Pieces, part_shape, pieces_of
 from weightsmith._models.formats.gguf.delta_net import Order, value_order
@@ -53,16 +55,16 @@ from weightsmith._models.formats.gguf.families import (
     shift_of,
     text_name,
 )
-from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
+from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
 from weightsmith._models.formats.gguf.layout import encode_metadata
+from weightsmith._models.formats.gguf.pooling import MODULES
 from weightsmith._models.formats.gguf.projectors import PROCESSOR, TOKENIZER
-from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
+from weightsmith._models.formats.gguf.tokenizer import READ
 from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._models.structure.vocabulary import is_vocabulary
-from weightsmith._models.tokenizers.files import settings_in
 from weightsmith._planning.planner import Assembled
-from weightsmith._planning.planner.companions import GENERATION, joined, lacking
+from weightsmith._planning.planner.companions import joined, lacking
 from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Product, Settings, Step, Table
 from weightsmith.abc.product import Arrays, Floats
 
@@ -321,6 +323,7 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     kinds = [[type_of(mixture, spec, shape, chosen) for spec in each.specs] for each in stored_as]
     if not ENCODED.issuperset({kind for own in kinds for kind in own} - {*PLAIN}):
         libgguf()
+    importances, warned = _complete(importances, stored_as)
     made: list[Step] = []
     for each, own in zip(stored_as, kinds, strict=True):
         with noting(problems):
@@ -328,11 +331,13 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     if problems:
         raise PlanError(problems)
     embedding = next(each.step for each in stored_as if each.specs[0].name == "token_embd.weight")
-    keys |= tokenizer_keys(_files(assembled, READ), config, family, embedding.out.shape[0])
+    about, findings = keys_of_files(assembled, config, family, embedding.out.shape[0])
     vision, warnings = _vision(mixture, assembled, embedding, others) if others and settings.mmproj else (VisionHalf(), [])
     constants, numbers = _constants(extra, len(draft.settings))
-    copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py")]
-    said = {"config.json", *READ, *_generation(assembled), *(PROCESSOR if vision.header else ())}  # the keys say the same
+    copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py") and "/" not in name]
+    said = {"config.json", *READ, *said_generation(assembled, about)}  # the keys say the same
+    said |= {*(PROCESSOR if vision.header else ()), *filter(NAMED_TEMPLATE.fullmatch, draft.carried)}
+    said |= {MODULES} if f"{family.architecture}.pooling_type" in about else set()
     held = {*copied, "config.json", *said.intersection((*draft.carried, *draft.files))}
     dropped += _dropped(predict, PREDICTS)
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(others, OTHER_PART)
@@ -341,8 +346,9 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     draft.dropped += dropped
     draft.carried, draft.files = copied, {}
     draft.lacking = joined([draft.lacking, lacking(((c.ref, c.files) for c in assembled.inputs), held)])
-    draft.container, draft.header, draft.mmproj = GGUF, encode_metadata(keys), vision.header
-    draft.warnings += [*_unused(importances, names), *_left_out(dropped), *warnings, *_changed(made, chosen)]
+    draft.container, draft.header, draft.mmproj = GGUF, encode_metadata(keys | about), vision.header
+    draft.warnings += [*_unused(importances, names), *warned, *_left_out(dropped), *warnings, *findings]
+    draft.warnings += [*_changed(made, chosen), *_fallen_back(mixture, made, chosen)]
 
 
 def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
@@ -357,6 +363,26 @@ def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
         Finding(f"stored as {kind}, not as {asked}: {len(names):,} tensors", names[0], fix=fix)
         for (asked, kind), names in found.items()
     ]
+
+
+def _fallen_back(mixture: Mixture, steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
+    """Matrices whose rows have no whole blocks of the format's types, and what they are stored as instead."""
+    outs = [out for step in steps for out in step.stored if len(out.shape) > 1 and out.dtype.name != "F32"]
+    block = TYPES[mixture.default].block
+    fallen = [
+        out
+        for out in outs
+        if out.shape[-1] % block and out.dtype.block < block and not any(pattern.search(out.name) for pattern, _ in chosen)
+    ]
+    findings = []
+    for kind, own in grouped((out.dtype.name, out) for out in fallen).items():
+        widths = ", ".join(f"{width:,}" for width in sorted({out.shape[-1] for out in own})[:4])
+        what = f"{len(own):,} of {len(outs):,} matrices are stored as {kind}: {widths} columns are no multiple of {block}"
+        fix = "choose a format without blocks, such as fp8-dynamic, or accept a larger file"
+        if kind not in PLAIN:
+            fix = "choose a format whose blocks are shorter, such as gguf-q4_0, or accept a larger file"
+        findings.append(Finding(what, own[0].name, fix=fix))
+    return findings
 
 
 def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
@@ -395,7 +421,7 @@ def _dropped(steps: Iterable[Step], reason: str) -> list[Dropped]:
 
 def _vision(mixture: Mixture, assembled: Assembled, embedding: Step, steps: Sequence[Step]) -> tuple[VisionHalf, list[Finding]]:
     """The file for images, and the warning if there is none. steps: of parts for images and sounds."""
-    files = _files(assembled, (*PROCESSOR, *TOKENIZER))
+    files = files_of(assembled, (*PROCESSOR, *TOKENIZER))
     try:
         vision = vision_half(assembled.draft, embedding, steps, files, mixture.name)
     except Unsupported as error:
@@ -588,6 +614,21 @@ def _importances(importances: Importances, spec: TensorSpec, kind: str, mixture:
     return values
 
 
+def _complete(importances: Importances, stored_as: Iterable[_Stored]) -> tuple[Importances, list[Finding]]:
+    """The importances with 1 for columns that have none, and the warning that counts these."""
+    complete, counts = dict(importances), dict[str, int]()
+    for spec in (spec for each in stored_as for spec in each.specs):
+        values = importances.get(spec.name)
+        if values is not None and len(spec.shape) > 1 and values.size % spec.shape[-1] == 0:  # `_importances` rejects others
+            complete[spec.name], missing = with_defaults(values, spec.shape[-1])
+            counts |= {spec.name: missing} if missing else {}
+    if not counts:
+        return importances, []
+    what = f"{sum(counts.values()):,} runs of {RUN} columns, in {len(counts):,} tensors, have no importances: they count as 1"
+    fix = "use a longer text, or one that reaches every expert"
+    return complete, [Finding(what, next(iter(counts)), fix=fix)]
+
+
 def _unused(importances: Importances, named: Iterable[str]) -> list[Finding]:
     """A warning if none of the importances is of a tensor of this model."""
     if not importances or not importances.keys().isdisjoint(named):
@@ -608,23 +649,6 @@ def _constants(extra: Mapping[str, npt.NDArray[np.float32]], first: int) -> tupl
         spec = TensorSpec(name, DTYPES["F32"], (len(values),))
         steps.append(Step(spec, JOIN, (), pieces=tuple(pieces), encoding=GgufEncoding(DTYPES["F32"]).name, stored=(spec,)))
     return steps, settings
-
-
-def _files(assembled: Assembled, wanted: Sequence[str]) -> dict[str, bytes]:
-    """Those of some files that the output has."""
-    draft = assembled.draft
-    donor = assembled.inputs[draft.donor]
-    names = [name for name in wanted if name in draft.carried]
-    donor.fetch(names)
-    written = {name: data for name, data in draft.files.items() if name in wanted}
-    return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in names} | written
-
-
-def _generation(assembled: Assembled) -> list[str]:
-    """generation_config.json, if it says nothing but what config.json says."""
-    config, made_by = assembled.draft.config or {}, ("_from_model_config", "transformers_version")
-    found = {name: settings_in(data) for name, data in _files(assembled, (GENERATION,)).items()}
-    return [name for name, own in found.items() if all(key in made_by or config.get(key) == own[key] for key in own)]
 
 
 def _format_name(mixture: Mixture) -> str:

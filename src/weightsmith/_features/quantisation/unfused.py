@@ -16,7 +16,7 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.fused import SubMatrix, fused_parts
-from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, ties
+from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_model_head, ties
 from weightsmith._plans import JOIN, Block, Plan, PlanDraft, Read, Step
 
 DEFAULT_HEAD_BITS = 6
@@ -50,7 +50,7 @@ def unfused_steps(plan: Plan | PlanDraft) -> tuple[list[Step], bool]:
     steps = [part for step in plan.steps for part in _split(step, fused_parts(step.out, specs, structure, config))]
     embedding = next((step for step in steps if is_embedding(step.out)), None)
     # A head that is stored although config.json ties it may differ from the embedding, and transformers uses it then.
-    tied = not any(is_head(step.out) for step in steps) and ties(config, stores_head=False)
+    tied = not any(is_model_head(step.out) for step in steps) and ties(config, stores_head=False)
     if tied and embedding is not None:
         steps.append(renamed(embedding, TIED_HEAD))
     return steps, tied

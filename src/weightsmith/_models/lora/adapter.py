@@ -20,7 +20,8 @@ from weightsmith._base.files import file_names, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.text import count
 from weightsmith._files.copied import is_tokenizer
-from weightsmith._models.checkpoint import CARD_NAME, Checkpoint, HubModel, ModelFolder, locate, open_place
+from weightsmith._models.card import CARD_NAME
+from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith._models.formats.opening import open_file
 from weightsmith._models.lora.forms import Pair
 from weightsmith._models.lora.patterns import Patterns

@@ -88,6 +88,17 @@ def is_head(spec: TensorSpec) -> bool:
     return len(spec.shape) == 2 and _is_named(spec, HEADS)
 
 
+def is_model_head(spec: TensorSpec) -> bool:
+    """True for a matrix that may be the head of the whole model, not of a layer that predicts several tokens at a time.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> names = "lm_head.weight", "model.layers.61.shared_head.head.weight"
+    >>> [is_model_head(TensorSpec(name, DTYPES["BF16"], (8, 4))) for name in names]
+    [True, False]
+    """
+    return is_head(spec) and not INDEX.search(spec.name)
+
+
 def is_vocabulary(spec: TensorSpec) -> bool:
     """True for a matrix [tokens, hidden] that may be an embedding or a head, by its name."""
     return is_embedding(spec) or is_head(spec)
@@ -212,13 +223,16 @@ def tied_substitute(spec: TensorSpec, own: Mapping[str, TensorSpec], config: Map
     own     the model's tensors outside its layers, under the donor's names
     config  the model's; if `tie_word_embeddings` is false, the embedding does not serve as head
 
-    Returns the donor's name.
+    Embedding and head of a numbered layer, which predicts several tokens at a time, are tensors of their own: no other serves
+    as one of them, and they serve as no other. Returns the donor's name.
     """
+    if INDEX.search(spec.name):
+        return None
     if len(spec.shape) == 1:
         return next((n for n in _bias_twins(spec.name) if n in own and own[n].shape == spec.shape), None)
     if not is_vocabulary(spec) or (is_head(spec) and tie_flag(config) is False):
         return None
-    fitting = [s for s in own.values() if s.shape == spec.shape]
+    fitting = [s for s in own.values() if s.shape == spec.shape and not INDEX.search(s.name)]
     return next((s.name for test in (is_embedding, is_head) for s in fitting if test(s)), None)
 
 
@@ -241,7 +255,7 @@ def primary(spec: TensorSpec, stored: Iterable[TensorSpec]) -> str:
     """
     if len(spec.shape) == 1:
         return min([spec.name, *_bias_twins(spec.name)], key=len)
-    names = [s for s in stored if s.shape == spec.shape and is_vocabulary(s)]
+    names = [s for s in stored if s.shape == spec.shape and is_vocabulary(s) and not INDEX.search(s.name)]
     return min(names, key=lambda s: (is_head(s), module_of(s.name) != "shared", len(s.name), s.name)).name
 
 

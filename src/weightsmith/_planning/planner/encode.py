@@ -24,7 +24,7 @@ from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.projections import joined_sets
 from weightsmith._models.structure.roles import role_of
-from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head
+from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
 from weightsmith.abc.stored import Modules, array_name
 
@@ -218,7 +218,7 @@ def ignored_modules(plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], 
             continue
         safe = pattern and not any(re.match(pattern, module) for module in examples)
         entries[f"re:{pattern}" if safe else _module(spec)] = None
-    if not any(is_head(spec) and structure.locate(spec.name) is None for spec in plain):
+    if not any(is_model_head(spec) for spec in plain):
         entries[rf"re:(\w+\.)?({'|'.join(HEADS[1:])})$"] = None  # one component before it: the model's, and no layer's
     return list(entries)
 

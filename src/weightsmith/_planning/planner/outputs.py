@@ -344,14 +344,14 @@ class Outputs:
 
     def _donor_ties(self) -> bool:
         donor = self.models.donor
-        stores_head = any(vocabulary.is_head(s) for s in self._rest_specs(donor).values())
+        stores_head = any(vocabulary.is_model_head(s) for s in self._rest_specs(donor).values())
         return vocabulary.ties(self.models.configs[donor], stores_head=stores_head)
 
     def _note_head(
         self, name: str, segment: Segment, sources: Sequence[str | None], places: Sequence[int], spec: TensorSpec
     ) -> None:
         """The head gets a tensor of its own, unless all models tie it to the embedding. places: of those that count."""
-        if vocabulary.is_head(replace(spec, name=name)):
+        if vocabulary.is_model_head(replace(spec, name=name)):
             tied = self._tied([segment.feeds[k] for k in places], [sources[k] for k in places])
             if not all(tied) and (any(tied) or self._donor_ties()):
                 self.untie = True
@@ -362,7 +362,7 @@ class Outputs:
         decoder = self.donor.main is not None and self.donor.main.kind == "decoder"
         if {f.model for f in first.feeds} == {f.model for f in last.feeds} or not (decoder and self._donor_ties()):
             return
-        if not any(vocabulary.is_head(step.out) for step in self.steps):
+        if not any(vocabulary.is_model_head(step.out) for step in self.steps):
             labels = " and ".join(dict.fromkeys(self.models.labels[f.model] for f in first.feeds))
             what = f"the head is tied to the embedding, so it comes from {labels} too, and not from the last slice"
             self.warnings.append(Finding(what, last.where))

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weightsmith._execution.cards import read_card
 from weightsmith._files.copied import is_tokenizer
-from weightsmith._models.checkpoint import CARD_NAME, Checkpoint
+from weightsmith._models.card import CARD_NAME, read_card
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.tokenizers.files import settings_of, template_of
 from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary
 

@@ -243,8 +243,8 @@ def test_spaces_at_the_start_of_a_text_are_kept(prefix: bool, tmp_path: Path) ->
             assert made.decode(made.encode(text, add_special_tokens=False).ids) == text
             first = made.encode(text, add_special_tokens=False).tokens[:1]
             assert [token[:1] == "\u2581" for token in first] == [prefix or text.startswith(" ")][: len(first)]
-        written = tokenizer_keys(
-            {"tokenizer.json": (found.folder / "tokenizer.json").read_bytes()}, {}, LLAMA, len(made.get_vocab())
+        written, _ = tokenizer_keys(
+            {"tokenizer.json": (found.folder / "tokenizer.json").read_bytes()}, {}, LLAMA, len(made.get_vocab()), "m"
         )
         assert written["tokenizer.ggml.add_space_prefix"].value is prefix
 

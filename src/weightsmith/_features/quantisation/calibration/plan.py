@@ -14,12 +14,14 @@ from weightsmith._base.groups import grouped
 from weightsmith._base.options import QuantizeSettings, assignment, named
 from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
 from weightsmith._features.quantisation.calibration.common import CalibratedWork, takes_hessian
+from weightsmith._features.quantisation.calibration.float16 import LargestStateWork, collected, family_in_float16
 from weightsmith._features.quantisation.calibration.layer import QuantisedWork
 from weightsmith._features.quantisation.calibration.measured import MeasureWork
 from weightsmith._features.quantisation.calibration.measured_blocks import BlocksWork
 from weightsmith._features.quantisation.calibration.quantised_states import QuantisedStatesWork
 from weightsmith._features.quantisation.calibration.scored import ScoreWork, VocabularyWork, shape_of
 from weightsmith._models.formats.compressed_tensors.activations import INPUTS, with_cache_scheme
+from weightsmith._models.formats.engines import find_engine
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import COPY, PRODUCTS, FileRead, PlanDraft, Product, Read, Step
 
@@ -126,6 +128,8 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: bool =
     states = chain.embedding()
     products = [states]
     inside: set[str] = set()
+    family = next((found for step in encoded.values() if (found := family_in_float16(step.encoding))), "")
+    largest: list[Product] = []
     for layer in range(chain.layers):
         own = {name: encoded[name] for name in chain.names(layer) if name in encoded}
         inside.update(own)
@@ -133,10 +137,14 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: bool =
         products += [quantised, *(chain.scales(layer, states, "", (), cache=True) if cache else ())]
         states = chain.quantised_states(layer, states, quantised)
         products.append(states)
+        if family:
+            largest.append(chain.largest(layer, states))
+            products.append(largest[-1])
     if head := {name: step for name, step in encoded.items() if name not in inside}:
         products.append(chain.quantised("head", chain.layers, states, head))
-    else:
+    elif not family:
         products.pop()  # nothing looks at what leaves the last layer
+    products += collected(largest, family)
     steps: list[Step] = []
     for step in draft.steps:
         copies = [Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in step.outs]
@@ -217,6 +225,7 @@ class Chain(TextRun):
         super().__init__(model, text_for(model, settings.calibration, rows, tokens, draft.seed, most_rows), prefix)
         if settings.calibration_dtype == "bfloat16":
             self.base = replace(self.base, arithmetic="bfloat16")
+        self._engine = settings.engine
 
     def measure(self, draft: PlanDraft, products: Iterable[Product], format: str, settings: QuantizeSettings) -> None:
         """Add a measurement to a draft, from which `Format.follow` makes another plan."""
@@ -243,6 +252,13 @@ class Chain(TextRun):
         work = QuantisedStatesWork(self.base, self.packages, layer, states.name, weights, quantised.name)
         name, steps, needs = f"states {layer + 1}", self.steps(layer), (states, quantised)
         return self.product(name, "quantised_states", (self.rows(name),), work, steps, needs, transient=True)
+
+    def largest(self, layer: int, states: Product) -> Product:
+        """The largest magnitude of what leaves a layer. states: that."""
+        refused_by = find_engine(self._engine).title if self._engine in ("exllamav2", "exllamav3") else ""
+        work = LargestStateWork(self.base, self.packages, layer, states.name, refused_by)
+        name = f"largest state behind layer {layer}"
+        return self.product(name, "largest_state", (self.array(name, "F32", (1,)),), work, (), (states,))
 
     def scales(self, layer: int, states: Product, encoding: str, weights: Sequence[str], *, cache: bool) -> tuple[Product, ...]:
         """The scales of activations of a layer, if it has any. Its weights are not quantised."""

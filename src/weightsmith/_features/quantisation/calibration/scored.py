@@ -25,7 +25,7 @@ from weightsmith._activations.work import LayerWork
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.common import located
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, dequantise, quantise
-from weightsmith._models.structure.vocabulary import is_embedding, is_vocabulary
+from weightsmith._models.structure.vocabulary import is_embedding, is_model_head
 from weightsmith._plans import Product
 from weightsmith._plans.statistics import TextSource
 from weightsmith.abc.product import Arrays, Floats
@@ -180,7 +180,7 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
     scores = np.zeros(bench.product.outs[0].shape, np.float32)
     decoder, cap = decoder_of(work.base), decoder_of(work.base).logit_cap
     table = next(spec for spec in specs.values() if is_embedding(spec))
-    head = next((spec for spec in specs.values() if is_vocabulary(spec) and not is_embedding(spec)), table)
+    head = next((spec for spec in specs.values() if is_model_head(spec)), table)
     embedded, gradients = bench.arrays(work.embedded)[0], bench.arrays(work.gradients)[0]
 
     def flat(states: Floats) -> Floats:

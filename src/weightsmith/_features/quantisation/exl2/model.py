@@ -34,7 +34,7 @@ from weightsmith._models.formats.exl2.loader import (
 )
 from weightsmith._models.formats.exl2.writing import encoding_name
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.vocabulary import is_head
+from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._plans import Plan, PlanDraft, Step
 
 _WEIGHT = ".weight"
@@ -83,7 +83,7 @@ def prepare_model(plan: Plan | PlanDraft) -> Model:
     split_specs = [step.out for step in steps]
     with as_plan_error():
         blocks = find_blocks(split_specs, analyse(split_specs, plan.config))
-    head = next((spec for spec in split_specs if is_head(spec)), None)
+    head = next((spec for spec in split_specs if is_model_head(spec)), None)
     problems = shape_problems(spec for block in blocks for specs in block.linears.values() for spec in specs)
     if head is None or not blocks:
         problems.append(

@@ -27,7 +27,7 @@ from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate, config_entry
 from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction, differences, loader_config
 from weightsmith._models.formats.exl3.writing import encoding_name
-from weightsmith._models.structure.vocabulary import is_head
+from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.encode import encodable
 from weightsmith._plans import PlanDraft
@@ -71,7 +71,7 @@ def _prepare(draft: PlanDraft) -> bool:
         what = f"exllamav3 {VERSION} loads {architecture} with {key} {wanted!r}, not {config[key]!r}"
         raise PlanError([Unsupported(what, where="config.json", fix=OTHER_FORMATS)])
     steps, tied = unfused_steps(draft)
-    if not any(is_head(step.out) for step in steps):
+    if not any(is_model_head(step.out) for step in steps):
         raise PlanError([Unsupported("it has no head, which exllamav3 expects", where=architecture, fix=OTHER_FORMATS)])
     draft.steps = steps
     return tied
@@ -128,7 +128,7 @@ def _store(draft: PlanDraft, rates: Mapping[str, Rate], head_bits: int, *, tied:
     steps = []
     for step in draft.steps:
         spec = step.out
-        if is_head(spec) and spec.name not in rates:
+        if is_model_head(spec) and spec.name not in rates:
             if head_bits == PLAIN_HEAD and tied:
                 continue
             if head_bits != PLAIN_HEAD and not _padded_bias(spec, draft):

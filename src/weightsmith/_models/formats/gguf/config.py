@@ -344,6 +344,8 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
     for there, constant in family.constants.items():
         put(there, "u32", constant)
     _check_fixed(given, family)
+    if given.get("is_causal") is False:
+        put("attention.causal", "bool", False)
     if family.widths and (given.get("head_dim") is not None or family.architecture != "llama"):
         put("attention.key_length", "u32", head_dim)
         put("attention.value_length", "u32", head_dim)
@@ -376,6 +378,7 @@ def keys_of_config(config: Mapping[str, Any], family: Family, file_type: int) ->
 def _check_fixed(given: Config, family: Family) -> None:
     """Raise Unsupported for a setting that is another in llama.cpp's code."""
     given.need_all(family.fixed, family.assumed)
+    given.need("use_bidirectional_attention", bool(given.get("use_bidirectional_attention")), False)
     name = "hidden_activation" if given.get("hidden_activation") is not None else "hidden_act"
     alike = {"gelu": "gelu_pytorch_tanh"} if family.architecture == "gemma" else {"swish": "silu"}  # of Gemma, so transformers
     found = given.get(name, family.activation)

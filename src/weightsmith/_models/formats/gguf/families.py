@@ -812,10 +812,16 @@ def predicts(name: str, layers: float = math.inf) -> bool:
 def text_name(name: str) -> str:
     """The name of a tensor in the language model alone; unchanged for one of other parts.
 
+    Files of embedding models have the names of the model without its head.
+
     >>> text_name("model.language_model.layers.0.mlp.up_proj.weight"), text_name("language_model.lm_head.weight")
     ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')
+    >>> text_name("layers.0.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
     """
     name = name.removeprefix("language_model.")
+    if name.startswith(("layers.", "embed_tokens.", "norm.")):
+        return f"model.{name}"
     return name.replace("model.language_model.", "model.", 1).replace("model.text_model.", "model.", 1)
 
 

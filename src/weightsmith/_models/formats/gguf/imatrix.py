@@ -21,6 +21,10 @@ from weightsmith._models.formats.gguf.layout import MAGIC
 MAX_BYTES = 4 << 30
 LARGEST = 1e15
 """ggml computes with squares of importances in float32; where these overflow, blocks are wrong, or the process is aborted."""
+RUN = 16
+"""Columns that share a scale in the narrowest of ggml's types: without importances, they would all become 0."""
+SMALLEST = 1e-25
+"""Importances below count as none: ggml multiplies them by squares of weights in float32."""
 _MAX_NAME_BYTES = 4096
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _FIX = "Make it again with llama.cpp's llama-imatrix."
@@ -66,6 +70,27 @@ def of_sums(sums: Mapping[str, Floats], counts: Mapping[str, Floats]) -> dict[st
         mean = values.reshape(len(number), -1) / np.where(number > 0, number, 1).astype(np.float32)
         found[name] = np.where(number > 0, mean, np.float32(1)).astype(np.float32).reshape(-1)
     return found
+
+
+def with_defaults(values: Floats, cols: int) -> tuple[Floats, int]:
+    """Importances in which each run of columns that has none gets 1; and the number of these runs.
+
+    values  float32 [matrices · cols]
+
+    ggml would store such a run as 0, or abort: it divides by sums of importances. So llama.cpp reads an expert that no token
+    reached as 1, where the file counts tokens.
+
+    >>> with_defaults(np.float32([0] * 16 + [0, 3] + [0] * 14), 32)[0].tolist() == [1] * 16 + [0, 3] + [0] * 14
+    True
+    """
+    runs = -(-cols // RUN)
+    padded = np.zeros((values.size // cols, runs * RUN), np.float32)
+    padded[:, :cols] = values.reshape(-1, cols)
+    missing = (padded.reshape(-1, runs, RUN) < SMALLEST).all(-1)
+    if not (count := int(missing.sum())):
+        return values, 0
+    filled = np.where(np.repeat(missing, RUN, 1), np.float32(1), padded)[:, :cols]
+    return np.ascontiguousarray(filled).reshape(-1), count
 
 
 def imatrix_bytes(importances: Mapping[str, Floats]) -> bytes:

@@ -8,15 +8,18 @@ second, it has scores in place of merges.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.strict_json import parse_object
+from weightsmith._models.formats.gguf.chat_templates import template_keys
 from weightsmith._models.formats.gguf.config import token_id
+from weightsmith._models.formats.gguf.end_tokens import stops_of, with_ends
 from weightsmith._models.formats.gguf.families import Family
 from weightsmith._models.formats.gguf.layout import Value
+from weightsmith._models.formats.gguf.unsaid import recognised_name, unsaid
 from weightsmith._models.tokenizers.files import json_bytes
 from weightsmith._models.tokenizers.parts import (
     BYTES,
@@ -38,7 +41,7 @@ from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, read_sente
 T = TypeVar("T")
 
 READ = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "chat_template.json")
-"""The files that the keys are made from, besides config.json."""
+"""The files that the keys are made from, besides config.json, generation_config.json, and templates with a name."""
 
 _MAX_CHARACTERS = 4_000_000  # of all tokens: 262,144 of them have 1.7 million
 _MAX_JSON_MEMORY = 2 << 30
@@ -87,6 +90,11 @@ _NAMES = {
     _DEEPSEEK3: ["deepseek-v3", "hunyuan-dense", "joyai-llm"],
     (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2".split(),
 }
+_MERGED = {"llama-bpe": "smaug-bpe"}
+"""Names of tokenizers that look a whole word up first, and those of others that split text alike and do not."""
+_MERGED_GLM = {"llama-bpe": "glm4"}
+_LOOKED_UP = frozenset({"llama-bpe", "tekken"})
+"""Of `_SPLITS`: llama.cpp looks a whole word up before it merges it."""
 _BY_NAME = {name: splits for splits, names in _NAMES.items() for name in names}
 _DIGITS = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
 _WHOLE = frozenset("gpt-2 default phi-2 mpt olmo jais trillion jina-es jina-de jina-v1-en jina-v2-es jina-v2-de".split())
@@ -97,6 +105,9 @@ _SHOWN = {
     "gemma4": ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
 }
 """Tokens of special meaning that llama.cpp prints, because it reads answers by them."""
+
+_FOUND_WHOLE = (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
+"""Types of tokens that llama.cpp finds in a text as a whole."""
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -272,12 +283,15 @@ def _chat_template(keys: Mapping[str, Any]) -> Any:
 # ---- writing
 
 
-def tokenizer_keys(files: Mapping[str, bytes], config: Mapping[str, Any], family: Family, rows: int) -> dict[str, Value]:
-    """The keys of a GGUF file that describe the tokenizer.
+def tokenizer_keys(
+    files: Mapping[str, bytes], config: Mapping[str, Any], family: Family, rows: int, name: str
+) -> tuple[dict[str, Value], list[Finding]]:
+    """The keys of a GGUF file that describe the tokenizer, and the model's name, by which llama.cpp splits text; and warnings.
 
-    files   the contents of those of `READ` that the model has
+    files   the contents of those of `READ`, of generation_config.json and of templates with a name that the model has
     config  config.json, for tokens that the tokenizer's files do not name
     rows    of the embedding: tokens beyond them are left out, and rows without a token are called `[PAD17]`
+    name    of the model, which may be spelled otherwise in the file
 
     Raises Unsupported for a tokenizer that llama.cpp does not know, FormatError for damaged files.
     """
@@ -294,48 +308,96 @@ def tokenizer_keys(files: Mapping[str, bytes], config: Mapping[str, Any], family
     added = [
         t for t in _list(tokenizer.get("added_tokens")) if isinstance(t, dict) and _is_token(t.get("id"), t.get("content"))
     ]
-    tokens = [f"[PAD{i}]" for i in range(rows)]
-    types = [Kind.UNUSED] * rows
-    for token, number in model["vocab"].items():
-        if _is_token(number, token) and number < rows:
-            tokens[number], types[number] = token, Kind.NORMAL
+    added = [entry for entry in added if entry["id"] < rows]
     pieces = bool(model.get("byte_fallback"))
-    if pieces:
-        for i, token in enumerate(tokens):
-            if types[i] == Kind.NORMAL and byte_of(token) is not None:
-                types[i] = Kind.BYTE
-    for entry in added:
-        number, token = entry["id"], entry["content"]
-        if number < rows:
-            is_control = (bool(entry.get("special")) or _looks_special(token)) and token not in _SHOWN.get(family.tokenizer, ())
-            tokens[number] = token if is_control else token.replace(SPACE, " ")
-            types[number] = Kind.CONTROL if is_control else Kind.USER_DEFINED
+    tokens, types = _tokens_and_types(model["vocab"], added, family, rows, pieces=pieces)
+    stops = stops_of((config, _object(files, "generation_config.json")), rows)
     special = _special_ids(settings, config, added, model["vocab"], rows)
+    if settings.get("add_eos_token") is not False:
+        special = _with_last(special, tokenizer.get("post_processor"), tokens)
+    special, warnings = with_ends(special, stops, tokens, config.get("model_type"))
     if pieces and "unknown" in special:
         types[special["unknown"]] = Kind.UNKNOWN
-    values = {"tokenizer.ggml.model": Value("str", family.tokenizer if pieces else "gpt2")}
     known = set(tokens)  # none beyond the rows
     merges = [pair for pair in _pairs(model.get("merges")) if known.issuperset((*pair, "".join(pair)))]
+    merged = ""
     if pieces:
-        values["tokenizer.ggml.add_space_prefix"] = Value("bool", _has_prefix(tokenizer))
+        values = _piece_values(tokenizer, files.get("tokenizer.model"), family, tokens, types, merges)
     else:
-        values["tokenizer.ggml.pre"] = Value("str", _pre_name(tokenizer.get("pre_tokenizer")))
-    if pieces and family.tokenizer == "llama":
-        values["tokenizer.ggml.pre"] = Value("str", "default")
-        scores = _scores(files.get("tokenizer.model"), tokens, types, merges)
-        values["tokenizer.ggml.scores"] = Value("f32", scores)
-    else:
-        values["tokenizer.ggml.merges"] = Value(
-            "str", [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
-        )
+        whole = bool(model.get("ignore_merges"))
+        pre = _pre_name(tokenizer.get("pre_tokenizer"), family, whole=whole)
+        values = {
+            "tokenizer.ggml.model": Value("str", "gpt2"),
+            "tokenizer.ggml.pre": Value("str", pre),
+            **_merge_values(merges),
+        }
+        merged = _unmerged(tokens, types, merges) if whole != (pre in _LOOKED_UP) else ""
     values["tokenizer.ggml.tokens"] = Value("str", tokens)
     values["tokenizer.ggml.token_type"] = Value("i32", types)
-    values |= {f"tokenizer.ggml.{name}_token_id": Value("u32", number) for name, number in special.items()}
-    for name in ("bos", "eos"):
-        adds = settings.get(f"add_{name}_token")
-        adds = _adds(tokenizer.get("post_processor"), name, special, tokens) if not isinstance(adds, bool) else adds
-        values[f"tokenizer.ggml.add_{name}_token"] = Value("bool", adds)
-    return values | _template_values(files, settings)
+    values |= {f"tokenizer.ggml.{key}_token_id": Value("u32", number) for key, number in special.items()}
+    for end in ("bos", "eos"):
+        adds = settings.get(f"add_{end}_token")
+        adds = _adds(tokenizer.get("post_processor"), end, special, tokens) if not isinstance(adds, bool) else adds
+        values[f"tokenizer.ggml.add_{end}_token"] = Value("bool", adds)
+    found_whole = [token for token, kind in zip(tokens, types, strict=True) if kind in _FOUND_WHOLE]
+    stripping = frozenset(entry["content"] for entry in added if entry.get("rstrip") is True)
+    name = recognised_name(name, found_whole, stripping)
+    values |= {"general.name": Value("str", name)} if name else {}
+    warnings += unsaid(tokenizer, added, name, pieces=pieces, merged=merged)
+    return values | template_keys(files, settings, _object(files, "chat_template.json")), warnings
+
+
+def _piece_values(
+    tokenizer: Mapping[str, Any],
+    sentencepiece: bytes | None,
+    family: Family,
+    tokens: Sequence[str],
+    types: Sequence[int],
+    merges: Sequence[tuple[str, str]],
+) -> dict[str, Value]:
+    """The keys of a tokenizer of SentencePiece's kind: scores, or merges. sentencepiece: its own file."""
+    values = {"tokenizer.ggml.model": Value("str", family.tokenizer)}
+    values["tokenizer.ggml.add_space_prefix"] = Value("bool", _has_prefix(tokenizer))
+    if family.tokenizer != "llama":
+        return values | _merge_values(merges)
+    values["tokenizer.ggml.pre"] = Value("str", "default")
+    values["tokenizer.ggml.scores"] = Value("f32", _scores(sentencepiece, tokens, types, merges))
+    return values
+
+
+def _merge_values(merges: Iterable[tuple[str, str]]) -> dict[str, Value]:
+    texts = [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in merges]
+    return {"tokenizer.ggml.merges": Value("str", texts)}
+
+
+def _tokens_and_types(
+    vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], family: Family, rows: int, *, pieces: bool
+) -> tuple[list[str], list[int]]:
+    """The token of each row, and its type."""
+    tokens = [f"[PAD{i}]" for i in range(rows)]
+    types: list[int] = [Kind.UNUSED] * rows
+    for token, number in vocab.items():
+        if _is_token(number, token) and number < rows:
+            tokens[number], types[number] = token, Kind.NORMAL
+    for i, token in enumerate(tokens if pieces else ()):
+        if types[i] == Kind.NORMAL and byte_of(token) is not None:
+            types[i] = Kind.BYTE
+    for entry in added:
+        number, token = entry["id"], entry["content"]
+        is_control = (bool(entry.get("special")) or _looks_special(token)) and token not in _SHOWN.get(family.tokenizer, ())
+        tokens[number] = token if is_control else token.replace(SPACE, " ")
+        types[number] = Kind.CONTROL if is_control else Kind.USER_DEFINED
+    return tokens, types
+
+
+def _unmerged(tokens: Sequence[str], types: Sequence[int], merges: Sequence[tuple[str, str]]) -> str:
+    """A word that is a token and that no merge makes, as text; "" if there is none."""
+    made = {left + right for left, right in merges}
+    for token, kind in zip(tokens, types, strict=True):
+        word = token.removeprefix("\u0120")
+        if kind == Kind.NORMAL and len(token) > 1 and word.isascii() and word.isalpha() and token not in made:
+            return token.replace("\u0120", " ")
+    return ""
 
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -396,8 +458,18 @@ def _pairs(merges: object) -> list[tuple[str, str]]:
     return found
 
 
-def _pre_name(splitter: object) -> str:
-    """llama.cpp's name for how text is split. Raises Unsupported if it has none that is known."""
+def _pre_name(splitter: object, family: Family, *, whole: bool) -> str:
+    """llama.cpp's name for how text is split, and whether a word is looked up whole before it is merged.
+
+    Raises Unsupported if it has none that is known.
+    """
+    name = _split_name(splitter)
+    if whole:
+        return name
+    return (_MERGED_GLM if family.architecture.startswith("glm4") else _MERGED).get(name, name)
+
+
+def _split_name(splitter: object) -> str:
     listed = [splitter]
     if isinstance(splitter, dict) and splitter.get("type") == "Sequence":
         listed = _list(splitter.get("pretokenizers"))
@@ -451,35 +523,33 @@ def _scores(
     return found
 
 
-def _adds(processor: object, name: str, special: Mapping[str, int], tokens: Sequence[str]) -> bool:
-    """Whether the post-processor puts the first or the last token of a text there."""
+def _with_last(special: Mapping[str, int], processor: object, tokens: Sequence[str]) -> dict[str, int]:
+    """Tokens of special meaning, where the end of a text is the token that the post-processor puts there.
+
+    It may be another one than the tokenizer's, as in Qwen3-Embedding, whose vectors are those of this token. That of the
+    tokenizer then ends a turn.
+    """
+    around = _singles(processor)
+    last = around[-1].get("id") if around and isinstance(around[-1], dict) else None
+    if not isinstance(last, str) or last not in tokens or special.get("eos") == (number := tokens.index(last)):
+        return dict(special)
+    return {**({"eot": special["eos"]} if "eos" in special else {}), **special, "eos": number}
+
+
+def _singles(processor: object) -> list[object]:
+    """What post-processors put around a text, in order; None for the text."""
     listed = [processor] if isinstance(processor, dict) else []
+    found: list[object] = []
     for one in [*listed, *(_list(processor.get("processors")) if isinstance(processor, dict) else [])]:
         single = _list(one.get("single")) if isinstance(one, dict) else []
-        if len(single) > 1 and name in special:
-            end = single[0 if name == "bos" else -1]
-            token = end.get("SpecialToken") if isinstance(end, dict) else None
-            if isinstance(token, dict) and token.get("id") == tokens[special[name]]:
-                return True
-    return False
+        found = [each.get("SpecialToken") if isinstance(each, dict) else None for each in single] or found
+    return found if len(found) > 1 else []
 
 
-def _template_values(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, Value]:
-    """The chat templates: of tokenizer_config.json, else of a file of their own."""
-    template = settings.get("chat_template")
-    if template is None and "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].decode(errors="replace")
-    if template is None:
-        template = _object(files, "chat_template.json").get("chat_template")
-    prefix = "tokenizer.chat_template"
-    if isinstance(template, str):
-        return {prefix: Value("str", template)}
-    named = {
-        entry["name"]: entry["template"]
-        for entry in _list(template)
-        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-    }
-    others = {name: text for name, text in named.items() if name != "default"}
-    values = {prefix: Value("str", named["default"])} if "default" in named else {}
-    values |= {f"{prefix}.{name}": Value("str", text) for name, text in others.items()}
-    return values | ({f"{prefix}s": Value("str", list(others))} if others else {})
+def _adds(processor: object, name: str, special: Mapping[str, int], tokens: Sequence[str]) -> bool:
+    """Whether the post-processor puts the first or the last token of a text there."""
+    around = _singles(processor)
+    if not around or name not in special:
+        return False
+    token = around[0 if name == "bos" else -1]
+    return isinstance(token, dict) and token.get("id") == tokens[special[name]]

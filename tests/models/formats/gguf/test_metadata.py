@@ -1,0 +1,90 @@
+"""What a GGUF file says of where a model comes from: what llama.cpp's gguf-py derives from the same card and folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from weightsmith._models.card import read_card
+from weightsmith._models.formats.gguf.layout import Value
+from weightsmith._models.formats.gguf.metadata import Origin, origin_keys, sampling_keys
+
+CARDS = {
+    "none": "",
+    "base": "license: apache-2.0\nbase_model: meta-llama/Llama-3.1-8B\nlanguage:\n- en\n- no\ntags: [merge]\n"
+    "pipeline_tag: text-generation\n",
+    "several": "license: other\nlicense_name: somebodys\nlicense_link: LICENSE\nbase_model:\n- org/my-model-7b\n"
+    "- https://huggingface.co/other-org/Thing-v2\n- https://example.com/weights\n- a local model\n",
+    "named": "model_name: My Model\nmodel_creator: Jo Doe\nlicense: [mit, apache-2.0]\ndescription: A model.\n"
+    "organization: acme\nversion: v1.2\nurl: https://example.com\n",
+    "entry": "base_model:\n- name: Thing\n  organization: Org\n  repo_url: https://example.com/thing\n",
+}
+COMPARED = ("general.name", "general.author", "general.organization", "general.license", "general.description", "general.tags")
+COMPARED += ("general.languages", "general.source", "general.base_model")
+
+
+def written_by_gguf_py(folder: Path) -> dict[str, Any]:
+    """The keys that gguf-py writes, without what it guesses from names."""
+    path = folder / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    metadata = gguf.Metadata.load(None, folder)
+    metadata.set_gguf_meta_model(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    fields = gguf.GGUFReader(path).fields
+    return {name: field.contents() for name, field in fields.items() if name.startswith(COMPARED)}
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("name", ["Phi-3-mini-4k-instruct", "my_model-v2.0-7b", "Qwen3-0.6B"])
+def test_the_keys_are_those_of_gguf_py(name: str, card: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "README.md").write_text(f"---\n{CARDS[card]}---\n# A model\n" if CARDS[card] else "# A model\n")
+    expected = written_by_gguf_py(folder)
+    for key in [key for key in expected if key.startswith("general.base_model.") and key.endswith(".version")]:
+        del expected[key]
+    found = {key: value.value for key, value in origin_keys([Origin(name, read_card(folder))]).items()}
+    found.pop("general.version", None)
+    assert found == expected
+
+
+def test_a_hub_model_has_its_organization() -> None:
+    keys = origin_keys([Origin("microsoft/Phi-3-mini-4k-instruct")])
+    assert keys["general.name"].value == "Phi 3 Mini 4k Instruct"
+    assert keys["general.organization"].value == "Microsoft"
+
+
+def test_a_merge_is_made_from_its_models_and_has_the_licence_of_all() -> None:
+    a, b = Origin("org/a-model", {"license": "mit", "author": "A"}), Origin("b", {"license": "mit"})
+    keys = {key: value.value for key, value in origin_keys([a, b]).items()}
+    assert keys == {
+        "general.name": "A Model + B",
+        "general.license": "mit",
+        "general.base_model.count": 2,
+        "general.base_model.0.name": "A Model",
+        "general.base_model.0.organization": "Org",
+        "general.base_model.0.repo_url": "https://huggingface.co/org/a-model",
+        "general.base_model.1.name": "B",
+    }
+    assert "general.license" not in origin_keys([a, Origin("c", {"license": "gpl-3.0"})])
+
+
+def test_what_is_no_text_is_replaced() -> None:
+    card = {"author": "a\ud800", "tags": ["\udcff", "x"], "base_model": "b\udcff"}
+    keys = {key: value.value for key, value in origin_keys([Origin("m\udcff", card)]).items()}
+    assert (keys["general.name"], keys["general.author"]) == ("M?", "a?")
+    assert (keys["general.tags"], keys["general.base_model.0.name"]) == (["?", "x"], "B?")
+
+
+def test_settings_of_generation_are_llama_cpps() -> None:
+    generation = {"temperature": 0.6, "top_k": 20, "top_p": 1, "do_sample": True, "min_p": "x", "penalty_repeat": float("nan")}
+    assert sampling_keys({**generation, "mirostat": 1 << 40}) == {
+        "general.sampling.temp": Value("f32", 0.6),
+        "general.sampling.top_k": Value("i32", 20),
+        "general.sampling.top_p": Value("f32", 1.0),
+    }
