@@ -63,6 +63,7 @@ from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._models.tokenizers.files import settings_in
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import GENERATION, joined, lacking
+from weightsmith._planning.planner.subfolders import drop_subfolders
 from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Product, Settings, Step, Table
 from weightsmith.abc.product import Arrays, Floats
 
@@ -97,6 +98,7 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
     if problems := unused(settings, calibrates=measures):
         raise PlanError(problems)
     draft, chosen = assembled.draft, _chosen(settings)
+    drop_subfolders(draft, "llama.cpp")
     with _problems_of_a_plan():
         if not measures:
             importances = {} if settings.imatrix is None else read_imatrix(settings.imatrix)
@@ -331,7 +333,7 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     keys |= tokenizer_keys(_files(assembled, READ), config, family, embedding.out.shape[0])
     vision, warnings = _vision(mixture, assembled, embedding, others) if others and settings.mmproj else (VisionHalf(), [])
     constants, numbers = _constants(extra, len(draft.settings))
-    copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py")]
+    copied = [name for name in draft.carried if "/" not in name and not is_read(name) and not name.endswith(".py")]
     said = {"config.json", *READ, *_generation(assembled), *(PROCESSOR if vision.header else ())}  # the keys say the same
     held = {*copied, "config.json", *said.intersection((*draft.carried, *draft.files))}
     dropped += _dropped(predict, PREDICTS)

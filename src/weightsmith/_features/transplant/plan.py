@@ -24,6 +24,7 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._features.transplant.rows import RowWork, Table
 from weightsmith._files.copied import copied_files, is_tokenizer
+from weightsmith._files.subfolders import template_names
 from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import vocabulary
@@ -121,7 +122,7 @@ def _open_donor(donor: str | os.PathLike[str], stack: ExitStack) -> _Side:
     name = os.fspath(donor)
     folder = expand_user(name)
     if is_folder(folder):
-        names = tuple(file_names(folder))
+        names = (*file_names(folder), *template_names(folder))
         if any(map(is_tokenizer, names)) and not any(
             name.endswith((".safetensors", ".bin", ".gguf", ".pt", ".pth")) for name in names
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
+from weightsmith._files.subfolders import within
 from weightsmith._models.formats import broken, formats
 from weightsmith._models.formats.config import SETTINGS_FILES, config_entries
 from weightsmith.abc.files import FileKind, Index, Opened
@@ -73,6 +74,19 @@ def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFile
         files = tuple(sorted(set(index[1].values()), key=natural_key))
     ignored = tuple(name for name in chosen.ignored if name not in files)
     return WeightFiles(kind, tuple(folder / name for name in files), index, ignored)
+
+
+def find_subfolders(folder: Path, names: Collection[str], folders: Sequence[str], where: str) -> dict[str, WeightFiles]:
+    """The weight files of the subfolders that have some, by folder. folders: with modules of the model.
+
+    Raises as `find_weights`, also for weights that are not read, such as those of an adapter.
+    """
+    found = {}
+    for inner in folders:
+        own = [name.removeprefix(f"{inner}/") for name in names if within(name, (inner,))]
+        if any(name.lower().endswith(suffixes()) for name in own):
+            found[inner] = find_weights(folder / inner, own, f"{where}/{inner}")
+    return found
 
 
 def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:

@@ -42,7 +42,8 @@ def module_of(name: str) -> str:
 
 def _is_named(spec: TensorSpec, modules: tuple[str, ...]) -> bool:
     module = module_of(spec.name)
-    return module in modules and not (module in _OUTSIDE_LAYERS and INDEX.search(spec.name))
+    inner = "/" in spec.name  # in a subfolder, whose rows belong to a tokenizer of its own
+    return module in modules and not inner and not (module in _OUTSIDE_LAYERS and INDEX.search(spec.name))
 
 
 def is_embedding(spec: TensorSpec) -> bool:
