@@ -11,6 +11,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
+from weightsmith._files.ranks import of_ranks
 from weightsmith._files.subfolders import within
 from weightsmith._models.formats import broken, formats
 from weightsmith._models.formats.config import SETTINGS_FILES, config_entries
@@ -52,14 +53,16 @@ def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, Weights]:
     names  relative names of all files in the folder
     where  the folder or hub repository, for messages
 
-    Raises what `FileKind.choose` raises, and the error of `no_weights` if there are no weights.
+    Raises what `FileKind.choose` raises, and the errors of `no_weights` and of `of_ranks`.
     """
     listed = list(names)
     for kind in kinds():
         chosen = kind.choose(listed, where)
         if chosen is not None:
+            if error := of_ranks(chosen.files, where):
+                raise error
             return kind, chosen
-    raise no_weights(listed, where, suffixes())
+    raise of_ranks(listed, where) or no_weights(listed, where, suffixes())
 
 
 def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFiles:
@@ -90,7 +93,9 @@ def find_subfolders(folder: Path, names: Collection[str], folders: Sequence[str]
 
 
 def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
-    """Open a single weight file. Raises Unsupported for an unknown suffix, else as `FileKind.open`."""
+    """Open a single weight file. Raises Unsupported for an unknown suffix or a part of a model, else as `FileKind.open`."""
+    if error := of_ranks([path.name], str(path.parent)):
+        raise error
     for kind in kinds():
         if path.name.lower().endswith(kind.suffixes):
             return kind.open((path,), None, where, opener)
