@@ -165,8 +165,8 @@ def choose_copied(
 
     Copied are what `copied_files` lists, but of the Python files those that the configurations name (`auto_map`, modules.json),
     and what these import from the model's folder. Left out and not listed: weights, README.md, hidden files, media, leftovers
-    of a training run, files that weightsmith writes about a model. A subfolder of which no file is copied is listed as one, with
-    a `/`, unless its name says that it is another copy of the model.
+    of a training run, files that weightsmith writes about a model. A subfolder of which no file is copied is listed as one,
+    with a `/`, unless its name says that it is another copy of the model.
 
     Raises CheckpointError for more files in subfolders than `MAX_FILES`.
     """
@@ -203,7 +203,9 @@ def _never_copied(name: str) -> bool:
     lower = name.lower()
     if name.startswith(".") or name in _OURS or name in _QUANTISATION:
         return True
-    return lower.endswith((*WEIGHTS, ".index.json", *_MEDIA)) or TRAINING.fullmatch(lower) is not None
+    if lower.endswith((*WEIGHTS, *_MEDIA)) or TRAINING.fullmatch(lower):
+        return True
+    return lower.endswith(".json") and ".index." in lower  # `.safetensors.index.fp16.json` too
 
 
 def left_out_findings(names: Sequence[str], where: str) -> tuple[Finding, ...]:
@@ -219,15 +221,13 @@ def left_out_findings(names: Sequence[str], where: str) -> tuple[Finding, ...]:
     found = []
     files, inner = [n for n in names if not n.endswith("/")], [n for n in names if n.endswith("/")]
     if files:
-        one = len(files) == 1
-        what = f"{len(files)} {'file is' if one else 'files are'} not copied into the output, because no loader reads "
-        what += f"{'it' if one else 'them'}: {_some(files)}"
+        noun, it = ("file is", "it") if len(files) == 1 else ("files are", "them")
+        what = f"{len(files)} {noun} not copied into the output, because no loader reads {it}: {_some(files)}"
         found.append(Finding(what, where, fix="copy what is needed into the output yourself"))
     if inner:
-        one = len(inner) == 1
-        what = f"{len(inner)} {'subfolder is' if one else 'subfolders are'} not copied into the output: {_some(inner)}"
-        fix = f"copy {'it' if one else 'them'} into the output yourself, if code that loads the model reads {'it' if one else 'them'}"
-        found.append(Finding(what, where, fix=fix))
+        noun, it = ("subfolder is", "it") if len(inner) == 1 else ("subfolders are", "them")
+        what = f"{len(inner)} {noun} not copied into the output: {_some(inner)}"
+        found.append(Finding(what, where, fix=f"copy {it} into the output yourself, if code that loads the model reads {it}"))
     return tuple(found)
 
 

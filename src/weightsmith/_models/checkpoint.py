@@ -30,6 +30,7 @@ from weightsmith._models.named import NamedTensors
 from weightsmith._models.sources import Opened, Tensors
 from weightsmith._models.sources.files import sample_files
 from weightsmith._models.sources.foldered import Foldered
+from weightsmith._models.structure.configs import of_diffusers
 from weightsmith.abc.stored import Wrapped
 from weightsmith.abc.tensors import read
 
@@ -164,8 +165,7 @@ class Checkpoint(NamedTensors, Closing):
     @property
     def naming(self) -> Naming:
         """How the safetensors files of a new model with this one's files are named, and what they say besides tensors."""
-        of_diffusers = isinstance((self.config or {}).get("_class_name"), str)
-        stem = "diffusion_pytorch_model" if of_diffusers else "model"  # diffusers looks for no other
+        stem = "diffusion_pytorch_model" if of_diffusers(self.config or {}) else "model"  # diffusers looks for no other
         return Naming(stem, kept_metadata(self.metadata), self.subfolders)
 
     @property
@@ -474,7 +474,7 @@ def check_links(folder: Path, names: Sequence[str]) -> None:
             raise NotFound(what, where=str(folder), fix="restore the link's target, or remove the link")
         if not target.is_relative_to(root) and not _is_in_hub_cache(target, name):
             raise CheckpointError(
-                f"{name} is a symbolic link that leaves the folder, or is in one, to {target}; its content would be copied into the "
+                f"{name} is a symbolic link that leaves the folder, to {target}; its content would be copied into the "
                 "merged model",
                 where=str(folder),
                 fix=f"Replace the link by the file, if that is meant: `cp --remove-destination {target} {path}`",

@@ -31,4 +31,4 @@ CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, Naming, bytes, byt
     ),
     PEFT: lambda specs, *rest: make_peft_layout(specs),
 }
-"""Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, `Plan.naming`, `header`, `mmproj`."""
+"""Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, `Plan.naming`, `header`, `mmproj`"""

@@ -1,4 +1,4 @@
-"""The weights of a model's folder and of its subfolders as one source: modules of sentence-transformers have files of their own."""
+"""The weights of a model's folder and of its subfolders as one source, as sentence-transformers stores its modules."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Companions:
         return templates_of(checkpoint.folder, checkpoint.files)
 
     def write_template(self, template: object, owner: int = -1) -> None:
-        """Write a chat template in the place of whatever the files have. owner: the model that it is from, with its other ones."""
+        """Write a chat template in the place of whatever the files have. owner: the model whose other templates go with it."""
         own = self.opened[self.donor]
         settings = settings_of(own.folder, own.files, _SETTINGS) if _SETTINGS not in self.removed else {}
         if _SETTINGS in self.files:
