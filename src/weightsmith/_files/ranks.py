@@ -43,7 +43,7 @@ _LAYOUTS = (
     ),
     _Layout(
         r"\w*model_world_size_(?:[2-9]|[1-9]\d+)_rank_\d+\.pt",
-        "an FSDP checkpoint with a file for each process, as verl writes it",
+        "an FSDP checkpoint of verl, with a file for each process",
         "python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir OUT",
     ),
     _Layout(
@@ -68,10 +68,10 @@ def of_ranks(names: Iterable[str], where: str) -> Unsupported | None:
     names  of files, relative, `/` between folders
     where  the folder or repository
 
-    >>> print(of_ranks(["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "ckpt").finding)
-    ckpt: an FSDP checkpoint with a file for each process, as verl writes it: no file holds the model
+    >>> print(of_ranks(["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "c").finding)
+    c: an FSDP checkpoint of verl, with a file for each process: no file holds the model
       'model_world_size_2_rank_0.pt', 'model_world_size_2_rank_1.pt'
-      -> Make a model of all its files first: `python -m verl.model_merger merge --backend fsdp --local_dir ckpt --target_dir OUT`.
+      -> Make a model of all its files first: `python -m verl.model_merger merge --backend fsdp --local_dir c --target_dir OUT`.
     """
     listed = sorted(names)
     for layout in _LAYOUTS:

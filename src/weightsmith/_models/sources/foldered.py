@@ -10,7 +10,7 @@ from weightsmith._base.errors import FormatError
 from weightsmith._base.files import Extent, show
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
-from weightsmith.abc.tensors import Tensors, digest, spec_of
+from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +69,8 @@ class Foldered:
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         source, own = self._place(name)
+        if own != name:  # an error names the tensor as this source does
+            check_range(self.specs[name], start_byte, len(byte_view(out)), self._where)
         source.read_into(own, start_byte, out)
 
     def check_unchanged(self) -> None:
