@@ -333,9 +333,9 @@ def open_checkpoint(
     repository.download(["config.json", *SETTINGS_FILES, *indexes, *subfolders.SETTINGS], quiet=True)
     folders = subfolders.module_folders(repository.folder, repository.sizes)
     repository.download([f"{inner}/{each}" for inner in folders for each in ("config.json", *indexes)], quiet=True)
-    found = [opening.find_weights(repository.folder, repository.sizes, name)]
-    found += opening.find_subfolders(repository.folder, repository.sizes, folders, name).values()
-    weights = [path.relative_to(repository.folder).as_posix() for each in found for path in each.paths]
+    files = [opening.find_weights(repository.folder, repository.sizes, name)]
+    files += opening.find_subfolders(repository.folder, repository.sizes, folders, name).values()
+    weights = [path.relative_to(repository.folder).as_posix() for each in files for path in each.paths]
     repository.want([*weights, *copied_files(repository.sizes, folders), CARD_NAME])
     stream |= isinstance(place, Address) or place.streams
     if download and not stream:
