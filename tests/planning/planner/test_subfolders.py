@@ -16,6 +16,8 @@ from tests import plan_help
 from tests.plan_help import plan, warnings
 from weightsmith._base.errors import CheckpointError, FormatError
 from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._planning.planner.subfolders import drop_subfolders
+from weightsmith._plans import PlanDraft, plan_from_json
 
 MODULES = [{"idx": i, "name": str(i), "path": path, "type": "x"} for i, path in enumerate(("", "1_Pooling", "2_Dense"))]
 
@@ -88,6 +90,16 @@ def test_modules_that_the_donor_lacks_are_left_out_and_the_plan_says_so(tmp_path
     assert any("Dense" in step.out.name for step in plan(linear(a, plain)).steps)
 
 
+def test_a_format_without_modules_leaves_them_out_and_says_so(tmp_path: Path) -> None:
+    """As GGUF does."""
+    draft = PlanDraft.of(plan(linear(embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1))))
+    drop_subfolders(draft, "llama.cpp")
+    p = draft.finish()
+    assert not any("Dense" in step.out.name for step in p.steps)
+    assert {(d.model, d.tensor) for d in p.dropped} == {(0, "2_Dense/linear.weight"), (1, "2_Dense/linear.weight")}
+    assert "2_Dense: left out, 1 tensor: llama.cpp computes" in warnings(p)[-1]
+
+
 def test_modules_of_other_shapes_are_an_error(tmp_path: Path) -> None:
     a = embedder(tmp_path / "a")
     b = embedder(tmp_path / "b", **{"linear.weight": np.zeros((2, 4), np.float32)})
@@ -95,8 +107,6 @@ def test_modules_of_other_shapes_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_plan_from_json_writes_the_same_files(tmp_path: Path) -> None:
-    from weightsmith._plans import plan_from_json
-
     p = plan(linear(embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1)))
     again = plan_from_json(json.loads(json.dumps(p.to_json())))
     assert again.layout == p.layout
@@ -122,7 +132,7 @@ def test_a_link_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
         open_checkpoint(a)
 
 
-def test_an_adapter_and_a_stage_keep_the_modules_of_their_base(tmp_path: Path) -> None:
+def test_a_stage_keeps_the_modules_of_its_base(tmp_path: Path) -> None:
     a, b = embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1)
     inner = {"merge_method": "linear", "models": [{"model": a, "parameters": {"weight": 1}}]}
     recipe = linear(b)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from weightsmith._base.errors import Finding
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import count
 from weightsmith._files.containers import Naming
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Dropped, PlanDraft
@@ -52,7 +53,7 @@ def drop_subfolders(draft: PlanDraft, reader: str) -> None:
     draft.dropped += [Dropped(r.model, r.tensor, _ABSENT) for step in inner for r in step.reads if r.model >= 0]
     draft.naming = Naming(naming.stem, naming.metadata)
     listed = ", ".join(naming.folders)
-    what = f"{len(inner):,} tensors are left out: {reader} computes what comes out of the transformer, without {listed}"
+    what = f"left out, {count(len(inner), 'tensor')}: {reader} computes what comes out of the transformer, without {listed}"
     draft.warn(what, listed, "apply these modules to its output yourself, or choose another format")
 
 
