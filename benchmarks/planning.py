@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.bench import WORK
 from benchmarks.process import Measured, run
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._files.containers.safetensors import INDEX_NAME, make_layout
+from weightsmith._files.containers.safetensors import make_layout
 
 SHARD_BYTES = 5_000_000_000
 NAMES = ("base", "a", "b")
@@ -89,7 +89,7 @@ class Mixture:
                 file.write(shard.header)
                 file.truncate(shard.nbytes)
         if layout.index is not None:
-            (folder / INDEX_NAME).write_bytes(layout.index)
+            (folder / layout.index_name).write_bytes(layout.index)
         (folder / "config.json").write_text(json.dumps(self.config()))
         return sum(spec.nbytes for spec in specs)
 

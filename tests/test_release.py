@@ -19,6 +19,7 @@ import yaml
 
 import weightsmith
 from tests.script_help import load
+from weightsmith._outputs.local.area import STAGING_SUFFIX
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -235,3 +236,14 @@ def test_the_wheel_installs_by_name_and_runs(index: Path, tmp_path: Path, name: 
     env["PYTHONPATH"] = os.pathsep.join([*paths, sysconfig.get_paths()["purelib"]])
     ran = subprocess.run([program.resolve(), "--version"], env=env, capture_output=True, text=True, cwd=tmp_path)
     assert (ran.returncode, ran.stdout) == (0, f"weightsmith {weightsmith.__version__}\n"), ran.stderr
+
+
+def test_no_unfinished_work_is_in_the_repository() -> None:
+    """Neither committed, nor offered to be: an evaluation or a merge may be interrupted here."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [name for name in listed if STAGING_SUFFIX in name or "/.weightsmith-" in f"/{name}"] == []
+    for folder in (f".out{STAGING_SUFFIX}", f"docs/.evaluation-0123{STAGING_SUFFIX}"):
+        ignored = subprocess.run(["git", "check-ignore", "--quiet", f"{folder}/journal"], cwd=ROOT, check=False)
+        assert ignored.returncode == 0, folder

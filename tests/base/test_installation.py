@@ -49,6 +49,30 @@ def test_pip_pipx_and_uv(monkeypatch: pytest.MonkeyPatch, prefix: str, extra: st
     assert (installation.install("torch"), installation.install_package("pyarrow")) == (extra, package)
 
 
+@pytest.mark.parametrize(
+    ("origin", "installed", "release"),
+    [
+        (None, True, True),
+        (None, False, False),  # a checkout on PYTHONPATH, beside a release
+        ({"url": "https://github.com/org/weightsmith", "vcs_info": {"vcs": "git", "commit_id": "1" * 40}}, True, False),
+        ({"url": "file:///tmp/weightsmith-0.1.0-py3-none-any.whl", "archive_info": {}}, True, False),
+    ],
+)
+def test_a_release_is_what_an_index_has_sent(
+    origin: object, installed: bool, release: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for place in ("site-packages", "src"):
+        (tmp_path / place / "weightsmith").mkdir(parents=True)
+    text = None if origin is None else json.dumps(origin)
+    found = SimpleNamespace(read_text=lambda file: text, locate_file=lambda name: tmp_path / "site-packages" / name)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: found)
+    assert installation.is_release(tmp_path / ("site-packages" if installed else "src") / "weightsmith") == release
+
+
+def test_the_code_of_these_tests_is_no_release() -> None:
+    assert not installation.is_release(Path(installation.__file__).parents[1])
+
+
 def test_a_clone_and_a_wheel_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clone = tmp_path / "a clone"
     clone.mkdir()

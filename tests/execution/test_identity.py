@@ -245,9 +245,9 @@ def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: py
             (package / name).write_text((package / name).read_text() + "\n# another\n")
             before, second = second, digest()
             assert second != before, name
-        for name in ("_app/cli/merge.py", "_execution/cards.py", "_execution/progress.py", "_app/studio/session.py"):
+        for name in ("_app/cli/merge.py", "_execution/cards.py", "_reports/look/diff.py", "testing/outputs.py"):
             (package / name).write_text("")
-        assert digest() == second, "what only draws makes no bytes"
+        assert digest() == second, "what only draws or tests makes no bytes"
         monkeypatch.setattr(identity, "__version__", "0.0.0")
         assert digest() != second
         third = digest()
@@ -257,3 +257,18 @@ def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: py
         assert digest() != third, "ggml's blocks are libgguf's"
     finally:
         program_digest.cache_clear()
+
+
+def test_a_release_is_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_files(package: Path) -> dict[str, bytes]:
+        raise AssertionError("the text of a release is not read")
+
+    monkeypatch.setattr(identity, "is_release", lambda package: True)
+    monkeypatch.setattr(identity, "program_files", no_files)
+    found = set[str]()
+    for version in ("0.1.0", "0.1.1"):
+        monkeypatch.setattr(identity, "__version__", version)
+        found.add(program_digest.__wrapped__())
+    monkeypatch.setattr(identity, "_version", lambda package: "0.0.0")
+    found.add(program_digest.__wrapped__())
+    assert len(found) == 3

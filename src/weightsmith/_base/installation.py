@@ -1,8 +1,9 @@
-"""How this program was installed, and so how a package is added to it."""
+"""How this program was installed, and so how a package is added to it; and where it keeps what it can make again."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from functools import cache
 from itertools import pairwise
@@ -33,6 +34,26 @@ def install_package(package: str) -> str:
 def reinstall() -> str:
     """The command that repairs the installation."""
     return _command("")
+
+
+def is_release(package: Path) -> bool:
+    """Whether the code in this folder came from an index. A checkout, an archive or a commit has the version of others, too."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        found = distribution(PROGRAM)
+        own = Path(str(found.locate_file(package.name))).samefile(package)
+        return own and found.read_text("direct_url.json") is None
+    except (PackageNotFoundError, OSError):
+        return False
+
+
+def cache_home() -> Path:
+    """The folder for what can be made again: compiled kernels, answers of transformers, evaluations.
+
+    Raises RuntimeError without a home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / PROGRAM
 
 
 def _command(extra: str) -> str:

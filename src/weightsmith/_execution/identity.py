@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from weightsmith import _methods as methods
+from weightsmith._base.installation import is_release
 from weightsmith._engine.products import KINDS, find_kind
 from weightsmith._files.collector import collector_paused
 from weightsmith._methods.jobs.requires import named_device
@@ -24,7 +25,7 @@ from weightsmith._version import __version__
 ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging", "_outputs.local", "_outputs.bucket.parts")
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
 opened, how bytes are written and taken over, and which bytes an uploaded part has."""
-OUTSIDE = ("_reports", "_execution", "_app")
+OUTSIDE = ("_reports", "_execution", "_app", "testing")
 """Packages that decide no byte of an output, though `ROOTS` reach them: reports are never resumed, and runs only order work."""
 PACKAGES = ("numpy", "numba", "torch", "libgguf")
 """Packages whose numbers may differ between versions."""
@@ -105,9 +106,13 @@ def _digest(text: str) -> str:
 
 @cache
 def program_digest() -> str:
-    """Digest of the version and the code that computes bytes (sha256, hex). Work of another program is not resumed."""
+    """Digest of the program (sha256, hex). Work of another program is not resumed.
+
+    A release is its version. In a checkout, many states of the code have one version, so its text counts.
+    """
     digest = hashlib.sha256(__version__.encode())
-    for name, data in program_files(Path(__file__).parents[1]).items():
+    package = Path(__file__).parents[1]
+    for name, data in () if is_release(package) else program_files(package).items():
         digest.update(name.encode() + b"\0" + data)
     for name in PACKAGES:
         digest.update(f"{name} {_version(name)}\0".encode())

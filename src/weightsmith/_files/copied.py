@@ -1,18 +1,20 @@
 """The other files of a model: which of them are copied into a new model.
 
-Named one by one, so that nothing else is copied into a model that will be published: a key, a backup, a note.
+Named one by one, so that nothing else is copied into a model that will be published: a key, a backup, a note. `subfolders` says
+which folders in the model's folder a loader reads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import CheckpointError, Finding, FormatError
 from weightsmith._base.files import open_regular, read_bounded, show
 from weightsmith._base.strict_json import read_object
+from weightsmith._files import subfolders
 
 MAX_CODE_BYTES = 4 << 20  # of one Python file; the longest in transformers has 0.3 MB
 MAX_COPIED_BYTES = 1 << 30  # of one file: a tokenizer of a million tokens takes 100 MB
@@ -29,6 +31,7 @@ _TOKENIZER = (
     *_TOKENS,
     r"tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|normalizer\.json",
     r"chat_template([._-][\w-]+)?\.(json|jinja)",
+    rf"{subfolders.TEMPLATES}/\w[\w.-]*\.jinja",
 )
 _ALTERNATIVES = (
     # settings of the model
@@ -44,7 +47,9 @@ _LICENCE = re.compile(
 _READ = re.compile("|".join(_ALTERNATIVES), re.ASCII)
 _OF_TOKENS = re.compile("|".join(_TOKENS), re.ASCII)
 _OF_TOKENIZER = re.compile("|".join(_TOKENIZER), re.ASCII)
-_CODE = re.compile(r"[A-Za-z_]\w*\.py", re.ASCII)
+_CODE = re.compile(rf"([A-Za-z_]\w*/){{0,{subfolders.MAX_DEPTH - 1}}}[A-Za-z_]\w*\.py", re.ASCII)
+_MODULE_SETTINGS = re.compile(r"[\w-]+\.json", re.ASCII)
+"""Files in the folder of a module of sentence-transformers: `whitespacetokenizer_config.json`, `idf.json`."""
 _OURS = frozenset(
     "weightsmith.json recipe.yml routing.json routing.svg transplant.json report.html distance.svg distance_by_layer.svg "
     "extraction.json extraction.svg measurement.json imatrix.dat".split()
@@ -64,20 +69,48 @@ TRAINING = re.compile(
 _MEDIA = tuple(".png .jpg .jpeg .gif .webp .svg .mp4 .mp3 .wav .pdf .zip .gz .tar .csv .parquet .arrow .lock .log".split())
 
 _RELATIVE_IMPORT = re.compile(
-    r"^[ \t]*from[ \t]+\.[ \t]*(?:(\w+)[ \t]+import\b|import[ \t]+([\w, \t]+))", re.MULTILINE | re.ASCII
+    r"^[ \t]*from[ \t]+(\.{1,3})[ \t]*([A-Za-z_][\w.]{0,200})?[ \t]+import[ \t]+(\([^)]{0,4000}\)|[\w, \t]+)",
+    re.MULTILINE | re.ASCII,
 )
 _NAMING_CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
-def copied_files(names: Iterable[str]) -> tuple[str, ...]:
-    """The files that may go with the weights into a new model, sorted: what a loader reads, and licences. Top level only.
+def copied_files(names: Iterable[str], folders: Sequence[str] = ()) -> tuple[str, ...]:
+    """The files that may go with the weights into a new model, sorted: what a loader reads, and licences.
+
+    folders  with modules, see `module_folders`
 
     Decided from names alone: of the Python files, `choose_copied` takes those that a configuration names.
 
     >>> copied_files(["config.json", "model.safetensors", "README.md", "id_rsa", "tokenizer.model", "original/params.json"])
     ('config.json', 'tokenizer.model')
+    >>> copied_files(["1_Pooling/config.json", "2_Dense/model.safetensors", "qformer_tokenizer/vocab.json"], ["1_Pooling"])
+    ('1_Pooling/config.json', 'qformer_tokenizer/vocab.json')
     """
-    return tuple(sorted(n for n in names if is_read(n) or _LICENCE.fullmatch(n) or _CODE.fullmatch(n)))
+    listed = list(names)
+    tokenizers = _second_tokenizers(listed)
+    return tuple(sorted(name for name in listed if _may_be_copied(name, folders, tokenizers)))
+
+
+def _may_be_copied(name: str, folders: Sequence[str], tokenizers: Container[str]) -> bool:
+    if is_read(name) or _LICENCE.fullmatch(name):
+        return True
+    folder, _, base = name.rpartition("/")
+    if _CODE.fullmatch(name):
+        return not folder or not subfolders.is_another_copy(name.partition("/")[0])
+    if subfolders.within(name, folders):
+        return is_read(base) or _MODULE_SETTINGS.fullmatch(base) is not None
+    return folder in tokenizers and is_tokenizer(base)
+
+
+def _second_tokenizers(names: Iterable[str]) -> set[str]:
+    """Folders of a processor's other tokenizers: named so, and without weights (`speech_tokenizer/` may be a codec)."""
+    tokens, weights = set[str](), set[str]()
+    for name in names:
+        folder, _, base = name.rpartition("/")
+        if "tokenizer" in folder and "/" not in folder and not subfolders.is_another_copy(folder):
+            (weights if is_weights(base) else tokens if holds_tokens(base) else set[str]()).add(folder)
+    return tokens - weights
 
 
 def is_read(name: str) -> bool:
@@ -122,51 +155,84 @@ def is_loaded(name: str) -> bool:
 
 
 def choose_copied(
-    folder: Path, names: Sequence[str], config: Mapping[str, Any] | None
+    folder: Path, names: Sequence[str], config: Mapping[str, Any] | None, folders: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(files to copy, files at the top level that are left out), both sorted.
+    """(files to copy, files that are left out), both sorted.
 
-    names   of all files of the model, relative
-    config  config.json
+    names    of all files of the model, relative
+    config   config.json
+    folders  with modules, see `module_folders`
 
-    Copied are what `copied_files` lists, but of the Python files those that `auto_map` names in config.json or in the
-    configuration of tokenizer or processor, and what these import from their own folder. Left out and not listed: weights,
-    README.md, hidden files, media, leftovers of a training run, files that weightsmith writes about a model.
+    Copied are what `copied_files` lists, but of the Python files those that the configurations name (`auto_map`, modules.json),
+    and what these import from the model's folder. Left out and not listed: weights, README.md, hidden files, media, leftovers
+    of a training run, files that weightsmith writes about a model. A subfolder of which no file is copied is listed as one,
+    with a `/`, unless its name says that it is another copy of the model.
+
+    Raises CheckpointError for more files in subfolders than `MAX_FILES`.
     """
-    candidates = copied_files(names)
+    candidates = copied_files(names, folders)
     present = {name for name in candidates if name.endswith(".py")}
-    code = _named_code(folder, present, set(names), config) if present else set()
+    code = _named_code(folder, present, set(names), config, folders) if present else set()
     files = tuple(name for name in candidates if name not in present or name in code)
-    return files, tuple(sorted(name for name in set(names).difference(files) if not _never_copied(name)))
+    if sum("/" in name for name in files) > subfolders.MAX_FILES:
+        what = f"over {subfolders.MAX_FILES:,} files in subfolders would be copied into the new model"
+        raise CheckpointError(what, where=str(folder), fix="Move out of the folder what is no part of the model.")
+    return files, _left_out(set(names).difference(files), files)
+
+
+def _left_out(names: Iterable[str], files: Iterable[str]) -> tuple[str, ...]:
+    read = {name.partition("/")[0] for name in files if "/" in name}
+    found = set[str]()
+    for name in names:
+        top, slash, _ = name.partition("/")
+        base = name.rpartition("/")[2]
+        if not slash:
+            found.update(() if _never_copied(name) else (name,))
+        elif not subfolders.is_another_copy(top) and not _never_copied(base) and not base.endswith(".py"):
+            found.add(name if top in read else f"{top}/")
+    return tuple(sorted(found))
 
 
 def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
     """The files that `choose_copied` reads: where there is Python code, the settings that may name it, and the code."""
-    code = [name for name in names if _CODE.fullmatch(name)]
+    code = [name for name in copied_files(names) if name.endswith(".py")]
     return (*_NAMING_CODE, *code) if code else ()
 
 
 def _never_copied(name: str) -> bool:
     lower = name.lower()
-    if "/" in name or name.startswith(".") or name in _OURS or name in _QUANTISATION:
+    if name.startswith(".") or name in _OURS or name in _QUANTISATION:
         return True
-    return lower.endswith((*WEIGHTS, ".index.json", *_MEDIA)) or TRAINING.fullmatch(lower) is not None
+    if lower.endswith((*WEIGHTS, *_MEDIA)) or TRAINING.fullmatch(lower):
+        return True
+    return lower.endswith(".json") and ".index." in lower  # `.safetensors.index.fp16.json` too
 
 
 def left_out_findings(names: Sequence[str], where: str) -> tuple[Finding, ...]:
-    """The warning that files of the donor are not copied; () when all are.
+    """The warnings that files and subfolders (with a `/`) of the donor are not copied; () when all are.
 
     >>> print(*left_out_findings(["id_rsa"], "base"))
     base: 1 file is not copied into the output, because no loader reads it: 'id_rsa'
       -> Copy what is needed into the output yourself.
+    >>> print(*left_out_findings(["speech_tokenizer/"], "base"))
+    base: 1 subfolder is not copied into the output: 'speech_tokenizer/'
+      -> Copy it into the output yourself, if code that loads the model reads it.
     """
-    if not names:
-        return ()
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    one = len(names) == 1
-    what = f"{len(names)} {'file is' if one else 'files are'} not copied into the output, because no loader reads "
-    what += f"{'it' if one else 'them'}: {', '.join(map(show, names[:_SHOWN]))}{more}"
-    return (Finding(what, where, fix="copy what is needed into the output yourself"),)
+    found = []
+    files, inner = [n for n in names if not n.endswith("/")], [n for n in names if n.endswith("/")]
+    if files:
+        noun, it = ("file is", "it") if len(files) == 1 else ("files are", "them")
+        what = f"{len(files)} {noun} not copied into the output, because no loader reads {it}: {_some(files)}"
+        found.append(Finding(what, where, fix="copy what is needed into the output yourself"))
+    if inner:
+        noun, it = ("subfolder is", "it") if len(inner) == 1 else ("subfolders are", "them")
+        what = f"{len(inner)} {noun} not copied into the output: {_some(inner)}"
+        found.append(Finding(what, where, fix=f"copy {it} into the output yourself, if code that loads the model reads {it}"))
+    return tuple(found)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(show, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def check_copied(folder: Path, files: Sequence[str]) -> None:
@@ -179,21 +245,67 @@ def check_copied(folder: Path, files: Sequence[str]) -> None:
             raise FormatError(what, where=str(folder / name), fix="Move it out of the folder if it is no part of the model.")
 
 
-def _named_code(folder: Path, present: set[str], names: set[str], config: Mapping[str, Any] | None) -> set[str]:
+_DESCRIBING = ("modelspec.", "ss_")
+"""Metadata of single files of image models and their adapters: what they are, and how they were trained."""
+_HASHES = ("modelspec.hash_sha256",)
+
+
+def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a new model's weight files say of the metadata of one that it is made from. Hashes of the old tensors are left out.
+
+    >>> kept_metadata({"format": "pt", "modelspec.title": "Ink", "modelspec.hash_sha256": "0x12", "sshs_model_hash": "34"})
+    {'modelspec.title': 'Ink'}
+    """
+    return {key: value for key, value in metadata.items() if key.startswith(_DESCRIBING) and key not in _HASHES}
+
+
+def _named_code(
+    folder: Path, present: set[str], names: set[str], config: Mapping[str, Any] | None, folders: Sequence[str]
+) -> set[str]:
     """The Python files, of those that are present, that the configurations name and that these import."""
-    wanted = list(_auto_map(config or {}))
+    wanted = [_module(reference) for reference in _auto_map(config or {})]
     for name in _NAMING_CODE:
         if name in names:
-            wanted += _auto_map(_settings(folder / name))
+            wanted += map(_module, _auto_map(_settings(folder / name)))
+    for reference in subfolders.module_code(folder, names, folders):
+        module = _module(reference)
+        wanted += [module, *(f"{parent}/{module}" for parent in folders)]
     code: set[str] = set()
     while wanted:
-        name = wanted.pop()
-        if name in present and name not in code:
+        module = wanted.pop()
+        parents = [module[:i] for i, letter in enumerate(module) if letter == "/"]
+        files = {f"{module}.py", f"{module}/__init__.py", *(f"{parent}/__init__.py" for parent in parents)}
+        for name in sorted((files & present) - code):
             code.add(name)
-            text = read_bounded(folder / name, MAX_CODE_BYTES).decode(errors="replace")
-            for one, several in _RELATIVE_IMPORT.findall(text):
-                wanted += [f"{part.split()[0]}.py" for part in (one or several).split(",") if part.split()]
+            wanted += _imported(name, read_bounded(folder / name, MAX_CODE_BYTES).decode(errors="replace"))
     return code
+
+
+def _module(reference: str) -> str:
+    """The module of a class, as a path without its suffix.
+
+    >>> _module("modeling_x.XModel"), _module("code/modeling_x.XModel")
+    ('modeling_x', 'code/modeling_x')
+    """
+    return reference.rpartition(".")[0].replace(".", "/")
+
+
+def _imported(name: str, text: str) -> Iterator[str]:
+    """The modules that a file imports from the model's folder, as paths; the names that it imports from them may be modules.
+
+    >>> sorted(_imported("code/a.py", "from .b import C\\nfrom .. import d"))
+    ['code/b', 'code/b/C', 'd']
+    """
+    folder = name.split("/")[:-1]
+    for dots, module, imported in _RELATIVE_IMPORT.findall(text):
+        if len(dots) - 1 > len(folder):
+            continue
+        parts = [*folder[: len(folder) - len(dots) + 1], *(module.split(".") if module else [])]
+        if module:
+            yield "/".join(parts)
+        for each in imported.strip("()").split(","):
+            if words := each.split():
+                yield "/".join([*parts, words[0]])
 
 
 def _settings(path: Path) -> Mapping[str, Any]:
@@ -205,9 +317,9 @@ def _settings(path: Path) -> Mapping[str, Any]:
 
 
 def _auto_map(settings: Mapping[str, Any]) -> Iterator[str]:
-    """The files of the classes in `auto_map`: `"modeling_x.XModel"`, or a list of such names and null."""
+    """The classes in `auto_map`: `"modeling_x.XModel"`, or a list of such names and null."""
     auto_map = settings.get("auto_map")
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         for reference in value if isinstance(value, list) else [value]:
             if isinstance(reference, str) and "--" not in reference:  # `org/name--modeling_x.X` is code of another repository
-                yield f"{reference.partition('.')[0]}.py"
+                yield reference

@@ -22,6 +22,7 @@ from weightsmith._files.remote.environment import check_hub
 from weightsmith._files.remote.failures import lasting, no_panic, passes
 from weightsmith._files.remote.files import ModelFiles, RemoteFile, read_starts
 from weightsmith._files.remote.http import HttpFile
+from weightsmith._files.subfolders import list_names
 
 UPLOAD_SECONDS = 300.0  # for an answer to what changes a repository: the hub hashes and moves files before it answers
 SILENT_SECONDS = 60.0  # a hub that did not answer is not asked again for so long: each question takes a timeout
@@ -196,7 +197,7 @@ def _cached(
         )
     except (errors.LocalEntryNotFoundError, ValueError):
         return None
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    sizes = {name: (folder / name).stat().st_size for name in list_names(folder) if (folder / name).is_file()}
     notes: tuple[Finding, ...] = ()
     if not isinstance(error, errors.OfflineModeIsEnabled):
         what = f"{_reason(error)}, so the cached revision {folder.name} is used; it may be out of date"

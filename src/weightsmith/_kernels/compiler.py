@@ -23,7 +23,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from weightsmith._base.errors import Finding, ParameterError, first_line
-from weightsmith._base.installation import install_package
+from weightsmith._base.installation import cache_home, install_package
 from weightsmith._base.text import warn
 from weightsmith._kernels.watch import watch
 
@@ -73,7 +73,7 @@ def cache_folder() -> str:
     sources.append(Path(__file__).parents[1] / "_base" / "tensors.py")  # the codes of the dtypes
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     try:
-        home = config.CACHE_DIR or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weightsmith"
+        home = config.CACHE_DIR or cache_home()
         folder = Path(home) / f"kernels-{digest}"
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from weightsmith._base.closing import Closing
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest_names
-from weightsmith._base.files import exists, expand_user, real_path, show
+from weightsmith._base.files import exists, expand_user, open_local, real_path, show
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
-from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, read_to_choose
+from weightsmith._files import subfolders
+from weightsmith._files.containers import Naming
+from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, kept_metadata, read_to_choose
 from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.formats import opening
@@ -28,6 +30,8 @@ from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
 from weightsmith._models.named import NamedTensors
 from weightsmith._models.sources import Opened, Tensors
 from weightsmith._models.sources.files import sample_files
+from weightsmith._models.sources.foldered import Foldered
+from weightsmith._models.structure.configs import of_diffusers
 from weightsmith.abc.stored import Wrapped
 from weightsmith.abc.tensors import read
 
@@ -60,7 +64,7 @@ class ModelFolder:
 
     path         of the folder
     revision     commit hash of a Hub model, digest of the files' versions at another address, "" otherwise
-    config, files, left_out, ignored, alone, repositories   see `Checkpoint`
+    config, files, left_out, ignored, alone, repositories, subfolders   see `Checkpoint`
     temporary    the folder, if it is removed when the checkpoint is closed
     """
 
@@ -72,6 +76,7 @@ class ModelFolder:
     ignored: tuple[str, ...] = ()
     alone: bool = False
     repositories: tuple[Repository | RemoteFolder, ...] = ()
+    subfolders: tuple[str, ...] = ()
     temporary: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
@@ -95,12 +100,14 @@ class Checkpoint(NamedTensors, Closing):
     revision     commit hash of a Hub model, digest of the files' versions at another address, "" otherwise
     config       config.json, or None if missing
     files        names of the files to copy into a new model (including config.json and the tokenizer), sorted
-    left_out     names of other top-level files, which no loader reads and which are not copied
+    left_out     names of other files, which no loader reads and which are not copied; of subfolders, with a `/`
     ignored      weight files in the folder that are not part of the model (`consolidated.safetensors`, variants)
     metadata     the weight files' metadata (`__metadata__` of safetensors), without keys on which files disagree
     quantised    the quantisation of the weights, None if not quantised
     stale        the quantisation that config.json names although the weights are plain; "" if there is none
     decoded      the quantisation of stored weights that the source decodes; "" if there is none
+    subfolders   with weights of their own, as modules of sentence-transformers have: `2_Dense/linear.weight` is a tensor of
+                 the subfolder `2_Dense`
     repositories  Hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
     notes        warnings about the model
     untied       the one of `notes` on an embedding and a head that were one tensor, and are two with its adapter
@@ -135,6 +142,7 @@ class Checkpoint(NamedTensors, Closing):
         self.notes = notes
         self.untied = untied
         self.repositories = folder.repositories
+        self.subfolders = folder.subfolders
         self.decoded = decoded
         self.plan = plan
         self._temporary = folder.temporary
@@ -151,8 +159,15 @@ class Checkpoint(NamedTensors, Closing):
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Names of the weight files, in natural order."""
-        return tuple(path.name for path in self.paths)
+        """Names of the weight files, in natural order, and after them those in subfolders."""
+        folders = {self.folder / name: f"{name}/" for name in self.subfolders}
+        return tuple(f"{folders.get(path.parent, '')}{path.name}" for path in self.paths)
+
+    @property
+    def naming(self) -> Naming:
+        """How the safetensors files of a new model with this one's files are named, and what they say besides tensors."""
+        stem = "diffusion_pytorch_model" if of_diffusers(self.config or {}) else "model"  # diffusers looks for no other
+        return Naming(stem, kept_metadata(self.metadata), self.subfolders)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -318,9 +333,13 @@ def open_checkpoint(
         opened = opening.open_file(repository.folder / only, name, repository.open)
         return _checkpoint(name, opened, ModelFolder.of(repository.folder, repository, alone=True), raw=raw)
     indexes = [pattern for kind in opening.kinds() for pattern in kind.indexes]
-    repository.download(["config.json", *SETTINGS_FILES, *indexes], quiet=True)
-    weights = [path.name for path in opening.find_weights(repository.folder, repository.sizes, name).paths]
-    repository.want([*weights, *copied_files(repository.sizes), CARD_NAME])
+    repository.download(["config.json", *SETTINGS_FILES, *indexes, *subfolders.SETTINGS], quiet=True)
+    folders = subfolders.module_folders(repository.folder, repository.sizes)
+    repository.download([f"{inner}/{each}" for inner in folders for each in ("config.json", *indexes)], quiet=True)
+    files = [opening.find_weights(repository.folder, repository.sizes, name)]
+    files += opening.find_subfolders(repository.folder, repository.sizes, folders, name).values()
+    weights = [path.relative_to(repository.folder).as_posix() for each in files for path in each.paths]
+    repository.want([*weights, *copied_files(repository.sizes, folders), CARD_NAME])
     stream |= isinstance(place, Address) or place.streams
     if download and not stream:
         repository.download()
@@ -393,21 +412,38 @@ def _open_folder(
     plain: bool,
 ) -> Checkpoint:
     """A folder with the files `names`; `repository` if it is in the Hub's cache (whose links need no check)."""
-    found = opening.find_weights(folder, names, str(folder) if repository is None else ref)
+    where, open_file = (str(folder), open_local) if repository is None else (ref, repository.open)
+    found = opening.find_weights(folder, names, where)
     config: Mapping[str, Any] | None = opening.read_config(folder / "config.json") if "config.json" in names else None
-    files, left_out = choose_copied(folder, names, config)
+    folders = subfolders.module_folders(folder, names)
+    inner = opening.find_subfolders(folder, names, folders, where)
+    files, left_out = choose_copied(folder, names, config, folders)
     if repository is None:
         check_links(folder, files)
     check_copied(folder, [name for name in files if repository is None or name not in repository.missing])
-    opened = found.open(ref) if repository is None else found.open(ref, repository.open)
+    opened = found.open(ref, open_file)
     config = opening.complete_config(config, folder, names, opened.source.specs)
-    rest = {"config": config, "files": files, "left_out": left_out, "ignored": found.ignored}
-    return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), raw=raw, plain=plain)
+    sources = {}
+    for name, weights in inner.items() if not opened.files else ():
+        own = opening.read_config(folder / name / "config.json") if f"{name}/config.json" in names else None
+        stored = weights.open(f"{ref}/{name}", open_file)
+        sources[name] = stored.source if raw else opening.wrap(stored, own, f"{ref}/{name}").source
+    rest = {"config": config, "files": files, "left_out": left_out, "ignored": found.ignored, "subfolders": tuple(sources)}
+    return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), sources, raw=raw, plain=plain)
 
 
-def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool, plain: bool = False) -> Checkpoint:
+def _checkpoint(
+    ref: str,
+    opened: Opened,
+    folder: ModelFolder,
+    inner: Mapping[str, Tensors] | None = None,
+    *,
+    raw: bool,
+    plain: bool = False,
+) -> Checkpoint:
     """A checkpoint of open weight files; decoded if a wrapper recognises their encoding, unless `raw`.
 
+    inner  the tensors of each subfolder that has some
     plain  what config.json says of quantisation is dropped if it is wrong
     """
     if opened.files:
@@ -423,7 +459,7 @@ def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool, pla
     notes = (*(note for repository in folder.repositories for note in repository.notes), *opened.notes, *wrapped.notes)
     return Checkpoint(
         ref,
-        wrapped.source,
+        Foldered(wrapped.source, inner, ref) if inner else wrapped.source,
         replace(folder, config=wrapped.config),
         metadata={key: value for key, value in opened.metadata.items() if raw or key not in SETTINGS_METADATA},
         notes=notes,
@@ -432,15 +468,11 @@ def _checkpoint(ref: str, opened: Opened, folder: ModelFolder, *, raw: bool, pla
 
 
 def _local_names(folder: Path) -> list[str]:
-    """Names of the top-level files; without weights among them also one level down, for the error message."""
+    """Relative names of the files of a folder and its subfolders."""
     try:
-        entries = sorted(folder.iterdir())
-        names = [p.name for p in entries if not p.is_dir()]
-        if not any(is_weights(name) for name in names):
-            names += [f"{p.parent.name}/{p.name}" for p in folder.glob("*/*") if is_weights(p.name)]
+        return subfolders.list_names(folder)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(folder)) from error
-    return names
 
 
 def check_links(folder: Path, names: Sequence[str]) -> None:
@@ -453,9 +485,9 @@ def check_links(folder: Path, names: Sequence[str]) -> None:
     root = real_path(folder)
     for name in names:
         path = folder / name
-        if not path.is_symlink():
-            continue
         target = real_path(path)
+        if target == root / name:
+            continue
         if not target.is_file():
             what = f"{name} is a symbolic link to {target}, which is not a file"
             raise NotFound(what, where=str(folder), fix="restore the link's target, or remove the link")

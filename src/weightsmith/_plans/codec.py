@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
+from weightsmith._files.subfolders import MAX_DEPTH
 
 T = TypeVar("T")
 
@@ -42,6 +43,15 @@ def check_name(name: str, at: str) -> None:
     """Raise FormatError unless this is the name of a file, without a folder."""
     if "/" in name or "\\" in name or name in ("", ".", ".."):
         raise invalid(at, f"{name!r} is not a file name")
+
+
+def check_path(name: str, at: str) -> None:
+    """Raise FormatError unless this is a relative path in a model's folder, `/` between folders."""
+    parts = name.split("/")
+    if len(parts) > MAX_DEPTH or "\0" in name:
+        raise invalid(at, f"{name!r} is no file of a model")
+    for part in parts:
+        check_name(part, at)
 
 
 def encode(value: Any) -> Any:

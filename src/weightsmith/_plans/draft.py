@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from weightsmith._base.errors import Finding
-from weightsmith._files.containers import SAFETENSORS
-from weightsmith._plans.codec import check_name, invalid
+from weightsmith._files.containers import PLAIN_NAMES, SAFETENSORS, Naming
+from weightsmith._plans.codec import check_name, check_path, invalid
 from weightsmith._plans.values import (
     JOIN,
     PLAIN,
@@ -57,6 +57,7 @@ class PlanDraft:
     lacking: dict[str, tuple[str, ...]] = field(default_factory=dict)
     vocabulary: Mapping[str, Any] | None = None
     container: str = SAFETENSORS
+    naming: Naming = PLAIN_NAMES
     header: bytes = b""
     mmproj: bytes = b""
     max_shard_bytes: int = 5_000_000_000
@@ -124,9 +125,12 @@ def _check(plan: Plan) -> None:
     if not 0 <= plan.donor < models:
         raise invalid("plan.donor", f"there is no model {plan.donor}")
     for name in (*plan.carried, *plan.files):
-        check_name(name, "plan.other_files" if name in plan.files else "plan.carried")
+        check_path(name, "plan.other_files" if name in plan.files else "plan.carried")
         if name in plan.carried and name in plan.files:
             raise invalid("plan.other_files", f"{name!r} is carried too")
+    check_name(plan.naming.stem, "plan.naming")
+    for folder in plan.naming.folders:
+        check_path(folder, "plan.naming")
     for model in plan.models:
         inner = model.plan
         if inner is not None and (inner.products or inner.then is not None or any(s.encoding != PLAIN for s in inner.steps)):

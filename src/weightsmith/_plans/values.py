@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weightsmith._base.errors import Finding, legible
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._files.containers import CONTAINERS, SAFETENSORS, Layout
+from weightsmith._files.containers import CONTAINERS, PLAIN_NAMES, SAFETENSORS, Layout, Naming
 from weightsmith._plans.codec import OMITTED, encode
 
 if TYPE_CHECKING:
@@ -383,7 +383,8 @@ class Plan:
     lacking          files beside the weights that a model has and the output lacks, by model; not used in decisions
     vocabulary       how the tokens of the output were found, for the summary; not used in decisions
     container        how tensors are laid out in files
-    header           what these files contain besides tensors: the keys of a GGUF file
+    naming           of safetensors files, and what they contain besides tensors
+    header           what GGUF files contain besides tensors: their keys
     mmproj           the keys of a second GGUF file, for images; empty: there is none
     max_shard_bytes  maximum size of a weight file
     seed             of the random masks
@@ -407,6 +408,7 @@ class Plan:
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict, metadata=OMITTED)
     vocabulary: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
     container: str = SAFETENSORS
+    naming: Naming = field(default=PLAIN_NAMES, metadata=OMITTED)
     header: bytes = field(default=b"", metadata=OMITTED)
     mmproj: bytes = field(default=b"", metadata=OMITTED)
     max_shard_bytes: int = 5_000_000_000
@@ -420,7 +422,7 @@ class Plan:
     def layout(self) -> Layout:
         """The position of every output byte."""
         specs = [out for step in self.steps for out in step.outs]
-        return CONTAINERS[self.container](specs, self.max_shard_bytes, self.header, self.mmproj)
+        return CONTAINERS[self.container](specs, self.max_shard_bytes, self.naming, self.header, self.mmproj)
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from weightsmith._base.errors import Busy, CannotResume, Corrupt, OutputExists, StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._files.containers import Layout, make_layout
+from weightsmith._files.containers import Layout, Naming, make_layout
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.staging import Staging
@@ -28,8 +28,10 @@ _SPECS = [
     TensorSpec("a", DTYPES["BF16"], (30, 8)),
     TensorSpec("b", DTYPES["F32"], (40,)),
     TensorSpec("empty", DTYPES["F16"], (0, 4)),
+    TensorSpec("inner/w", DTYPES["F32"], (5,)),
     TensorSpec("z", DTYPES["BF16"], (30, 8)),
 ]
+_NAMING = Naming("diffusion_pytorch_model", folders=("inner",))
 _NAMES = tuple(spec.name for spec in _SPECS)
 _PRODUCT = Product("sums", "sums", (TensorSpec("sums.0", DTYPES["F32"], (3,)),), {})
 
@@ -196,7 +198,7 @@ def _raises(kind: type[Exception]) -> Iterator[list[str]]:
 
 
 def _layout() -> Layout:
-    return make_layout(_SPECS, 600)
+    return make_layout(_SPECS, 600, naming=_NAMING)
 
 
 def _open(case: OutputCase, *, plan_hash: str = "plan", resume: bool = True, overwrite: bool = False) -> Staging:
@@ -237,7 +239,7 @@ def _build(
 def _check(case: OutputCase, extra: Mapping[str, bytes] = {}) -> None:
     """The visible files are those of the layout, with the right bytes, and `verify` finds nothing wrong."""
     layout, found = _layout(), case.files()
-    index = set() if layout.index is None else {"model.safetensors.index.json"}
+    index = set() if layout.index is None else {layout.index_name}
     assert {*found} - {".gitattributes"} == {MANIFEST_NAME, *index, *extra, *(shard.name for shard in layout.shards)}
     assert {name: found[name] for name in extra} == dict(extra)
     for shard in layout.shards:

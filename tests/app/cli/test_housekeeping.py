@@ -22,6 +22,14 @@ __all__ = ["cli", "work"]
 STAGED = ".out.weightsmith-staging"
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of this user."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("weightsmith._reports.evaluate.working.cache_home", lambda: folder)
+    return folder
+
+
 @pytest.fixture
 def unfinished(work: Path) -> Path:
     """The staging folder of a merge that was interrupted."""
@@ -51,6 +59,16 @@ def test_unfinished_work_is_listed_and_removed_only_on_request(cli: Cli, work: P
     assert "removed 1 folder" in cli("clean", "--yes").out
     assert not unfinished.exists()
     assert "no unfinished work" in cli("clean").out
+
+
+def test_what_evaluations_have_left_is_found_without_a_name(cli: Cli, work: Path, unfinished: Path, home: Path) -> None:
+    folder = home / "evaluations" / ".evaluation-0123456789ab.weightsmith-staging"
+    folder.parent.mkdir()
+    unfinished.rename(folder)
+    assert str(folder) in cli("clean").out.replace("\n", "")
+    assert "no unfinished work" in cli("clean", str(work)).out
+    assert "removed 1 folder" in cli("clean", "--yes").out
+    assert not folder.exists()
 
 
 def test_work_that_was_listed_is_still_resumed(cli: Cli, work: Path, unfinished: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightsmith._base.errors import StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._files.containers import Layout, make_layout
+from weightsmith._files.containers import Layout, Naming, make_layout
 
 
 def spec(name: str, nbytes: int, dtype: str = "U8") -> TensorSpec:
@@ -135,3 +135,25 @@ def test_any_layout_is_read_by_the_safetensors_library(names: list[str], bound: 
         fill = bytes(i % 2 for i in range(shard.nbytes - len(shard.header)))
         found |= safetensors.numpy.load(shard.header + fill)
     assert {n: (a.dtype, a.shape) for n, a in found.items()} == {s.name: (s.dtype.numpy, s.shape) for s in specs}
+
+
+def test_a_subfolder_has_one_file_with_the_names_of_its_own() -> None:
+    specs = [spec("1_Dense/w", 8, "F32"), spec("a", 10), spec("b", 20), spec("1_Dense/deep/w", 4, "F32"), spec("1_Denser", 3)]
+    layout = make_layout(specs, 25, naming=Naming(folders=("1_Dense",)))
+    assert [s.name for s in layout.shards] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "1_Dense/model.safetensors",
+    ]
+    assert list(header(layout, 2)) == ["__metadata__", "w", "deep/w"]
+    assert list(layout.places) == [s.name for s in specs]
+    assert json.loads(layout.index or b"")["weight_map"].keys() == {"a", "b", "1_Denser"}
+    assert [t.name for t in layout.shards[2].tensors] == ["1_Dense/w", "1_Dense/deep/w"]
+
+
+def test_the_names_of_diffusers_and_metadata() -> None:
+    naming = Naming("diffusion_pytorch_model", {"modelspec.title": "Ink"})
+    layout = make_layout([spec("a", 10), spec("b", 20)], 25, naming=naming)
+    assert layout.shards[0].name == "diffusion_pytorch_model-00001-of-00002.safetensors"
+    assert layout.index_name == "diffusion_pytorch_model.safetensors.index.json"
+    assert header(layout, 1)["__metadata__"] == {"format": "pt", "modelspec.title": "Ink"}

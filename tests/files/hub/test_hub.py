@@ -54,6 +54,17 @@ GOOD = {
 }
 REPOS = {
     ("org/good", COMMIT): GOOD,
+    ("org/embedder", COMMIT): {
+        "model.safetensors": save({"a": A}),
+        "config.json": b"{}",
+        "modules.json": b'[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
+        "1_Pooling/config.json": b'{"pooling_mode": "cls"}',
+        "2_Dense/config.json": b'{"in_features": 3}',
+        "2_Dense/model.safetensors": save({"linear.weight": A + 2}),
+        "additional_chat_templates/tool_use.jinja": b"TOOLS",
+        "onnx/config.json": b"{}",
+        "onnx/model.onnx": b"",
+    },
     ("org/good", OLD): {"model.safetensors": save({"old": A})},
     ("org/pickles", COMMIT): {"pytorch_model.pkl": b"a pickle", "config.json": b"{}", "tokenizer.json": b"[]"},
     ("org/gguf", COMMIT): {"x.Q4_K_M.gguf": b"GGUF"},
@@ -145,6 +156,19 @@ def run(
 
 def downloads(hub: FakeHub) -> set[str]:
     return hub.downloads()
+
+
+@pytest.mark.slow
+def test_the_subfolders_that_loaders_read_are_downloaded_and_found_offline(hub: FakeHub, tmp_path: Path) -> None:
+    got = run(hub, tmp_path, "org/embedder")
+    assert got["tensors"] == {"2_Dense/linear.weight": (A + 2).tolist(), "a": A.tolist()}
+    assert got["weights"] == ["model.safetensors", "2_Dense/model.safetensors"]
+    inner = ["1_Pooling/config.json", "2_Dense/config.json", "additional_chat_templates/tool_use.jinja"]
+    assert got["files"] == [*inner, "config.json", "modules.json"]
+    assert downloads(hub) == {*got["files"], *got["weights"]}
+    again = run(hub, tmp_path, "org/embedder")
+    assert (again, downloads(hub)) == (got, set())
+    assert run(None, tmp_path, "org/embedder")["tensors"] == got["tensors"]
 
 
 @pytest.mark.slow

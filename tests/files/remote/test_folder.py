@@ -52,6 +52,21 @@ def test_every_tensor_is_that_of_the_files(shards: int) -> None:
         checkpoint.check_unchanged()
 
 
+def test_modules_and_templates_in_subfolders_are_found() -> None:
+    files = model(0, shards=1) | {
+        "modules.json": b'[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/config.json": b"{}",
+        "2_Dense/model.safetensors": save({"linear.weight": np.ones((2, 3), np.float32)}),
+        "additional_chat_templates/tool_use.jinja": b"TOOLS",
+    }
+    with serve(at("m", files)) as site, weightsmith.open_checkpoint(f"{site.url}/m") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("2_Dense/linear.weight"), np.ones((2, 3)))
+        inner = {name for name in checkpoint.files if "/" in name}
+        assert inner == {"1_Pooling/config.json", "2_Dense/config.json", "additional_chat_templates/tool_use.jinja"}
+        assert all((checkpoint.folder / name).is_file() for name in inner)
+
+
 def test_other_formats_are_read_without_a_line_of_their_own() -> None:
     tensors = {"a.weight": np.arange(60_000, dtype=np.float32).reshape(200, 300), "b.weight": np.arange(7, dtype=np.float32)}
     files = {"config.json": b"{}", "pytorch_model.bin": pickled(tensors)}

@@ -27,6 +27,7 @@ from weightsmith._base.errors import CannotResume, NonFinite, ParameterError, Pl
 from weightsmith._base.pages.terminal import show_page
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
+from weightsmith._reports.evaluate import working
 from weightsmith._reports.evaluate.pages import evaluation_page
 from weightsmith.abc.product import Arrays
 
@@ -56,9 +57,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(made: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the models; evaluations have a folder of their own."""
     for path in made.iterdir():
         (tmp_path / path.name).symlink_to(path)
+    home = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(working, "cache_home", lambda: home)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -73,7 +77,9 @@ def perplexity(folder: Path, text: str, tokens: int) -> float:
 
 
 def left(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith(".evaluation")]
+    """Unfinished work, none of which may be in this folder."""
+    assert not list(folder.glob(".evaluation*"))
+    return [path.name for path in working.evaluations_folder().glob(".evaluation*")]
 
 
 @pytest.mark.slow
@@ -158,7 +164,7 @@ def test_what_was_compared_with_a_reference_is_not_kept_if_its_files_change(
         weightsmith.evaluate("b2", "b3", **asked)
     shutil.rmtree(refused.value.finding.where)
     found = weightsmith.evaluate("b2", "b3", **asked)
-    for path in work.glob(".evaluation-*"):
+    for path in working.evaluations_folder().glob(".evaluation-*"):
         shutil.rmtree(path)
     assert found.to_json() == weightsmith.evaluate("b2", "b3", **asked).to_json()
 
@@ -443,15 +449,29 @@ def test_lm_eval_measures_models_and_recipes(work: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.cpu
 @pytest.mark.slow
-def test_a_run_killed_by_its_command_is_run_again_and_leaves_nothing(work: Path) -> None:
+def test_a_run_killed_by_its_command_is_run_again_and_leaves_nothing(work: Path, cli: Cli) -> None:
     Path("once.py").write_text(
         "import os, pathlib\nif not pathlib.Path('was').exists():\n    open('was', 'w'); os.kill(os.getppid(), 9)\nprint(7)"
     )
     before = {path.name for path in work.iterdir()}
+    folder = working.evaluations_folder()
     asked = ("eval", "ties.yml", "--command", f"{shlex.quote(sys.executable)} -I -S once.py {{model}}", "--json")
     assert run_process(*asked, cwd=work).code == -signal.SIGKILL
-    [left] = {path.name for path in work.iterdir()} - before - {"was"}
-    assert left.startswith("evaluation-")
+    [model] = folder.iterdir()
+    assert model.name.startswith("evaluation-")
+    assert f"not removable: {model}" in cli("clean").err
     ran = run_process(*asked, cwd=work)
     assert json.loads(ran.out)["measured"] == [7], ran.err
+    assert list(folder.iterdir()) == []
     assert {path.name for path in work.iterdir()} == before | {"was"}
+
+
+def test_without_a_home_a_folder_must_be_named(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(working, "cache_home", homeless)
+    with pytest.raises(StoreError, match="no folder for unfinished work") as refused:
+        working.evaluations_folder()
+    assert "--work" in str(refused.value)
+    assert list(working.find_evaluations()) == []

@@ -27,7 +27,8 @@ def clean(
 ) -> None:
     """List and remove unfinished work of interrupted runs.
 
-    Searches the current folder unless FOLDERs are named. Removes only folders that weightsmith made and that no process uses.
+    Searches the current folder and the one of evaluations unless FOLDERs are named. Removes only folders that weightsmith made
+    and that no process uses.
     In a bucket, aborts the uploads of interrupted runs.
 
     Examples:
@@ -37,8 +38,10 @@ def clean(
     with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
         from weightsmith._base.errors import printable
         from weightsmith._outputs.places import find_unfinished
+        from weightsmith._reports.evaluate.working import find_evaluations
 
         found = [each for folder in folders or ["."] for each in find_unfinished(folder)]
+        found += find_evaluations() if not folders else ()
         removable = [each for each in found if not each.reason]
         if yes:
             for each in removable:

@@ -558,7 +558,7 @@ class EvaluateSettings:
         None,
         "--work FOLDER",
         "Folder for unfinished work",
-        unset="the current folder",
+        unset="~/.cache/weightsmith/evaluations",
         path=True,
         commands=("evaluate",),
         group="Resources",

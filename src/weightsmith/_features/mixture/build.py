@@ -297,7 +297,7 @@ class _Builder:
         draft.donor = self.assembly.add(checkpoint)
         draft.dropped = list(self._dropped(base, steps))
         draft.carried = list(carried(checkpoint.files, companions.files, companions.removed))
-        draft.files = dict(companions.files)
+        draft.files, draft.naming = dict(companions.files), checkpoint.naming
         draft.lacking = lacking(((c.ref, c.files) for c in self.assembly.inputs), held_files(draft, checkpoint.folder))
         draft.max_shard_bytes, draft.seed, draft.recipe = self.options.shard_bytes, self.options.seed, self.recipe.text
         draft.warnings = [*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)]

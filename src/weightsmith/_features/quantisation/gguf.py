@@ -65,6 +65,7 @@ from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, P
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import joined, lacking
+from weightsmith._planning.planner.subfolders import drop_subfolders
 from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Product, Settings, Step, Table
 from weightsmith.abc.product import Arrays, Floats
 
@@ -99,6 +100,7 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
     if problems := unused(settings, calibrates=measures):
         raise PlanError(problems)
     draft, chosen = assembled.draft, _chosen(settings)
+    drop_subfolders(draft, "llama.cpp")
     with _problems_of_a_plan():
         if not measures:
             importances = {} if settings.imatrix is None else read_imatrix(settings.imatrix)

@@ -16,7 +16,7 @@ from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.metadata import Origin, is_said, origin_keys, sampling_keys
 from weightsmith._models.formats.gguf.pooling import MODULES, pooling_keys
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
-from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in
+from weightsmith._models.tokenizers.files import settings_in
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import GENERATION
 
@@ -58,20 +58,16 @@ def _origin(checkpoint: Checkpoint) -> Origin:
 
 
 def _named_templates(assembled: Assembled) -> list[str]:
-    """The files of templates with a name: those of the donor, unless another template replaces its own."""
-    draft = assembled.draft
-    listed = [*draft.carried, *draft.files]
-    folder = assembled.inputs[draft.donor].folder
-    if TEMPLATE_FILE not in draft.files:
-        listed += sorted(path.relative_to(folder).as_posix() for path in folder.glob("additional_chat_templates/*.jinja"))
-    return [name for name in dict.fromkeys(listed) if NAMED_TEMPLATE.fullmatch(name)]
+    """The files of templates with a name."""
+    listed = dict.fromkeys([*assembled.draft.carried, *assembled.draft.files])
+    return [name for name in listed if NAMED_TEMPLATE.fullmatch(name)]
 
 
 def files_of(assembled: Assembled, wanted: Sequence[str]) -> dict[str, bytes]:
     """Those of some files that the output has."""
     draft = assembled.draft
     donor = assembled.inputs[draft.donor]
-    names = [name for name in wanted if name in draft.carried or (NAMED_TEMPLATE.fullmatch(name) and name not in draft.files)]
+    names = [name for name in wanted if name in draft.carried]
     donor.fetch(names)
     written = {name: data for name, data in draft.files.items() if name in wanted}
     return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in names} | written

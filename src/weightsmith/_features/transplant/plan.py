@@ -25,6 +25,7 @@ from weightsmith._features.transplant.approximations import APPROXIMATIONS, find
 from weightsmith._features.transplant.rows import RowWork, Table
 from weightsmith._features.transplant.whole_numbers import rows_of
 from weightsmith._files.copied import copied_files, is_tokenizer
+from weightsmith._files.subfolders import template_names
 from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import vocabulary
@@ -122,7 +123,7 @@ def _open_donor(donor: str | os.PathLike[str], stack: ExitStack) -> _Side:
     name = os.fspath(donor)
     folder = expand_user(name)
     if is_folder(folder):
-        names = tuple(file_names(folder))
+        names = (*file_names(folder), *template_names(folder))
         if any(map(is_tokenizer, names)) and not any(
             name.endswith((".safetensors", ".bin", ".gguf", ".pt", ".pth")) for name in names
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
@@ -19,10 +19,38 @@ class TensorPlace(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Naming:
+    """How the safetensors files of a model are named, and what they say besides their tensors.
+
+    stem      what names begin with: `model`, or `diffusion_pytorch_model` for diffusers
+    metadata  of the files, besides `format`
+    folders   subfolders with a weight file of their own: the tensor `2_Dense/linear.weight` is `linear.weight` in
+              `2_Dense/model.safetensors`
+    """
+
+    stem: str = "model"
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
+
+    def folder_of(self, tensor: str) -> str:
+        """The subfolder with the weight file of a tensor; "" for the model's folder.
+
+        >>> Naming(folders=("2_Dense",)).folder_of("2_Dense/linear.weight")
+        '2_Dense'
+        """
+        fitting = [folder for folder in self.folders if tensor.startswith(f"{folder}/")]
+        return max(fitting, key=len, default="")
+
+
+PLAIN_NAMES = Naming()
+"""`model.safetensors`, or shards, in one folder."""
+
+
+@dataclass(frozen=True, slots=True)
 class ShardLayout:
     """One weight file.
 
-    name     `model.safetensors`, or `model-00002-of-00007.safetensors`
+    name     `model.safetensors`, `model-00002-of-00007.safetensors`, or `2_Dense/model.safetensors`
     header   the file's first bytes: 8-byte length, JSON, padding
     nbytes   size of the whole file
     tensors  in file order
@@ -40,14 +68,16 @@ class Layout:
 
     shards       in file order
     places       tensor name -> place, in model order
-    index        bytes of `model.safetensors.index.json`; None with one shard
+    index        bytes of the index; None with one shard
     total_bytes  sizes of all weight files and the index
+    index_name   of its file
     """
 
     shards: tuple[ShardLayout, ...]
     places: Mapping[str, TensorPlace]
     index: bytes | None
     total_bytes: int
+    index_name: str = "model.safetensors.index.json"
 
 
 def split(specs: Sequence[TensorSpec], max_shard_bytes: int, nbytes: Callable[[TensorSpec], int]) -> list[list[TensorSpec]]:

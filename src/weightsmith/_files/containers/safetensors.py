@@ -16,11 +16,10 @@ from typing import Any
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._files.containers.base import Layout, ShardLayout, TensorPlace, split
+from weightsmith._files.containers.base import PLAIN_NAMES, Layout, Naming, ShardLayout, TensorPlace, split
 
 DATA_ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library rejects longer headers
-INDEX_NAME = "model.safetensors.index.json"
 PEFT_NAME = "adapter_model.safetensors"
 KOHYA_NAME = "lora.safetensors"
 DIFFUSERS_LORA_NAME = "pytorch_lora_weights.safetensors"
@@ -33,6 +32,7 @@ def make_layout(
     metadata: Mapping[str, str] | None = None,
     *,
     index_metadata: Mapping[str, str] | None = None,
+    naming: Naming = PLAIN_NAMES,
 ) -> Layout:
     """Lay out tensors in as few weight files as possible in their order.
 
@@ -40,6 +40,7 @@ def make_layout(
     max_shard_bytes maximum bytes of tensor data per file; a larger tensor gets its own file
     metadata        `__metadata__` of every weight file; None means `{"format": "pt"}`
     index_metadata  keys of the index's metadata besides `total_size`; unused with one file
+    naming          of the files; each of its folders with tensors has one file, because loaders of modules read no index
 
     Without tensors, lays out one valid, empty file. Raises StoreError for names that cannot be stored, a maximum of 0 or
     less, and headers longer than readers accept. Cost: about 6 us per tensor.
@@ -52,27 +53,35 @@ def make_layout(
     if not isinstance(specs, Sequence):
         raise TypeError(f"specs must be a sequence in model order, not {type(specs).__name__}")
     _check_names(spec.name for spec in specs)
-    groups = split(specs, max_shard_bytes, lambda spec: spec.nbytes)
-    metadata = PT_METADATA if metadata is None else metadata
+    inner = {spec.name: folder for spec in specs if (folder := naming.folder_of(spec.name))} if naming.folders else {}
+    groups = split([spec for spec in specs if spec.name not in inner], max_shard_bytes, lambda spec: spec.nbytes)
+    metadata = {**PT_METADATA, **naming.metadata} if metadata is None else metadata
     _check_metadata(metadata)
 
     shards: list[ShardLayout] = []
     places: dict[str, TensorPlace] = dict.fromkeys(spec.name for spec in specs)  # type: ignore[assignment]
-    for number, group in enumerate(groups):
+
+    def add(name: str, group: list[TensorSpec], written: Mapping[str, str], prefix: str = "") -> None:
         group.sort(key=lambda spec: -spec.dtype.itemsize)  # stable: model order within a width
-        name = "model.safetensors"
-        if len(groups) > 1:
-            name = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
-        header = _header(group, metadata, name)
+        header = _header(group, written, name, prefix)
         offset = len(header)
         for spec in group:
-            places[spec.name] = TensorPlace(number, offset, spec.nbytes)
+            places[spec.name] = TensorPlace(len(shards), offset, spec.nbytes)
             offset += spec.nbytes
         shards.append(ShardLayout(name, header, offset, tuple(group)))
 
-    index = _index(shards, places, index_metadata or {}) if len(shards) > 1 else None
+    for number, group in enumerate(groups, 1):
+        part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        add(f"{naming.stem}{part}.safetensors", group, metadata)
+    index = None
+    if len(groups) > 1:
+        own = {spec.name: places[spec.name] for spec in specs if spec.name not in inner}
+        index = _index(shards, own, index_metadata or {})
+    for folder in dict.fromkeys(inner.values()):
+        group = [spec for spec in specs if inner.get(spec.name) == folder]
+        add(f"{folder}/model.safetensors", group, PT_METADATA, f"{folder}/")
     total = sum(shard.nbytes for shard in shards) + (len(index) if index else 0)
-    return Layout(tuple(shards), MappingProxyType(places), index, total)
+    return Layout(tuple(shards), MappingProxyType(places), index, total, f"{naming.stem}.safetensors.index.json")
 
 
 def make_adapter_layout(specs: Sequence[TensorSpec], name: str = PEFT_NAME) -> Layout:
@@ -112,13 +121,16 @@ def _check_metadata(metadata: Mapping[Any, Any]) -> None:
             raise StoreError(what, where="metadata", fix=fix, state=NOTHING_WRITTEN)
 
 
-def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str) -> bytes:
+def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str, prefix: str) -> bytes:
+    """The file's first bytes. prefix: of the tensors' names, which the file does not have."""
     entries = [f'"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)}']
     start = 0
     for spec in group:
         end = start + spec.nbytes
         shape = ",".join(map(str, spec.shape))
-        entries.append(f'{quote(spec.name)}:{{"dtype":"{spec.dtype.name}","shape":[{shape}],"data_offsets":[{start},{end}]}}')
+        entries.append(
+            f'{quote(spec.name.removeprefix(prefix))}:{{"dtype":"{spec.dtype.name}","shape":[{shape}],"data_offsets":[{start},{end}]}}'
+        )
         start = end
     text = ("{" + ",".join(entries) + "}").encode()
     padding = -(8 + len(text)) % DATA_ALIGNMENT_BYTES

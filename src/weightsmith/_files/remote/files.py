@@ -25,11 +25,11 @@ def read_starts(files: Iterable[RemoteFile]) -> None:
 
 
 @contextmanager
-def opened(files: Mapping[str, RemoteFile], path: Path) -> Iterator[RandomAccess]:
+def opened(files: Mapping[str, RemoteFile], name: str, path: Path) -> Iterator[RandomAccess]:
     """Open a file to read parts of it: the remote one of its name, else the one on this disk."""
-    if path.name in files:
-        yield files[path.name]
-        files[path.name].forget()
+    if name in files:
+        yield files[name]
+        files[name].forget()
     else:
         with open_local(path) as file:
             yield file
@@ -135,12 +135,15 @@ class ModelFiles:
         return {name: self.sizes[name] for name in wanted if not (self.folder / name).is_file()}
 
     def to_bring(self, patterns: Sequence[str] | None) -> list[str]:
-        """The missing files; or those at the top level whose names match, and that are not here."""
+        """The missing files; or those whose names match, and that are not here. For subfolders, a pattern has as many `/`."""
         if patterns is None:
             return list(self.missing)
-        top = [name for name in self.sizes if "/" not in name and not (self.folder / name).is_file()]
-        return [name for name in top if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        depths = [(pattern, pattern.count("/")) for pattern in patterns]
+        absent = [(name, name.count("/")) for name in self.sizes if not (self.folder / name).is_file()]
+        return [
+            name for name, depth in absent if any(depth == n and fnmatch.fnmatchcase(name, pattern) for pattern, n in depths)
+        ]
 
     def open(self, path: Path) -> AbstractContextManager[RandomAccess]:
         """Open a file of `folder` to read parts of it: the one that is here, else the one elsewhere."""
-        return opened(self._files, path)
+        return opened(self._files, path.relative_to(self.folder).as_posix(), path)

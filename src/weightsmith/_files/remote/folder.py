@@ -20,6 +20,7 @@ from weightsmith._files.remote.files import ModelFiles, RemoteFile, read_starts
 from weightsmith._files.remote.http import HttpFile, ask, check_status, tag_of
 from weightsmith._files.remote.retries import Ranges, fetch, retry_request
 from weightsmith._files.remote.stores import Store
+from weightsmith._files.subfolders import MAX_FILES, MAX_MODULES, MAX_SETTINGS_BYTES, MODULES, TEMPLATES, folders_in
 
 MAX_INDEX_BYTES = 64 << 20
 _CONNECTIONS = 16
@@ -46,6 +47,11 @@ _PROBED = (
     "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
+    f"{TEMPLATES}/tool_use.jinja",
+    f"{TEMPLATES}/rag.jinja",
+    MODULES,
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
     "preprocessor_config.json",
     "processor_config.json",
     "README.md",
@@ -53,7 +59,8 @@ _PROBED = (
     "LICENSE.txt",
     "NOTICE",
 )
-"""Files to look for on a web server, which does not list its files; those named by an index are added."""
+"""Files to look for on a web server, which does not list its files; those named by an index and by modules.json are added."""
+_IN_MODULES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json")
 
 
 class RemoteFolder(ModelFiles):
@@ -103,6 +110,7 @@ class RemoteFolder(ModelFiles):
             what = f"{self.sizes[name]:,} bytes, and a file that goes along with the weights has at most {MAX_COPIED_BYTES:,}"
             raise FormatError(what, where=f"{self.name}/{name}")
         path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part-{threading.get_ident()}")
         with part.open("wb") as file:
 
@@ -129,17 +137,22 @@ def open_folder(address: Address, only: str = "") -> RemoteFolder:
 
 def _in_store(address: Address, only: str) -> dict[str, Ranges]:
     store = Store(address)
-    found: list[dict[str, object]] = []
-
-    def look() -> None:
-        found[:] = store.objects()
-
-    retry_request(look, str(address))
     files: dict[str, Ranges] = {}
-    for meta in found:
-        name, size, tag = str(meta["path"]), meta["size"], str(meta.get("e_tag") or "")
-        if is_file_name(name) and "/" not in name and isinstance(size, int) and only in ("", name):
-            files[name] = store.file(name, size, tag)
+
+    def look(subfolder: str) -> list[str]:
+        """Add the files of a folder. Returns its subfolders."""
+        found: list[tuple[list[dict[str, object]], list[str]]] = []
+        retry_request(lambda: found.append(store.objects(subfolder)), str(address))
+        for meta in found[-1][0][: MAX_FILES if subfolder else None]:
+            name, size, tag = str(meta["path"]), meta["size"], str(meta.get("e_tag") or "")
+            if is_file_name(name) and name.rpartition("/")[0] == subfolder and isinstance(size, int) and only in ("", name):
+                files[name] = store.file(name, size, tag)
+        return found[-1][1]
+
+    there = look("")
+    named = [name for name in there if name == TEMPLATES or "tokenizer" in name]
+    for subfolder in () if only else dict.fromkeys((*_modules(files), *named[:MAX_MODULES])):
+        look(subfolder)
     return files
 
 
@@ -154,7 +167,8 @@ def _behind_http(address: Address, only: str) -> dict[str, Ranges]:
 
     look([only] if only else _PROBED)
     shards = {name for index in _INDEXES if index in files for name in _shards(files[index])}
-    look(sorted(shards - files.keys()))
+    inner = {f"{subfolder}/{name}" for subfolder in _modules(files) for name in _IN_MODULES}
+    look(sorted((shards | inner) - files.keys()))
     return files
 
 
@@ -178,12 +192,23 @@ def _probe(address: Address, name: str) -> HttpFile | None:
     return found[0] if found else None
 
 
+def _modules(files: Mapping[str, Ranges]) -> tuple[str, ...]:
+    """The subfolders that modules.json names."""
+    listed = files.get(MODULES)
+    return folders_in(_content(listed)) if listed is not None and listed.nbytes <= MAX_SETTINGS_BYTES else ()
+
+
+def _content(file: Ranges) -> bytes:
+    data = bytearray()
+    fetch(file, 0, file.nbytes, lambda at, piece: data.extend(piece))
+    return bytes(data)
+
+
 def _shards(index: Ranges) -> set[str]:
     """The files that an index names, as far as it can be read; opening the model says what is wrong with it."""
     if index.nbytes > MAX_INDEX_BYTES:
         return set()
-    data = bytearray()
-    fetch(index, 0, index.nbytes, lambda at, piece: data.extend(piece))
+    data = _content(index)
     try:
         weight_map = json.loads(data)["weight_map"]
         return {name for name in set(weight_map.values()) if isinstance(name, str) and is_file_name(name) and "/" not in name}

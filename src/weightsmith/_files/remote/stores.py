@@ -59,14 +59,14 @@ class Store:
             fix = f"check {self._endpoint} and the keys that the environment gives: see docs/remote.md"
             raise CheckpointError(f"the store cannot be opened: {first_line(error)}", where=self.where, fix=fix) from error
 
-    def objects(self) -> list[dict[str, Any]]:
-        """path, size and e_tag of every object of the folder itself. Raises Again."""
+    def objects(self, subfolder: str = "") -> tuple[list[dict[str, Any]], list[str]]:
+        """path, size and e_tag of every object of the folder itself, or of a subfolder; and its subfolders. Raises Again."""
         try:
             with no_panic():
-                found = self._obstore.list_with_delimiter(self._store)
+                found = self._obstore.list_with_delimiter(self._store, subfolder or None)
         except Exception as error:
             raise self.failure(error, self.where) from error
-        return [dict(meta) for meta in found["objects"]]
+        return [dict(meta) for meta in found["objects"]], [str(prefix).rstrip("/") for prefix in found["common_prefixes"]]
 
     def file(self, name: str, nbytes: int, tag: str) -> StoreFile:
         """A file of the folder. tag: its ETag."""

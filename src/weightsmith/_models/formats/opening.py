@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import parse_object, read_object
 from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
+from weightsmith._files.ranks import of_ranks
+from weightsmith._files.subfolders import within
 from weightsmith._models.formats import broken, formats
 from weightsmith._models.formats.config import (
     DAMAGED_CHECKPOINT,
@@ -57,14 +59,16 @@ def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, Weights]:
     names  relative names of all files in the folder
     where  the folder or hub repository, for messages
 
-    Raises what `FileKind.choose` raises, and the error of `no_weights` if there are no weights.
+    Raises what `FileKind.choose` raises, and the errors of `no_weights` and of `of_ranks`.
     """
     listed = list(names)
     for kind in kinds():
         chosen = kind.choose(listed, where)
         if chosen is not None:
+            if error := of_ranks(chosen.files, where):
+                raise error
             return kind, chosen
-    raise no_weights(listed, where, suffixes())
+    raise of_ranks(listed, where) or no_weights(listed, where, suffixes())
 
 
 def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFiles:
@@ -81,8 +85,23 @@ def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFile
     return WeightFiles(kind, tuple(folder / name for name in files), index, ignored)
 
 
+def find_subfolders(folder: Path, names: Collection[str], folders: Sequence[str], where: str) -> dict[str, WeightFiles]:
+    """The weight files of the subfolders that have some, by folder. folders: with modules of the model.
+
+    Raises as `find_weights`, also for weights that are not read, such as those of an adapter.
+    """
+    found = {}
+    for inner in folders:
+        own = [name.removeprefix(f"{inner}/") for name in names if within(name, (inner,))]
+        if any(name.lower().endswith(suffixes()) for name in own):
+            found[inner] = find_weights(folder / inner, own, f"{where}/{inner}")
+    return found
+
+
 def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
-    """Open a single weight file. Raises Unsupported for an unknown suffix, else as `FileKind.open`."""
+    """Open a single weight file. Raises Unsupported for an unknown suffix or a part of a model, else as `FileKind.open`."""
+    if error := of_ranks([path.name], str(path.parent)):
+        raise error
     for kind in kinds():
         if path.name.lower().endswith(kind.suffixes):
             return kind.open((path,), None, where, opener)

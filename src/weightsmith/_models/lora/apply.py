@@ -64,6 +64,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         base.left_out,
         base.ignored,
         repositories=(*base.repositories, *own.repositories),
+        subfolders=base.subfolders,
     )
     source = Adapted(base, own, match.origins(), ref)
     return Checkpoint(

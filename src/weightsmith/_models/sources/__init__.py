@@ -3,6 +3,7 @@
 files.py    tensors stored as plain bytes in files
 adapted.py  a source with a LoRA adapter applied
 selected.py some tensors of a source, under other names
+foldered.py the sources of a folder and of its subfolders, as one
 memory.py   state dicts; `_files/views.py` streams the bytes of a tensor in memory
 
 A new file format is part of a stored format (`abc.stored.StoredFormat`): safetensors' and PyTorch's are in `formats/plain.py`.

@@ -24,6 +24,15 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 """Keys for the number of routed experts."""
 
 
+def of_diffusers(config: Mapping[str, Any]) -> bool:
+    """True for the config.json of a model of diffusers: it names its class.
+
+    >>> of_diffusers({"_class_name": "UNet2DConditionModel"}), of_diffusers({"architectures": ["CLIPTextModel"]})
+    (True, False)
+    """
+    return isinstance(config.get("_class_name"), str)
+
+
 def sections(config: Config, path: Path = ()) -> Iterator[tuple[Path, Config]]:
     """The config and every mapping in it, with paths; outer before inner, in file order.
 

@@ -68,7 +68,8 @@ def module_of(name: str) -> str:
 
 def _is_named(spec: TensorSpec, modules: tuple[str, ...]) -> bool:
     module = module_of(spec.name)
-    if module not in modules or (module in _OUTSIDE_LAYERS and INDEX.search(spec.name)):
+    inner = "/" in spec.name  # in a subfolder, whose rows belong to a tokenizer of its own
+    if module not in modules or inner or (module in _OUTSIDE_LAYERS and INDEX.search(spec.name)):
         return False
     return not hashes_ids(spec.name)
 
@@ -253,6 +254,8 @@ def primary(spec: TensorSpec, stored: Iterable[TensorSpec]) -> str:
 
     Prefers an embedding to a head, the one shared by encoder and decoder to their own, and the shortest name.
     """
+    if INDEX.search(spec.name):  # of a layer that predicts several tokens at a time
+        return spec.name
     if len(spec.shape) == 1:
         return min([spec.name, *_bias_twins(spec.name)], key=len)
     names = [s for s in stored if s.shape == spec.shape and is_vocabulary(s) and not INDEX.search(s.name)]

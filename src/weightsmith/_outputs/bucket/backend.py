@@ -36,7 +36,6 @@ import numpy as np
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith._files.containers import Layout, make_layout
-from weightsmith._files.containers.safetensors import INDEX_NAME
 from weightsmith._files.remote.spool import spool_folder
 from weightsmith._outputs.bucket.client import UPLOADS, Bucket
 from weightsmith._outputs.bucket.contents import check_vacant, is_published, marked, open_bucket
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
     from weightsmith.abc.output import Arrays, BytesLike
 
 JOURNAL, LOCK, PARTS, PRODUCTS = "journal", "lock", "parts", "products"
-_ENTRANCES = (INDEX_NAME, "config.json", "adapter_config.json")
+_ENTRANCES = ("config.json", "adapter_config.json")
 """Files that loaders read first: written after all others, but for the manifest."""
 
 
@@ -320,11 +319,12 @@ class BucketBackend:
         assert isinstance(self.lock, Lock), "a part is not published"
         uploads, index = self.weights, self.spec.layout.index
         names = {MANIFEST_NAME, *self._files, *(shard.name for shard in self.spec.layout.shards)}
-        names |= set() if index is None else {INDEX_NAME}
+        names |= set() if index is None else {self.spec.layout.index_name}
         self.state.publishing = tuple(sorted(names)), tuple(sorted({*there, *(self.state.publishing or ((), ()))[1]} - names))
         self.lock.renew()
         uploads.save()
-        for name in (MANIFEST_NAME, *_ENTRANCES):  # a model without them is not taken for one while it is replaced
+        indexes = [name for name in there if "/" not in name and name.endswith(".index.json")]
+        for name in (MANIFEST_NAME, *indexes, *_ENTRANCES):  # a model without them is not taken for one while it is replaced
             if name in there:
                 self._delete(name)
         records = {name: self._upload(name, data) for name, data in self._files.items() if name not in _ENTRANCES}
@@ -333,7 +333,8 @@ class BucketBackend:
         for name in self.state.publishing[1]:  # a loader that finds the new config.json must not find old weights with it
             self._delete(name)
         if index is not None:
-            records[INDEX_NAME] = self._upload(INDEX_NAME, index)
+            name = self.spec.layout.index_name
+            records[name] = self._upload(name, index)
         records |= {name: self._upload(name, self._files[name]) for name in _ENTRANCES if name in self._files}
         self._upload(MANIFEST_NAME, manifest(records))
 

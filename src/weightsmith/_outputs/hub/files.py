@@ -107,7 +107,9 @@ class StreamedUploads:
     def _create(self, number: int, nbytes: int) -> int:
         """Open a file at its full size, with its header: the bytes that it takes already."""
         shard = self.layout.shards[number]
-        file = WeightFile(self._folder / shard.name)
+        path = self._folder / shard.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = WeightFile(path)
         try:
             disk.reserve(file.fd, nbytes)
             file.write(memoryview(shard.header), 0)

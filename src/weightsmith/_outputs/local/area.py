@@ -126,11 +126,17 @@ class StagingArea:
     def remove_other_files(self, weights: set[str]) -> None:
         """Remove from the content what an earlier run added to these weight files; this run adds its own."""
         check_content(self.content)
-        for entry in list(self.content.iterdir()):
-            if entry.is_dir() and not entry.is_symlink():
-                disk.remove_tree(entry)
-            elif entry.name not in weights or entry.is_symlink():
-                entry.unlink()
+        kept = {parent for name in weights for parent in (self.content / name).parents if parent != self.content}
+        folders = [self.content]
+        while folders:
+            for entry in list(folders.pop().iterdir()):
+                if entry.is_dir() and not entry.is_symlink():
+                    if entry in kept:
+                        folders.append(entry)
+                    else:
+                        disk.remove_tree(entry)
+                elif entry.relative_to(self.content).as_posix() not in weights or entry.is_symlink():
+                    entry.unlink()
 
     def empty(self) -> None:
         """Remove everything of ours but the lock; last the journal, which marks the rest as ours."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Busy, Finding, NoSpace, StoreError
 from weightsmith._base.files import FULL
-from weightsmith._files.containers.safetensors import INDEX_NAME
 from weightsmith._outputs.journal import Entries, Journal, is_resumable, layout_hash, read_journal
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import StagingArea, staging_folder
@@ -376,8 +375,9 @@ class FolderBackend:
         journal, weights = self._opened()
         self.check_vacant()
         (self.folder / SPACE).unlink(missing_ok=True)
-        if self.spec.layout.index is not None:
-            self.files.records[INDEX_NAME] = self.files.write(INDEX_NAME, self.spec.layout.index)
+        layout = self.spec.layout
+        if layout.index is not None:
+            self.files.records[layout.index_name] = self.files.write(layout.index_name, layout.index)
         self.files.write(MANIFEST_NAME, manifest(self.files.records))
         self.files.check_names(weights.names)
         return self.destination.publish(self, journal, fsync=fsync)

@@ -96,11 +96,14 @@ class Weights:
     def __init__(self, folder: Path, layout: Layout) -> None:
         """Open or create the files in `folder`. Raises as `WeightFile` does."""
         self.layout = layout
+        self._folder = folder
         self._files: list[WeightFile] = []
         disk.allow_open_files(2 * len(layout.shards))
         try:
             for shard in layout.shards:
-                self._files.append(WeightFile(folder / shard.name))
+                path = folder / shard.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._files.append(WeightFile(path))
             for file in self._files:  # after all that are needed: descriptors may run short
                 file.open_direct()
         except BaseException:
@@ -192,9 +195,11 @@ class Weights:
         return found
 
     def sync(self) -> None:
-        """Make the bytes durable."""
+        """Make the bytes durable, and the names of files in subfolders."""
         for file in self._files:
             disk.sync_data(file.fd)
+        for inner in {parent for name in self.names for parent in Path(name).parents if parent.name}:
+            disk.fsync_folder(self._folder / inner)
 
     def close(self) -> None:
         """Close the files."""

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from weightsmith._base.installation import cache_home
+
 _OURS = re.compile(r"[0-9a-f]{1,64}\.(json|\d+)")
 MAX_FILES = 200
 MAX_BYTES = 1 << 20
@@ -26,7 +28,7 @@ Sound = Callable[[dict[str, Any]], bool]
 
 def folder() -> Path:
     """Where answers are kept. Raises RuntimeError without a home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weightsmith" / "loading"
+    return cache_home() / "loading"
 
 
 def key_of(question: str, script: Path, packages: tuple[str, ...]) -> str:

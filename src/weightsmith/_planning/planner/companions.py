@@ -14,6 +14,7 @@ from pathlib import Path
 from weightsmith._base.errors import Finding, MismatchError
 from weightsmith._base.files import read_bounded, show
 from weightsmith._files.copied import holds_tokens, is_tokenizer
+from weightsmith._files.subfolders import TEMPLATES
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template
@@ -78,7 +79,7 @@ class Companions:
         self.removed |= frozenset(name for name in own.files if is_tokenizer(name))
         self.files |= {name: self._bytes(first, name) for name in self.opened[first].files if is_tokenizer(name)}
         if template:
-            self.write_template(template)
+            self.write_template(template, self.donor)
         self.tokenizer = self.template = first
         if template:
             self.template = self.donor
@@ -92,7 +93,7 @@ class Companions:
             return
         for k in range(len(self.opened)):
             if template := self._template_of(k):
-                self.write_template(template)
+                self.write_template(template, k)
                 self.template = k
                 what = f"{self.labels[self.donor]} has no chat template: the output has that of {self.labels[k]}"
                 self.findings.append(Finding(what, "chat_template"))
@@ -138,16 +139,25 @@ class Companions:
         checkpoint.fetch(names[:1] if TEMPLATE_FILE in names else names)
         return templates_of(checkpoint.folder, checkpoint.files)
 
-    def write_template(self, template: object) -> None:
-        """Write a chat template in the place of whatever the files have."""
+    def write_template(self, template: object, owner: int = -1) -> None:
+        """Write a chat template in the place of whatever the files have. owner: the model whose other templates go with it."""
         own = self.opened[self.donor]
         settings = settings_of(own.folder, own.files, _SETTINGS) if _SETTINGS not in self.removed else {}
         if _SETTINGS in self.files:
             settings = settings_in(self.files[_SETTINGS])
         for name in (TEMPLATE_FILE, OLD_TEMPLATE):
             self.files.pop(name, None)
-        self.removed |= {OLD_TEMPLATE}
+        self.removed |= {OLD_TEMPLATE, *filter(_is_another, own.files)}
+        for name in list(filter(_is_another, self.files)):
+            del self.files[name]
+        if owner >= 0:
+            self.files |= {name: self._bytes(owner, name) for name in self.opened[owner].files if _is_another(name)}
         with_template(self.files, settings, template)
+
+
+def _is_another(name: str) -> bool:
+    """True for a chat template besides the default one, in a file of its own."""
+    return name.startswith(f"{TEMPLATES}/")
 
 
 def own_code(label: str, folder: Path, files: Sequence[str]) -> list[Finding]:

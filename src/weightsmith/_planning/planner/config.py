@@ -9,7 +9,7 @@ from typing import Any
 from weightsmith._base.errors import LayerError, ShapeError
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._models.structure import Stack, Structure, resize_config, vocabulary
-from weightsmith._models.structure.configs import replace_value, sections
+from weightsmith._models.structure.configs import of_diffusers, replace_value, sections
 from weightsmith._models.structure.perlayer import Remap, is_per_layer
 from weightsmith._models.structure.rules import rules_for
 from weightsmith._planning.planner.dtypes import main_dtype
@@ -64,7 +64,7 @@ def _set_dtype(config: dict[str, Any], dtype: DType, *, everywhere: bool) -> Non
         for key in _DTYPE_KEYS:
             if isinstance(part.get(key), str) and (everywhere or part is config or said is None or part[key] == said):
                 part[key] = dtype.torch
-    if said is None:
+    if said is None and not of_diffusers(config):  # its classes take no such setting
         config["dtype"] = dtype.torch
 
 

@@ -63,7 +63,7 @@ def quantise(draft: PlanDraft, name: str) -> None:
         many = f" (and {len(refused) - 1:,} more)" if len(refused) > 1 else ""
         what = f"the weight cannot be stored as {name}: {why}{many}"
         raise PlanError([Unsupported(what, where=spec.name, fix="write weights as bfloat16: --out-dtype bfloat16 (out_dtype)")])
-    plain = [spec for spec in specs if spec.name in reasons]
+    plain = [spec for spec in specs if spec.name in reasons and not draft.naming.folder_of(spec.name)]
     products = _products(draft, [step for step in draft.steps if step.out.name not in reasons], structure, encoding)
     maker = arrays_of(products)
     draft.steps = [_stored(step, encoding, maker) if step.out.name not in reasons else step for step in draft.steps]

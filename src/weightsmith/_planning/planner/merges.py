@@ -44,6 +44,7 @@ from weightsmith._planning.planner.patterns import match_patterns
 from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
 from weightsmith._planning.planner.segments import Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.statistics import Measured, measure
+from weightsmith._planning.planner.subfolders import foreign, foreign_findings, without_foreign
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner, lost_tokens
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import Made, PlanDraft, Step
@@ -234,11 +235,13 @@ def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
         return Matched(None, specs, _match_all(opened.structures, specs, opened.donor))
     asked = request.recipe, request.labels, request.models, request.folder
     aligned, problems = VocabularyPlanner(*asked, opened.inputs, opened.donor, stack).plan()
-    names = _match_all(opened.structures, aligned.specs, opened.donor)
+    specs = without_foreign(aligned.specs, opened.inputs, opened.inputs[opened.donor])
+    names = _match_all(opened.structures, specs, opened.donor)
     structures = [structure for structure in opened.structures if structure is not None]
     alike = [compared(*each) for each in zip(request.labels, opened.inputs, structures, strict=True)]
     differ = cache(partial(disagreements, alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template))
-    return Matched(aligned, aligned.specs, names, tuple(problems), tuple(aligned.findings), alike, differ)
+    found = (*aligned.findings, *foreign_findings(opened.inputs, request.labels, opened.donor))
+    return Matched(aligned, specs, names, tuple(problems), found, alike, differ)
 
 
 def _match_all(
@@ -334,12 +337,13 @@ class _Assembler:
             settings=list(resolver.settings),
             products=[*products, *measured.products],
             tables=list(tables),
-            dropped=list(dropped),
+            dropped=[*dropped, *foreign(self.inputs, donor)],
             config=config,
             donor=opened.donor,
             carried=list(carried(donor.files, aligned.files, aligned.removed)),
             files=dict(aligned.files),
             vocabulary=aligned.summary,
+            naming=donor.naming,
             max_shard_bytes=request.options.shard_bytes,
             seed=request.options.seed,
             warnings=self.warnings,

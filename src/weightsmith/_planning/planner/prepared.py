@@ -222,8 +222,10 @@ class Stage:
             alone=donor.alone,
             temporary=temporary,
             repositories=tuple(dict.fromkeys(r for checkpoint in (donor, *others) for r in checkpoint.repositories)),
+            subfolders=plan.naming.folders,
         )
-        return Checkpoint(self.label, self.source, folder, plan=None if self.why else plan)
+        metadata = dict(plan.naming.metadata)
+        return Checkpoint(self.label, self.source, folder, metadata=metadata, plan=None if self.why else plan)
 
 
 def _files_of(plan: Plan, donor: Checkpoint) -> tempfile.TemporaryDirectory[str]:

@@ -29,6 +29,7 @@ from weightsmith._base.errors import (
 from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded, show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.copied import is_tokenizer
+from weightsmith._files.subfolders import template_names
 from weightsmith._models.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.counts import INDEX
@@ -56,7 +57,7 @@ from weightsmith._models.tokenizers.files import (
 from weightsmith._models.tokenizers.matching import roles_of
 from weightsmith._models.tokenizers.union import Rows, is_marker, left_out
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
-from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, OLD_TEMPLATE, Companions, own_code
+from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith._planning.planner.inputs import at, changed, find_model
 from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
@@ -415,7 +416,7 @@ class VocabularyPlanner:
         """A model that is not in the merge: of a folder, the files alone."""
         folder = expand_user(ref.path)
         if not ref.revision and is_folder(folder):
-            names = tuple(file_names(folder))
+            names = (*file_names(folder), *template_names(folder))
             check_links(folder, [name for name in names if is_tokenizer(name)])
             return _Place(str(ref), folder, names)
         checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)
@@ -530,5 +531,6 @@ class VocabularyPlanner:
             fix = f"name one: {', '.join(TEMPLATES)}; or leave the line out"
             found.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
             return
-        Companions(self.labels, self.opened, self.donor, found.files).write_template(template)
-        found.removed |= {OLD_TEMPLATE}
+        made = Companions(self.labels, self.opened, self.donor, found.files)
+        made.write_template(template, templates.index(template) if asked == "auto" else -1)
+        found.removed |= made.removed

@@ -187,7 +187,7 @@ class _Surgeon:
         used = {read.tensor for step in steps for read in step.reads}
         draft.steps, draft.config = steps, config
         draft.dropped = [Dropped(0, name, "its expert is removed") for name in self.specs if name not in used]
-        draft.carried = [file for file in checkpoint.files if file != "config.json"]
+        draft.carried, draft.naming = [file for file in checkpoint.files if file != "config.json"], checkpoint.naming
         draft.max_shard_bytes, draft.recipe = max_shard_bytes, self.recipe.text
         draft.warnings += [*self.dtypes.findings(), *left_out_findings(checkpoint.left_out, checkpoint.ref)]
         named = [self.selection.saliency_path] if self.selection.saliency_path is not None else []

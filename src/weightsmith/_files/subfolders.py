@@ -1,0 +1,191 @@
+"""Subfolders of a model's folder: which of them loaders read.
+
+    1_Pooling/, 2_Dense/         modules of sentence-transformers, which modules.json and router_config.json name
+    additional_chat_templates/   chat templates of transformers besides the default one
+    qformer_tokenizer/           a second tokenizer of a processor, which has no weights
+    code/                        Python packages that the model's own code imports
+
+All others (`original/`, `onnx/`) are another copy of the model, or another model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.errors import CheckpointError, FormatError, WeightsmithError
+from weightsmith._base.files import read_bounded, show
+from weightsmith._base.strict_json import JsonError, parse
+
+MODULES, ROUTER = "modules.json", "router_config.json"
+SETTINGS = (MODULES, ROUTER, f"*/{ROUTER}")
+"""Patterns of the files that name subfolders."""
+TEMPLATES = "additional_chat_templates"
+
+MAX_FILES = 1_000  # looked at in one subfolder, and copied from all of them: sentence-transformers writes a dozen
+MAX_DEPTH = 4  # names of a path: a router's module in a module, and its file
+MAX_MODULES = 100
+MAX_SETTINGS_BYTES = 1 << 20
+
+_FOLDER = re.compile(r"\w[\w.-]*", re.ASCII)
+_REFERENCE = re.compile(r"(?:[A-Za-z_]\w*[./]){1,4}[A-Za-z_]\w*", re.ASCII)
+_OTHER_COPIES = re.compile(
+    r"\..*|original|onnx|openvino|gguf|mlx|coreml|metal|tensorrt|tflite|flax|tf|checkpoint-\d+|runs|logs|wandb|"
+    r"assets|images?|imgs?|figures?|figs?|media|docs?|examples?|eval(uation)?s?|__pycache__",
+    re.IGNORECASE,
+)
+"""Folders in many repositories, of which no loader of the model reads a file. Of all others that are left out, plans say so."""
+
+
+def list_names(folder: Path) -> list[str]:
+    """Relative names of the files of a folder, and of up to `MAX_FILES` in each subfolder, none of which is hidden.
+
+    Links to folders are followed: the files in them that are copied are checked one by one. Raises OSError.
+    """
+    entries = sorted(folder.iterdir())
+    names = [path.name for path in entries if not path.is_dir()]
+    for path in entries:
+        if path.is_dir() and not path.name.startswith("."):
+            names += sorted(_within(path, path.name))
+    return names
+
+
+def template_names(folder: Path) -> list[str]:
+    """Relative names of the chat templates in a folder's subfolder for them."""
+    return sorted(name for name in _within(folder / TEMPLATES, TEMPLATES) if name.count("/") == 1)
+
+
+def _within(folder: Path, prefix: str) -> list[str]:
+    """The first `MAX_FILES` + 1 files of a subfolder, level by level."""
+    names: list[str] = []
+    level = [(folder, prefix)]
+    for _ in range(MAX_DEPTH - 1):
+        deeper: list[tuple[Path, str]] = []
+        for place, name in level:
+            try:
+                with os.scandir(place) as entries:
+                    for entry in entries:
+                        inner = f"{name}/{entry.name}"
+                        if not entry.is_dir():
+                            names.append(inner)
+                        elif len(deeper) <= MAX_FILES:
+                            deeper.append((place / entry.name, inner))
+                        if len(names) > MAX_FILES:
+                            return names
+            except OSError:  # a loader that needs it will say so
+                continue
+        level = deeper
+    return names
+
+
+def module_folders(folder: Path, names: Collection[str]) -> tuple[str, ...]:
+    """The subfolders with modules of sentence-transformers, in the order of the files that name them. Not the folder itself.
+
+    names  of all files, relative
+
+    Raises FormatError for a path that leaves the folder, and for more files or modules than there can be.
+    """
+    found: dict[str, None] = {}
+    if MODULES in names:
+        found |= dict.fromkeys(_checked(path, folder / MODULES) for path in _paths(_settings(folder / MODULES)))
+    for parent in ("", *found):
+        router = f"{parent}/{ROUTER}" if parent else ROUTER
+        types = _types(folder / router) if router in names else {}
+        found |= dict.fromkeys(_checked(f"{parent}/{key}" if parent else key, folder / router) for key in types)
+    _check_counts(found, names, folder)
+    return tuple(found)
+
+
+def folders_in(data: bytes) -> tuple[str, ...]:
+    """The subfolders that the bytes of a modules.json name, as far as they can be read: opening the model says what is wrong.
+
+    >>> folders_in(b'[{"path": ""}, {"path": "1_Pooling"}, {"path": "../../etc"}]')
+    ('1_Pooling',)
+    """
+    try:
+        return tuple(path for path in _paths(parse(data, unique=False)) if _is_subfolder(path))[:MAX_MODULES]
+    except JsonError:
+        return ()
+
+
+def module_code(folder: Path, names: Collection[str], folders: Collection[str]) -> Iterator[str]:
+    """The classes of modules that are the model's own code: `custom_st.Transformer`. folders: see `module_folders`."""
+    routers = [name for parent in ("", *folders) if (name := f"{parent}/{ROUTER}".lstrip("/")) in names]
+    listed = _settings(folder / MODULES) if MODULES in names else []
+    types = [module.get("type") for module in listed if isinstance(module, dict)] if isinstance(listed, list) else []
+    for each in (*types, *(value for router in routers for value in _types(folder / router).values())):
+        if isinstance(each, str) and not each.startswith("sentence_transformers.") and _REFERENCE.fullmatch(each):
+            yield each
+
+
+def within(name: str, folders: Iterable[str]) -> str:
+    """The innermost of these folders that a file is directly in, else "".
+
+    >>> within("2_Dense/model.safetensors", ["1_Pooling", "2_Dense"]), within("2_Dense/old/config.json", ["2_Dense"])
+    ('2_Dense', '')
+    """
+    parent = name.rpartition("/")[0]
+    return parent if parent and parent in folders else ""
+
+
+def is_another_copy(folder: str) -> bool:
+    """True for a subfolder with what no loader of the model reads, by its name.
+
+    >>> list(map(is_another_copy, ("onnx", ".git", "checkpoint-500", "speech_tokenizer")))
+    [True, True, True, False]
+    """
+    return _OTHER_COPIES.fullmatch(folder) is not None
+
+
+def _settings(path: Path) -> Any:
+    """A JSON file; {} for one that is damaged: it is copied as it is, and loaders say so."""
+    try:
+        return parse(read_bounded(path, MAX_SETTINGS_BYTES), unique=False)
+    except (JsonError, WeightsmithError):
+        return {}
+
+
+def _paths(modules: Any) -> Iterator[str]:
+    """The folders that modules.json names, without the model's own."""
+    for module in modules if isinstance(modules, list) else ():
+        path = module.get("path") if isinstance(module, dict) else None
+        if isinstance(path, str) and path not in ("", "."):
+            yield path.rstrip("/")
+
+
+def _types(path: Path) -> Mapping[str, Any]:
+    """The modules of a router, by the names of their folders."""
+    settings = _settings(path)
+    types = settings.get("types") if isinstance(settings, dict) else None
+    return types if isinstance(types, dict) else {}
+
+
+def _checked(path: str, where: Path) -> str:
+    """The path of a module's folder. Raises FormatError for one that is no subfolder."""
+    if not _is_subfolder(path):
+        what = f"a module's folder is {show(path)}, which is no subfolder of the model"
+        raise FormatError(what, where=str(where), fix="Download the model again from a source you trust.")
+    return path
+
+
+def _is_subfolder(path: str) -> bool:
+    parts = path.split("/")
+    return len(parts) < MAX_DEPTH and all(map(_FOLDER.fullmatch, parts))
+
+
+def _check_counts(folders: Collection[str], names: Iterable[str], where: Path) -> None:
+    files: dict[str, int] = dict.fromkeys(folders, 0)
+    if len(files) > MAX_MODULES:
+        what = f"{len(files):,} modules, and at most {MAX_MODULES} are read"
+        raise FormatError(what, where=str(where / MODULES), fix="Download the model again from a source you trust.")
+    for name in names:
+        top = name.partition("/")[0]
+        for folder in {parent for parent in (top, within(name, files)) if parent in files}:
+            files[folder] += 1
+    for folder, count in files.items():
+        if count > MAX_FILES:
+            what = f"over {MAX_FILES:,} files, and a module has a dozen"
+            raise CheckpointError(what, where=str(where / folder), fix="Move out of the folder what is no part of the model.")

@@ -1,0 +1,204 @@
+"""Modules of sentence-transformers, templates in a subfolder, and parts of diffusers: outputs that their loaders take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import weightsmith
+from tests import plan_help
+from tests.plan_help import plan, warnings
+from weightsmith._base.errors import CheckpointError, FormatError
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._planning.planner.subfolders import drop_subfolders
+from weightsmith._plans import PlanDraft, plan_from_json
+
+MODULES = [{"idx": i, "name": str(i), "path": path, "type": "x"} for i, path in enumerate(("", "1_Pooling", "2_Dense"))]
+
+
+def embedder(folder: Path, seed: int = 0, **dense: np.ndarray) -> str:
+    """A decoder with the modules of a sentence-transformer."""
+    path = plan_help.model(folder, seed=seed)
+    (folder / "modules.json").write_text(json.dumps(MODULES))
+    for name in ("1_Pooling", "2_Dense"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({"of": name}))
+    weights = dense or {"linear.weight": np.random.default_rng(seed).standard_normal((3, 4)).astype(np.float32)}
+    save_file(weights, folder / "2_Dense" / "model.safetensors")
+    return path
+
+
+def dense_of(folder: str | Path) -> dict[str, np.ndarray]:
+    return load_file(Path(folder) / "2_Dense" / "model.safetensors")
+
+
+def linear(*models: str, **more: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in models], **more}
+
+
+def test_the_weights_of_modules_are_merged_and_written_where_they_belong(tmp_path: Path) -> None:
+    a, b = embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1)
+    done = weightsmith.merge(linear(a, b), tmp_path / "out", fsync=False)
+    wanted = (dense_of(a)["linear.weight"].astype(np.float64) + dense_of(b)["linear.weight"]) / 2
+    assert np.abs(dense_of(done.out)["linear.weight"] - wanted).max() < 1e-7
+    assert not any("Dense" in name for name in load_file(done.out / "model.safetensors"))
+    for name in ("1_Pooling/config.json", "2_Dense/config.json", "modules.json"):
+        assert (done.out / name).read_bytes() == (Path(a) / name).read_bytes()
+    weightsmith.verify(done.out)
+    with open_checkpoint(done.out) as again, open_checkpoint(a) as first:
+        assert list(again.specs) == list(first.specs)
+        assert again.weights == ("model.safetensors", "2_Dense/model.safetensors")
+
+
+def test_interrupted_work_is_resumed_with_the_weights_of_modules(tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(now: weightsmith.Progress) -> None:
+        if now.tensors > 4:
+            raise Stop
+
+    a, b = embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1)
+    with pytest.raises(Stop):
+        weightsmith.merge(linear(a, b), tmp_path / "out", progress=stop, threads=1)
+    assert weightsmith.merge(linear(a, b), tmp_path / "out", progress=False).resumed
+    assert dense_of(tmp_path / "out").keys() == {"linear.weight"}
+
+
+def test_a_quantised_output_has_plain_modules_and_names_none_of_them(tmp_path: Path) -> None:
+    a = embedder(tmp_path / "a")
+    done = weightsmith.quantize(a, tmp_path / "out", format="fp8-dynamic", fsync=False)
+    assert dense_of(done.out)["linear.weight"].tobytes() == dense_of(a)["linear.weight"].tobytes()
+    assert "Dense" not in (done.out / "config.json").read_text()
+    with open_checkpoint(done.out) as again:
+        assert again.specs["2_Dense/linear.weight"].shape == (3, 4)
+    weightsmith.dequantize(done.out, tmp_path / "plain", fsync=False)
+    assert dense_of(tmp_path / "plain")["linear.weight"].tobytes() == dense_of(a)["linear.weight"].tobytes()
+
+
+def test_modules_that_the_donor_lacks_are_left_out_and_the_plan_says_so(tmp_path: Path) -> None:
+    plain, a = plan_help.model(tmp_path / "plain"), embedder(tmp_path / "a", seed=1)
+    p = plan(linear(plain, a))
+    assert not any("Dense" in step.out.name for step in p.steps)
+    assert f"{a}: left out with its weights: 2_Dense, which {plain} does not have" in "\n".join(warnings(p))
+    assert any("Dense" in step.out.name for step in plan(linear(a, plain)).steps)
+
+
+def test_a_format_without_modules_leaves_them_out_and_says_so(tmp_path: Path) -> None:
+    """As GGUF does."""
+    draft = PlanDraft.of(plan(linear(embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1))))
+    drop_subfolders(draft, "llama.cpp")
+    p = draft.finish()
+    assert not any("Dense" in step.out.name for step in p.steps)
+    assert {(d.model, d.tensor) for d in p.dropped} == {(0, "2_Dense/linear.weight"), (1, "2_Dense/linear.weight")}
+    assert "2_Dense: left out, 1 tensor: llama.cpp computes" in warnings(p)[-1]
+
+
+def test_modules_of_other_shapes_are_an_error(tmp_path: Path) -> None:
+    a = embedder(tmp_path / "a")
+    b = embedder(tmp_path / "b", **{"linear.weight": np.zeros((2, 4), np.float32)})
+    assert any("2_Dense/linear.weight" in str(problem) for problem in plan_help.problems(linear(a, b)))
+
+
+def test_a_plan_from_json_writes_the_same_files(tmp_path: Path) -> None:
+    p = plan(linear(embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1)))
+    again = plan_from_json(json.loads(json.dumps(p.to_json())))
+    assert again.layout == p.layout
+    for folders in (["../x"], ["/etc"], ["a\\b"], [""]):
+        with pytest.raises(FormatError):
+            plan_from_json({**p.to_json(), "naming": {"stem": "model", "metadata": {}, "folders": folders}})
+
+
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "1_Pooling"])
+def test_a_link_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    a = Path(embedder(tmp_path / "a"))
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "config.json").write_text("secret")
+    for path in sorted((a / "1_Pooling").iterdir()):
+        path.unlink()
+    if name == "1_Pooling":
+        (a / name).rmdir()
+        (a / name).symlink_to(secret)
+    else:
+        (a / name).symlink_to(secret / "config.json")
+    with pytest.raises(CheckpointError, match="symbolic link that leaves the folder"):
+        open_checkpoint(a)
+
+
+def test_a_stage_keeps_the_modules_of_its_base(tmp_path: Path) -> None:
+    a, b = embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1)
+    inner = {"merge_method": "linear", "models": [{"model": a, "parameters": {"weight": 1}}]}
+    recipe = linear(b)
+    recipe["models"].append({"model": inner, "parameters": {"weight": 0.5}})
+    done = weightsmith.merge(recipe, tmp_path / "out", fsync=False)
+    wanted = (dense_of(a)["linear.weight"] + dense_of(b)["linear.weight"]) / 2
+    assert np.abs(dense_of(done.out)["linear.weight"] - wanted).max() < 1e-6
+
+
+# ---- chat templates
+
+
+def chatting(folder: Path, seed: int = 0, *, default: str = "D", **named: str) -> str:
+    path = plan_help.model(folder, seed=seed)
+    if default:
+        (folder / "chat_template.jinja").write_text(default)
+    for name, text in named.items():
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+    return path
+
+
+def templates(recipe: dict[str, Any], out: Path) -> dict[str, str]:
+    done = weightsmith.merge(recipe, out, fsync=False)
+    return {str(path.relative_to(done.out)): path.read_text().strip() for path in sorted(done.out.rglob("*.jinja"))}
+
+
+TOOLS = "additional_chat_templates/tool_use.jinja"
+
+
+def test_named_templates_go_with_the_default_one(tmp_path: Path) -> None:
+    a, b = chatting(tmp_path / "a", tool_use="A"), chatting(tmp_path / "b", seed=1, default="E", tool_use="B")
+    c = chatting(tmp_path / "c", seed=2, default="")
+    assert templates(linear(a, b), tmp_path / "1") == {"chat_template.jinja": "D", TOOLS: "A"}
+    assert templates(linear(c, b), tmp_path / "2") == {"chat_template.jinja": "E", TOOLS: "B"}
+    assert templates(linear(a, b, chat_template="chatml"), tmp_path / "3").keys() == {"chat_template.jinja"}
+    assert templates(linear(a, b, chat_template="auto"), tmp_path / "4") == {"chat_template.jinja": "D", TOOLS: "A"}
+
+
+# ---- diffusers, and single files
+
+
+def test_a_part_of_diffusers_is_named_as_it_looks_for_it(tmp_path: Path) -> None:
+    settings = {"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0"}
+    for seed, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        weights = {f"down.{i}.weight": np.full((16, 16), seed, np.float32) for i in range(4)}
+        save_file(weights, tmp_path / name / "diffusion_pytorch_model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps(settings))
+    recipe = linear(str(tmp_path / "a"), str(tmp_path / "b"))
+    done = weightsmith.merge(recipe, tmp_path / "out", fsync=False)
+    assert (done.out / "diffusion_pytorch_model.safetensors").is_file()
+    assert json.loads((done.out / "config.json").read_text()) == settings, "its classes take no dtype"
+    sharded = weightsmith.merge(recipe, tmp_path / "shards", max_shard_bytes=2_000, fsync=False).out
+    index = json.loads((sharded / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {f"diffusion_pytorch_model-{i:05d}-of-00004.safetensors" for i in range(1, 5)}
+    with open_checkpoint(sharded) as again:
+        assert len(again.specs) == 4
+
+
+def test_metadata_that_describes_a_single_file_is_kept_without_its_hashes(tmp_path: Path) -> None:
+    said = {"modelspec.title": "Ink", "ss_base_model_version": "sdxl_base_v1-0", "format": "pt"}
+    stale = {"modelspec.hash_sha256": "0x12", "sshs_model_hash": "34", "other": "5"}
+    for seed, name in enumerate("ab"):
+        save_file({"w": np.full((4, 4), seed, np.float32)}, tmp_path / f"{name}.safetensors", metadata=said | stale)
+    recipe = linear(*(str(tmp_path / f"{name}.safetensors") for name in "ab"))
+    done = weightsmith.merge(recipe, tmp_path / "out", fsync=False)
+    with safe_open(done.out / "model.safetensors", "np") as file:
+        assert file.metadata() == said
