@@ -404,34 +404,9 @@ def test_modules_that_are_saved_whole_are_merged_as_those_of_models(method: str,
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"peft_type": "LOHA"}, "an adapter of peft_type 'LOHA', not LORA"),
-        ({"bias": "all"}, "bias: 'all'"),
-        ({"lora_bias": True}, "lora_bias: a bias of B"),
-        ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication: layers that are repeated"),
-        ({"megatron_config": {"x": 1}}, "megatron_config: "),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices: "),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa': the base weights were changed"),
-    ],
-)
-def test_what_is_more_than_lora_is_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:
-    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", **config))
-    assert isinstance(problem, Unsupported)
-    assert words in str(problem)
-    assert "merge_and_unload" in problem.finding.fix
-    assert ("convert_to_lora" in problem.finding.fix) == ("peft_type" in config)
-
-
 def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:
     problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", use_qalora=True, bias="all", lora_bias=True))
     assert len(problem.finding.details) == 3
-
-
-@pytest.mark.parametrize("init", [True, False, "gaussian", "eva"])
-def test_initialisations_that_leave_the_base_alone_are_fine(init: Any, tmp_path: Path) -> None:
-    open_adapter(str(adapter(tmp_path / "a", init_lora_weights=init)))
 
 
 def test_targets_that_the_base_has_not_are_listed_together(tmp_path: Path) -> None:

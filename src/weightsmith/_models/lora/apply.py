@@ -160,7 +160,7 @@ class _Match:
             if problem:
                 problems.append(problem)
         modules = {m: rename(f"{m}.x")[:-2] for m in adapter.stacked}
-        found, strange = match_stacked(adapter, self.base.specs, modules, self._sources)
+        found, strange = match_stacked(adapter, self.base, modules, self._sources)
         problems += strange
         for name, updates in found.items():
             self._parts.setdefault(name, []).extend(updates)
