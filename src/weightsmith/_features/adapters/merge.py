@@ -327,6 +327,8 @@ def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[st
         rank=next((ranks[name] for name in opened.experts), None),
         dora=any(module.scaled for module in opened.modules.values()),
     )
+    if len(tasks := {str(config.get("task_type") or "") for config in configs}) == 1:
+        made["task_type"] = tasks.pop() or None
     # The experts of the merge have the layout of the inputs.
     versions = [config.get("peft_version") for config in configs]
     made.pop("peft_version", None)

@@ -25,8 +25,7 @@ from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.opening import is_adapter as holds_adapter
 from weightsmith._models.sources.memory import StateDict
-from weightsmith._planning.planner.inputs import at, open_models
-from weightsmith._planning.planner.loading import built_names
+from weightsmith._planning.planner.inputs import asking, at, open_models
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import Read, Step
 
@@ -103,7 +102,7 @@ class Opened:
     def _match(self) -> None:
         if self.base is not None:
             for adapter in self.adapters:
-                self.places |= find_places(self.base, adapter, partial(built_names, self.base))
+                self.places |= asking(self.base, partial(find_places, self.base, adapter))
         elif error := different_bases(self.adapters):
             raise error
         modules = find_modules(self.adapters)
@@ -201,11 +200,12 @@ class Opened:
         adapter = self.adapters[number] if number != ZERO else None
         if adapter is not None and read.tensor in adapter.replacements:
             return replace(read, model=number, tensor=adapter.replacements[read.tensor])
-        if self.base is None:
+        if self.base is None or read.tensor not in self.places:
             missing = f"and {method} needs the base's" if adapter is None else f"which {adapter.checkpoint.ref} does not have"
+            missing += "" if self.base is None else f": {self.base_name or 'the base'} has no such tensor"
             owner = next(each for each in self.adapters if read.tensor in each.replacements)
             what = f"it saves {read.tensor} whole, {missing}"
-            raise Unsupported(what, where=owner.checkpoint.ref, fix=self.name_base)
+            raise Unsupported(what, where=owner.checkpoint.ref, fix=self.name_base if self.base is None else MERGE_MODELS)
         return replace(read, model=len(self.adapters), tensor=self.places[read.tensor])
 
 

@@ -10,8 +10,8 @@ inside.py    models that hold an adapter which was never merged
 """
 
 from weightsmith._models.lora.adapter import Adapter
-from weightsmith._models.lora.apply import apply_adapter, find_places
+from weightsmith._models.lora.apply import Names, apply_adapter, find_places
 from weightsmith._models.lora.inside import with_inner_adapter
 from weightsmith._models.lora.opening import open_adapter
 
-__all__ = ["Adapter", "apply_adapter", "find_places", "open_adapter", "with_inner_adapter"]
+__all__ = ["Adapter", "Names", "apply_adapter", "find_places", "open_adapter", "with_inner_adapter"]

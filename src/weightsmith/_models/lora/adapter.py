@@ -177,6 +177,7 @@ def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repositor
 
 def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     """The adapter in a file. Raises FormatError with everything in it that cannot be."""
+    _check_empty(checkpoint)
     problems: list[str] = []
     found: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
@@ -244,6 +245,19 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         weights=frozenset(of_weights),
         saved=frozenset(_saved_modules(config, replacements)),
     )
+
+
+def _check_empty(checkpoint: Checkpoint) -> None:
+    """Raise FormatError for tensors without elements: ZeRO-3 leaves them where each process has a part of the weights."""
+    empty = [show(name) for name, spec in checkpoint.specs.items() if spec.size == 0]
+    if empty:
+        what = f"{len(empty):,} of {count(len(checkpoint.specs), 'tensor')} are empty: DeepSpeed's ZeRO-3 saved the adapter"
+        what += " without gathering its weights"
+        details = [*empty[:3], *([f"and {len(empty) - 3:,} more"] if len(empty) > 3 else [])]
+        fix = "Save it again: with stage3_gather_16bit_weights_on_model_save: true in DeepSpeed's config, or with "
+        fix += "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)). The checkpoint's zero_to_fp32.py "
+        fix += "gathers weights that were saved in parts."
+        raise FormatError(what, where=str(checkpoint.paths[0]), details=details, fix=fix)
 
 
 def _saved_modules(config: Mapping[str, Any], replacements: Iterable[str]) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """How the factors of all experts of a parameter are stored: what the config says, where shapes do not tell.
 
-PEFT's A is [experts · rank, inputs], expert after expert; in its B [outputs, rank · experts] the expert changes fastest. Unsloth
-trained with a B in which the experts lie one after the other, too, until September 2026. Since then it says so: `lora_B_layout`
-for all parameters, `unsloth_fused_expert_lora` for each.
+PEFT's A is [experts · rank, inputs], expert after expert; in its B [outputs, rank · experts] the expert changes fastest. Until
+September 2026, Unsloth trained with a B in which the experts lie one after the other, too. Since then it says what it has:
+`lora_B_layout` for all parameters, `unsloth_fused_expert_lora` for each.
 
 PEFT 0.17 to 0.19.0 took a parameter for [experts, inputs, outputs], whatever the model makes of it. Since 0.19.1 it knows the
 models that have this order, and takes all others for [experts, outputs, inputs].
