@@ -29,7 +29,9 @@ def marked(**layouts: str) -> dict[str, Any]:
 def by_expert(factors_of: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same factors with B expert after expert."""
     return {
-        name: np.ascontiguousarray(a.reshape(len(a), R, E).transpose(0, 2, 1).reshape(a.shape)) if "lora_B" in name else a
+        name: np.ascontiguousarray(a.reshape(len(a), R, E).transpose(0, 2, 1).reshape(a.shape))
+        if ".experts" in name and "lora_B" in name
+        else a
         for name, a in factors_of.items()
     }
 

@@ -79,8 +79,8 @@ def _idle(adapter: Adapter) -> Iterator[Finding]:
     Of one on this disk alone. Cost: reads factors up to the first that are not zeros.
     """
     own = adapter.checkpoint
-    levels = (level for stack in adapter.stacked.values() for level in stack)
-    pairs = [(each.a, each.b) for each in (*adapter.updates.values(), *levels)]
+    pairs = [(factors.a, factors.b) for factors in adapter.updates.values()]
+    pairs += [(level.a, level.b) for levels in adapter.stacked.values() for level in levels]
     dora = any(factors.magnitude for factors in adapter.updates.values())
     if own.repositories or adapter.replacements or dora or not pairs:
         return

@@ -228,10 +228,8 @@ def choose_classifier(specs: Sequence[Mapping[str, TensorSpec]], base: int, labe
     else:
         what += f", so it is averaged over {' and '.join(labels[k] for k in owners)} by their weights"
     lost = [name for name in specs[base] if is_other_head(name)]
-    details = (f"config.json and other files are {labels[owners[0]]}'s",)
-    if lost:
-        details += (f"left out: {', '.join(lost)}",)
-    return owners[0], [Finding(what, details=details)]
+    details = [f"config.json and other files are {labels[owners[0]]}'s", *([f"left out: {', '.join(lost)}"] if lost else [])]
+    return owners[0], [Finding(what, details=tuple(details))]
 
 
 def _kinds(structure: Structure | None) -> Counter[str]:
