@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith._base.errors import FormatError, NotFound, Unsupported
+from weightsmith._base.errors import FormatError, NotFound
 from weightsmith._base.files import file_names, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.text import count

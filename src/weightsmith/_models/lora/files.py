@@ -20,8 +20,8 @@ from weightsmith._base.strict_json import parse_object
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, Factors, FileNames, Scalings
-from weightsmith._models.lora.keys import check_config
 from weightsmith._models.lora.forms import ALPHA, DORA, Pair, other_kind, split_factor
+from weightsmith._models.lora.keys import check_config
 from weightsmith._models.lora.networks import UNKNOWN, network_of
 
 METADATA_KEY = "lora_adapter_metadata"

@@ -17,9 +17,9 @@ from weightsmith._base.strict_json import read_object
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import CONFIG_NAME, MAX_CONFIG_BYTES, PREFIX, sort_tensors
-from weightsmith._models.lora.keys import check_config
 from weightsmith._models.lora.apply import apply_adapter
 from weightsmith._models.lora.forms import BASE_LAYER, DORA, Factored, find_factors, other_kind, split_factor, unnamed
+from weightsmith._models.lora.keys import check_config
 from weightsmith._models.sources.selected import Selected
 
 _SAVED, _REPLACED = ".modules_to_save.default.", ".original_module."
