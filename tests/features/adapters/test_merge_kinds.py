@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import weightsmith
 from tests import moe_zoo
@@ -16,6 +17,7 @@ from tests.features.adapters.test_extract import applied, config_of, extract, te
 from tests.features.adapters.test_merge import merge, recipe, refusal
 from tests.mini import as_bytes, write_checkpoint
 from tests.models.lora.test_experts import CONFIG, MLP, TARGETS, E, R, apart, fused, stacked
+from tests.models.lora.test_layouts import by_expert, up_and_down
 from tests.models.lora.test_lora import DOWN, INNER, TOKENS, H, P, Q, adapter, base, factors, normal
 from tests.sampling import sampled
 from weightsmith._engine.products import find_kind
@@ -95,6 +97,62 @@ def test_experts_are_merged_one_by_one(space: str, tmp_path: Path) -> None:
     )
     for name in (f"{EXPERTS}.down_proj",):  # gate and up are one matrix for the first, two for the others
         np.testing.assert_allclose(found[name], want[name], atol=2e-5)
+
+
+@pytest.mark.parametrize("versions", [("0.21.2", "0.20.0"), ("0.21.2", "0.18.1"), (None, "0.20.0")])
+def test_a_b_that_is_grouped_by_expert_is_merged_with_one_that_is_not(versions: tuple[Any, Any], tmp_path: Path) -> None:
+    """The result has PEFT's order. It says whose layout of inputs and outputs it has, if that is one."""
+    pair, model = expert_adapters(tmp_path), expert_base(tmp_path / "base")
+    want = models_merged(model, pair, tmp_path / "as models", "task_arithmetic")
+    config = config_of(pair[0]) | {"lora_B_layout": "grouped_by_expert", "peft_version": versions[0]}
+    other = config_of(pair[1]) | {"peft_version": versions[1]}
+    for each, own in zip(pair, (config, other), strict=True):
+        (each / "adapter_config.json").write_text(json.dumps(own))
+    save_file(by_expert(tensors_of(pair[0])), pair[0] / "adapter_model.safetensors")
+    out = merge(recipe(pair, "task_arithmetic", WEIGHTS), tmp_path / "out")
+    assert_same(applied(model, out, tmp_path / "in"), want)
+    assert "lora_B_layout" not in config_of(out)
+    assert config_of(out).get("peft_version") == (versions[0] if versions == ("0.21.2", "0.20.0") else None)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["modern", "legacy"])
+def test_experts_without_gates_are_merged_and_applied(swapped: bool, tmp_path: Path) -> None:
+    """Up and down are each other's transpose, so the result has to say which layout it has."""
+    tensors = up_and_down()
+    model = write_checkpoint(tmp_path / "base", tensors, CONFIG)
+    own = {"r": R, "target_parameters": ["experts.up_proj", "experts.down_proj"]}
+    own["peft_version"] = "0.18.1" if swapped else "0.21.2"
+    pair = tuple(adapter(tmp_path / str(k), rolled(stacked(tensors, swapped=swapped), k), **own) for k in range(2))
+    out = merge(recipe(pair, "task_arithmetic", WEIGHTS), tmp_path / "out")
+    assert config_of(out)["peft_version"] == own["peft_version"]
+    assert_same(
+        applied(model, out, tmp_path / "in"),
+        models_merged(model, (pair[0], pair[1]), tmp_path / "as models", "task_arithmetic"),
+    )
+
+
+def rolled(factors_of: dict[str, np.ndarray], steps: int) -> dict[str, np.ndarray]:
+    """Other factors of the same shapes."""
+    return {name: np.roll(array, steps, axis=1) for name, array in factors_of.items()}
+
+
+def test_classifiers_heads_are_merged_with_adapters(tmp_path: Path) -> None:
+    """The result has the task of its inputs. There are no differences from a head that the base has not."""
+    model = base(tmp_path / "base", np.float32)
+    heads = [normal(1, H, seed=31), normal(1, H, seed=32)]
+    pair = tuple(
+        adapter(tmp_path / str(k), factors(Q, H, H, seed=k) | {f"{P}score.weight": head}, task_type="SEQ_CLS")
+        for k, head in enumerate(heads)
+    )
+    out = merge(recipe(pair, "linear", (0.5, 0.5), normalize=False), tmp_path / "out")
+    assert config_of(out)["task_type"] == "SEQ_CLS"
+    found = applied(model, out, tmp_path / "in")
+    np.testing.assert_allclose(found["score.weight"], (heads[0] + heads[1]) / 2, atol=1e-6)
+    assert "lm_head.weight" not in found
+    problem = refusal({**recipe(pair, "task_arithmetic", (0.5, 0.5)), "base_model": str(model)})
+    assert "it saves score.weight whole, and task_arithmetic needs the base's" in str(problem)
+    assert "has no such tensor" in str(problem)
+    assert "merge models: BASE+ADAPTER" in problem.finding.fix.replace("Merge", "merge")
 
 
 def one_by_one(lora: Path, folder: Path) -> Path:

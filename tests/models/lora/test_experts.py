@@ -123,7 +123,10 @@ def test_what_is_no_adapter_of_these_experts(tmp_path: Path) -> None:
     config: dict[str, Any] = {"r": R, "target_parameters": TARGETS[1:]}
     model = write_checkpoint(tmp_path / "square", square, CONFIG)
     problem = str(refusal(model, adapter(tmp_path / "a", own, **config)))
-    assert f"{MLP}.experts: all matrices are square, and both of PEFT's layouts of experts fit" in problem
+    assert f"{MLP}.experts: both of PEFT's layouts of experts fit its matrices, and adapter_config.json has no" in problem
+    assert "Write the version of PEFT that saved the adapter" in problem
+    problem = str(refusal(model, adapter(tmp_path / "a", own, **config, peft_version="0.19.0.dev0@abc")))
+    assert "peft_version '0.19.0.dev0@abc' does not tell them apart" in problem
     model = write_checkpoint(tmp_path / "base", fused(), CONFIG)
     problem = str(refusal(model, adapter(tmp_path / "a", own, **config)))
     assert f"A and B [6, 24] and [24, 6]; the base has there {MLP}.experts.down_proj [3, 24, 10]" in problem

@@ -404,34 +404,9 @@ def test_modules_that_are_saved_whole_are_merged_as_those_of_models(method: str,
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"peft_type": "LOHA"}, "an adapter of peft_type 'LOHA', not LORA"),
-        ({"bias": "all"}, "bias: 'all'"),
-        ({"lora_bias": True}, "lora_bias: a bias of B"),
-        ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication: layers that are repeated"),
-        ({"megatron_config": {"x": 1}}, "megatron_config: "),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices: "),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa': the base weights were changed"),
-    ],
-)
-def test_what_is_more_than_lora_is_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:
-    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", **config))
-    assert isinstance(problem, Unsupported)
-    assert words in str(problem)
-    assert "merge_and_unload" in problem.finding.fix
-    assert ("convert_to_lora" in problem.finding.fix) == ("peft_type" in config)
-
-
 def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:
     problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", use_qalora=True, bias="all", lora_bias=True))
     assert len(problem.finding.details) == 3
-
-
-@pytest.mark.parametrize("init", [True, False, "gaussian", "eva"])
-def test_initialisations_that_leave_the_base_alone_are_fine(init: Any, tmp_path: Path) -> None:
-    open_adapter(str(adapter(tmp_path / "a", init_lora_weights=init)))
 
 
 def test_targets_that_the_base_has_not_are_listed_together(tmp_path: Path) -> None:
@@ -466,6 +441,48 @@ def test_tensors_that_make_no_adapter_are_refused(change: dict[str, Any], words:
     problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", tensors))
     assert isinstance(problem, FormatError)
     assert words in str(problem)
+
+
+def test_tensors_that_zero_3_left_empty_are_called_so(tmp_path: Path) -> None:
+    empty = np.zeros(0, np.float32)
+    model = base(tmp_path / "base")
+    problem = refusal(model, adapter(tmp_path / "a", dict.fromkeys(factors(Q, H, H) | factors(DOWN, H, INNER), empty)))
+    assert isinstance(problem, FormatError)
+    assert "4 of 4 tensors are empty: DeepSpeed's ZeRO-3 saved the adapter without gathering its weights" in str(problem)
+    assert "stage3_gather_16bit_weights_on_model_save" in problem.finding.fix
+    assert "and 1 more" in problem.finding.details
+    saved = factors(Q, H, H) | {f"{P}lm_head.weight": np.zeros((0, H), np.float32)}
+    problem = refusal(model, adapter(tmp_path / "b", saved))
+    assert "1 of 3 tensors are empty" in str(problem)
+    assert problem.finding.details == (f"'{P}lm_head.weight'",)
+
+
+@pytest.mark.parametrize("zeros", ["A", "B"])
+def test_an_adapter_that_changes_nothing_is_said_to(zeros: str, tmp_path: Path) -> None:
+    own = factors(Q, H, H) | factors(DOWN, H, INNER)
+    idle = {name: np.zeros_like(a) if f"lora_{zeros}" in name else a for name, a in own.items()}
+    partly = {name: np.zeros_like(a) if f"lora_{zeros}" in name and DOWN in name else a for name, a in own.items()}
+    saved = idle | {f"{P}lm_head.weight": normal(TOKENS, H)}
+    model, found = base(tmp_path / "base"), []
+    for k, tensors in enumerate((idle, partly, saved)):
+        ref = f"{model}+{adapter(tmp_path / str(k), tensors)}"
+        warnings = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": ref}]}).warnings
+        found.append([each.what for each in warnings if "changes nothing" in each.what])
+    assert found == [["the adapter changes nothing: B @ A of its 2 modules is all zeros"], [], []]
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_names_that_only_transformers_knows_are_said_to_need_it(
+    missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for LFM2-MoE and DeepSeek V4, whose experts have other names on disk."""
+    from weightsmith._planning.planner import inputs, loading
+
+    monkeypatch.setattr(inputs, "installed", lambda: not missing)
+    monkeypatch.setattr(loading, "installed", lambda: False)
+    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", factors("model.layers.0.other.q_proj", H, H)))
+    assert "model.layers.0.other.q_proj.weight: the base has no such tensor" in str(problem)
+    assert ('pip install "weightsmith[lora]"' in problem.finding.fix) == missing
 
 
 @pytest.mark.parametrize(

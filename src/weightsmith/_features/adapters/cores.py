@@ -70,6 +70,7 @@ class Adapted:
     experts   matrices that are one parameter (`target_parameters`), each with factors of its own; 0: a single matrix
     normed    those of the owners that are DoRA
     scaled    rows of the base are scaled, as any of the adapters is DoRA
+    grouped   those of the owners whose B is [outputs, experts · rank]: in others the expert changes fastest
     """
 
     name: str
@@ -82,6 +83,7 @@ class Adapted:
     experts: int = 0
     normed: tuple[int, ...] = ()
     scaled: bool = False
+    grouped: tuple[int, ...] = ()
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -153,6 +155,8 @@ class Adapted:
             return f"{self.experts:,} experts of {self.name!r}"
         if not set(self.normed) <= set(self.owners) or (self.normed and not self.scaled):
             return f"norms of {self.name!r}"
+        if not set(self.grouped) <= set(self.owners):
+            return f"layouts of {self.name!r}"
         return "" if (self.space == "compressed") == (self.rank > 0) else f"rank {self.rank} of {self.name!r}"
 
     def lacks(self, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
@@ -254,7 +258,12 @@ def _compute(bench: ProductContext) -> Arrays:
         """[experts, rank, inputs] and [experts, outputs, rank]."""
         a, b = (torch.from_numpy(arrays[module.factor(part, owner)]).double() for part in "AB")
         count = max(1, module.experts)
-        return a.reshape(count, rank, -1), b.reshape(-1, rank, count).permute(2, 0, 1)
+        b = (
+            b.reshape(-1, count, rank).transpose(0, 1)
+            if owner in module.grouped
+            else b.reshape(-1, rank, count).permute(2, 0, 1)
+        )
+        return a.reshape(count, rank, -1), b
 
     def scales(module: Adapted, found: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
         """The c of each adapter that is DoRA."""

@@ -41,6 +41,7 @@ from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
 from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.lora.forms import as_matrix
+from weightsmith._models.lora.layouts import transposed_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner.build import assemble_recipe
 from weightsmith._planning.planner.prepared import Assembled, model_input
@@ -326,6 +327,13 @@ def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[st
         rank=next((ranks[name] for name in opened.experts), None),
         dora=any(module.scaled for module in opened.modules.values()),
     )
+    if len(tasks := {str(config.get("task_type") or "") for config in configs}) == 1:
+        made["task_type"] = tasks.pop() or None
+    # The experts of the merge have the layout of the inputs.
+    versions = [config.get("peft_version") for config in configs]
+    made.pop("peft_version", None)
+    if places.parameters and versions[0] and len({transposed_of(version, "") for version in versions}) == 1:
+        made["peft_version"] = versions[0]
     # Short names only where every adapter has these targets.
     every = all(len(module.owners) == len(configs) for module in opened.modules.values())
     for key, names in ("target_modules", places.modules), ("target_parameters", places.parameters):

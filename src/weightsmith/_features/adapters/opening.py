@@ -21,11 +21,11 @@ from weightsmith._methods.base import BaseRole
 from weightsmith._models.checkpoint import Checkpoint, locate
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import Parameter, Stacked
+from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.opening import is_adapter as holds_adapter
 from weightsmith._models.sources.memory import StateDict
-from weightsmith._planning.planner.inputs import at, open_models
-from weightsmith._planning.planner.loading import built_names
+from weightsmith._planning.planner.inputs import asking, at, open_models
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import Read, Step
 
@@ -37,9 +37,6 @@ MERGE_MODELS = "merge models: BASE+ADAPTER"
 NAME_BASE = "base_model: the model that the adapters were trained on"
 
 _QUANTISED = re.compile(r"(-unsloth)?-bnb-4bit$")
-
-_FIRST, _SECOND = "gate_up_proj", "down_proj"
-"""Parameters of fused experts in the order in which PEFT wraps them: the factors of the first are the inner ones."""
 
 
 class Opened:
@@ -105,7 +102,7 @@ class Opened:
     def _match(self) -> None:
         if self.base is not None:
             for adapter in self.adapters:
-                self.places |= find_places(self.base, adapter, partial(built_names, self.base))
+                self.places |= asking(self.base, partial(find_places, self.base, adapter))
         elif error := different_bases(self.adapters):
             raise error
         modules = find_modules(self.adapters)
@@ -166,11 +163,13 @@ class Opened:
         for name, module in self.modules.items():
             embedding = not module.experts and self.adapters[module.owners[0]].updates[name].embedding
             forms[name] = "embedding" if embedding else "linear"
-        # PEFT wraps parameters in the model's order, in which `gate_up_proj` comes first.
-        tensors = {
-            name if self.modules[name].experts else f"{name}{WEIGHT}": name
-            for name in sorted(forms, key=lambda name: not name.endswith(f".{_FIRST}"))
-        }
+
+        def order(name: str) -> int:
+            """PEFT wraps parameters in the model's order, in which `down_proj` is the last."""
+            last = name.rpartition(".")[2]
+            return WRAPPED[:-1].index(last) if self.modules[name].experts and last in WRAPPED[:-1] else len(WRAPPED)
+
+        tensors = {name if self.modules[name].experts else f"{name}{WEIGHT}": name for name in sorted(forms, key=order)}
         places = Places(Built.of_names(forms, {**dict.fromkeys(tensors, ()), **dict.fromkeys(self.whole, ())}))
         for key, name in tensors.items():
             target = Target(name, forms[name], ranks[name], exact=True, experts=self.modules[name].experts)
@@ -201,11 +200,12 @@ class Opened:
         adapter = self.adapters[number] if number != ZERO else None
         if adapter is not None and read.tensor in adapter.replacements:
             return replace(read, model=number, tensor=adapter.replacements[read.tensor])
-        if self.base is None:
+        if self.base is None or read.tensor not in self.places:
             missing = f"and {method} needs the base's" if adapter is None else f"which {adapter.checkpoint.ref} does not have"
+            missing += "" if self.base is None else f": {self.base_name or 'the base'} has no such tensor"
             owner = next(each for each in self.adapters if read.tensor in each.replacements)
             what = f"it saves {read.tensor} whole, {missing}"
-            raise Unsupported(what, where=owner.checkpoint.ref, fix=self.name_base)
+            raise Unsupported(what, where=owner.checkpoint.ref, fix=self.name_base if self.base is None else MERGE_MODELS)
         return replace(read, model=len(self.adapters), tensor=self.places[read.tensor])
 
 
@@ -255,6 +255,7 @@ def find_modules(adapters: Sequence[Adapter]) -> dict[str, Adapted]:
             ranks=tuple(own.ranks[0] for own in known),
             scalings=tuple(own.scalings[0] for own in known),
             normed=tuple(i for own in known for i in own.normed),
+            grouped=tuple(i for own in known for i in own.grouped),
         )
     if not found:
         where = adapters[0].checkpoint.ref
@@ -337,7 +338,9 @@ def _of_parameters(adapter: Adapter, number: int) -> Iterator[Adapted]:
         if rest or not 0 < experts <= MAX_STACKED:
             what = f"A is {[stacked, inputs]}, not factors of rank {parameter.rank} of some experts"
             raise ShapeError(what, where=f"{adapter.checkpoint.ref}: {name}", fix="save it again with PEFT")
-        yield Adapted(name, (outputs, inputs), (number,), (parameter.rank,), (parameter.scaling,), experts=experts)
+        grouped_by = (number,) if parameter.grouped else ()
+        scaling = (parameter.scaling,)
+        yield Adapted(name, (outputs, inputs), (number,), (parameter.rank,), scaling, experts=experts, grouped=grouped_by)
 
 
 def parameters_of(adapter: Adapter) -> dict[str, tuple[Parameter, Stacked]]:
@@ -345,8 +348,8 @@ def parameters_of(adapter: Adapter) -> dict[str, tuple[Parameter, Stacked]]:
     found: dict[str, tuple[Parameter, Stacked]] = {}
     for module, levels in adapter.stacked.items():
         known = {parameter.name: parameter for parameter in adapter.parameters[module]}
-        names = [_FIRST, _SECOND] if known.keys() == {_FIRST, _SECOND} else list(known)
-        if len(levels) != len(names) or (len(names) > 1 and names[0] != _FIRST):
+        names = [name for name in WRAPPED if name in known] if len(known) > 1 else list(known)
+        if len(levels) != len(names) or len(names) != len(known):
             what = f"cannot assign the factors of {module} to {', '.join(known)} without the base"
             raise Unsupported(what, where=adapter.checkpoint.ref, fix=MERGE_MODELS)
         found |= {f"{module}.{name}": (known[name], level) for name, level in zip(names, levels, strict=True)}

@@ -17,6 +17,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._features.adapters.built import WEIGHT, Built, matched
 from weightsmith._features.adapters.factors import Form, Target
 from weightsmith._models.lora.adapter import PREFIX
+from weightsmith._models.lora.layouts import KNOWS_ORDER
 
 # ---- What PEFT calls the tensors of an adapter, and its adapter_config.json.
 
@@ -147,7 +148,7 @@ class Places:
         rank: int | None = None,
         dora: bool = False,
     ) -> dict[str, Any]:
-        """adapter_config.json. Every scaling is 1: alpha is the rank.
+        """adapter_config.json. Every scaling is 1: alpha is the rank. `peft_version` tells the layout of experts.
 
         base        name of the base model, `revision` of it on the Hub
         ranks       of each module and parameter with factors
@@ -172,7 +173,7 @@ class Places:
             "rank_pattern": others,
             "alpha_pattern": others,
             "target_modules": list(modules),
-            **({"target_parameters": list(self.parameters)} if self.parameters else {}),
+            **({"target_parameters": list(self.parameters), "peft_version": KNOWS_ORDER} if self.parameters else {}),
             "modules_to_save": list(self.whole) or None,
             "lora_dropout": 0.0,
             "bias": "none",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith._base.errors import FormatError, NotFound, Unsupported
+from weightsmith._base.errors import FormatError, NotFound
 from weightsmith._base.files import file_names, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.text import count
@@ -24,6 +24,8 @@ from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith._models.formats.opening import open_file
 from weightsmith._models.lora.forms import Pair
+from weightsmith._models.lora.keys import check_config
+from weightsmith._models.lora.layouts import Layouts
 from weightsmith._models.lora.patterns import Patterns
 from weightsmith._models.structure.configs import finite_number, whole_number
 
@@ -42,27 +44,10 @@ _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
 _SAVED = re.compile(r"(?<=\.)modules_to_save\.(?:default\.)?")
+_VELORA = (".lora_velora_embed", ".lora_velora_embed.default")
 _LAYER = ".base_layer"
 _REPAIR = "Repair it, or download the adapter again."
 _MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
-
-# Settings under which B @ A is not all that the adapter does; each must be false, none or empty.
-_NOT_APPLIED = {
-    "lora_bias": "a bias of B, which is added to the layer's own",
-    "use_qalora": "QA-LoRA, which pools the inputs of A",
-    "use_bdlora": "block-diagonal factors",
-    "layer_replication": "layers that are repeated before the adapter is applied",
-    "trainable_token_indices": "single rows of the embedding, trained apart",
-    "alora_invocation_tokens": "an activated LoRA, which is on for some tokens only and so cannot be merged",
-    "arrow_config": "Arrow routing between several adapters",
-    "kasa_config": "KaSA, which changes the base weights",
-    "monteclora_config": "MonteCLoRA's sampled factors",
-    "megatron_config": "layers of Megatron, which are split between devices",
-    "ensure_weight_tying": "factors that embedding and head share",
-}
-# Initialisations that leave the base weights alone. The others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) subtract their first B @ A
-# from them, and the adapter is to that residual, which is not in any file.
-_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +80,16 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter that factors of experts may belong to: its name after the module's, and what the config says of them."""
+    """A parameter that factors of experts may belong to, and what the config says of these.
+
+    name     after the module's
+    grouped  B is [outputs, experts · rank], expert after expert, as Unsloth has it; else the expert changes fastest
+    """
 
     name: str
     rank: int
     scaling: float
+    grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +155,7 @@ def open_peft(ref: str, *, revision: str | None = None) -> Adapter:
         raise NotFound(f"not a PEFT adapter: it has no {' and no '.join(missing)}", where=ref, details=details, fix=fix)
     config_path, path = folder / CONFIG_NAME, folder / weights
     config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
-    check_kind(config, str(config_path))
+    check_config(config, str(config_path))
     tokenizer = tuple(sorted(name for name in names if is_tokenizer(name)))
     opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
     checkpoint = Checkpoint(
@@ -186,26 +176,9 @@ def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repositor
     return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if name in repository.sizes], repository
 
 
-def check_kind(config: Mapping[str, Any], where: str) -> None:
-    """Raise Unsupported for an adapter that is not plain LoRA, with every reason."""
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        fix = f"Convert it with peft's convert_to_lora, and name the folder of the result. Or: {_MERGE_WITH_PEFT}"
-        raise Unsupported(f"an adapter of peft_type {show(kind)}, not LORA", where=where, fix=fix)
-    reasons = [f"{key}: {why}" for key, why in _NOT_APPLIED.items() if config.get(key)]
-    if config.get("bias", "none") != "none":
-        reasons.append(f"bias: {show(config['bias'])}: biases are trained too")
-    init = config.get("init_lora_weights", True)
-    if init not in _PLAIN_INITS:
-        reasons.append(f"init_lora_weights: {show(init)}: the base weights were changed before training")
-    if reasons:
-        raise Unsupported(
-            "the adapter does more than LoRA, and would be applied wrongly", where=where, details=reasons, fix=_MERGE_WITH_PEFT
-        )
-
-
 def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     """The adapter in a file. Raises FormatError with everything in it that cannot be."""
+    _check_empty(checkpoint)
     problems: list[str] = []
     found: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
@@ -214,8 +187,8 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     for name, spec in checkpoint.specs.items():
         inner = _WRAPPERS.sub("", name).removeprefix(PREFIX)
         match = _FACTOR.fullmatch(inner)
-        if ".original_module." in inner:
-            continue  # what a module that is saved whole was before the training
+        if ".original_module." in inner or (config.get("velora_config") and inner.endswith(_VELORA)):
+            continue  # what a module that is saved whole was before the training; what VeLoRA's training alone needs
         if match is None and (found_magnitude := _MAGNITUDE.fullmatch(inner)):
             magnitudes[found_magnitude[1]] = name
         elif match is None and any(part.startswith("lora_") for part in inner.split(".")):
@@ -228,7 +201,7 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
             problems.append(f"{show(name)} and {show(found[match[1]][match[2] or match[3]])} are the same factor")
         elif match[3]:
             embeddings.add(match[1])
-    scalings = Scalings(config, checkpoint.ref)
+    scalings, layouts = Scalings(config, checkpoint.ref), Layouts(config, f"{checkpoint.ref}, {CONFIG_NAME}")
     targets = _targets(config, checkpoint.ref)
     of_weights = set[str]()
     updates: dict[str, Factors] = {}
@@ -269,10 +242,23 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         replacements,
         transposed=config.get("fan_in_fan_out") is True,
         stacked={module: tuple(levels[depth] for depth in sorted(levels, reverse=True)) for module, levels in stacked.items()},
-        parameters={module: tuple(_parameters(module, targets, scalings)) for module in stacked},
+        parameters={module: tuple(_parameters(module, targets, scalings, layouts)) for module in stacked},
         weights=frozenset(of_weights),
         saved=frozenset(_saved_modules(config, replacements)),
     )
+
+
+def _check_empty(checkpoint: Checkpoint) -> None:
+    """Raise FormatError for tensors without elements: ZeRO-3 leaves them where each process has a part of the weights."""
+    empty = [show(name) for name, spec in checkpoint.specs.items() if spec.size == 0]
+    if empty:
+        what = f"{len(empty):,} of {count(len(checkpoint.specs), 'tensor')} are empty: DeepSpeed's ZeRO-3 saved the adapter"
+        what += " without gathering its weights"
+        details = [*empty[:3], *([f"and {len(empty) - 3:,} more"] if len(empty) > 3 else [])]
+        fix = "Save it again: with stage3_gather_16bit_weights_on_model_save: true in DeepSpeed's config, or with "
+        fix += "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)). The checkpoint's zero_to_fp32.py "
+        fix += "gathers weights that were saved in parts."
+        raise FormatError(what, where=str(checkpoint.paths[0]), details=details, fix=fix)
 
 
 def _saved_modules(config: Mapping[str, Any], replacements: Iterable[str]) -> Iterator[str]:
@@ -300,11 +286,12 @@ def _of_parameters(module: str, targets: Iterable[tuple[str, str]], *, plain: bo
     return any(not plain if name == "weight" or not end else f".{module}".endswith(f".{end}") for end, name in targets)
 
 
-def _parameters(module: str, targets: Iterable[tuple[str, str]], scalings: Scalings) -> Iterator[Parameter]:
+def _parameters(module: str, targets: Iterable[tuple[str, str]], scalings: Scalings, layouts: Layouts) -> Iterator[Parameter]:
     for end, name in targets:
         if not end or f".{module}".endswith(f".{end}"):
             full = f"{module}.{name}"
-            yield Parameter(name, scalings.rank(full), scalings.of(full))
+            layouts.check(module, name)
+            yield Parameter(name, scalings.rank(full), scalings.of(full), layouts.grouped(name))
 
 
 def _magnitude_problem(

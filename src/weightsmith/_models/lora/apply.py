@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +15,7 @@ from weightsmith._base.errors import Finding, ShapeError, nearest
 from weightsmith._base.files import same_bytes, show
 from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import Adapter, Factors
 from weightsmith._models.lora.experts import match_stacked, names_of
@@ -25,6 +26,7 @@ from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value
 from weightsmith._models.structure.fused import SubMatrix, fused_names, fused_parts
 from weightsmith._models.structure.projections import UNMIXTRAL
+from weightsmith._models.structure.task_heads import class_of, is_other_head, is_task_head, labels_matrix, set_class
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
 
 _SHOWN = 8  # problems that a message lists
@@ -50,7 +52,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
     Raises ShapeError with everything in the adapter that the base has no place for.
     """
     match, own = _matched(base, adapter, ref, names), adapter.checkpoint
-    notes = [*base.notes, *own.notes, *match.notes]
+    notes = [*base.notes, *own.notes, *match.notes, *_idle(adapter)]
     base.fetch([name for name in own.files if name in base.files])
     if other := [name for name in own.files if not same_bytes(own.folder / name, base.folder / name)]:
         fix = "copy it into the output, if the adapter was trained with it"
@@ -70,6 +72,23 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
     return Checkpoint(
         ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded
     )
+
+
+def _idle(adapter: Adapter) -> Iterator[Finding]:
+    """A warning for an adapter that changes nothing: every A or B is zeros, as before the first step of a training.
+
+    Of one on this disk alone. Cost: reads factors up to the first that are not zeros.
+    """
+    own = adapter.checkpoint
+    pairs = [(factors.a, factors.b) for factors in adapter.updates.values()]
+    pairs += [(level.a, level.b) for levels in adapter.stacked.values() for level in levels]
+    dora = any(factors.magnitude for factors in adapter.updates.values())
+    if own.repositories or adapter.replacements or dora or not pairs:
+        return
+    if not any(own.read(b).any() and own.read(a).any() for a, b in pairs):
+        what = f"the adapter changes nothing: B @ A of its {count(len(pairs), 'module')} is all zeros"
+        fix = "check that it was trained, and that its trained weights were saved"
+        yield Finding(what, own.ref, fix=fix)
 
 
 def find_places(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict[str, str]:
@@ -130,10 +149,12 @@ class _Match:
         located = self._locate()
         adapter = self.adapter
         stacked = [name for module, own in adapter.parameters.items() for each in own for name in names_of(module, each.name)]
-        targets = [*(f"{m}.weight" for m in adapter.updates), *adapter.replacements, *stacked]
+        head = self._take_task_head()
+        replacements = {name: source for name, source in adapter.replacements.items() if name not in head}
+        targets = [*(f"{m}.weight" for m in adapter.updates), *replacements, *stacked]
         rename = located or (self._stored if self._sources else self._renaming(targets))
-        tied = self._tied_embedding()
-        for stored_name, source in adapter.replacements.items():
+        tied = "" if head else self._tied_embedding()
+        for stored_name, source in replacements.items():
             name = rename(stored_name)
             if name in self._base_names or (tied and is_head(replace(adapter.checkpoint.specs[source], name=name))):
                 self._base_names.setdefault(name, tied)
@@ -161,7 +182,7 @@ class _Match:
             if problem:
                 problems.append(problem)
         modules = {m: rename(f"{m}.x")[:-2] for m in adapter.stacked}
-        found, strange = match_stacked(adapter, self.base.specs, modules, self._sources)
+        found, strange = match_stacked(adapter, self.base, modules, self._sources)
         problems += strange
         for name, updates in found.items():
             self._parts.setdefault(name, []).extend(updates)
@@ -178,6 +199,33 @@ class _Match:
             raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
         if tied:
             self._untie(tied)
+
+    def _take_task_head(self) -> set[str]:
+        """The tensors of a classifier's head that the adapter has and the base has not: the result is of that class, then.
+
+        The base's own head is left out. Nothing changes if the class, or the form of the head, is not known.
+        """
+        replacements, config = self.adapter.replacements, self.adapter.checkpoint.config or {}
+        head = {name: source for name, source in replacements.items() if is_task_head(name) and name not in self.base.specs}
+        mapping = config.get("auto_mapping")
+        trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+        name, matrix = class_of(self.config, config.get("task_type"), trained), labels_matrix(head)
+        spec = self.adapter.checkpoint.specs[head[matrix]] if matrix else None
+        if not name or spec is None or len(spec.shape) != 2 or not self.base.config or self._is_unloadable(name):
+            return set()
+        left_out = [own for own in self.base.specs if is_other_head(own)]
+        like = next(own for own, each in self.base.specs.items() if each.dtype.floating)
+        self._base_names = {own: own for own in self.base.specs if own not in left_out} | dict.fromkeys(head, like)
+        self._replaced |= head
+        set_class(self.config, name, spec.shape[0])
+        what = f"the adapter has the head of a classifier: the output is {name}, with {count(spec.shape[0], 'label')}"
+        self.notes.append(Finding(f"{what}, and without {', '.join(left_out)}" if left_out else what, self.ref))
+        return set(head)
+
+    def _is_unloadable(self, name: str) -> bool:
+        """Whether a class has other names for layers than the base: Llama's for answers has `transformer.` for `model.`."""
+        modules = {module.partition(".")[0] for module in self.adapter.updates}
+        return name.endswith("ForQuestionAnswering") and not modules & {own.partition(".")[0] for own in self.base.specs}
 
     def _stored(self, name: str) -> str:
         """The base's name of a tensor of the model that transformers builds, unless it is made of several."""

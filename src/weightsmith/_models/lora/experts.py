@@ -1,13 +1,15 @@
 """Factors of fused experts: which parameter each belongs to, and which way round it is.
 
 PEFT's `target_parameters` train factors of a parameter [E, rows, cols] that holds a matrix of each of E experts. They are
-stored together: A [E · rank, inputs], expert after expert, and B [outputs, rank · E], in which the expert changes fastest. Each
-parameter of one module has a wrapper around the last, so the file's names tell them apart by depth, and not by name: which
-parameter is which follows from their shapes.
+stored together: A [E · rank, inputs], expert after expert, and B [outputs, rank · E], in which the expert changes fastest
+(`layouts.py` has the exceptions). Each parameter of one module has a wrapper around the last, so the file's names tell them
+apart by depth, and not by name: which parameter is which follows from their shapes, or from the order in which models have
+them.
 
 Until PEFT had seen which models store [E, outputs, inputs], it took all for [E, inputs, outputs]. An adapter of either layout
 fits one way round where rows and columns differ. In one adapter all factors are the same way round, so one matrix that is not
-square decides for those that are. Where all are square, both fit, and the adapter is refused.
+square decides for those that are. Where all are square, or up and down are each other's transpose, both ways fit, and the
+version of PEFT decides. Without one, the adapter is refused.
 
 The base may have its experts fused too, or one by one, as most models on the Hub have them (Mixtral, Qwen): then gate and up
 share the factors of `gate_up_proj`.
@@ -17,16 +19,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, permutations, takewhile
 
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.files import show
 from weightsmith._base.groups import grouped
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.adapter import Adapter, Parameter, Stacked
+from weightsmith._models.lora.layouts import transposed_of
 from weightsmith._models.sources.adapted import Update
 from weightsmith._models.structure.projections import GATED, MIXTRAL
 
 Specs = Mapping[str, TensorSpec]
+
+WRAPPED = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+"""Parameters of experts in the order in which models have them, and PEFT wraps them: the factors of the first are the inner."""
 
 _GRANITE = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 
@@ -50,15 +59,14 @@ class ExpertPlace:
         shapes = (self.experts * rank, inputs), (outputs, rank * self.experts)
         return (specs[factors.a].shape, specs[factors.b].shape) == shapes
 
-    def updates(self, base: Specs, factors: Stacked, scaling: float, *, transposed: bool) -> Iterator[tuple[str, Update]]:
+    def updates(self, base: Specs, factors: Stacked, own: Parameter, *, transposed: bool) -> Iterator[tuple[str, Update]]:
         """What is added to which tensor."""
         for e in range(self.experts):
-            own = Update(factors.a, factors.b, scaling, transposed, expert=(e, self.experts), rows=(e * self.rows, self.rows))
+            one = Update(factors.a, factors.b, own.scaling, transposed, expert=(e, self.experts), grouped=own.grouped)
             if not self.tensors:
-                yield self.name, own
+                yield self.name, replace(one, rows=(e * self.rows, self.rows))
             for name, first in self.tensors[e] if self.tensors else ():
-                part = first, base[name].shape[0]
-                yield name, Update(factors.a, factors.b, scaling, transposed, expert=own.expert, part=part)
+                yield name, replace(one, part=(first, base[name].shape[0]))
 
 
 def names_of(module: str, parameter: str) -> tuple[str, ...]:
@@ -126,18 +134,20 @@ Found = list[tuple[ExpertPlace, Parameter, Stacked]]
 
 
 def match_stacked(
-    adapter: Adapter, base: Specs, modules: Mapping[str, str], sources: Mapping[str, Sequence[str]]
+    adapter: Adapter, base: Checkpoint, modules: Mapping[str, str], sources: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, list[Update]], list[str]]:
     """tensor of the base → the updates of the matrices in it, and what has no place there.
 
     modules  name of a module in the adapter → in the base
     sources  parameter of the adapter's model → tensors of the base that it is made of, where known
+
+    Raises Unsupported if nothing tells which of PEFT's layouts the adapter has.
     """
-    specs, problems = adapter.checkpoint.specs, list[str]()
+    specs, problems, tensors = adapter.checkpoint.specs, list[str](), base.specs
 
     def find(module: str, parameter: str) -> ExpertPlace | None:
         own = sources.get(name := f"{module}.{parameter}", ())
-        return (_made_of(base, name, own) if own else None) or find_place(base, modules[module], parameter)
+        return (_made_of(tensors, name, own) if own else None) or find_place(tensors, modules[module], parameter)
 
     ways: dict[str, dict[bool, list[Found]]] = {}
     for module, levels in adapter.stacked.items():
@@ -155,20 +165,43 @@ def match_stacked(
         return {}, problems
     fitting = [transposed for transposed in (False, True) if all(found[transposed] for found in ways.values())]
     if not fitting:
-        problems = [f"{module}: the other way round than other experts" for module, found in ways.items() if not found[False]]
-    elif len(fitting) > 1:
-        module = next(iter(ways))
-        problems = [f"{module}: all matrices are square, and both of PEFT's layouts of experts fit"]
-    elif several := [module for module, found in ways.items() if len(found[fitting[0]]) > 1]:
-        problems = [f"{module}: its factors fit more than one parameter" for module in several]
-    if problems:
-        return {}, problems
+        return {}, [f"{module}: the other way round than other experts" for module, found in ways.items() if not found[False]]
+    if len(fitting) > 1:
+        version = (adapter.checkpoint.config or {}).get("peft_version")
+        known_way = transposed_of(version, (base.config or {}).get("model_type"))
+        if known_way is None:
+            raise _undecided(adapter, next(iter(ways)), version)
+        fitting = [known_way]
+    found_ways = {module: _first(found[fitting[0]]) for module, found in ways.items()}
+    if several := [module for module, found in found_ways.items() if not found]:
+        return {}, [f"{module}: its factors fit more than one parameter" for module in several]
     updates: dict[str, list[Update]] = {}
-    for found in ways.values():
-        for place, parameter, factors in found[fitting[0]][0]:
-            for name, update in place.updates(base, factors, parameter.scaling, transposed=fitting[0]):
+    for found in found_ways.values():
+        for place, parameter, factors in found:
+            for name, update in place.updates(tensors, factors, parameter, transposed=fitting[0]):
                 updates.setdefault(name, []).append(update)
     return updates, []
+
+
+def _undecided(adapter: Adapter, module: str, version: object) -> Unsupported:
+    """The error for experts whose layout neither shapes nor the version of PEFT tell."""
+    what = f"{module}: both of PEFT's layouts of experts fit its matrices"
+    if version is None:
+        what += ", and adapter_config.json has no peft_version"
+        fix = "write the version of PEFT that saved the adapter into its adapter_config.json as peft_version"
+    else:
+        what += f", and peft_version {show(version)} does not tell them apart"
+        fix = "merge it with the versions of PEFT and transformers that trained it"
+    return Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
+
+
+def _first(ways: Sequence[Found]) -> Found:
+    """The only way; of several that in which models have the parameters in this order; else []."""
+    if len(ways) == 1:
+        return ways[0]
+    names = [[parameter.name for _, parameter, _ in way] for way in ways]
+    ordered = sorted(names[0], key=lambda name: WRAPPED.index(name) if name in WRAPPED else -1)
+    return ways[names.index(ordered)] if set(ordered) <= set(WRAPPED) and len(set(map(tuple, names))) == len(names) else []
 
 
 def _ways(

@@ -19,8 +19,9 @@ from weightsmith._base.files import show
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, Factors, FileNames, Scalings, check_kind
+from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, Factors, FileNames, Scalings
 from weightsmith._models.lora.forms import ALPHA, DORA, Pair, other_kind, split_factor
+from weightsmith._models.lora.keys import check_config
 from weightsmith._models.lora.networks import UNKNOWN, network_of
 
 METADATA_KEY = "lora_adapter_metadata"
@@ -137,7 +138,7 @@ class _Scale:
             stated = self._metadata.items() if beginning else ()
             own: dict[str, Any] = {key.removeprefix(start): value for key, value in stated if key.startswith(start)}
             if own:
-                check_kind({**own, "peft_type": "LORA"}, f"{self._where}, {METADATA_KEY}")
+                check_config({**own, "peft_type": "LORA"}, f"{self._where}, {METADATA_KEY}")
             if own.get("use_dora"):
                 what = f"it is {DORA} by its metadata, and has no norms of rows"
                 raise Unsupported(what, where=self._where, fix=_WAY_OUT)

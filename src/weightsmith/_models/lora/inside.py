@@ -16,9 +16,10 @@ from weightsmith._base.files import exists, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
-from weightsmith._models.lora.adapter import CONFIG_NAME, MAX_CONFIG_BYTES, PREFIX, check_kind, sort_tensors
+from weightsmith._models.lora.adapter import CONFIG_NAME, MAX_CONFIG_BYTES, PREFIX, sort_tensors
 from weightsmith._models.lora.apply import apply_adapter
 from weightsmith._models.lora.forms import BASE_LAYER, DORA, Factored, find_factors, other_kind, split_factor, unnamed
+from weightsmith._models.lora.keys import check_config
 from weightsmith._models.sources.selected import Selected
 
 _SAVED, _REPLACED = ".modules_to_save.default.", ".original_module."
@@ -44,7 +45,7 @@ def with_inner_adapter(checkpoint: Checkpoint, names: Callable[[Checkpoint], Map
         fix = f"put the adapter's {CONFIG_NAME} into the folder of the weights and name the folder, or {_MERGE_FIRST}"
         raise Unsupported(what, where=checkpoint.ref, fix=fix)
     config = read_object(path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
-    check_kind(config, str(path))
+    check_config(config, str(path))
     base, adapter = _split(checkpoint)
     inner = sort_tensors(Checkpoint(checkpoint.ref, adapter, ModelFolder(path.parent, config=config)), config)
     made = apply_adapter(base, inner, checkpoint.ref, lambda: names(base))

@@ -38,6 +38,7 @@ class Update:
     rows        first row and number of rows of the matrix in its tensor, whose last dimension is the columns; None: all of it
     expert      number, and how many there are: A is [experts · rank, inputs], B [outputs, rank · experts], the factors of all
     part        first row and number of rows of the product that are added; None: all
+    grouped     B is [outputs, experts · rank]
     """
 
     a: str
@@ -48,6 +49,7 @@ class Update:
     rows: tuple[int, int] | None = None
     expert: tuple[int, int] = (0, 1)
     part: tuple[int, int] | None = None
+    grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,8 @@ class Adapted:
             a, b = (self._factor(name, keep=experts > 1) for name in (update.a, update.b))
             a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)  # a convolution's are matrices too
             rank = a.shape[0] // experts
-            a, b = a[number * rank :][:rank], b[:, number::experts]
+            own = slice(number * rank, (number + 1) * rank)
+            a, b = a[own], b[:, own] if update.grouped else b[:, number::experts]
             left, right = (a.T, b.T) if update.transposed else (b, a)
             if update.part is not None:
                 left = left[update.part[0] :][: update.part[1]]

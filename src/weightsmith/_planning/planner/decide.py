@@ -20,7 +20,7 @@ def decide(steps: Sequence[Step], settings: Sequence[Settings], method: Method) 
         (leaf, settings[leaf.settings])
         for step in steps
         for leaf in step.leaves
-        if leaf.merges and leaf.out.size and method.needs(settings[leaf.settings].shared)
+        if leaf.op == method.name and leaf.out.size and method.needs(settings[leaf.settings].shared)
     ]
     product = method.product(waiting) if waiting else None
     needing = {id(leaf) for leaf, _ in waiting} if product is not None else set()

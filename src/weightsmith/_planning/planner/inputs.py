@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-from weightsmith._base.errors import Finding, NotFound, Unsupported, WeightsmithError, nearest
+from weightsmith._base.errors import Finding, NotFound, ShapeError, Unsupported, WeightsmithError, nearest
 from weightsmith._base.files import exists, expand_user, real_path
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
-from weightsmith._models.lora import apply_adapter, open_adapter, with_inner_adapter
+from weightsmith._models.lora import Names, apply_adapter, open_adapter, with_inner_adapter
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._planning.planner.loading import built_names
+from weightsmith._models.structure.task_heads import is_other_head, is_task_head
+from weightsmith._planning.planner.loading import built_names, installed
 from weightsmith._planning.planner.patterns import is_pattern
 from weightsmith._planning.recipe import ModelRef, Recipe
+
+Result = TypeVar("Result")
 
 
 def number_models(recipe: Recipe) -> tuple[dict[ModelRef, int], list[ModelRef]]:
@@ -130,7 +134,21 @@ def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | No
         return checkpoint
     adapter = open_adapter(ref.lora.path, revision=ref.lora.revision or None)
     stack.callback(adapter.checkpoint.close)
-    return apply_adapter(checkpoint, adapter, str(ref), partial(built_names, checkpoint))
+    return asking(checkpoint, partial(apply_adapter, checkpoint, adapter, str(ref)))
+
+
+def asking(base: Checkpoint, fit: Callable[[Names], Result]) -> Result:
+    """What fits an adapter to a base, with the names of the model that transformers builds where it asks for them.
+
+    Raises ShapeError with the advice to install transformers, if that is missing.
+    """
+    try:
+        return fit(partial(built_names, base))
+    except ShapeError as error:
+        if installed() or base.config is None:
+            raise
+        fix = f'{error.finding.fix} If it is: pip install "weightsmith[lora]". PEFT has the names that transformers gives '
+        raise changed(error, fix=f"{fix}to modules, and without it only names on disk are known.") from None
 
 
 def analyse_all(opened: Sequence[Checkpoint | None]) -> list[Structure | None]:
@@ -198,6 +216,20 @@ def choose_donor(structures: Sequence[Structure | None], labels: Sequence[str]) 
     more = ", ".join((kinds[best] - kinds[0]).elements())
     what = f"config.json, tokenizer and other files are {labels[best]}'s, not {labels[0]}'s: only it has {more} layers"
     return best, [Finding(what)]
+
+
+def choose_classifier(specs: Sequence[Mapping[str, TensorSpec]], base: int, labels: Sequence[str]) -> tuple[int, list[Finding]]:
+    """The index of the donor where models are classifiers and the base is not, and a warning of what that means."""
+    owners = [k for k, own in enumerate(specs) if any(map(is_task_head, own))]
+    head = [name for name in specs[owners[0]] if is_task_head(name)]
+    what = f"{labels[base]} has no {', '.join(head)}: no difference from it can be merged"
+    if len(owners) == 1:
+        what += f", so {labels[owners[0]]}'s is copied"
+    else:
+        what += f", so it is averaged over {' and '.join(labels[k] for k in owners)} by their weights"
+    lost = [name for name in specs[base] if is_other_head(name)]
+    details = [f"config.json and other files are {labels[owners[0]]}'s", *([f"left out: {', '.join(lost)}"] if lost else [])]
+    return owners[0], [Finding(what, details=tuple(details))]
 
 
 def _kinds(structure: Structure | None) -> Counter[str]:

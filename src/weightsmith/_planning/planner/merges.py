@@ -34,11 +34,19 @@ from weightsmith._planning.planner.companions import carried, held_files, lackin
 from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.decide import decide, factor_problems
 from weightsmith._planning.planner.dtypes import DTypes
-from weightsmith._planning.planner.inputs import analyse_all, at, choose_donor, missing_models, number_models, open_models
+from weightsmith._planning.planner.inputs import (
+    analyse_all,
+    at,
+    choose_classifier,
+    choose_donor,
+    missing_models,
+    number_models,
+    open_models,
+)
 from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import ModelNames, Models
 from weightsmith._planning.planner.mismatch import of_vocabularies
-from weightsmith._planning.planner.outputs import Outputs
+from weightsmith._planning.planner.outputs import Outputs, takes_head
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.patterns import match_patterns
 from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
@@ -203,6 +211,10 @@ def open_request(
     status("planning")
     structures = analyse_all(opened)
     donor, findings = choose_donor(structures, request.labels)
+    specs = [{} if checkpoint is None else checkpoint.specs for checkpoint in opened]
+    base = None if request.recipe.base_model is None else request.models[request.recipe.base_model]
+    if request.method is not None and donor == base and takes_head(request.method, specs, base):
+        donor, findings = choose_classifier(specs, donor, request.labels)
     if structures[donor] is None:
         raise request.refusal([*request.problems, *problems])
     return Opened(opened, structures, donor, tuple(problems), tuple(findings))

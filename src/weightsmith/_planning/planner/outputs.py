@@ -13,6 +13,7 @@ from weightsmith._methods.base import Method
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
+from weightsmith._models.structure.task_heads import is_other_head, is_task_head
 from weightsmith._planning.planner.account import UNREAD, Account
 from weightsmith._planning.planner.config import Counterparts
 from weightsmith._planning.planner.decide import operation, split_fused
@@ -23,10 +24,22 @@ from weightsmith._planning.planner.mismatch import Mismatches
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.segments import Placement, Segment, SegmentInput
 from weightsmith._planning.planner.unused import NEVER_USED, is_unused
-from weightsmith._plans import CAST, COPY, Read, Step
+from weightsmith._plans import CAST, COPY, Read, Settings, Step
 
 Specs = Mapping[str, TensorSpec]
 Origins = dict[str, tuple[Segment, tuple[str, ...], float]]
+
+
+AVERAGE = "linear"
+"""The method of what only fine-tunes have."""
+
+
+def takes_head(method: Method, specs: Sequence[Specs], base: int | None) -> bool:
+    """Whether models are classifiers and the base, whose differences from them are merged, has not their head."""
+    if base is None or method.base == "input":
+        return False
+    classifies = [any(map(is_task_head, own)) for own in specs]
+    return any(classifies) and not classifies[base]
 
 
 class Outputs:
@@ -53,6 +66,7 @@ class Outputs:
         self.untie = False
         self.warnings: list[Finding] = []
         donor = models.donor
+        self._classifies = takes_head(method, models.specs, models.base)
         self._rows = vocabulary.count_rows(models.specs[donor].values(), models.configs[donor])
         self._problems: list[WeightsmithError] = []
         self._whole: dict[int, Segment] = {}
@@ -258,6 +272,12 @@ class Outputs:
         if is_buffer(spec):
             self.account.drop_everywhere(name, "a buffer that the model computes for itself, and not all inputs store it")
             return
+        if self._classifies and is_task_head(name):
+            self._average(name, segment, sources)
+            return
+        if self._classifies and is_other_head(name):
+            self.account.drop_everywhere(name, "the output has the head of a classifier")
+            return
         donor, places = self.models.names[self.models.donor], self._listed(name, segment, sources)
         feeds, stored = [segment.feeds[k] for k in places], [sources[k] for k in places]
         if any(sources) and not any(stored) and name not in donor.rest:  # as if the models that have it were not listed
@@ -292,6 +312,34 @@ class Outputs:
         for k, (feed, source) in enumerate(zip(segment.feeds, sources, strict=True)):
             if k not in places and source is not None:
                 self.account.drop(feed.model, source, UNREAD)
+
+    def _average(self, name: str, segment: Segment, sources: Sequence[str | None]) -> None:
+        """A tensor of a head that the base has not: nothing is a difference from it, so the models' average is taken."""
+        names = [source or name for source in sources]
+        settings = self.resolver.index(segment, name, names, 0.0)
+        own = self.resolver.settings[settings].models
+        weights = [own[k].get("weight", 1.0) if source is not None else 0.0 for k, source in enumerate(sources)]
+        found = [(k, w) for k, w in enumerate(weights) if isinstance(w, int | float) and w > 0]
+        inputs = tuple(Read(segment.feeds[k].model, names[k]) for k, _ in found)
+        specs = [self.models.specs[read.model][read.tensor] for read in inputs]
+        if len({spec.shape for spec in specs}) > 1:
+            self.mismatches.unequal(name, segment, {k: spec for (k, _), spec in zip(found, specs, strict=True)})
+            return
+        if not found or not all(spec.dtype.floating for spec in specs):
+            self.mismatches.missing(name, segment, range(len(sources)), sources)
+            return
+        self.origins[name] = (segment, tuple(names), 0.0)
+        for feed, source in zip(segment.feeds, sources, strict=True):
+            if source is not None:
+                self.account.drop(feed.model, source, UNREAD)
+        if len(inputs) == 1:
+            self._own(name, inputs[0].model, inputs[0].tensor)
+            return
+        for read in inputs:
+            self.account.use(read)
+        average = Settings({"normalize": True}, tuple({"weight": float(w)} for _, w in found))
+        out = TensorSpec(name, self.dtypes.of(inputs), specs[0].shape)
+        self.steps.append(Step(out, AVERAGE, inputs, False, self.resolver.add(average)))
 
     def _example(self, name: str, segment: Segment) -> TensorSpec:
         order = [*(f.model for f in segment.feeds), *range(len(self.models.names))]

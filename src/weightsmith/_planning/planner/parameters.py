@@ -241,6 +241,11 @@ class Resolver:
         known = [{name: value for name, value in each.items() if value is not None} for each in constants]
         return listed(self.method, Settings({}, tuple(known)), base=segment.base)
 
+    def add(self, settings: Settings) -> int:
+        """The index of settings that do not follow from the recipe alone."""
+        self.settings.append(settings)
+        return len(self.settings) - 1
+
     def taken(self, index: int, role: Role, *, base: bool) -> tuple[int, tuple[int, ...]]:
         """The settings with those inputs alone that take part, and the places of these; see `taking_part`."""
         places = taking_part(self.method, self.settings[index], role, base=base)
