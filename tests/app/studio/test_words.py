@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import weightsmith
-from weightsmith._app.cli.app import COMMANDS
 from weightsmith._app.studio import compare, show, words
 from weightsmith._app.studio.words import Mend, PageError, is_for_terminals, said
 from weightsmith._base.errors import Finding, OutputExists, ParameterError, PlanError, SyntaxProblem
@@ -19,10 +18,6 @@ from weightsmith._base.options.option import option_records, options_of
 from weightsmith._reports.judge import Judge
 
 SOURCE = Path(weightsmith.__file__).parent
-
-
-def test_the_commands_are_those_of_the_command_line() -> None:
-    assert set(COMMANDS) == words.COMMANDS
 
 
 def _texts(node: ast.AST) -> Iterator[str]:

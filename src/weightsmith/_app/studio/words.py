@@ -6,17 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from weightsmith._app.cli.app import COMMANDS
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, ParameterError
 
 TEXT_FILE = "text.txt"
 """The file that a text of the page is written to, in a folder that begins with `TEXT_FOLDER`."""
 TEXT_FOLDER = "tune-"
-
-COMMANDS = frozenset(
-    "clean demo dequantize diff doctor eval extract-lora help init inspect merge methods moe plan preview quantize run schema"
-    " statistics studio transplant-tokenizer tune verify".split()
-)
-"""Words that follow `weightsmith` in messages: the commands."""
 
 
 @dataclass(frozen=True, slots=True)
