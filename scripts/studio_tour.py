@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "build" / "demo" / "models"
-WAIT_MS = 120_000
+WAIT_MS = 600_000
 TEXT = "La bibliothèque est ouverte du lundi au samedi, et les lecteurs peuvent emprunter cinq livres à la fois."
 PROMPT = "La ville de Lyon est"
 
@@ -71,7 +71,7 @@ def walk(page: Any, take: Callable[[str], None]) -> None:
     press("./models/py: add to the merge")
     previewed()
     take("models")
-    step("desk")
+    step("mix")
     page.get_by_label("density of ./models/fr: one value, by layer or by part").select_option("layer")
     page.get_by_label("density of ./models/fr: shape").select_option("rising")
     settled()
@@ -105,7 +105,7 @@ def main() -> None:
     every = "--all" in sys.argv[1:]
     target = ROOT / "docs" / "images" / ("studio" if every else "")
     target.mkdir(parents=True, exist_ok=True)
-    program = shutil.which("chromium") or shutil.which("google-chrome")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None)
     sizes = [(1440, 900), (1024, 768), (390, 844)] if every else [(1440, 900)]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])

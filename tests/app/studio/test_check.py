@@ -51,7 +51,11 @@ def test_warnings_do_not_prevent_a_plan(root: Path, places: Places) -> None:
 
 def test_a_model_that_was_not_chosen_yet(root: Path, places: Places) -> None:
     found = check(recipe(root).replace(f"{root}/models/fr", "MODEL"), places)
-    assert [(line, what) for line, _, what in errors(found)] == [(4, "no model is chosen here yet")]
+    assert [(note.level, note.line, note.finding.what) for note in found.notes] == [("open", 4, "no model is chosen here yet")]
+    assert (found.errors, found.reason) == (0, "Choose 1 more model.")
+    text = recipe(root).replace(f"{root}/models/fr", "MODEL").replace(f"{root}/models/de", "MODEL")
+    assert check(text.replace(f"{root}/models/base", "BASE"), places).reason == "Choose a base and 2 more models."
+    assert check(recipe(root).replace("ties", "tise"), places).reason == "The recipe has 1 problem."
 
 
 @pytest.mark.parametrize(

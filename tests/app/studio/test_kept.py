@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import resource
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,3 +98,119 @@ def test_what_is_broken_is_left_out_and_a_link_is_not_followed(tmp_path: Path) -
     (tmp_path / "d").write_text("a file")
     with pytest.raises(StoreError):
         Kept(tmp_path / "d").save("x\n")
+
+
+# ---- a disk that refuses
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[None]:
+    """No file takes more than a few bytes, as on a disk without space."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """For a test that may not do more than the permissions say: the fixture `no_root`."""
+    folder.chmod(0o555)
+    try:
+        yield
+    finally:
+        folder.chmod(0o755)
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[None]:
+    """The results were deleted, and a file is in their place."""
+    shutil.rmtree(folder.parent)
+    folder.parent.write_text("a file")
+    try:
+        yield
+    finally:
+        folder.parent.unlink()
+
+
+@pytest.mark.usefixtures("no_root")
+@pytest.mark.parametrize(
+    ("refusing", "why"),
+    [
+        (full, os.strerror(errno.EFBIG)),
+        (read_only, os.strerror(errno.EACCES)),
+        (replaced, f"{os.strerror(errno.EEXIST)}|{os.strerror(errno.ENOTDIR)}"),
+    ],
+)
+def test_what_the_disk_refuses_is_kept_until_it_takes_it(
+    tmp_path: Path, refusing: Callable[[Path], AbstractContextManager[None]], why: str
+) -> None:
+    found = Kept(tmp_path / "out")
+    found.save("# one\n")
+    with refusing(found.folder):
+        for _ in range(2):
+            with pytest.raises(StoreError, match=why):
+                found.save("# two\n", "a", 7)
+        with pytest.raises(StoreError, match=why):
+            found.add(run(1), "<p>page</p>")
+        with pytest.raises(StoreError, match=why):
+            found.flush()
+        assert (found.text, found.version, found.runs) == ("# two\n", 2, [run(1)])
+    found.flush()
+    found.flush()
+    found.close()
+    again = Kept(tmp_path / "out")
+    assert (again.text, again.version, again.runs, again.taken) == ("# two\n", 2, [run(1)], {"a": 7})
+    assert again.report(1) == "<p>page</p>"
+    assert not list(again.folder.glob("*.part"))
+
+
+@pytest.mark.usefixtures("no_root")
+def test_the_first_edit_is_kept_where_no_folder_can_be_made(tmp_path: Path) -> None:
+    with read_only(tmp_path):
+        found = Kept(tmp_path / "out")
+        with pytest.raises(StoreError, match="Permission denied"):
+            found.save("# one\n")
+        assert (found.text, found.version) == ("# one\n", 1)
+    found.flush()
+    found.close()
+    assert Kept(tmp_path / "out").text == "# one\n"
+
+
+def test_a_folder_that_was_removed_is_written_again_without_an_edit(tmp_path: Path) -> None:
+    found = Kept(tmp_path / "out")
+    found.save("# one\n")
+    found.add(run(1))
+    shutil.rmtree(tmp_path / "out")
+    found.flush()
+    with pytest.raises(Busy):
+        Kept(tmp_path / "out")
+    found.close()
+    again = Kept(tmp_path / "out")
+    assert (again.text, [each.id for each in again.runs]) == ("# one\n", [1])
+
+
+# ---- a studio that is killed
+
+
+def test_what_ran_is_known_to_the_next_studio(tmp_path: Path) -> None:
+    first = Kept(tmp_path)
+    first.began("try", "the merge")
+    first.began("merge", "merged")
+    first.ended("try")
+    left = first.folder / "tune-abc"
+    left.mkdir()
+    first.close()
+    second = Kept(tmp_path)
+    assert second.interrupted == {"merge": "merged"}
+    assert not left.exists()
+    second.began("sweep", "density")
+    second.ended("sweep")
+    second.close()
+    third = Kept(tmp_path)
+    assert third.interrupted == {}
+    third.close()
+    (tmp_path / FOLDER / "running.json").write_text(json.dumps({"try": 3}))
+    assert Kept(tmp_path).interrupted == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import shutil
 import time
@@ -16,17 +18,21 @@ import numpy as np
 import pytest
 
 from tests.app.studio.models import make, recipe
+from tests.cli_help import run_process
 from tests.output_help import tree
-from weightsmith import open_checkpoint, preview, tune
+from weightsmith import open_checkpoint, preview
 from weightsmith._app.studio import compare, show
-from weightsmith._app.studio.kept import Run
+from weightsmith._app.studio.kept import Kept, Run
 from weightsmith._app.studio.places import Places
 from weightsmith._app.studio.session import Session, listed_methods
 from weightsmith._app.studio.tasks import MAX_SWEEP
-from weightsmith._base.errors import Busy, CannotResume, ParameterError, PlanError, Unsupported
+from weightsmith._app.studio.words import PageError
+from weightsmith._base.errors import Busy, CannotResume, OutputExists, ParameterError, PlanError, Unsupported
+from weightsmith._base.pages.values import written
 from weightsmith._methods import NAMES, all_methods
 from weightsmith._reports.look.nonfinite import NonFinite
-from weightsmith._reports.look.preview import GroupPreview, Kept, Preview
+from weightsmith._reports.look.preview import GroupPreview, Preview
+from weightsmith._reports.look.preview import Kept as Survives
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\"'${alert(1)}{{constructor}}"
 SECONDS = 60.0
@@ -148,11 +154,16 @@ def test_a_disk_that_is_full_loses_no_edit(root: Path, session: Session, monkeyp
             raise OSError(28, "No space left on device")
 
         full.setattr(Path, "write_text", write_text)
-        write(session, recipe(root) + "# two\n")
+        version = write(session, recipe(root) + "# two\n")
         assert "No space left" in session.board.get("unsaved")
         assert session.board.get("document")["text"].endswith("# two\n")
-    write(session, recipe(root) + "# three\n")
-    assert session.board.get("unsaved") == ""
+        assert "away from its base" in followed(session, "preview", version)["html"], (
+            "a run that is not stored hides no preview"
+        )
+        assert "No space left" in session.board.get("unsaved"), "it is said as long as it is so"
+    until(lambda: session.board.get("unsaved") == "")
+    session.close()
+    assert Kept(session.places.out).text.endswith("# two\n"), "without another edit"
 
 
 def test_a_folder_that_is_another_studios_refuses_the_edit(root: Path, session: Session) -> None:
@@ -281,7 +292,9 @@ def test_a_merge_is_a_run_with_a_report_and_a_model_that_can_be_chosen(root: Pat
     ]
     session.start(session.kept.version, "merged")
     session.work.wait(SECONDS)
-    assert "output-exists" in until(lambda: (shown := session.board.get("work"))["state"] == "failed" and shown)["html"]
+    failed = until(lambda: (shown := session.board.get("work"))["state"] == "failed" and shown)["problem"]
+    assert 'data-mend="overwrite"' in failed
+    assert "--overwrite" not in failed
 
 
 def test_a_result_that_was_not_made_here_is_never_replaced(root: Path, session: Session) -> None:
@@ -290,7 +303,7 @@ def test_a_result_that_was_not_made_here_is_never_replaced(root: Path, session: 
     before = tree(base)
     session.start(write(session, recipe(root)), "base", overwrite=True, again=True)
     status = session.work.wait(SECONDS)
-    assert "weightsmith did not make it" in status.problem
+    assert "weightsmith did not make it" in str(status.problem)
     assert tree(base) == before
 
 
@@ -380,15 +393,113 @@ def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> 
     folder = session.places.out / "by-command"
     folder.mkdir()
     (folder / "text.txt").write_text(text)
-    asked = recipe(root).replace("weight: 1.0", "weight: {tune: [0.0, 1.5]}", 1)
-    found = tune(asked, folder / "tuned.yml", text=folder / "text.txt", budget=4, progress=False)
-    assert run.recipe == found.recipe
+    (folder / "r.yml").write_text(recipe(root).replace("weight: 1.0", "weight: {tune: [0.0, 1.5]}", 1))
+    ran = run_process("tune", "r.yml", "tuned.yml", "--text", "text.txt", "--budget", 4, "--json", cwd=folder)
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert (folder / "tuned.yml").read_text().endswith(run.recipe)
+    page, report = session.kept.report(shown["report"]), (folder / "tuned.html").read_text()
+    assert page is not None
+    scored = [trial for trial in found["trials"] if trial["losses"]]
+    assert shown["html"].count("<tr><td>") == len(scored) > 0
+    for trial in scored:
+        [loss] = trial["losses"]
+        assert 0 < loss < 2 * math.log(280), "nats per token: 280 tokens are in the vocabulary"
+        assert f"<tr><td>{trial['trial']}</td><td class='ws-n'>{written(loss)}</td>" in shown["html"]
+        assert f">{written(loss)}<" in page
+        assert f">{written(loss)}<" in report
     assert session.text == recipe(root)
     assert not list(session.kept.folder.glob("tune-*"))
     session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], text, 500)
     until(lambda: "trial" in session.board.get("task")["doing"])
     session.tasks.stop()
     assert "Stopped" in finished(session)["html"]
+
+
+@pytest.mark.skipif(not compare.available() or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
+def test_a_text_that_is_too_short_is_said_before_a_search(root: Path, session: Session) -> None:
+    write(session, recipe(root))
+    path, model = ["models", 0, "parameters", "weight"], f"{root}/models/fr"
+    text = " ".join(f"word{i}" for i in range(30))
+    found = session.fit(text, 64)
+    assert 0 < found["rows"] < found["needed"] == 4
+    assert session.fit(text, found["shorter"])["rows"] >= 4
+    with pytest.raises(PageError, match=f"{found['rows']} rows? of 64 tokens, and 4 are needed") as short:
+        session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], text, 4, 64)
+    assert (short.value.mend.control, short.value.mend.value) == ("tokens", str(found["shorter"]))
+    with pytest.raises(PageError, match="are needed") as shortest:
+        session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], "word", 4)
+    assert shortest.value.mend.control == "text"
+    with pytest.raises(PageError, match="rows have from 2 to"):
+        session.fit(text, 1)
+    assert session.board.get("task") == {"running": False}, "nothing was started"
+    session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], text, 2, found["shorter"])
+    assert finished(session)["report"]
+
+
+def test_an_empty_recipe_asks_for_models(session: Session) -> None:
+    for act in (
+        lambda: session.start(session.kept.version, "merged"),
+        lambda: session.recipe(session.kept.version),
+        lambda: session.fit("a text", None),
+    ):
+        with pytest.raises(PageError, match="no model is chosen yet") as empty:
+            act()
+        assert 'data-mend="models"' in show.error(empty.value)
+
+
+# ---- an example
+
+
+def test_the_demos_models_are_an_example(session: Session) -> None:
+    session.example()
+    draft = session.board.get("document")["draft"]
+    demo = session.places.out / "demo"
+    assert (draft["base"], set(draft["models"])) == (str(demo / "base"), {str(demo / "french"), str(demo / "german")})
+    assert sorted(path.name for path in session.places.out.iterdir() if path.name != ".studio") == ["demo"]
+    assert followed(session, "notes", session.kept.version)["good"]
+    before = tree(demo)
+    session.edit("a", 1, [{"kind": "undo"}])
+    assert session.text == ""
+    session.example()
+    assert tree(demo) == before
+    until(lambda: {f"{demo}/base", f"{demo}/french"} <= {card["ref"] for card in session.board.get("models")})
+
+
+def test_another_folder_of_that_name_stays(session: Session) -> None:
+    (session.places.out / "demo").mkdir(parents=True)
+    (session.places.out / "demo" / "mine.txt").write_text("mine")
+    with pytest.raises(OutputExists, match="another folder of this name"):
+        session.example()
+    assert session.text == ""
+    assert tree(session.places.out / "demo")
+
+
+# ---- a studio that is killed
+
+
+def test_what_was_interrupted_is_said_by_the_next_studio(root: Path, session: Session) -> None:
+    killed = Kept(session.places.out)
+    killed.save(recipe(root))
+    killed.began("try", "the merge")
+    killed.began("merge", "mine")
+    killed.close()
+    again = Session(session.places)
+    try:
+        task, work = again.board.get("task"), again.board.get("work")
+        assert (task["kind"], task["running"]) == ("try", False)
+        assert "Interrupted: the merge." in task["html"]
+        assert (work["state"], work["name"]) == ("interrupted", "mine")
+        assert "press Merge again" in work["html"], "nothing of it is kept"
+    finally:
+        again.close()
+    (session.places.out / ".studio" / "running.json").write_text('{"merge": "../evil", "other": "x"}')
+    third = Session(session.places)
+    try:
+        assert third.board.get("work")["state"] == "idle"
+        assert third.board.get("task") == {"running": False}
+    finally:
+        third.close()
 
 
 def test_looking_at_one_two_and_more_models(root: Path, session: Session) -> None:
@@ -423,7 +534,7 @@ def test_two_runs_side_by_side(root: Path, session: Session) -> None:
 
 def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     text = f"merge_method: linear\nmodels:\n- model: {HOSTILE!r}\n- modle: '{HOSTILE[:20]}'\n"
-    kept = Kept(1.0, 0.5, 0.1, 0.1, 0.1, 0.5)
+    kept = Survives(1.0, 0.5, 0.1, 0.1, 0.1, 0.5)
     group = GroupPreview(HOSTILE, 1, 10, 1, 1.0, 1.0, (kept,), (NonFinite(),) * 3)
     plan: Any = type("P", (), {"recipe": HOSTILE})()
     found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan)
@@ -437,7 +548,8 @@ def test_hostile_names_stay_text(root: Path, session: Session) -> None:
             HOSTILE, [show.Swept(0.5, found, sample), show.Swept(0.6, found, compare.Sample(HOSTILE, problem=HOSTILE))], HOSTILE
         ),
         show.two_runs(run, replace(run, recipe=f"{HOSTILE}\n{HOSTILE}")),
-        show.problem(HOSTILE),
+        show.error(ParameterError(HOSTILE, where=HOSTILE, details=[HOSTILE], fix=HOSTILE)),
+        show.error(ValueError(HOSTILE)),
         *(show.about(method) for method in all_methods()),
     ]
     assert all(map(harmless, shown))

@@ -13,7 +13,7 @@ import weightsmith._app.studio.work
 from tests.app.studio.models import make, recipe
 from weightsmith._app.studio import show
 from weightsmith._app.studio.work import Status, Work, unfinished
-from weightsmith._base.errors import Busy
+from weightsmith._base.errors import Busy, OutputExists
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_a_merge_ends_with_its_report(root: Path) -> None:
     assert show.status(work.status) == ""
     work.start(recipe(root), root / "out" / "first")
     done = work.wait(60)
-    assert (done.state, done.problem) == ("done", "")
+    assert (done.state, done.problem) == ("done", None)
     assert done.merged is not None
     assert (done.merged.out / "report.html").is_file()
     assert "Done: <b>" in show.status(done)
@@ -97,8 +97,8 @@ def test_a_second_merge_waits_for_the_first(root: Path, monkeypatch: pytest.Monk
         work.start("a: b\n", root / "out" / "other")
     ended.set()
     failed = work.wait(30)
-    assert (failed.state, failed.problem) == ("failed", "ValueError: no <b>merge</b>")
-    assert "no &lt;b&gt;merge" in show.status(failed)
+    assert (failed.state, str(failed.problem)) == ("failed", "no <b>merge</b>")
+    assert "no &lt;b&gt;merge" in show.error(failed.problem)
 
 
 def test_errors_are_shown_in_full(root: Path) -> None:
@@ -108,5 +108,5 @@ def test_errors_are_shown_in_full(root: Path) -> None:
     work.start(recipe(root), root / "out" / "mine", overwrite=True)
     failed = work.wait(60)
     assert failed.state == "failed"
-    assert failed.problem.startswith("error[output-exists]:")
+    assert isinstance(failed.problem, OutputExists)
     assert (root / "out" / "mine" / "notes.txt").read_text() == "mine"

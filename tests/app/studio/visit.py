@@ -71,8 +71,14 @@ class Visit:
 
     def write(self, text: str) -> None:
         """The recipe, by hand."""
-        self.step("desk")
+        self.step("mix")
+        self.unfold()
         self.page.fill("#text", text)
+
+    def unfold(self) -> None:
+        """Open the recipe's text."""
+        if not self.page.locator("#text").is_visible():
+            self.page.click("#recipe > summary")
 
     @property
     def recipe(self) -> str:

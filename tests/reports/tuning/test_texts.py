@@ -11,7 +11,7 @@ from weightsmith._base.errors import PlanError
 from weightsmith._base.options import RecipeOptions
 from weightsmith._reports.evaluate.opening import Opened, opened
 from weightsmith._reports.tuning.candidates import Candidates
-from weightsmith._reports.tuning.texts import Texts, read_texts
+from weightsmith._reports.tuning.texts import NARROWEST, Texts, fit, read_texts
 
 
 @pytest.fixture
@@ -63,3 +63,24 @@ def test_rows_that_are_too_few_to_be_split_are_an_error(read) -> None:  # type: 
     Path("few.txt").write_text("Many words, so many that rows are left over. " * 40)
     with pytest.raises(PlanError, match=r"(?s)few.txt: 3 rows of 32 tokens are read, and 4 are needed.*[Uu]se --rows 4"):
         read("few.txt", rows=3)
+
+
+@pytest.mark.parametrize("words", [1, 6, 30, 200])
+def test_a_fit_says_what_a_search_would(work: Path, words: int) -> None:
+    with Candidates("r.yml", RecipeOptions()) as recipe:
+        one = opened("r.yml", recipe.prepare(recipe.start))
+        Path("own.txt").write_text(" ".join(f"word {i} and" for i in range(words)))
+        for tokens in (None, 64, 33, 16):
+            found = fit(one.cutter, one.positions, "own.txt", tokens)
+            assert found.tokens == (tokens or min(512, one.positions))
+            if found.enough:
+                read = read_texts(one, ("own.txt",), (), None, tokens)
+                assert found.rows == sum(len(rows.ids) for rows in (*read.tune, *read.report))
+                continue
+            with pytest.raises(PlanError, match=rf"{found.rows} rows? of {found.tokens} tokens, and {found.needed} are needed"):
+                read_texts(one, ("own.txt",), (), None, tokens)
+            if found.shorter:
+                assert fit(one.cutter, one.positions, "own.txt", found.shorter).enough
+                assert not fit(one.cutter, one.positions, "own.txt", 2 * found.shorter).enough
+            else:
+                assert not fit(one.cutter, one.positions, "own.txt", NARROWEST).enough

@@ -15,8 +15,11 @@ import weightsmith
 from tests.cli_help import Cli, cli, environment
 from tests.fork_help import Forked, started_cli
 from weightsmith._base.errors import NonFinite, OutputExists, PlanError, WeightsmithError
+from weightsmith._base.options import EvaluateSettings, RecipeOptions, RunOptions, TuneSettings
+from weightsmith._execution.progress import Silent
 from weightsmith._reports.tuning import tune as module
 from weightsmith._reports.tuning.evaluator import Evaluator
+from weightsmith._reports.tuning.journal import Trial
 from weightsmith._reports.tuning.result import Tuning
 
 __all__ = ["cli"]
@@ -81,6 +84,25 @@ def _start() -> dict[str, Any]:
     models = [{"model": "b", "parameters": {"weight": 0.5, "density": 0.5}}, {"model": "c", "parameters": {"density": 0.5}}]
     models[1]["parameters"]["weight"] = 0.5  # type: ignore[index]
     return {"merge_method": "ties", "base_model": "a", "dtype": "bfloat16", "models": models}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["mean", "worst"])
+def test_each_trial_is_reported_once_with_its_loss(work: Path, objective: str) -> None:
+    def run(budget: int) -> tuple[Tuning, list[tuple[Trial, float | None]]]:
+        heard = list[tuple[Trial, float | None]]()
+        texts = EvaluateSettings(text=("t.txt", "u.txt"), tokens=32, rows=12)
+        settings = TuneSettings(budget=budget, objective=objective)
+        given = RecipeOptions(), texts, settings, RunOptions(), Silent()
+        return module.tuned("r.yml", "tuned.yml", *given, lambda trial, loss: heard.append((trial, loss))), heard
+
+    for budget, earlier in ((4, 0), (6, 4)):
+        found, heard = run(budget)
+        assert found.resumed == earlier
+        assert [trial for trial, _ in heard] == [*found.trials]
+        losses = {trial.number: loss for trial, loss in heard if loss is not None}
+        assert losses == {number: found.objective_of(number) for number in found.losses}
+        assert losses
 
 
 @pytest.mark.slow

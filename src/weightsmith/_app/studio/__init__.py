@@ -10,7 +10,9 @@ The text of the recipe is the document. Every control edits it in place and is d
     compare.py   continuations and perplexities, with transformers; a recipe's result is merged in memory
     kept.py      recipe and runs on disk
     board.py     the state that the page shows
+    words.py     errors in the page's words, with the controls that mend them
     show.py      values as HTML
+    example.py   the demo's models, made among the results
     tasks.py     tries, sweeps, searches, comparisons: one at a time
     session.py   the actions of the page; threads that check and preview the recipe, and watch the merge
     server.py    access control and routes. The only module that imports Starlette
@@ -18,9 +20,9 @@ The text of the recipe is the document. Every control edits it in place and is d
     studio.html, studio.css    the page
     link.js      sends edits in order, receives the state
     controls.js  sliders, curves, numbers by part
-    desk.js      models, strips, methods, the recipe's text
+    mix.js       models, strips, methods, the recipe's text
     result.js    preview, try, sweep, runs, reports
-    studio.js    redraws what changed; actions of the buttons
+    studio.js    redraws what changed; actions of the buttons, and why one cannot be used
 
 Input from browsers is untrusted. Every function that uses a model or an output name checks it against `Places`. Code from
 recipes and models is never executed.

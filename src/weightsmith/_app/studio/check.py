@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Literal
 
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._app.cli.summary import summarise
 from weightsmith._app.studio.draft import MAX_CHARACTERS, NO_BASE, NO_MODEL, as_text
 from weightsmith._app.studio.places import Places
+from weightsmith._app.studio.words import Mend, PageError, said
 from weightsmith._base.errors import (
     CheckpointError,
     Finding,
@@ -23,6 +24,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._base.text import count
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._methods.user_files import names_file
 from weightsmith._models.tokenizers.files import TEMPLATES
@@ -35,6 +37,10 @@ _NAME = "<text>"
 _NAMED = frozenset({"auto", *TEMPLATES})
 
 
+Level = Literal["error", "warning", "open"]
+"""open: nothing is wrong, something is not chosen yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A problem or a warning.
@@ -42,14 +48,16 @@ class Note:
     code        of the error; "" of a warning
     line, column  in the recipe, from 1 on; 0: elsewhere
     excerpt     the line, and carets under the word
+    mends       controls of the page that mend it
     """
 
-    level: Literal["error", "warning"]
+    level: Level
     code: str
     line: int
     column: int
     finding: Finding
     excerpt: tuple[str, ...] = ()
+    mends: tuple[Mend, ...] = ()
 
     @property
     def where(self) -> str:
@@ -70,22 +78,45 @@ class Checked:
     file_bytes: int = 0
     memory_bytes: int = 0
 
+    @property
+    def errors(self) -> int:
+        """Number of problems, without what is not chosen yet."""
+        return sum(note.level == "error" for note in self.notes)
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot be merged, in a few words; "" if it can."""
+        if self.plan is not None:
+            return ""
+        if self.errors:
+            return f"The recipe has {count(self.errors, 'problem')}."
+        waiting = [note.finding.what == _NO_BASE_YET for note in self.notes if note.level == "open"]
+        models = len(waiting) - sum(waiting)
+        wanted = [*(["a base"] if any(waiting) else []), *([count(models, "more model")] if models else [])]
+        return f"Choose {' and '.join(wanted)}." if wanted else ""
+
 
 def check(text: str, places: Places) -> Checked:
     """Plan a recipe if it reads only what it may. Cost: reading headers; what takes longer, the merge checks."""
     try:
         with prepare_any(allowed(text, places), RecipeOptions(check_loading=False), QuantizeSettings(), check=True) as prepared:
             found, summary = prepared.plan, summarise(prepared, RunOptions())
-    except PlanError as error:
-        return Checked(tuple(_note("error", each.code, each.finding, as_text(text)) for each in error.problems))
     except WeightsmithError as error:
-        return Checked((_note("error", error.code, error.finding, as_text(text)),))
+        return Checked(notes_of(error, text))
     return Checked(
         tuple(_note("warning", "", finding, as_text(text)) for finding in found.warnings),
         found,
         summary.file_bytes,
         summary.memory.peak_bytes,
     )
+
+
+def notes_of(error: WeightsmithError, text: str = "") -> tuple[Note, ...]:
+    """The problems of an error. text: the recipe that it is about; "" for none."""
+    problems = error.problems if isinstance(error, PlanError) else (error,)
+    source = as_text(text or (error.source[1] if isinstance(error, PlanError) else ""))
+    notes = (_note("open" if isinstance(one, _Unchosen) else "error", one.code, one.finding, source) for one in problems)
+    return tuple(replace(note, mends=(error.mend, *note.mends)) if isinstance(error, PageError) else note for note in notes)
 
 
 def allowed(text: str, places: Places) -> str:
@@ -97,7 +128,7 @@ def allowed(text: str, places: Places) -> str:
     text = as_text(text)
     if len(text) > MAX_CHARACTERS:
         what = f"the recipe has more than {MAX_CHARACTERS:,} characters"
-        raise PlanError([SyntaxProblem(what, where=f"{_NAME}:1:1", fix="run it on the command line")])
+        raise PlanError([SyntaxProblem(what, where=f"{_NAME}:1:1", fix="save the recipe, and merge it in a terminal")])
     loaded = load(text, "merge")
     recipe, refs, refused = loaded.recipe, list(loaded.models), list[WeightsmithError]()
     if isinstance(recipe, Recipe):
@@ -108,24 +139,33 @@ def allowed(text: str, places: Places) -> str:
             ref for ref in used if ref.path in recipe.stages
         ]  # by other recipes of the text; adapters may be applied to them
         refs += [*(ref for ref in used if ref not in made), *(ref.lora for ref in made if ref.lora is not None)]
-    refused += [problem for ref in dict.fromkeys(refs) if (problem := _unchosen(ref) or places.check(ref))]
+    open_places = {ref.where: problem for ref in refs if (problem := _unchosen(ref))}
+    refused += [*open_places.values()]
+    refused += [problem for ref in dict.fromkeys(refs) if _unchosen(ref) is None and (problem := places.check(ref))]
     # A recipe that was not parsed was not checked. Mixtures are not checked here either, though `plan` would accept them.
     if refused or not isinstance(recipe, Recipe) or (loaded.problems and not loaded.models):
         raise PlanError([*loaded.problems, *refused], (_NAME, text))
     return text
 
 
+_NO_BASE_YET, _NO_MODEL_YET = "no base is chosen yet", "no model is chosen here yet"
+
+
+class _Unchosen(NotFound):
+    """A place of the recipe that waits for a model."""
+
+
 def _unchosen(ref: ModelRef) -> WeightsmithError | None:
     if ref.path not in (NO_MODEL, NO_BASE):
         return None
-    return NotFound("no model is chosen here yet", where=ref.where, fix="choose one from the list, or write its name")
+    return _Unchosen(_NO_BASE_YET if ref.path == NO_BASE else _NO_MODEL_YET, where=ref.where, fix="choose one from the list")
 
 
 def _other_files(recipe: Recipe, places: Places) -> Iterator[WeightsmithError]:
     """Files that a recipe names besides models."""
     if names_file(recipe.merge_method):
         what = "the studio runs no code: merge_method names a Python file"
-        yield MethodError(what, where=recipe.at("merge_method"), fix="run it on the command line, with --allow-code")
+        yield MethodError(what, where=recipe.at("merge_method"), fix="save the recipe, and merge it in a terminal")
     asked = recipe.chat_template
     if asked and asked not in _NAMED and "{" not in asked and "\n" not in asked:
         if not _inside(asked, places):
@@ -157,10 +197,11 @@ def _entries(recipe: Recipe) -> Iterator[Input]:
             waiting += [getattr(value, one.name) for one in fields(value)]
 
 
-def _note(level: Literal["error", "warning"], code: str, finding: Finding, text: str) -> Note:
+def _note(level: Level, code: str, finding: Finding, text: str) -> Note:
     match = re.match(r"<text>:(\d+):(\d+)", finding.where)
     line, column = (int(match[1]), int(match[2])) if match else (0, 0)
-    return Note(level, code, line, column, finding, tuple(excerpt(finding.where, _NAME, text)))
+    own = said(finding)
+    return Note(level, code, line, column, own.finding, tuple(excerpt(finding.where, _NAME, text)), own.mends)
 
 
 def first_finding(error: WeightsmithError) -> Finding:

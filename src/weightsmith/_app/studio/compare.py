@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightsmith._app.studio import words
 from weightsmith._app.studio.check import allowed, first_finding, model_allowed
 from weightsmith._app.studio.places import Places
 from weightsmith._base.errors import CheckpointError, Unsupported, WeightsmithError, first_line
@@ -102,7 +103,7 @@ def _sample(name: str, load: Callable[[], Judge], asked: Asked) -> Sample:
         found = Sample(name, said, judge.perplexity(asked.text, ROWS) if asked.text.strip() else None)
         del judge
     except WeightsmithError as error:
-        found = Sample(name, problem=str(first_finding(error)))
+        found = Sample(name, problem=str(words.said(first_finding(error)).finding))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # what transformers raises for such models
         found = Sample(name, problem=f"transformers cannot run it: {first_line(error)}")
     gc.collect()

@@ -1,6 +1,6 @@
 // Sliders, curves over layers, and numbers by part, for the parameters of a recipe.
 "use strict";
-const SVG = ["svg", "polyline", "circle", "line", "text", "rect", "path", "g"];
+const SVG = ["svg", "polyline", "circle", "line", "text", "rect", "path", "g", "use"];
 export const make = (tag, attributes = {}, ...inside) => {
   const made = SVG.includes(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -9,6 +9,14 @@ export const make = (tag, attributes = {}, ...inside) => {
   }
   made.append(...inside.filter(each => each !== null && each !== undefined));  // texts, never HTML
   return made;
+};
+export const icon = name => make("svg", { class: "i", "aria-hidden": "true" }, make("use", { href: `#i-${name}` }));
+export const button = (name, words, attributes) => make("button", { type: "button", ...attributes }, icon(name), words ? ` ${words}` : "");
+const END = 18;  // characters at the end of a name that are always shown
+// A model's name, cut in the middle where there is no room.
+export const named = text => {
+  const cut = Math.max(text.lastIndexOf("/") + 1, text.length - END), tail = text.slice(cut) || text;
+  return make("span", { class: "ws-mid", title: text }, make("span", {}, text.slice(0, text.length - tail.length)), make("span", {}, tail));
 };
 export const short = number => String(Number(Number(number).toPrecision(4)));
 const POINTS = 5;
@@ -113,8 +121,8 @@ const curve = (control, label, read, write, strip) => {  // strip(): shares by l
     update();
   } }, make("option", { value: "" }, "shape"), ...Object.keys(PRESETS).map(name => make("option", { value: name }, name)));
   const tools = make("div", { class: "ws-tools" }, preset,
-    make("button", { type: "button", disabled: n >= 16, "aria-label": `${label}: one point more`, onclick: () => write(resized(n + 1)) }, "+"),
-    make("button", { type: "button", disabled: n <= 2, "aria-label": `${label}: one point less`, onclick: () => write(resized(n - 1)) }, "−"));
+    button("plus", "", { disabled: n >= 16, "aria-label": `${label}: one point more`, onclick: () => write(resized(n + 1)) }),
+    button("minus", "", { disabled: n <= 2, "aria-label": `${label}: one point less`, onclick: () => write(resized(n - 1)) }));
   update();
   return { nodes: [svg, tools], update };
 };
@@ -140,7 +148,7 @@ export const control = (given, pending, set, strip) => {
   } else if (of === "layer") add(curve(given, label, value, set, strip));
   else if (of === "part") {
     for (const [i, each] of value().entries()) {
-      const row = make("div", { class: "ws-part" }, make("span", {}, part(each.filter)));
+      const row = make("div", { class: "ws-part-row" }, make("span", {}, part(each.filter)));
       add(slider(given, `${label}, ${part(each.filter)}`, () => value()[i]?.value, number => set(value().map((old, k) => k === i ? { ...old, value: number } : old))), row);
       box.append(row);
     }

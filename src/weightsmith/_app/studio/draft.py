@@ -1,4 +1,4 @@
-"""A recipe as a desk: the controls that show its values, and the edits that the page asks for. Pure functions over its text."""
+"""A recipe as controls: what they show of its values, and the edits that the page asks for. Pure functions over its text."""
 
 from __future__ import annotations
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weightsmith._app.studio.words import TEXT_FOLDER
 from weightsmith._base import strict_json
 from weightsmith._base.errors import Busy, FormatError, StoreError
 from weightsmith._plans.codec import decode_record
@@ -20,7 +23,7 @@ FOLDER = ".studio"
 """In the folder of the results."""
 MAX_RUNS = 500
 """Runs that are kept; the oldest go first."""
-_RECIPE = "recipe.json"
+_RECIPE, _RUNS, _RUNNING, _LOCK = "recipe.json", "runs.json", "running.json", "lock"
 _MAX_BYTES = 64 << 20
 _TABS = 200
 
@@ -54,7 +57,10 @@ class Run:
 class Kept:
     """The folder. The first edit creates it. Only one studio can use it at a time.
 
-    Raises StoreError for a folder that cannot be used, Busy if another studio has it open.
+    What the disk refuses stays in memory, and is written by the next call that can: `save`, `add`, `began`, `ended`, `flush`.
+    Each raises StoreError as long as something is not written. Busy if another studio has the folder: nothing is changed.
+
+    interrupted  title by kind, of what ran when an earlier studio was killed
     """
 
     def __init__(self, out: Path) -> None:
@@ -62,6 +68,10 @@ class Kept:
         self.runs: list[Run] = []
         self.text, self.version = "", 0
         self.taken: dict[str, int] = {}
+        self.interrupted: dict[str, str] = {}
+        self._running: dict[str, str] = {}
+        self._waiting: dict[str, str] = {}
+        self._writing = threading.RLock()
         self._lock: int | None = None
         self._loaded = self.folder.is_dir()
         if self._loaded:
@@ -70,24 +80,76 @@ class Kept:
 
     def save(self, text: str, tab: str = "", number: int = 0) -> None:
         """Store the recipe, and the number of the tab's request: after a crash, the tab sends the request again."""
-        self._open()
-        taken = self.taken | ({tab: number} if tab else {})
-        taken = dict(sorted(taken.items(), key=lambda pair: pair[0] == tab)[-_TABS:])
-        version = self.version + (text != self.text)
-        self.text, self.version, self.taken = text, version, taken  # even if the disk is full
-        self._write(_RECIPE, json.dumps({"version": version, "text": text, "taken": taken}))
+        with self._writing:
+            self._check_free()
+            taken = self.taken | ({tab: number} if tab else {})
+            self.taken = dict(sorted(taken.items(), key=lambda pair: pair[0] == tab)[-_TABS:])
+            self.version += text != self.text
+            self.text = text
+            self._waiting[_RECIPE] = self._recipe_json()
+            self.flush()
 
     def add(self, run: Run, report: str = "") -> None:
         """Store a run. report: its page, as HTML. A preview replaces the last run if that is a preview too."""
-        self._open()
-        if report:
-            self._write(f"{run.id}.html", report)
-        if run.kind == "preview" and self.runs and self.runs[-1].kind == "preview":
-            self._drop(self.runs.pop())
-        self.runs.append(run)
-        while len(self.runs) > MAX_RUNS:
-            self._drop(self.runs.pop(0))
-        self._write("runs.json", json.dumps([asdict(each) for each in self.runs]))
+        with self._writing:
+            self._check_free()
+            if report:
+                self._waiting[f"{run.id}.html"] = report
+            if run.kind == "preview" and self.runs and self.runs[-1].kind == "preview":
+                self._drop(self.runs.pop())
+            self.runs.append(run)
+            while len(self.runs) > MAX_RUNS:
+                self._drop(self.runs.pop(0))
+            self._waiting[_RUNS] = self._runs_json()
+            self.flush()
+
+    def began(self, kind: str, title: str) -> None:
+        """Note that something runs, for the studio that follows if this one is killed."""
+        self._note({**self._running, kind: title})
+
+    def ended(self, kind: str) -> None:
+        """Note that it runs no longer."""
+        self._note({name: title for name, title in self._running.items() if name != kind})
+
+    def _note(self, running: dict[str, str]) -> None:
+        with self._writing:
+            if running != self._running:
+                self._running = running
+                self._waiting[_RUNNING] = json.dumps(running)
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is not on the disk: what it refused, and everything if the folder was removed."""
+        with self._writing:
+            if self._lock is not None and not self._is_locked(self._lock):  # the folder was removed, or replaced
+                self.close()
+                self._waiting = {_RECIPE: self._recipe_json(), _RUNS: self._runs_json(), **self._waiting}
+            if self._waiting:
+                self._open()
+            for name in [*self._waiting]:
+                self._write(name, self._waiting[name])
+                del self._waiting[name]
+
+    def _is_locked(self, lock: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(lock), (self.folder / _LOCK).stat())
+        except OSError:
+            return False
+
+    def _recipe_json(self) -> str:
+        return json.dumps({"version": self.version, "text": self.text, "taken": self.taken})
+
+    def _runs_json(self) -> str:
+        return json.dumps([asdict(each) for each in self.runs])
+
+    def _check_free(self) -> None:
+        """Raise Busy if another studio has the folder. What the disk refuses is for `flush` to say."""
+        try:
+            self._open()
+        except Busy:
+            raise
+        except StoreError:
+            return
 
     def next_id(self) -> int:
         """The id of the next run."""
@@ -106,7 +168,11 @@ class Kept:
     def scratch(self) -> Iterator[Path]:
         """A temporary folder, deleted at the end of the block."""
         self._open()
-        with tempfile.TemporaryDirectory(prefix="tune-", dir=self.folder) as name:
+        try:
+            made = tempfile.TemporaryDirectory(prefix=TEXT_FOLDER, dir=self.folder)
+        except OSError as error:
+            raise _refused(error, self.folder) from error
+        with made as name:
             yield Path(name)
 
     def close(self) -> None:
@@ -116,7 +182,9 @@ class Kept:
             self._lock = None
 
     def _drop(self, run: Run) -> None:
-        (self.folder / f"{run.id}.html").unlink(missing_ok=True)
+        self._waiting.pop(f"{run.id}.html", None)
+        with suppress(OSError):  # a page that nothing names
+            (self.folder / f"{run.id}.html").unlink(missing_ok=True)
 
     def _open(self) -> None:
         if self._lock is not None:
@@ -125,11 +193,9 @@ class Kept:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.folder.is_symlink():
                 raise StoreError("the studio's folder is a link", where=str(self.folder), fix="name another folder with --out")
-            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise StoreError(
-                f"cannot write here: {error.strerror}", where=str(self.folder), fix="name another --out"
-            ) from error
+            raise _refused(error, self.folder) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -150,7 +216,12 @@ class Kept:
             taken = found.get("taken")
             if isinstance(taken, dict) and all(isinstance(number, int) for number in taken.values()):
                 self.taken = taken
-        listed = self._read("runs.json")
+        listed = self._read(_RUNS)
+        running = self._read(_RUNNING)
+        if isinstance(running, dict) and all(isinstance(title, str) for title in running.values()):
+            self.interrupted = running
+        for left in self.folder.glob(f"{TEXT_FOLDER}*"):  # of searches that were killed
+            shutil.rmtree(left, ignore_errors=True)
         for each in listed if isinstance(listed, list) else []:
             try:
                 self.runs.append(decode_record(Run, each, "runs"))
@@ -169,12 +240,13 @@ class Kept:
         path = self.folder / name
         part = path.with_name(f"{name}.part")
         try:
-            if not self.folder.is_dir():  # removed while the studio runs
-                self.close()
-                self._open()
             part.write_text(text, encoding="utf-8")
             part.replace(path)
         except OSError as error:
-            raise StoreError(
-                f"cannot be written: {error.strerror}", where=str(path), fix="free space, or name another --out"
-            ) from error
+            raise _refused(error, path) from error
+
+
+def _refused(error: OSError, path: Path) -> StoreError:
+    """The error for a disk that does not take a file. Its `what` is the system's reason, for the head of the page."""
+    fix = "free space, or make the folder writable; or start the studio with another --out"
+    return StoreError(error.strerror or type(error).__name__, where=str(path), fix=fix)

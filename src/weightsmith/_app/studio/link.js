@@ -1,7 +1,7 @@
 // The link to the server. What the page shows is the server's state with the edits that are not there yet laid over it: edits go in
 // order, one request at a time, and the last one for a value wins, however slow the link is.
 "use strict";
-const DEAD_MS = 1500, RETRY_MS = 500;
+const DEAD_MS = 3000, RETRY_MS = 500;  // a busy machine may be late with several beats
 const stored = (name, none) => { try { return JSON.parse(sessionStorage.getItem(name)) ?? none; } catch { return none; } };
 const keep = (name, value) => { try { sessionStorage.setItem(name, JSON.stringify(value)); } catch { /* a browser without storage */ } };
 

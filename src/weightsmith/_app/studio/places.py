@@ -6,7 +6,8 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -66,7 +67,8 @@ class Places:
         if out is not None and is_address(os.fspath(out)):
             raise ParameterError("results of the studio are written to a local folder", where="--out", fix="name a folder")
         found = [_existing(folder) for folder in folders]
-        written = check_out(real_path(absolute(RESULTS if out is None else out)) / "name").parent
+        with _of_folder():
+            written = check_out(real_path(absolute(RESULTS if out is None else out)) / _ANY).parent
         if not any(written.is_relative_to(folder) for folder in found):
             found.append(written)
         return cls(tuple(found), written, hub)
@@ -136,6 +138,20 @@ class Places:
                 if len(found) >= MAX_FOUND:
                     break
         return tuple(found[ref] for ref in sorted(found))
+
+
+_ANY = "name"
+"""Of a result that there is none of yet."""
+
+
+@contextmanager
+def _of_folder() -> Iterator[None]:
+    """Name the folder of the results in errors, not a result in it."""
+    try:
+        yield
+    except WeightsmithError as error:
+        error.finding = replace(error.finding, where=error.finding.where.removesuffix(f"/{_ANY}"))
+        raise
 
 
 def is_this_machine(host: str) -> bool:

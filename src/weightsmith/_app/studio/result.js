@@ -1,8 +1,10 @@
 // What comes of the recipe: preview, try, sweep, runs, reports.
 "use strict";
-import { make, short } from "/assets/controls.js";
+import { button, make, named, short } from "/assets/controls.js";
 
 const $ = id => document.getElementById(id);
+const FIT_MS = 400;
+const NAMES = { look: "compare" };
 const TABS = ["preview", "try", "sweep", "tune", "runs", "report"];
 const quoted = text => /^[\w./~@+-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;  // for a shell
 const saved = (name, text) => {
@@ -20,6 +22,10 @@ export class Result {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], at = TABS.findIndex(name => $(`tab-${name}`) === document.activeElement);
       if (step && at >= 0) { event.preventDefault(); const next = TABS[(at + step + TABS.length) % TABS.length]; this.open(next); $(`tab-${next}`).focus(); }
     });
+    for (const [one, other] of [["judged", "tune-text"], ["tune-text", "judged"]]) $(one).addEventListener("input", () => { $(other).value = $(one).value; });  // one text
+    $("tune").addEventListener("input", event => { if (["tune-text", "row-tokens"].includes(event.target.id)) this.fit(); });
+    $("judged").addEventListener("input", () => this.fit());
+    $("result").addEventListener("input", () => actions.gate());
     $("try-now").addEventListener("click", () => actions.try());
     $("sweep-now").addEventListener("click", () => actions.sweep());
     $("tune-now").addEventListener("click", () => actions.tune());
@@ -38,6 +44,31 @@ export class Result {
       $(`tab-${each}`).tabIndex = own ? 0 : -1;
       $(each).hidden = !own;
     }
+    if (name === "tune") this.fit();
+  }
+
+  // What the server says about the length of the text for a search; asked when the typing pauses.
+  fit() {
+    clearTimeout(this.fitting);
+    this.fitted = null;
+    const text = $("tune-text").value;
+    if ($("tune").hidden) return;
+    if (!text.trim()) { $("tune-fit").textContent = "A search needs a text of 4 rows or more: with rows of 512 tokens, about a page and a half."; return; }
+    $("tune-fit").textContent = "Counting …";
+    this.fitting = setTimeout(async () => {
+      try {
+        await this.link.settled();
+        const fit = await this.link.post("fit", { text, tokens: $("row-tokens").value ? Number($("row-tokens").value) : null });
+        if (text !== $("tune-text").value) return;
+        this.fitted = fit;
+        $("row-tokens").placeholder = fit.tokens;
+        const rows = `${fit.rows} row${fit.rows === 1 ? "" : "s"} of ${fit.tokens} tokens`, report = Math.max(2, Math.floor(fit.rows / 3));
+        if (fit.rows >= fit.needed) $("tune-fit").textContent = `${rows}: ${fit.rows - report} to tune on, ${report} for the report.`;
+        else $("tune-fit").replaceChildren(`The text has ${rows}, and ${fit.needed} are needed. ${fit.shorter ? "Write more, or " : "Write more."}`,
+          fit.shorter ? make("button", { type: "button", "data-mend": "tokens", "data-value": fit.shorter }, `use rows of ${fit.shorter} tokens`) : "");
+      } catch (error) { $("tune-fit").innerHTML = error.html ?? ""; }
+      this.actions.gate();
+    }, FIT_MS);
   }
 
   preview() {
@@ -59,23 +90,27 @@ export class Result {
   parameters(controls) {
     const own = controls.filter(each => ["float", "int"].includes(each.kind) && !each.held), now = $("swept").value;
     $("swept").replaceChildren(...own.map((each, i) => make("option", { value: JSON.stringify([each.path, each.model]) }, each.model ? `${each.name} of ${each.model}` : each.name)));
-    const ticked = new Map([...$("ranges").querySelectorAll("div")].map(row => [row.dataset.key, [...row.querySelectorAll("input")].map(input => input.type === "checkbox" ? input.checked : input.value)]));
-    const rows = own.map(each => {
+    if ([...$("swept").options].some(option => option.value === now)) $("swept").value = now;
+    const ticked = new Map([...$("ranges").querySelectorAll(".range[data-key]")].map(row => [row.dataset.key, [...row.querySelectorAll("input")].map(input => input.type === "checkbox" ? input.checked : input.value)]));
+    const range = each => {
       const name = each.model ? `${each.name} of ${each.model}` : each.name, key = JSON.stringify([each.path, each.model]);
       const [on, low, high] = ticked.get(key) ?? [each.name === "weight", each.low, each.high];
       const tick = make("input", { type: "checkbox", "aria-label": `tune ${name}` }), number = (value, end) => make("input", { type: "number", step: "any", value, "aria-label": `tune ${name}: ${end} value` });
       tick.checked = on;
-      return make("div", { class: "row", "data-key": key }, make("label", { class: "check" }, tick, name), number(low, "least"), number(high, "largest"));
-    });
-    if (!$("ranges").contains(document.activeElement) || rows.length !== ticked.size) $("ranges").replaceChildren($("ranges").querySelector("legend"), ...rows);
-    if ([...$("swept").options].some(option => option.value === now)) $("swept").value = now;
+      return make("div", { class: "range", "data-key": key }, make("label", { class: "check" }, tick, make("span", {}, each.name, each.model ? " of " : "", each.model ? named(each.model) : "")), number(low, "least"), number(high, "largest"));
+    };
+    const rows = own.filter(each => each.main).map(range), more = own.filter(each => !each.main).map(range), opened = $("ranges").querySelector("details")?.open;
+    if ($("ranges").contains(document.activeElement) && rows.length + more.length === ticked.size) return;
+    $("ranges").replaceChildren($("ranges").querySelector("legend"), make("div", { class: "range ws-soft", "aria-hidden": "true" }, make("span", {}, "parameter"), make("span", {}, "from"), make("span", {}, "to")), ...rows,
+      ...(more.length ? [make("details", { open: opened }, make("summary", {}, `${more.length} more settings`), ...more)] : []));
   }
 
   task() {
     const { task } = this.link.state;
     if (!task) return;
     for (const stop of document.querySelectorAll("button.stop")) stop.hidden = !task.running;
-    for (const id of ["try-now", "sweep-now", "tune-now", "look", "try-first"]) $(id).disabled = task.running || (id.startsWith("try") && !this.link.state.studio.can_run);
+    for (const doing of document.querySelectorAll(".doing")) doing.textContent = "";  // one task at a time; none after a restart
+    this.actions.gate();
     const where = { try: ["try", "tried"], sweep: ["sweep", "swept-cards"], tune: ["tune", "tuned"], look: ["report", "looked"] }[task.kind];
     if (!where) return;
     $(where[0]).querySelector(".doing").textContent = task.running ? `${task.doing} …` : "";
@@ -97,13 +132,13 @@ export class Result {
       const tick = make("input", { type: "checkbox", "aria-label": `run ${run.id}: choose to compare`, onchange: () => this.tick(run.id, tick.checked) });
       tick.checked = this.ticked.includes(run.id);
       const time = new Date(run.when * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
-      return make("li", { "data-run": run.id, "data-kind": run.kind }, make("div", { class: "row" }, tick, make("b", {}, `${run.id} · ${run.kind} · ${run.title}`), make("span", { class: "ws-soft" }, `${time}, ${run.seconds < 1 ? short(run.seconds) : Math.round(run.seconds)} s`)),
+      return make("li", { "data-run": run.id, "data-kind": run.kind }, make("div", { class: "row" }, tick, make("b", {}, `${run.id} · ${NAMES[run.kind] ?? run.kind} · `, named(run.title)), make("span", { class: "ws-soft" }, `${time}, ${run.seconds < 1 ? short(run.seconds) : Math.round(run.seconds)} s`)),
         make("p", { class: "ws-soft" }, numbers), make("div", { class: "row" },
-          make("button", { type: "button", "aria-label": `run ${run.id}: load its recipe`, onclick: () => this.link.edit({ kind: "text", base: this.link.text, text: run.recipe }) }, "Load"),
-          run.report ? make("button", { type: "button", "aria-label": `run ${run.id}: report`, onclick: () => { this.frame(run.id); $("looked").replaceChildren(); this.open("report"); } }, "Report") : null,
-          make("button", { type: "button", "aria-label": `run ${run.id}: save its recipe`, onclick: () => saved(`run-${run.id}.yml`, run.recipe) }, "Recipe"),
-          make("button", { type: "button", "aria-label": `run ${run.id}: save as Python`, onclick: () => saved(`run-${run.id}.py`, this.python(run.recipe)) }, "Python"),
-          make("button", { type: "button", "aria-label": `run ${run.id}: copy its command`, onclick: () => navigator.clipboard?.writeText(run.command) }, "Command")));
+          button("undo", "Load", { "aria-label": `run ${run.id}: load its recipe`, onclick: () => this.link.edit({ kind: "text", base: this.link.text, text: run.recipe }) }),
+          run.report ? button("report", "Report", { "aria-label": `run ${run.id}: report`, onclick: () => { this.frame(run.id); $("looked").replaceChildren(); this.open("report"); } }) : null,
+          button("save", "Recipe", { "aria-label": `run ${run.id}: save its recipe`, onclick: () => saved(`run-${run.id}.yml`, run.recipe) }),
+          button("code", "Python", { "aria-label": `run ${run.id}: save as Python`, onclick: () => saved(`run-${run.id}.py`, this.python(run.recipe)) }),
+          button("copy", "Command", { "aria-label": `run ${run.id}: copy its command`, onclick: () => navigator.clipboard?.writeText(run.command) })));
     }));
   }
 

@@ -22,7 +22,7 @@ from weightsmith._app.studio import draft, show
 from weightsmith._app.studio.places import Places, is_this_machine
 from weightsmith._app.studio.session import Session, listed_methods
 from weightsmith._base import strict_json
-from weightsmith._base.errors import ParameterError, StoreError, Unsupported, WeightsmithError, report
+from weightsmith._base.errors import ParameterError, StoreError, Unsupported, WeightsmithError
 from weightsmith._base.installation import install
 from weightsmith._base.pages import chart_style
 from weightsmith._base.text import end_status
@@ -154,13 +154,13 @@ async def _refuse(send: Send, status: int, why: str, **headers: str) -> None:
 
 _TICK_SECONDS = 0.1
 _BEAT_SECONDS = 0.5
-"""Interval of messages without news. The page reports a dead server after 1.5 seconds of silence."""
+"""Interval of messages without news. The page reports a dead server after 3 seconds of silence."""
 ASSETS = {
     "studio.css": "text/css",
     "studio.js": "text/javascript",
     "link.js": "text/javascript",
     "controls.js": "text/javascript",
-    "desk.js": "text/javascript",
+    "mix.js": "text/javascript",
     "result.js": "text/javascript",
     "charts.css": "text/css",
     "charts.js": "text/javascript",
@@ -234,9 +234,9 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
                 raise ParameterError("the request is not a JSON object")
             found = await asyncio.to_thread(action, session, given)
         except WeightsmithError as error:
-            return JSONResponse({"problem": show.problem(report(error)), "kind": type(error).__name__}, 409)
+            return JSONResponse({"problem": show.error(error), "kind": type(error).__name__}, 409)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            return JSONResponse({"problem": show.problem(f"the page sent something wrong: {error!r}")}, 400)
+            return JSONResponse({"problem": show.error(ParameterError(f"the page sent something wrong: {error!r}"))}, 400)
         return JSONResponse(found)
 
     @asynccontextmanager
@@ -293,7 +293,19 @@ def _sweep(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tune(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     ranges = [(list(path), str(model), float(low), float(high)) for path, model, low, high in given["ranges"]]
-    session.tasks.tune(session.recipe(int(given["version"])), ranges, str(given["text"]), int(given["budget"]))
+    recipe = session.recipe(int(given["version"]))
+    session.tasks.tune(recipe, ranges, str(given["text"]), int(given["budget"]), _row_tokens(given))
+    return {}
+
+
+def _row_tokens(given: Mapping[str, Any]) -> int | None:
+    """Tokens in each row of a text; None: as the model suits."""
+    tokens = given.get("tokens")
+    return None if tokens is None else int(tokens)
+
+
+def _example(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+    session.example()
     return {}
 
 
@@ -315,6 +327,8 @@ _ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] =
     "try": _try,
     "sweep": _sweep,
     "tune": _tune,
+    "fit": lambda session, given: session.fit(str(given["text"]), _row_tokens(given)),
+    "example": _example,
     "look": _look,
     "stop": _stop,
     "two": lambda session, given: {"html": session.compare_runs(int(given["first"]), int(given["second"]))},

@@ -7,18 +7,21 @@ import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from weightsmith import _methods as methods
-from weightsmith._app.studio import compare, draft, show
+from weightsmith._app.studio import compare, draft, example, show
 from weightsmith._app.studio.board import Board
 from weightsmith._app.studio.check import Checked, allowed, check, first_finding, model_allowed
 from weightsmith._app.studio.kept import Kept, Run
 from weightsmith._app.studio.places import Places, reference
-from weightsmith._app.studio.tasks import Tasks
+from weightsmith._app.studio.tasks import MAX_BUDGET, MAX_SWEEP, Tasks
+from weightsmith._app.studio.words import Mend, PageError, said
 from weightsmith._app.studio.work import Cancelled, Status, Work, unfinished
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
@@ -27,7 +30,6 @@ from weightsmith._base.errors import (
     ParameterError,
     StoreError,
     WeightsmithError,
-    report,
 )
 from weightsmith._base.text import duration, size
 from weightsmith._execution.page import PAGE_NAME
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
 
 _TICK_SECONDS = 0.2
+_WRITE_SECONDS = 1.0
+"""Until what the disk refused is tried again."""
 _HISTORY = 200
 """Texts that `undo` can go back to."""
 
@@ -52,22 +56,22 @@ class Session:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.board = Board()
-        self.work = Work()
         self.kept = Kept(places.out)
+        self.work = Work(self._interrupted())
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._back: deque[str] = deque(maxlen=_HISTORY)
         self._ahead: deque[str] = deque(maxlen=_HISTORY)
         self._facts: dict[str, Any] = {}
         self._closed = False
-        self.tasks = Tasks(places, self.board, self.kept, self.add_run)
-        self._status = Status()
+        self.tasks = Tasks(places, self.board, self.kept, self.add_run, self._stored)
+        self._status = self.work.status
         about = {"id": secrets.token_hex(8), "out": reference(places.out), "hub": places.hub, "alone": places.alone}
-        self.board.put("studio", about | {"can_run": compare.available(), "max_new_tokens": compare.MAX_NEW_TOKENS})
+        self.board.put("studio", about | limits())
         self._show_runs()
         self._publish()
         self.board.put("work", _shown_work(self._status))
-        for work in (self._follow, self._watch, self._list_models):
+        for work in (self._follow, self._watch, self._list_models, self._keep_writing):
             threading.Thread(target=work, name=f"weightsmith-studio-{work.__name__}", daemon=True).start()
 
     def close(self) -> None:
@@ -77,7 +81,9 @@ class Session:
             self._changed.notify_all()
         self.tasks.stop()
         self.work.cancel()
-        self.work.wait(10)
+        ended = self.work.wait(10).state not in ("running", "cancelled")  # those are for the next studio to resume
+        with suppress(StoreError):
+            self.kept.ended("merge") if ended else self.kept.flush()
         self.kept.close()
 
     # ---- the recipe
@@ -101,7 +107,7 @@ class Session:
                 if len(text) > draft.MAX_CHARACTERS * 2:
                     raise ParameterError(f"the recipe has more than {draft.MAX_CHARACTERS:,} characters", fix="shorten it")
                 changed = text != self.text
-                self._save(text, tab, number)
+                self._stored(lambda: self.kept.save(text, tab, number))
                 self._back, self._ahead = back, ahead
                 if changed:
                     self._publish()
@@ -109,16 +115,31 @@ class Session:
             found: dict[str, Any] = self.board.get("document")
             return found
 
-    def _save(self, text: str, tab: str, number: int) -> None:
-        """Store the recipe on disk. If that fails, keep it in memory and show why."""
+    def _stored(self, store: Callable[[], None]) -> None:
+        """Store something on disk. If that fails, it stays in memory, and the page says why until it is on the disk."""
         try:
-            self.kept.save(text, tab, number)
+            store()
         except Busy:  # the folder is another studio's, and nothing was changed
             raise
         except StoreError as error:
-            self.board.put("unsaved", show.problem(report(error)))
+            self._unsaved(error)
         else:
             self.board.put("unsaved", "")
+
+    def _unsaved(self, error: StoreError) -> None:
+        self.board.put("unsaved", f"{error.finding.what} ({reference(self.kept.folder)})")
+
+    def _keep_writing(self) -> None:
+        """Write what the disk refused, as soon as it takes it, and what was removed."""
+        while True:
+            time.sleep(_WRITE_SECONDS)
+            with self._lock:
+                if self._closed:
+                    return
+                try:
+                    self._stored(self.kept.flush)
+                except Busy as error:
+                    self._unsaved(error)
 
     def _edited(self, text: str, change: Mapping[str, Any], back: deque[str], ahead: deque[str]) -> str:
         """The text after one change. back, ahead: what undo and redo return to."""
@@ -161,16 +182,16 @@ class Session:
                     hint = show.hint("The preview appears when the recipe is correct.") if text.strip() else ""
                     self._show_preview(version, hint)
             except Exception as error:  # the page must go on, whatever a model holds
-                self._show_preview(version, show.problem(f"{type(error).__name__}: {error}"))
+                self._show_preview(version, show.error(error))
             done = version
 
     def _check(self, version: int, text: str) -> bool:
         """Show the problems of a recipe. Whether it has none."""
         found = check(text, self.places) if text.strip() else Checked(())
-        marks = [[note.line, note.level] for note in found.notes if note.line]
+        marks = [[note.line, note.level] for note in found.notes if note.line and note.level != "open"]
         html = show.notes(found) if text.strip() else ""
         facts: dict[str, Any] = {"version": version, "html": html, "marks": marks, "good": found.plan is not None}
-        facts["errors"] = sum(note.level == "error" for note in found.notes)
+        facts["reason"] = found.reason if text.strip() else "Choose a base and models."
         if found.plan is not None:
             facts["costs"] = [
                 ["size", size(found.file_bytes)],
@@ -201,7 +222,7 @@ class Session:
         except KeyboardInterrupt:
             return
         except WeightsmithError as error:
-            self._show_preview(version, show.problem(report(error)))
+            self._show_preview(version, show.error(error))
             return
         self._show_preview(version, *show.preview(found), _survives(found))
         self.add_run("preview", found.method, text, time.monotonic() - began, show.preview_numbers(found))
@@ -237,7 +258,7 @@ class Session:
         try:
             return self.card(name)
         except WeightsmithError as error:
-            return {"problem": first_finding(error).what}
+            return {"problem": said(first_finding(error)).finding.what}
 
     def card(self, name: str) -> dict[str, Any]:
         """The summary of a model. Raises PlanError for a name that may not be read, and for a model that does not exist."""
@@ -263,11 +284,31 @@ class Session:
             return _shown_work(self.work.start(recipe, target, overwrite=overwrite is True, resume=again is not True))
 
     def recipe(self, version: int) -> str:
-        """The recipe that the page shows. Raises CannotResume if it has been changed since."""
+        """The recipe that the page shows. Raises CannotResume if it has been changed since, PageError if it is empty."""
         if version != self.kept.version:
             what = "the recipe was changed meanwhile, in another tab"
             raise CannotResume(what, fix="look at it, and press again", state=NOTHING_WRITTEN)
+        if not self.text.strip():
+            raise PageError("no model is chosen yet", Mend("models", "Choose models"))
         return self.text
+
+    def fit(self, text: str, tokens: int | None) -> dict[str, Any]:
+        """How many rows a text has for a search, with the tokenizer of the recipe's result. Raises as `Tasks.tune`."""
+        return asdict(self.tasks.fit(self.recipe(self.kept.version), text, tokens))
+
+    def example(self) -> None:
+        """Make the demo's models among the results, if they are not there, and a recipe of them. Raises StoreError."""
+        recipe = example.make(self.places)
+        with self._changed:
+            self.edit("example", self.kept.taken.get("example", 0) + 1, [{"kind": "text", "base": self.text, "text": recipe}])
+        threading.Thread(target=self._list_models, daemon=True).start()
+
+    def _interrupted(self) -> Status:
+        """The merge that ran when an earlier studio was killed."""
+        try:
+            return Status("interrupted", out=self.places.target(self.kept.interrupted.get("merge", "")))
+        except WeightsmithError:
+            return Status()
 
     def about_name(self, name: str) -> dict[str, bool]:
         """Whether a result of this name exists, and whether a merge of this name was interrupted."""
@@ -279,18 +320,31 @@ class Session:
 
     def _watch(self) -> None:
         """Show the progress of merges, and record finished ones as runs."""
-        while not self._closed:
+        while True:
             time.sleep(_TICK_SECONDS)
-            status = self.work.status
-            if status is not self._status:
-                self._status = status
-                self.board.put("work", _shown_work(status))
-                if status.state == "done":  # a fast merge may never be seen while it runs
-                    try:
-                        self._ended(status)
-                    except (OSError, WeightsmithError) as error:  # the next merge must be watched too
-                        words = report(error) if isinstance(error, WeightsmithError) else str(error)
-                        self.board.put("unsaved", show.problem(words))
+            with self._lock:
+                if self._closed:
+                    return
+                before, self._status = self._status, self.work.status
+                if self._status is not before:
+                    self._progressed(before, self._status)
+
+    def _progressed(self, before: Status, now: Status) -> None:
+        self.board.put("work", _shown_work(now))
+        try:
+            self._note(before, now)
+            if now.state == "done":  # a fast merge may never be seen while it runs
+                self._ended(now)
+        except Busy as error:  # the next merge must be watched too
+            self._unsaved(error)
+
+    def _note(self, before: Status, now: Status) -> None:
+        """Note on disk that a merge began or ended, for a studio that follows if this one is killed."""
+        if now.state != "running":
+            self._stored(lambda: self.kept.ended("merge"))
+        elif (before.state, before.number) != (now.state, now.number) and now.out is not None:
+            name = now.out.name
+            self._stored(lambda: self.kept.began("merge", name))
 
     def _ended(self, status: Status) -> None:
         merged = status.merged
@@ -300,7 +354,10 @@ class Session:
         if merged.distance:
             numbers["distance from the base"] = merged.distance[0].percent()
         page = status.out / PAGE_NAME
-        html = page.read_text(encoding="utf-8") if page.is_file() else ""
+        try:
+            html = page.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):  # somebody removed it
+            html = ""
         self.add_run(
             "merge", status.out.name, merged.plan.recipe or self.text, merged.seconds, numbers, html, reference(status.out)
         )
@@ -316,7 +373,7 @@ class Session:
         with self._lock:
             number = self.kept.next_id()
             run = Run(number, kind, time.time(), title, recipe, round(seconds, 3), dict(numbers), bool(page), model)
-            self.kept.add(run, page)
+            self._stored(lambda: self.kept.add(run, page))
             self._show_runs()
             return number
 
@@ -355,12 +412,24 @@ def _command(run: Run) -> str:
     return "weightsmith preview recipe.yml"
 
 
+def limits() -> dict[str, Any]:
+    """What can be done here, and how much of it: the page says so before anything is sent."""
+    return {
+        "can_run": compare.available(),
+        "can_tune": compare.available() and find_spec("cmaes") is not None,
+        "max_new_tokens": compare.MAX_NEW_TOKENS,
+        "max_characters": compare.MAX_CHARACTERS,
+        "max_sweep": MAX_SWEEP,
+        "max_budget": MAX_BUDGET,
+    }
+
+
 def _shown_work(status: Status) -> dict[str, Any]:
     """A merge, for the page."""
     share = status.reading.share if status.reading is not None else 0.0
     name = status.out.name if status.out is not None else ""
     shown = {"state": status.state, "number": status.number, "name": name, "share": round(share, 3)}
-    return {**shown, "html": show.status(status)}
+    return {**shown, "html": show.status(status), "problem": show.error(status.problem) if status.problem else ""}
 
 
 def listed_methods() -> list[dict[str, str]]:

@@ -12,11 +12,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from weightsmith._app.studio.check import Checked, Note
+from weightsmith._app.studio.check import Checked, Note, notes_of
 from weightsmith._app.studio.compare import Sample
 from weightsmith._app.studio.kept import Run
 from weightsmith._app.studio.places import reference
-from weightsmith._app.studio.work import Status
+from weightsmith._app.studio.words import Mend
+from weightsmith._app.studio.work import Status, unfinished
+from weightsmith._base.errors import WeightsmithError, first_line
 from weightsmith._base.pages import Page, charts_html
 from weightsmith._base.pages.values import finite_or_mark, many, safe, written
 from weightsmith._base.text import count, duration, size
@@ -33,17 +35,22 @@ _SHOWN = 20
 
 def notes(checked: Checked) -> str:
     """The problems of a recipe, each with its place; or what it will make."""
-    errors = [note for note in checked.notes if note.level == "error"]
     head = ""
     if checked.plan is not None:
         outs = [out for step in checked.plan.steps for out in step.outs]
         tensors, nbytes = count(len(outs), "tensor"), size(sum(out.nbytes for out in outs))
         head = f'<p class="ws-good">The recipe is correct: {tensors}, {nbytes}.</p>'
-    elif errors:
-        head = f'<p class="ws-bad">{count(len(errors), "problem")}.</p>'
-    items = "".join(map(_note, checked.notes[:_SHOWN]))
-    more = f"<p>… and {len(checked.notes) - _SHOWN:,} more.</p>" if len(checked.notes) > _SHOWN else ""
-    return f"{head}<ul class='ws-notes'>{items}</ul>{more}"
+    elif checked.errors:
+        head = f'<p class="ws-bad">{count(checked.errors, "problem")}.</p>'
+    else:
+        head = f'<p class="ws-hint">{safe(checked.reason)}</p>'
+    return f"{head}{_listed(checked.notes)}"
+
+
+def _listed(found: Sequence[Note]) -> str:
+    items = "".join(map(_note, found[:_SHOWN]))
+    more = f"<p>… and {len(found) - _SHOWN:,} more.</p>" if len(found) > _SHOWN else ""
+    return f"<ul class='ws-notes'>{items}</ul>{more}"
 
 
 def _note(note: Note) -> str:
@@ -52,6 +59,8 @@ def _note(note: Note) -> str:
         f'<button type="button" data-line={note.line}>{safe(note.where)}</button>'
         if note.line
         else f"<b>{safe(note.where)}</b>"
+        if note.where
+        else ""
     )
     parts = [f'<li class="ws-{note.level}">{place} {safe(found.what)}']
     if note.excerpt:
@@ -59,7 +68,13 @@ def _note(note: Note) -> str:
     parts += [f'<div class="ws-detail">{safe(line)}</div>' for line in found.details[:6]]
     if found.fix:
         parts.append(f'<div class="ws-fix">→ {safe(found.fix)}</div>')
+    parts += map(_mend, note.mends)
     return "".join([*parts, "</li>"])
+
+
+def _mend(mend: Mend) -> str:
+    """The button of a control that mends a problem."""
+    return f'<button type="button" data-mend="{safe(mend.control)}" data-value="{safe(mend.value)}">{safe(mend.label)}</button>'
 
 
 def safe_lines(lines: Iterable[str]) -> str:
@@ -67,9 +82,36 @@ def safe_lines(lines: Iterable[str]) -> str:
     return "\n".join(map(safe, lines))
 
 
-def problem(text: str) -> str:
-    """An error message in full."""
-    return f'<div class="ws-problem"><pre>{safe_lines(text.splitlines())}</pre></div>'
+def error(problem: Exception) -> str:
+    """An error, in the page's words."""
+    if not isinstance(problem, WeightsmithError):
+        reason = f"{type(problem).__name__}: {first_line(problem)}"
+        if isinstance(problem, OSError) and problem.strerror:
+            reason = problem.strerror + (f": {problem.filename}" if problem.filename else "")
+        return f'<div class="ws-problem"><p>{safe(reason)}</p></div>'
+    state = f"<p class='ws-soft'>{safe(problem.state)}</p>" if problem.state else ""
+    return f'<div class="ws-problem">{_listed(notes_of(problem))}{state}</div>'
+
+
+def named(text: str) -> str:
+    """The name of a model, which is cut in the middle where there is no room: its end says most."""
+    cut = max(text.rfind("/") + 1, len(text) - _END)
+    tail = text[cut:] or text
+    head = text[: len(text) - len(tail)]
+    return f"<span class='ws-mid' title='{safe(text)}'><span>{safe(head)}</span><span>{safe(tail)}</span></span>"
+
+
+_END = 18
+"""Characters at the end of a name that are always shown."""
+
+
+def sentence(text: str) -> str:
+    """A message that begins with a capital.
+
+    >>> sentence("the merge moves"), sentence("./models/fr moves")
+    ('The merge moves', './models/fr moves')
+    """
+    return text[:1].upper() + text[1:]
 
 
 def hint(text: str) -> str:
@@ -118,9 +160,9 @@ def card(found: Inspection) -> dict[str, Any]:
 def preview(found: Preview) -> tuple[str, list[dict[str, Any]]]:
     """What a merge will do: what survives of each model, warnings, heat maps and curves by layer; and the charts as JSON."""
     html, charts = charts_html(preview_page(found))
-    warnings = "".join(f'<li class="ws-warning">{safe(finding.what)}</li>' for finding in found.warnings)
+    warnings = "".join(f'<li class="ws-warning">{safe(sentence(finding.what))}</li>' for finding in found.warnings)
     share = written(finite_or_mark(found.total.share), "share")
-    moved = f"<p class='ws-verdict'>The merge is <b>{share}</b> away from its base, {safe(found.base)}.</p>"
+    moved = f"<p class='ws-verdict'>The merge is <b>{share}</b> away from its base, {named(found.base)}.</p>"
     sample = f"<p class='ws-soft'>From a sample of {found.looked_at / max(1, found.elements):.1%} of the weights.</p>"
     return f"{moved}{_bars(found.names, found.total)}<ul class='ws-notes'>{warnings}</ul>{html}{sample}", charts
 
@@ -139,11 +181,12 @@ def _bars(names: Sequence[str], total: GroupPreview) -> str:
     for letter, name, kept in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", names, total.models, strict=False):
         if kept is None or math.isnan(kept.survives):
             why = "does not differ from the base" if kept is not None and kept.norm == 0 else "cannot be measured"
-            rows.append(f"<tr><th>{letter} {safe(name)}</th><td colspan=2>{why}</td></tr>")
+            rows.append(f"<tr><th scope=row><b>{letter}</b> {named(name)}</th><td colspan=2>{why}</td></tr>")
             continue
         width = 100 * min(1.0, max(0.0, kept.survives))
         rows.append(
-            f"<tr><th>{letter} {safe(name)}</th><td><div class='ws-bar'><i style='width:{width:.1f}%'></i></div></td>"
+            f"<tr><th scope=row><b>{letter}</b> {named(name)}</th>"
+            f"<td><div class='ws-bar'><i style='width:{width:.1f}%'></i></div></td>"
             f"<td><b>{kept.survives:.1%}</b> survives, {kept.against:.1%} opposed, {kept.dropped:.1%} dropped</td></tr>"
         )
     return f"<table class='ws-bars'><tbody>{''.join(rows)}</tbody></table>"
@@ -165,15 +208,19 @@ def status(found: Status) -> str:
         bar += f"<i style='width:{100 * share:.1f}%'></i></div>"
         return f"<div class='ws-status'><p><b>{name}</b> {safe(' · '.join(words))}</p>{bar}</div>"
     if found.state == "cancelled":
-        return f"<p class='ws-warn'>Cancelled. Finished tensors of <b>{name}</b> are kept: the same recipe and name resume.</p>"
+        return f"<p class='ws-warn'>Cancelled. Finished tensors of <b>{name}</b> are kept: press Resume.</p>"
+    if found.state == "interrupted":
+        if found.out is not None and unfinished(found.out):
+            return f"<p class='ws-warn'><b>{name}</b> was interrupted. Finished tensors are kept: press Resume.</p>"
+        return f"<p class='ws-warn'><b>{name}</b> was interrupted before a tensor was finished: press Merge again.</p>"
     if found.state == "failed":
-        return problem(found.problem)
+        return f"<p class='ws-bad'><b>{name}</b> was not merged. {_mend(Mend('why', 'Why?'))}</p>"
     merged = found.merged
     assert merged is not None
     words = [count(len(merged.plan.steps), "tensor"), duration(merged.seconds)]
     words += [f"{merged.resumed:,} by an earlier run"] if merged.resumed else []
     words += [f"{merged.distance[0].percent()} away from its base"] if merged.distance else []
-    warnings = "".join(f'<li class="ws-warning">{safe(finding.what)}</li>' for finding in merged.warnings[:_SHOWN])
+    warnings = "".join(f'<li class="ws-warning">{safe(sentence(finding.what))}</li>' for finding in merged.warnings[:_SHOWN])
     done = f"<p class='ws-good'>Done: <b>{safe(reference(Path(str(merged.out))))}</b> · {safe(' · '.join(words))}</p>"
     return f"{done}<ul class='ws-notes'>{warnings}</ul>"
 
@@ -188,13 +235,13 @@ def samples(found: Sequence[Sample], prompt: str) -> str:
     for sample in found:
         if sample.problem:
             cells = f"<td colspan=2 class='ws-error'>{safe(sample.problem)}</td>"
-            rows.append(f"<tr><th scope=row>{safe(sample.model)}</th>{cells}</tr>")
+            rows.append(f"<tr><th scope=row>{named(sample.model)}</th>{cells}</tr>")
             continue
         number = "" if sample.perplexity is None else f"{sample.perplexity:.2f}"
         number = f"<b>{number}</b>" if best is not None and sample.perplexity == best and len(known) > 1 else number
         said = f"<div tabindex=0><span class='ws-soft'>{safe(prompt[-80:])}</span>{_text(sample.continuation)}</div>"
         cells = f"<td class='ws-n'>{number}</td><td class='ws-text'>{said}</td>"
-        rows.append(f"<tr><th scope=row>{safe(sample.model)}</th>{cells}</tr>")
+        rows.append(f"<tr><th scope=row>{named(sample.model)}</th>{cells}</tr>")
     head = "<thead><tr><th>model</th><th>perplexity</th><th>continuation</th></tr></thead>"
     return f"<div class='ws-scroll'><table class='ws-samples'>{head}<tbody>{''.join(rows)}</tbody></table></div>"
 
@@ -240,7 +287,7 @@ def sweep(name: str, rows: Sequence[Swept], prompt: str) -> str:
         elif row.sample is not None and row.sample.continuation:
             words = f"<span class='ws-soft'>{safe(prompt[-40:])}</span>{_text(row.sample.continuation)}"
             said += f"<blockquote tabindex=0>{words}</blockquote>"
-        head = f"<h4>{safe(name)} = <span>{row.value:g}</span></h4>"
+        head = f"<h4>{_parameter(name)} = <span>{row.value:g}</span></h4>"
         cards.append(f"<li data-value='{row.value:g}'>{head}<dl>{''.join(lines)}</dl>{said}</li>")
     return f"<ul class='ws-sweep'>{''.join(cards)}</ul>"
 
@@ -248,22 +295,31 @@ def sweep(name: str, rows: Sequence[Swept], prompt: str) -> str:
 def _small(name: str, share: float, words: str) -> str:
     width = 100 * min(1.0, max(0.0, share))
     bar = f"<div class='ws-bar'><i style='width:{width:.1f}%'></i></div>"
-    return f"<div><dt>{safe(name)}</dt><dd>{bar}<b>{safe(words)}</b></dd></div>"
+    return f"<div><dt>{_parameter(name)}</dt><dd>{bar}<b>{safe(words)}</b></dd></div>"
 
 
 def trials(names: Sequence[str], rows: Sequence[tuple[int, Sequence[Any], float | None]]) -> str:
-    """The candidates of a search, the best first; those that were not scored on all rows are left out."""
+    """The candidates of a search, the best first; those that were not scored on all rows are left out.
+
+    rows  number, values and loss of each, in nats for a token
+    """
     scored = sorted((loss, number, own) for number, own, loss in rows if loss is not None)
     if not scored:
         return ""
-    heads = "".join(f"<th>{safe(name)}</th>" for name in names)
+    heads = "".join(f"<th>{_parameter(name)}</th>" for name in names)
     lines = []
     for loss, number, found in scored[:_SHOWN]:
         cells = "".join(f"<td>{value:.4g}</td>" for value in found)
-        lines.append(f"<tr><td>{number}</td><td class='ws-n'>{loss:.4f}</td>{cells}</tr>")
-    head = f"<thead><tr><th>trial</th><th>loss</th>{heads}</tr></thead>"
+        lines.append(f"<tr><td>{number}</td><td class='ws-n'>{written(loss)}</td>{cells}</tr>")
+    head = f"<thead><tr><th>trial</th><th>loss, nats per token</th>{heads}</tr></thead>"
     about = f"<p class='ws-soft'>{count(len(rows), 'trial')}, {len(scored):,} of them scored on all rows.</p>"
     return f"{about}<div class='ws-scroll'><table class='ws-two'>{head}<tbody>{''.join(lines)}</tbody></table></div>"
+
+
+def _parameter(name: str) -> str:
+    """`weight of ./models/fr`: the model's name may be cut."""
+    what, of, model = name.partition(" of ")
+    return f"{safe(what)}{of}{named(model)}" if of else safe(name)
 
 
 def verdict(found: Page) -> str:

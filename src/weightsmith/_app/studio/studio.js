@@ -1,25 +1,88 @@
 // The page: what follows from which change of the server's state, and what the buttons do.
 "use strict";
-import { make } from "/assets/controls.js";
-import { Desk } from "/assets/desk.js";
+import { button } from "/assets/controls.js";
 import { Link } from "/assets/link.js";
+import { Mix } from "/assets/mix.js";
 import { Result } from "/assets/result.js";
 
 const $ = id => document.getElementById(id);
-const refused = html => { $("refused").innerHTML = html ?? ""; if (html) $("refused").append(make("button", { type: "button", onclick: () => refused("") }, "Close")); };
-const SAID = { saved: "Saved", saving: "Saving …", dead: "" };
-let desk, result, nameTimer = 0;
+const refused = html => { $("refused").innerHTML = html ?? ""; if (html) $("refused").append(button("close", "Close", { onclick: () => refused("") })); };
+const SAID = { saved: "Saved", saving: "Saving …", dead: "Not connected" };
+let link, mix, result, nameTimer = 0, state = "saving", about = null;
 
-const link = new Link({
+// "Saved" is what the server has, and its disk: it says so in `unsaved` if the disk refused.
+const said = () => {
+  const unsaved = state !== "dead" && link.state.unsaved, words = unsaved ? `Not saved: ${unsaved.replace(/ \([^(]*\)$/, "")}` : SAID[state];
+  if ($("saved").textContent !== words) $("saved").textContent = words;
+  $("saved").className = unsaved ? "ws-bad" : state;
+  $("dead").hidden = state !== "dead";
+  $("unsaved").hidden = !unsaved;
+  const more = unsaved ? `Not saved: ${unsaved}. The recipe is kept in this page and in the studio until the disk takes it; that is tried every second.` : "";
+  if ($("unsaved").textContent !== more) $("unsaved").textContent = more;
+};
+
+link = new Link({
   refused,
-  said: state => {
-    if ($("saved").textContent !== SAID[state]) $("saved").textContent = SAID[state];
-    $("dead").hidden = state !== "dead";
+  said: now => {
+    if (now === state) return;
+    state = now;
+    if (result) { said(); work(); actions.gate(); }
   },
-  shown: names => desk && result && draw(new Set(names)),
+  shown: names => mix && result && draw(new Set(names)),
 });
 
+// What a button of an error message does: `Mend` in words.py names them.
+const MENDS = {
+  tokens: value => { $("row-tokens").value = value; show("tune"); $("row-tokens").focus(); result.fit(); },
+  overwrite: () => { $("overwrite").checked = true; $("merge").focus(); },
+  again: () => { $("again").checked = true; named(); },
+  models: () => { step("models"); $("search").focus(); },
+  text: () => { show("tune"); $("tune-text").focus(); },
+  prompt: () => { show("try"); $("prompt").focus(); },
+  why: () => refused(link.state.work.problem),
+};
+
 const actions = {
+  // Why each button cannot be used now; said before it is pressed. "": it can.
+  gate() {
+    const { studio, notes, task, work: merging } = link.state;
+    if (!studio || !merging) return;
+    const running = merging.state === "running", { max_characters: most } = studio;
+    const server = state === "dead" ? "The studio's server does not answer." : "", recipe = server || (notes?.good ? "" : link.text.trim() ? notes?.reason || "Checking the recipe …" : "Choose a base and models.");
+    const long = [$("prompt"), $("judged")].find(each => each.value.length > most), limit = long ? `Shorten the text: it has ${long.value.length.toLocaleString("en")} characters, and ${most.toLocaleString("en")} are the most.` : "";
+    const asked = $("prompt").value.trim() || $("judged").value.trim() ? "" : "Write a prompt, or a text.";
+    const tokens = Number($("tokens").value), count = tokens >= 1 && tokens <= studio.max_new_tokens ? "" : `New tokens are from 1 to ${studio.max_new_tokens}.`;
+    const packages = studio.can_run ? "" : "Trying needs torch and transformers: pip install 'weightsmith[moe]'";
+    const taken = about?.exists && !$("overwrite").checked;
+    const name = !about ? "" : !about.valid ? "A name has up to 100 letters, digits, - _ and ." : !taken ? "" : studio.alone ? `${$("name").value} exists: rename, or tick “replace it”.` : `${$("name").value} exists: choose another name.`;
+    const values = $("values").value.split(/[\s,;]+/).filter(Boolean);
+    const sweep = !$("swept").value ? "There is no number to sweep." : !values.length || values.length > studio.max_sweep || values.some(each => !Number.isFinite(Number(each))) ? `Write up to ${studio.max_sweep} numbers, with commas between them.` : "";
+    const why = recipe || name, trying = recipe || packages || asked || count || limit;
+    set("try-now", trying, "try-limit");
+    set("try-first", trying);
+    set("sweep-now", recipe || sweep || ($("sweep-asks").checked ? packages || asked || limit : ""), "sweep-limit");
+    set("tune-now", recipe || this.tuning(), "tune-limit");
+    $("look").disabled = Boolean(server) || task?.running || !mix.chosen.length;
+    $("example").disabled = Boolean(server);
+    $("merge").disabled = running || Boolean(why);
+    $("why").textContent = running ? "" : why || `Ready: ${notes.costs?.[0]?.[1] ?? ""}`;
+    $("why").classList.toggle("ready", !why);
+    $("why").classList.toggle("minor", !recipe && taken && merging.state === "done" && merging.name === $("name").value.trim());  // the bar says that it is done
+    for (const [each, done] of [["models", mix.chosen.length > 1], ["mix", Boolean(notes?.good)], ["result", merging.state === "done"]])
+      for (const badge of document.querySelectorAll(`button[data-step=${each}] .badge, .badge[data-step=${each}]`)) badge.classList.toggle("done", done);
+  },
+  tuning() {
+    const { studio } = link.state, rows = [...$("ranges").querySelectorAll(".range[data-key]")].map(row => row.querySelectorAll("input")).filter(([tick]) => tick.checked);
+    if (!studio.can_tune) return "Tuning needs torch, transformers and cmaes: pip install 'weightsmith[tune,moe]'";
+    if (!rows.length) return "Tick a parameter.";
+    if (rows.some(([, low, high]) => low.value === "" || high.value === "" || Number(low.value) >= Number(high.value))) return "Each range goes from a smaller number to a larger one.";
+    const text = $("tune-text").value, budget = Number($("budget").value), tokens = Number($("row-tokens").value || 512);
+    if (!text.trim()) return "Write a text.";
+    if (text.length > studio.max_characters) return `Shorten the text: ${studio.max_characters.toLocaleString("en")} characters are the most.`;
+    if (!(budget >= 2 && budget <= studio.max_budget)) return `Candidates are from 2 to ${studio.max_budget.toLocaleString("en")}.`;
+    if (!(tokens >= 2)) return "Rows have 2 tokens or more.";
+    return result.fitted && result.fitted.rows < result.fitted.needed ? "The text is too short." : "";
+  },
   async do(action, given = {}) {
     refused("");
     try { return await link.post(action, given); } catch (error) { refused(error.html ?? "<p>The server does not answer. Nothing was started.</p>"); return null; }
@@ -28,7 +91,7 @@ const actions = {
   async try() {
     const version = await link.settled();
     if (version === null) return;
-    const models = desk.chosen.slice(0, 11);
+    const models = mix.chosen.slice(0, 11);
     show("try");
     await actions.do("try", { version, models, prompt: $("prompt").value, text: $("judged").value, new_tokens: Number($("tokens").value) });
   },
@@ -36,18 +99,17 @@ const actions = {
     const version = await link.settled(), [path, model] = JSON.parse($("swept").value || "[[],\"\"]");
     if (version === null) return;
     const values = $("values").value.split(/[\s,;]+/).filter(Boolean).map(Number);
-    if (!values.length || values.some(value => !Number.isFinite(value))) { refused("<p>Write numbers, with commas between them.</p>"); return; }
     const asks = $("sweep-asks").checked;
     await actions.do("sweep", { version, path, model, values, prompt: asks ? $("prompt").value : "", text: asks ? $("judged").value : "" });
   },
   async tune() {
     const version = await link.settled();
     if (version === null) return;
-    const ranges = [...$("ranges").querySelectorAll("div")].filter(row => row.querySelector("input").checked).map(row => {
+    const ranges = [...$("ranges").querySelectorAll(".range[data-key]")].filter(row => row.querySelector("input").checked).map(row => {
       const [, low, high] = row.querySelectorAll("input");
       return [...JSON.parse(row.dataset.key), Number(low.value), Number(high.value)];
     });
-    await actions.do("tune", { version, ranges, text: $("judged").value, budget: Number($("budget").value) });
+    await actions.do("tune", { version, ranges, text: $("tune-text").value, budget: Number($("budget").value), tokens: $("row-tokens").value ? Number($("row-tokens").value) : null });
   },
   async merge() {
     const version = await link.settled();
@@ -61,9 +123,15 @@ const actions = {
   },
 };
 
+const set = (id, why, said) => {
+  $(id).disabled = Boolean(why) || Boolean(link.state.task?.running);
+  if (said) $(said).textContent = link.state.task?.running ? "" : why;
+  else $(id).title = why;
+};
+
 const step = name => {
   document.body.dataset.step = name;
-  for (const button of $("steps").children) button.toggleAttribute("aria-current", button.dataset.step === name);
+  for (const each of $("steps").children) { if (each.dataset.step === name) each.setAttribute("aria-current", "step"); else each.removeAttribute("aria-current"); }
 };
 const show = tab => { result.open(tab); step("result"); };
 
@@ -75,8 +143,8 @@ const tell = (what, words) => {
 };
 const announce = () => {
   const { notes, work, task, preview, document: now } = link.state;
-  if (notes && notes.version === now?.version) tell("notes", notes.good ? "The recipe is correct." : now.text.trim() ? `The recipe has ${notes.errors} problem${notes.errors === 1 ? "" : "s"}.` : "");
-  if (work) tell("work", work.state === "running" ? `Merging ${work.name}: ${25 * Math.floor(4 * work.share)} percent.` : { done: `${work.name} is merged.`, failed: `Merging ${work.name} failed.`, cancelled: `Merging ${work.name} was cancelled.` }[work.state] ?? "");
+  if (notes && notes.version === now?.version) tell("notes", notes.good ? "The recipe is correct." : now.text.trim() ? notes.reason : "");
+  if (work) tell("work", work.state === "running" ? `Merging ${work.name}: ${25 * Math.floor(4 * work.share)} percent.` : { done: `${work.name} is merged.`, failed: `Merging ${work.name} failed.`, cancelled: `Merging ${work.name} was cancelled.`, interrupted: `Merging ${work.name} was interrupted.` }[work.state] ?? "");
   if (task) tell("task", task.running ? `${task.kind} runs.` : task.kind ? `${task.kind} is done.` : "");
   if (preview && !link.pending.length && preview.version === now?.version) tell("preview", $("shown").querySelector(".ws-verdict")?.textContent ?? "");
 };
@@ -87,16 +155,18 @@ const draw = changed => {
     $("hub").hidden = !studio.hub;
     $("where").textContent = `in ${studio.out}`;
     $("tokens").max = studio.max_new_tokens;
-    if (!studio.can_run) $("tried").innerHTML = "<p class='ws-hint'>Trying needs torch and transformers: <code>pip install 'weightsmith[moe]'</code></p>";
+    $("budget").max = studio.max_budget;
   }
-  if (changed.has("unsaved")) refused(link.state.unsaved);
+  if (changed.has("unsaved")) said();
   if (changed.has("document")) {
     const now = link.state.document;
     $("undo").disabled = !now.undo;
     $("redo").disabled = !now.redo;
-    desk.write();
+    mix.write();
     result.parameters(now.draft.controls);
-    $("restore").hidden = Boolean(now.text.trim()) || !remembered;
+    $("start").hidden = Boolean(now.text.trim());
+    $("restore").hidden = !remembered;
+    if (!$("tune").hidden) result.fit();
   }
   if (changed.has("preview")) {
     // What survives of each model, for its card.
@@ -106,20 +176,27 @@ const draw = changed => {
       return [name, known.length ? `${(100 * known.reduce((a, b) => a + b, 0) / known.length).toFixed(0)} % survives, on average over layers` : ""];
     }));
   }
-  if (["document", "models", "preview", "verdicts"].some(name => changed.has(name))) desk.cards();
-  if (["document", "preview"].some(name => changed.has(name))) { desk.strips(); result.preview(); }
-  if (["document", "notes"].some(name => changed.has(name))) desk.notes();
+  if (["document", "models", "preview", "verdicts"].some(name => changed.has(name))) mix.cards();
+  if (["document", "preview"].some(name => changed.has(name))) { mix.strips(); result.preview(); }
+  if (["document", "notes"].some(name => changed.has(name))) mix.notes();
   if (changed.has("task")) result.task();
   if (changed.has("runs")) { result.runs(); merged(); }
   if (changed.has("work")) work();
+  actions.gate();
   announce();
 };
 
+let failed = null;  // the last merge whose error was shown, or that failed before the page was opened
 const work = () => {
-  const { work } = link.state, running = work.state === "running";
-  $("progress").innerHTML = work.html;
-  $("merge").disabled = running;
+  const { work } = link.state;
+  if (!work) return;
+  const running = work.state === "running";
+  // How far it was, and how long it will take, is not known while the server is silent.
+  if (running && state === "dead") $("progress").textContent = `No news of ${work.name}.`;
+  else if ($("progress").innerHTML !== work.html) $("progress").innerHTML = work.html;
   $("cancel").hidden = !running;
+  if (work.state === "failed" && failed !== null && work.number !== failed) refused(work.problem);
+  failed = work.number - running;
   if (!running) named();
 };
 
@@ -136,30 +213,42 @@ const merged = () => {
 const named = () => {
   clearTimeout(nameTimer);
   nameTimer = setTimeout(async () => {
-    const about = await link.post("name", { name: $("name").value }).catch(() => null);
+    about = await link.post("name", { name: $("name").value }).catch(() => about);
     if (!about) return;
     const { alone } = link.state.studio ?? {};
-    $("merge").textContent = about.unfinished && !$("again").checked ? "Resume" : "Merge";
+    $("merge").querySelector("span").textContent = about.unfinished && !$("again").checked ? "Resume" : "Merge";
     $("overwrite-field").hidden = !alone || !about.exists;
     $("again-field").hidden = !alone || !about.unfinished;
+    if (!about.exists) $("overwrite").checked = false;
+    actions.gate();
   }, 150);
 };
 
 let remembered = "";
 try { remembered = localStorage.getItem("ws-recipe") ?? ""; } catch { /* a browser without storage */ }
 
-desk = new Desk(link, actions);
+mix = new Mix(link, actions);
 result = new Result(link, actions);
-for (const button of $("steps").children) button.addEventListener("click", () => step(button.dataset.step));
+said();
+for (const each of $("steps").children) each.addEventListener("click", () => step(each.dataset.step));
+for (const each of $("skip").children) each.addEventListener("click", () => { if (each.dataset.step) step(each.dataset.step); });
+document.addEventListener("click", event => {
+  const mend = event.target.closest("button[data-mend]");
+  if (mend && Object.hasOwn(MENDS, mend.dataset.mend)) { refused(""); MENDS[mend.dataset.mend](mend.dataset.value); actions.gate(); }
+  if (event.target.closest("button[data-line]")) { refused(""); step("mix"); }
+}, { capture: true });
 for (const id of ["prompt", "judged", "name"]) {
   try { const kept = localStorage.getItem(`ws-${id}`); if (kept !== null) $(id).value = kept; } catch { /* a browser without storage */ }
   $(id).addEventListener("change", () => { try { localStorage.setItem(`ws-${id}`, $(id).value); } catch { /* a browser without storage */ } });
 }
+$("tune-text").value = $("judged").value;
+$("tune-text").addEventListener("change", () => { try { localStorage.setItem("ws-judged", $("tune-text").value); } catch { /* a browser without storage */ } });
 $("name").addEventListener("input", named);
+$("overwrite").addEventListener("change", () => actions.gate());
 $("again").addEventListener("change", named);
 $("merge").addEventListener("click", () => actions.merge());
 $("cancel").addEventListener("click", () => actions.do("cancel"));
 $("try-first").addEventListener("click", () => actions.try());
 $("restore").addEventListener("click", () => link.edit({ kind: "text", base: link.text, text: remembered }));
-fetch("/about").then(answer => answer.json()).then(about => desk.known(about));
+fetch("/about").then(answer => answer.json()).then(about => mix.known(about));
 if (Object.keys(link.state).length) draw(new Set(Object.keys(link.state)));

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import math
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weightsmith._activations.rows import TOKENS
+from weightsmith._activations.scored_rows import Cutter
 from weightsmith._app.studio import compare, draft, edits, show
 from weightsmith._app.studio.board import Board
 from weightsmith._app.studio.check import allowed, model_allowed
 from weightsmith._app.studio.kept import Kept
 from weightsmith._app.studio.places import Places
+from weightsmith._app.studio.words import TEXT_FILE, TEXT_FOLDER, Mend, PageError
 from weightsmith._app.studio.work import Cancelled
-from weightsmith._base.errors import Busy, ParameterError, WeightsmithError, first_line, report
+from weightsmith._base.errors import Busy, ParameterError
+from weightsmith._base.options import EvaluateSettings, QuantizeSettings, RecipeOptions, RunOptions, TuneSettings
 from weightsmith._base.pages import to_html
 from weightsmith._base.text import count
 from weightsmith._execution.progress import Meter, Reading
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._reports.evaluate.opening import opened
 from weightsmith._reports.look.diff import diff
 from weightsmith._reports.look.inspect import inspect
 from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page
 from weightsmith._reports.look.preview import preview
+from weightsmith._reports.tuning.journal import Trial
 from weightsmith._reports.tuning.report import tuning_page
 from weightsmith._reports.tuning.result import total
-from weightsmith._reports.tuning.tune import tune
+from weightsmith._reports.tuning.texts import Fit, fit
+from weightsmith._reports.tuning.tune import tuned
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
@@ -36,22 +45,36 @@ MAX_SWEEP = 9
 MAX_BUDGET = 1000
 """Candidates of a search."""
 
+_BUTTONS: Mapping[str, str] = {"try": "Try", "sweep": "Sweep", "tune": "Tune", "look": "Compare"}
+"""What begins each kind of task."""
+
 
 class Tasks:
-    """The running task. Its progress is on the board. `add` records its result: `Session.add_run`.
+    """The running task. Its progress is on the board.
+
+    add     records its result: `Session.add_run`
+    stored  stores something on disk: `Session._stored`
 
     Recipes come from the session. All other arguments come from a browser, and are checked here.
     """
 
-    def __init__(self, places: Places, board: Board, kept: Kept, add: Callable[..., int]) -> None:
+    def __init__(
+        self, places: Places, board: Board, kept: Kept, add: Callable[..., int], stored: Callable[[Callable[[], None]], None]
+    ) -> None:
         self.places = places
         self.board = board
         self.kept = kept
         self._add = add
+        self._stored = stored
+        self._cutter: tuple[str, Cutter, int] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.board.put("task", {"running": False})
+        for kind, title in kept.interrupted.items():
+            if kind in _BUTTONS:
+                what = f"Interrupted: {title}. The studio ended before this was done."
+                self.show(kind, "", show.hint(f"{what} Press {_BUTTONS[kind]} to begin again."), running=False)
 
     def stop(self) -> None:
         """Stop the task after the current model."""
@@ -68,7 +91,7 @@ class Tasks:
         asked = compare.Asked(prompt, text, new_tokens)
         asked.check(len(models) + 1)
         if not prompt.strip() and not text.strip():
-            raise ParameterError("there is nothing to try it on", fix="write a prompt, or a text")
+            raise PageError("there is nothing to try it on", Mend("prompt", "Write a prompt"))
 
         def work() -> None:
             began, found = time.monotonic(), list[compare.Sample]()
@@ -87,7 +110,7 @@ class Tasks:
                 self._add("try", draft.read(recipe).method, recipe, time.monotonic() - began, numbers)
             self.show("try", "", html, running=False)
 
-        self._begin("try", work)
+        self._begin("try", work, compare.MERGE)
 
     def sweep(self, recipe: str, path: Sequence[Any], model: str, values: Sequence[float], prompt: str, text: str) -> None:
         """Preview the recipe with several values of one parameter, and run the merges if there is a prompt or a text.
@@ -123,17 +146,52 @@ class Tasks:
                 self._add("sweep", name, recipe, time.monotonic() - began, numbers)
             self.show("sweep", "", show.sweep(name, rows, prompt), running=False)
 
-        self._begin("sweep", work)
+        self._begin("sweep", work, name)
 
-    def tune(self, recipe: str, ranges: Sequence[tuple[list[Any], str, float, float]], text: str, budget: int) -> None:
+    def fit(self, recipe: str, text: str, tokens: int | None) -> Fit:
+        """Whether a text is long enough to be tuned on. tokens: in each row; None: 512, or the model's maximum.
+
+        Raises ParameterError, PlanError: the recipe, or a model without a tokenizer.
+        """
+        if not 0 < len(text) <= compare.MAX_CHARACTERS:
+            raise ParameterError(f"a text has up to {compare.MAX_CHARACTERS:,} characters", fix="write another")
+        cutter, positions = self._cutter_of(allowed(recipe, self.places))
+        if tokens is not None and not 2 <= tokens <= positions:
+            what = f"rows have from 2 to {positions:,} tokens, not {tokens:,}"
+            raise PageError(what, Mend("tokens", f"Use rows of {min(TOKENS, positions)} tokens", str(min(TOKENS, positions))))
+        with tempfile.TemporaryDirectory(prefix=TEXT_FOLDER) as folder:
+            path = Path(folder) / TEXT_FILE
+            path.write_text(text, encoding="utf-8")
+            return fit(cutter, positions, str(path), tokens)
+
+    def _cutter_of(self, recipe: str) -> tuple[Cutter, int]:
+        """What cuts texts for a recipe's result, and the most tokens of a row; kept for the next text."""
+        kept = self._cutter
+        if kept is None or kept[0] != recipe:
+            with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
+                found = opened("the merge", prepared)
+                self._cutter = kept = recipe, found.cutter, found.positions
+        return kept[1], kept[2]
+
+    def tune(
+        self,
+        recipe: str,
+        ranges: Sequence[tuple[list[Any], str, float, float]],
+        text: str,
+        budget: int,
+        tokens: int | None = None,
+    ) -> None:
         """Find the values of some parameters with which the merge predicts a text best; see `weightsmith.tune`.
 
-        ranges  path, model, minimum and maximum of each. Raises as `ask`, ParameterError
+        ranges  path, model, minimum and maximum of each
+        tokens  in each row of the text
+
+        Raises as `ask`; ParameterError, for a text that is too short too.
         """
         allowed(recipe, self.places)
         if not ranges or not text.strip() or not 1 < budget <= MAX_BUDGET or len(text) > compare.MAX_CHARACTERS:
             what = f"a search takes one parameter or more, a text, and from 2 to {MAX_BUDGET:,} candidates"
-            raise ParameterError(what, fix="choose parameters, and write the text in Try")
+            raise PageError(what, Mend("text", "Write a text"), fix="choose parameters, and write a text")
         asked, names = recipe, list[str]()
         for path, model, low, high in ranges:
             found = draft.control_at(recipe, path, model)
@@ -144,21 +202,33 @@ class Tasks:
             asked = edits.put(asked, found.path, {"tune": [low, high]})
             names.append(f"{found.name} of {model}" if model else found.name)
 
+        too_short = _too_short(self.fit(recipe, text, tokens))
+        if too_short is not None:
+            raise too_short
+
         def work() -> None:
             began = time.monotonic()
             with self.kept.scratch() as folder:
-                (folder / "text.txt").write_text(text, encoding="utf-8")
-                out = folder / "tuned.yml"
-                shown = _Trials(self, out.with_suffix(".trials.jsonl"), names)
-                found = tune(asked, out, text=folder / "text.txt", budget=budget, progress=shown)
+                (folder / TEXT_FILE).write_text(text, encoding="utf-8")
+                shown = _Trials(self, names)
+                found = tuned(
+                    asked,
+                    str(folder / "tuned.yml"),
+                    RecipeOptions(),
+                    EvaluateSettings(text=(str(folder / TEXT_FILE),), tokens=tokens),
+                    TuneSettings(budget=budget),
+                    RunOptions(),
+                    shown,
+                    shown.add,
+                )
                 page = tuning_page(found)
             perplexities = {name: f"{total(scores).perplexity:.4g}" for name, scores in found.judged.items()}
             numbers = {f"perplexity of the {name}": value for name, value in perplexities.items()}
             number = self._add("tune", ", ".join(names), found.recipe, time.monotonic() - began, numbers, to_html(page))
-            html = show.verdict(page) + show.trials(names, [*shown.rows()])
+            html = show.verdict(page) + show.trials(names, shown.rows)
             self.show("tune", "", html, running=False, report=number)
 
-        self._begin("tune", work)
+        self._begin("tune", work, ", ".join(names))
 
     def look(self, recipe: str, models: Sequence[str]) -> None:
         """Report on models: a summary of one, the differences of two, or the deltas of several from the first."""
@@ -181,17 +251,18 @@ class Tasks:
                 verdicts = self.board.get("verdicts") or {}
                 self.board.put("verdicts", {**verdicts, every[0]: {**verdicts.get(every[0], {}), every[1]: found.summary[0]}})
 
-        self._begin("look", work)
+        self._begin("look", work, ", ".join(every))
 
     def stop_if_asked(self, _now: Progress | None = None) -> None:
         """Raise Cancelled if the task is to stop."""
         if self._stop.is_set():
             raise Cancelled
 
-    def _begin(self, kind: str, work: Callable[[], None]) -> None:
+    def _begin(self, kind: str, work: Callable[[], None], title: str) -> None:
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
                 raise Busy("another task is running", fix="wait until it is done, or stop it")
+            self._stored(lambda: self.kept.began(kind, title))
             self._stop.clear()
             self.show(kind, "starting", "")
             self._thread = threading.Thread(target=self._run, args=(kind, work), name="weightsmith-studio-task", daemon=True)
@@ -202,54 +273,47 @@ class Tasks:
             work()
         except KeyboardInterrupt:
             self.show(kind, "", show.hint("Stopped."), running=False)
-        except WeightsmithError as error:
-            self.show(kind, "", show.problem(report(error)), running=False)
         except Exception as error:
-            self.show(kind, "", show.problem(f"{type(error).__name__}: {first_line(error)}"), running=False)
+            self.show(kind, "", show.error(error), running=False)
+        with suppress(Busy):
+            self._stored(lambda: self.kept.ended(kind))
 
     def show(self, kind: str, doing: str, html: str, *, running: bool = True, report: int = 0) -> None:
         """Show the task's progress."""
         self.board.put("task", {"kind": kind, "running": running, "doing": doing, "html": html, "report": report})
 
 
+def _too_short(found: Fit) -> PageError | None:
+    """Why a text cannot be tuned on; None if it can."""
+    if found.enough:
+        return None
+    what = f"the text has {count(found.rows, 'row')} of {found.tokens:,} tokens, and {found.needed} are needed"
+    if not found.shorter:
+        return PageError(what, Mend("text", "Write more"), fix="write a longer text")
+    label = f"Use rows of {found.shorter} tokens"
+    return PageError(what, Mend("tokens", label, str(found.shorter)), fix="write a longer text, or use shorter rows")
+
+
 class _Trials(Meter):
-    """Shows the trials of a search as they come, and stops it when asked to."""
+    """Shows the trials of a search as they come, and stops it when asked to.
 
-    def __init__(self, tasks: Tasks, journal: Path, names: Sequence[str]) -> None:
+    rows  number, values and loss of each; None: it was not scored on all rows
+    """
+
+    def __init__(self, tasks: Tasks, names: Sequence[str]) -> None:
         self._tasks = tasks
-        self._journal = journal
         self._names = names
-        self._found: list[tuple[int, list[Any], float | None]] = []
-        self._read = 0
+        self.rows: list[tuple[int, Sequence[Any], float | None]] = []
 
-    def rows(self) -> Sequence[tuple[int, list[Any], float | None]]:
-        """Number, values and loss of each trial; None: it was not scored on all rows."""
-        return self._found
+    def add(self, trial: Trial, loss: float | None) -> None:
+        """Take a trial. loss: as the report has it."""
+        self.rows.append((trial.number, trial.values, loss))
 
     def show(self, reading: Reading) -> None:
         """Show the trials so far."""
-        self.say(reading.label)
+        self.say(f"{reading.detail} ({reading.total:,} in all)")
 
     def say(self, text: str) -> None:
         """Show the trials so far. Called about ten times a second."""
         self._tasks.stop_if_asked()
-        self._take()
-        self._tasks.show("tune", f"{text}, {count(len(self._found), 'trial')}", show.trials(self._names, self._found))
-
-    def _take(self) -> None:
-        """Read the new lines of the journal. The last one may be incomplete, and is left for later."""
-        try:
-            with self._journal.open("rb") as file:
-                file.seek(self._read)
-                lines = file.read().splitlines(keepends=True)
-        except OSError:
-            return
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            self._read += len(line)
-            values = json.loads(line)
-            if "trial" in values:
-                nats = [each for own in values.get("nats", []) for each in own]
-                loss = sum(nats) / len(nats) if nats and None not in nats else None
-                self._found.append((values["trial"], values["values"], loss))
+        self._tasks.show("tune", text, show.trials(self._names, self.rows))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from weightsmith._app.api import merge
-from weightsmith._base.errors import Busy, WeightsmithError, report
+from weightsmith._base.errors import Busy
 from weightsmith._execution.page import PAGE_NAME
 from weightsmith._execution.progress import Meter, Rates, Reading, show_progress
 from weightsmith._outputs.local.area import staging_folder
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
     from weightsmith._execution.run import Merged
 
-State = Literal["idle", "running", "cancelled", "failed", "done"]
+State = Literal["idle", "running", "cancelled", "interrupted", "failed", "done"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Status:
     speed, left   bytes a second, and seconds; None while unknown
     problem  why it failed
     merged   the result
+
+    interrupted: an earlier studio was killed while it ran
     """
 
     state: State = "idle"
@@ -42,7 +44,7 @@ class Status:
     reading: Reading | None = None
     speed: float | None = None
     left: float | None = None
-    problem: str = ""
+    problem: Exception | None = None
     merged: Merged | None = None
 
 
@@ -53,9 +55,9 @@ class Cancelled(KeyboardInterrupt):
 class Work:
     """The merge of this process. Its methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, status: Status = Status()) -> None:
         self._lock = threading.Lock()
-        self._status = Status()
+        self._status = status
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -104,10 +106,8 @@ class Work:
             )
         except KeyboardInterrupt:
             self._update(state="cancelled")
-        except WeightsmithError as error:
-            self._update(state="failed", problem=report(error))
-        except Exception as error:
-            self._update(state="failed", problem=f"{type(error).__name__}: {error}".rstrip(": "))
+        except Exception as error:  # of a method, too
+            self._update(state="failed", problem=error.with_traceback(None))
         else:
             self._update(state="done", merged=merged)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -109,8 +109,7 @@ class Tuning:
 
     def objective_of(self, number: int) -> float:
         """The loss of a trial that was scored on all rows."""
-        own = self.losses[number]
-        return max(own) if self.objective == "worst" else sum(own) / len(own)
+        return combined(self.losses[number], self.objective)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
@@ -142,6 +141,15 @@ class Tuning:
             judged={name: [asdict(score) for score in scores] for name, scores in self.judged.items()},
             changes={name: asdict(change) for name, change in self.changes.items()},
         )
+
+
+def combined(losses: Sequence[float], objective: str) -> float:
+    """The number that a search minimises, from the loss of each text.
+
+    >>> combined([2.0, 4.0], "mean"), combined([2.0, 4.0], "worst")
+    (3.0, 4.0)
+    """
+    return max(losses) if objective == "worst" else sum(losses) / len(losses)
 
 
 def total(scores: tuple[Score, ...]) -> Score:

@@ -25,7 +25,7 @@ from weightsmith._reports.evaluate.values import RowLosses, score_of
 from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
 from weightsmith._reports.tuning.journal import Trial
-from weightsmith._reports.tuning.result import Judged
+from weightsmith._reports.tuning.result import Judged, combined
 from weightsmith._reports.tuning.slopes import Slopes
 from weightsmith._reports.tuning.texts import part, read_texts, stages
 
@@ -131,8 +131,7 @@ class TextMeasure:
 
     def _total(self, trial: Trial, numbers: Sequence[Sequence[int]] | None = None) -> float:
         """The loss of a trial. numbers: the rows of each text that count; None: all."""
-        losses = self.losses(trial, numbers)
-        return max(losses) if self.objective == "worst" else sum(losses) / len(losses)
+        return combined(self.losses(trial, numbers), self.objective)
 
     def losses(self, trial: Trial, numbers: Sequence[Sequence[int]] | None = None) -> list[float]:
         """The loss of each text, in nats for a token."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightsmith._activations.rows import TOKENS, text_source
-from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows
+from weightsmith._activations.scored_rows import MAX_ROWS, Cutter, ScoredRows
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._base.text import count
@@ -17,6 +17,12 @@ from weightsmith._reports.evaluate.opening import Opened
 
 ROWS = 16
 """Rows of each text to tune on, unless the user gives a number."""
+
+SPLIT_ROWS = 3 * ROWS // 2
+"""Rows of a text that is split, whose last third is for the report."""
+
+NARROWEST = 16
+"""Tokens of the shortest rows that are offered for a short text."""
 
 REPORT_ROWS = 64
 """Rows of each text of the report, unless the user gives a number."""
@@ -55,6 +61,47 @@ class Texts:
         return [rows.sha256 for rows in (*self.tune, *self.report)]
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a text is long enough for a search that keeps its last third for the report.
+
+    rows    that it has, at most those that a search reads
+    tokens  in each row
+    needed  rows for a search
+    shorter  tokens in each row with which it has enough rows; 0: it has enough, or is too short for any
+    """
+
+    rows: int
+    tokens: int
+    needed: int
+    shorter: int
+
+    @property
+    def enough(self) -> bool:
+        """Whether it has enough rows."""
+        return self.rows >= self.needed
+
+
+def fit(cutter: Cutter, positions: int, path: str, tokens: int | None) -> Fit:
+    """How many rows a text has, without a search.
+
+    positions, tokens  the most tokens that a row may have, and those asked for
+
+    Raises as `Cutter.rows`, for a text that cannot be read or has fewer than two tokens.
+    """
+    width, most = tokens or min(TOKENS, positions), SPLIT_ROWS
+
+    def rows(width: int) -> int:
+        return len(_scored_rows(cutter, path, None, most, width)[1])
+
+    found = rows(width)
+    halves = (1 << n for n in range(width.bit_length(), NARROWEST.bit_length() - 2, -1))
+    shorter = 0
+    if found < LEAST_ROWS:
+        shorter = next((each for each in halves if NARROWEST <= each < width and rows(each) >= LEAST_ROWS), 0)
+    return Fit(found, width, LEAST_ROWS, shorter)
+
+
 def stages(n: int) -> list[list[int]]:
     """The rows of a text that candidates are scored on, stage by stage, with those before: all of few.
 
@@ -84,7 +131,7 @@ def read_texts(one: Opened, texts: Sequence[str], report_texts: Sequence[str], r
         raise ParameterError(f"its rows have at most {one.positions:,} tokens, not {width:,}", where=one.name, fix=fix)
     problems: list[WeightsmithError] = []
     split = not report_texts
-    most = rows or (3 * ROWS // 2 if split else ROWS)
+    most = rows or (SPLIT_ROWS if split else ROWS)
     tune = [_cut(one, path, rows, most, width, problems, least=LEAST_ROWS if split else 1) for path in texts]
     report = [_cut(one, path, None, REPORT_ROWS, width, problems, least=1) for path in report_texts]
     if problems:
@@ -105,11 +152,10 @@ def _cut(
     one: Opened, path: str, rows: int | None, most: int, width: int, problems: list[WeightsmithError], least: int
 ) -> ScoredRows | None:
     try:
-        found = one.cutter.rows(text_source(path, rows, width, 0, "text"), min(most, rows or MAX_ROWS))
+        found, numbers = _scored_rows(one.cutter, path, rows, most, width)
     except WeightsmithError as error:
         problems.append(error)
         return None
-    numbers = [i for i in range(len(found.ids)) if (found.nbytes[i] >= 0).any()]
     if len(numbers) < least:
         what = f"the text has {count(len(numbers), 'row')} of {width:,} tokens, and {least} are needed"
         fix = f"give a longer text, or shorter rows: {assignment('tokens', max(2, width // 4))}"
@@ -121,6 +167,12 @@ def _cut(
         problems.append(ParameterError(what, where=path, fix=fix))
         return None
     return part(found, numbers)
+
+
+def _scored_rows(cutter: Cutter, path: str, rows: int | None, most: int, width: int) -> tuple[ScoredRows, list[int]]:
+    """The rows of a text, and the numbers of those with a token to score."""
+    found = cutter.rows(text_source(path, rows, width, 0, "text"), min(most, rows or MAX_ROWS))
+    return found, [i for i in range(len(found.ids)) if (found.nbytes[i] >= 0).any()]
 
 
 def _check_apart(

@@ -48,7 +48,7 @@ from weightsmith._reports.tuning.command_measure import CommandMeasure
 from weightsmith._reports.tuning.evolve import evolution
 from weightsmith._reports.tuning.journal import Journal, Trial
 from weightsmith._reports.tuning.measure import Measure
-from weightsmith._reports.tuning.result import Tuning
+from weightsmith._reports.tuning.result import Tuning, combined
 from weightsmith._reports.tuning.search import searcher
 from weightsmith._reports.tuning.text_measure import TextMeasure
 
@@ -56,6 +56,9 @@ WAIT_SECONDS = 0.3
 """Between two looks for trials that other processes are making."""
 
 MARK = "# Tuned by weightsmith"
+
+Scored = Callable[[Trial, float | None], None]
+"""Takes a trial and its objective, as the report has it; None if it was not scored on all rows."""
 
 
 def tune(
@@ -110,8 +113,9 @@ def tuned(
     settings: TuneSettings,
     running: RunOptions,
     shown: Meter,
+    scored: Scored = lambda _trial, _loss: None,
 ) -> Tuning:
-    """See `tune`."""
+    """`tune` with its options as records. scored: called with each trial when it is made, or found in the journal."""
     seconds, config = seconds_of("time", settings.time), evolution(recipe)
     if config is not None:
         recipe, texts = config.recipe, replace(texts, text=texts.text or config.texts)
@@ -134,7 +138,7 @@ def tuned(
             name = candidates.tunables[candidates.whole.index(True)].name
             fix = f"give it a number, or use {assignment('search', 'cma')}"
             raise option_error("search", f"{name} takes whole numbers, which have no gradient", fix)
-        return _Search(candidates, measure, target, planning, settings, running, shown, stack).run(seconds)
+        return _Search(candidates, measure, target, planning, settings, running, shown, scored, stack).run(seconds)
 
 
 def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
@@ -215,9 +219,12 @@ class _Search:
         settings: TuneSettings,
         running: RunOptions,
         shown: Meter,
+        scored: Scored,
         stack: ExitStack,
     ) -> None:
         """measure: from the candidate at the start values."""
+        self.scored = scored
+        self._reported: set[int] = set()
         self.candidates, self.target, self.settings, self.running, self.shown = candidates, target, settings, running, shown
         self.searcher = searcher(settings.search, candidates.tunables, candidates.start, settings.budget, planning.seed)
         self.first = self._prepare(candidates.start)
@@ -311,6 +318,7 @@ class _Search:
             self.journal.refresh()
             for number, own in values.items():
                 self._check(number, own)
+                self._report(number)
             missing = [number for number in values if number not in self.journal.trials]
             self._show(len(values) - len(missing))
             if not missing or time.monotonic() >= end:
@@ -326,6 +334,13 @@ class _Search:
             what = f"trial {number:,} of the journal has other values than the search asks for now"
             fix = "use the version of weightsmith and cmaes that wrote it, or begin again with --no-resume (resume=False)"
             raise ParameterError(what, where=str(self.journal.path), fix=fix)
+
+    def _report(self, number: int) -> None:
+        trial = self.journal.trials.get(number)
+        if trial is None or number in self._reported:
+            return
+        self._reported.add(number)
+        self.scored(trial, combined(self.measure.losses(trial), self.measure.objective) if trial.whole else None)
 
     def _show(self, more: int) -> None:
         """more: trials of the round that are made."""

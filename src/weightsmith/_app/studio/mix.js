@@ -1,9 +1,9 @@
-// The desk: models, their strips, the method picker, the recipe's text.
+// Models, their strips, the method picker, the recipe's text.
 "use strict";
-import { control, make, shape } from "/assets/controls.js";
+import { button, control, icon, make, named, shape } from "/assets/controls.js";
 
 const $ = id => document.getElementById(id);
-const MAX_CARDS = 60;
+const MAX_CARDS = 60, MANY = 12;  // cards; models that are searched rather than read
 const PICTURES = {  // of a family of methods, 48 × 32
   average: "M6 26L42 6M24 16m-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0", sphere: "M6 28A22 22 0 0 1 42 28M24 7m-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0",
   delta: "M6 28L20 18L18 23M20 18L15 18M20 18L42 6L38 11M42 6L36 6", sparse: "M4 26h4v-8h4v8h6v-16h4v16h8v-4h4v4h6M4 30h40",
@@ -11,7 +11,7 @@ const PICTURES = {  // of a family of methods, 48 × 32
   copy: "M6 6h14v20h-14zM28 6h14v20h-14zM20 16h8",
 };
 
-export class Desk {
+export class Mix {
   constructor(link, actions) {
     Object.assign(this, { link, actions, controls: new Map(), about: null, base: "" });
     $("search").addEventListener("input", () => this.cards());
@@ -22,6 +22,8 @@ export class Desk {
     $("methods-close").addEventListener("click", () => $("methods").close());
     $("methods-search").addEventListener("input", () => this.pick());
     $("look").addEventListener("click", () => actions.look(this.chosen));
+    $("example").addEventListener("click", () => actions.do("example"));
+    $("recipe").addEventListener("toggle", () => this.lines());
     $("hub").addEventListener("submit", event => { event.preventDefault(); this.check($("hub-name").value.trim()); });
     this.recipe();
   }
@@ -34,6 +36,8 @@ export class Desk {
   cards() {
     const { models = [] } = this.link.state, words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = models.filter(each => words.every(word => each.ref.toLowerCase().includes(word)));
+    if (models.length > MANY && !this.looked && document.activeElement === document.body && !this.link.text.trim()) $("search").focus({ preventScroll: true });
+    this.looked ||= models.length > 0;
     $("found").textContent = models.length ? `${found.length} of ${models.length} models${found.length > MAX_CARDS ? `, the first ${MAX_CARDS} are shown` : ""}` : "No models were found in these folders. Links to other folders are not followed: name those too.";
     const { base, models: used } = this.draft, focused = document.activeElement?.closest?.("#cards li")?.dataset.ref, button = document.activeElement?.dataset?.act;
     $("cards").replaceChildren(...found.slice(0, MAX_CARDS).map(each => this.card(each, base, used)));
@@ -46,15 +50,12 @@ export class Desk {
     const facts = each.problem ? [each.problem] : [each.kind, each.parameters && `${each.parameters} parameters`, each.layers && `${each.layers} layers`, each.dtype, each.bytes, each.quantised, each.licence].filter(Boolean);
     const verdict = this.link.state.verdicts?.[base]?.[each.ref];
     const survived = is && this.link.state.preview?.total?.[is];
-    const button = (act, words, on, label) => make("button", { type: "button", "data-act": act, "aria-pressed": String(on), "aria-label": label }, words);
-    const asBase = each.adapter ? null : button("base", base === each.ref ? "Base ✓" : "Base", base === each.ref, `${each.ref}: use as base`);
-    asBase?.addEventListener("click", () => this.link.edit({ kind: "base", name: each.ref }));
-    const add = button("add", is ? "Added ✓" : "Add", Boolean(is), `${each.ref}: ${is ? "remove from" : "add to"} the merge`);
-    add.addEventListener("click", () => this.link.edit(is ? { kind: "remove", name: is } : { kind: "add", name: each.ref }));
-    const differ = base && base !== each.ref && !each.adapter ? button("diff", "Compare", false, `${each.ref}: compare with the base`) : null;
-    differ?.addEventListener("click", () => this.actions.look([base, each.ref]));
-    return make("li", { "data-ref": each.ref, class: is || base === each.ref ? "on" : "" },
-      make("b", {}, each.ref, each.adapter ? make("i", {}, " adapter") : ""), make("p", { class: each.problem ? "ws-error" : "ws-soft" }, facts.join(" · ") || "reading …"),
+    const isBase = base === each.ref, act = (name, picture, words, on, label, onclick) => button(picture, words, { "data-act": name, "aria-pressed": String(on), "aria-label": label, onclick });
+    const asBase = each.adapter || (each.problem && !isBase) ? null : act("base", isBase ? "check" : "base", "Base", isBase, `${each.ref}: use as base`, () => this.link.edit({ kind: "base", name: each.ref }));
+    const add = each.problem && !is ? null : act("add", is ? "check" : "plus", is ? "Added" : "Add", Boolean(is), `${each.ref}: ${is ? "remove from" : "add to"} the merge`, () => this.link.edit(is ? { kind: "remove", name: is } : { kind: "add", name: each.ref }));
+    const differ = base && !isBase && !each.adapter && !each.problem ? act("diff", "compare", "Compare", false, `${each.ref}: compare with the base`, () => this.actions.look([base, each.ref])) : null;
+    return make("li", { "data-ref": each.ref, class: each.problem ? "broken" : is || isBase ? "on" : "" },
+      make("b", {}, named(each.ref), each.adapter ? make("i", {}, " adapter") : ""), make("p", { class: each.problem ? "ws-error" : "ws-soft" }, facts.join(" · ") || "reading …"),
       survived ? make("p", { class: "ws-soft" }, survived) : null, verdict ? make("p", {}, verdict) : null, make("div", { class: "row" }, asBase, add, differ));
   }
 
@@ -65,8 +66,8 @@ export class Desk {
       const found = await this.link.post("hub", { name });
       const facts = [found.kind, `${found.parameters} parameters`, `${found.layers} layers`, found.dtype, found.licence].filter(Boolean);
       $("hub-found").replaceChildren(make("p", {}, facts.join(" · ")), make("div", { class: "row" },
-        make("button", { type: "button", onclick: () => this.link.edit({ kind: "base", name }) }, "Base"),
-        make("button", { type: "button", onclick: () => this.link.edit({ kind: "add", name }) }, "Add")));
+        button("base", "Base", { onclick: () => this.link.edit({ kind: "base", name }) }),
+        button("plus", "Add", { onclick: () => this.link.edit({ kind: "add", name }) })));
     } catch (error) { $("hub-found").innerHTML = error.html ?? "<p class='ws-error'>The server does not answer.</p>"; }
   }
 
@@ -78,8 +79,10 @@ export class Desk {
     const { draft } = this;
     $("held").textContent = draft.held && this.link.text.trim() ? draft.held : "";
     const method = this.about?.methods.find(each => each.name === draft.method);
-    $("method").textContent = draft.method ? `${draft.method}${method ? `: ${method.title}` : ""}` : "Choose a method";
-    $("base").replaceChildren(...(draft.base ? ["Base: ", make("b", {}, draft.base)] : []));
+    $("method").replaceChildren(icon("method"), draft.method ? ` ${draft.method}` : " Choose a method");
+    $("method").title = method ? `${method.title}. ${method.use}` : "";
+    $("base").replaceChildren(...(draft.base ? ["Base ", make("b", {}, named(draft.base))] : []));
+    if (draft.held && this.link.text.trim() && !this.opened) { this.opened = true; $("recipe").open = true; }  // text is the only way to edit it
     const names = [...new Set([...draft.controls.filter(each => each.model).map(each => each.model), ...draft.models])];
     const fresh = JSON.stringify([names, draft.base, draft.method, draft.blocks, draft.controls.map(each => [shape(each, this.link.value(each)), each.main])]);
     if (fresh === this.drawn) {
@@ -119,10 +122,10 @@ export class Desk {
 
   strip(name, i, names, draft, row) {
     const own = draft.controls.filter(each => each.model === name), isBase = name === draft.base;
-    const up = make("button", { type: "button", disabled: i === 0, "aria-label": `${name}: move up`, onclick: () => this.link.edit({ kind: "move", name, before: names[i - 1] }) }, "↑");
-    const down = make("button", { type: "button", disabled: i === names.length - 1, "aria-label": `${name}: move down`, onclick: () => this.link.edit({ kind: "move", name, after: names[i + 1] }) }, "↓");
-    const gone = make("button", { type: "button", "aria-label": `${name}: remove`, onclick: () => this.link.edit({ kind: "remove", name }) }, "✕");
-    const head = make("div", { class: "row ws-head", draggable: "true" }, make("h3", {}, name, isBase ? make("i", {}, " base") : ""), up, down, gone);
+    const up = button("up", "", { disabled: i === 0, "aria-label": `${name}: move up`, onclick: () => this.link.edit({ kind: "move", name, before: names[i - 1] }) });
+    const down = button("down", "", { disabled: i === names.length - 1, "aria-label": `${name}: move down`, onclick: () => this.link.edit({ kind: "move", name, after: names[i + 1] }) });
+    const gone = button("close", "", { "aria-label": `${name}: remove`, onclick: () => this.link.edit({ kind: "remove", name }) });
+    const head = make("div", { class: "row ws-head", draggable: "true" }, make("h3", {}, named(name), isBase ? make("i", {}, " base") : ""), up, down, gone);
     const strip = make("section", { class: "ws-strip-box", "aria-label": name, "data-model": name }, head, ...own.filter(each => each.main).map(row));
     head.addEventListener("dragstart", event => { event.dataTransfer.setData("text/x-ws", name); event.dataTransfer.effectAllowed = "move"; });
     strip.addEventListener("dragover", event => { if (event.dataTransfer.types.includes("text/x-ws")) event.preventDefault(); });
@@ -137,16 +140,16 @@ export class Desk {
   block({ place, words }, count) {
     const edit = (kind, end) => () => this.link.edit({ kind, place, words, count, end });
     return make("div", { class: "row ws-block" }, make("span", {}, `${place + 1}. ${words}`),
-      make("button", { type: "button", disabled: place === 0, "aria-label": `slice ${place + 1}: move up`, onclick: edit("move", place - 1) }, "↑"),
-      make("button", { type: "button", disabled: place === count - 1, "aria-label": `slice ${place + 1}: move down`, onclick: edit("move", place + 1) }, "↓"),
-      make("button", { type: "button", "aria-label": `slice ${place + 1}: remove`, onclick: edit("drop") }, "✕"));
+      button("up", "", { disabled: place === 0, "aria-label": `slice ${place + 1}: move up`, onclick: edit("move", place - 1) }),
+      button("down", "", { disabled: place === count - 1, "aria-label": `slice ${place + 1}: move down`, onclick: edit("move", place + 1) }),
+      button("close", "", { "aria-label": `slice ${place + 1}: remove`, onclick: edit("drop") }));
   }
 
   // ---- methods
 
   known(about) {
     this.about = about;
-    $("goal").replaceChildren(make("option", { value: "" }, "a goal …"), ...about.goals.map(goal => make("option", { value: goal.name }, goal.words)));
+    $("goal").replaceChildren(make("option", { value: "" }, "choose a goal …"), ...about.goals.map(goal => make("option", { value: goal.name }, goal.words)));
     this.strips();
   }
 
@@ -180,9 +183,10 @@ export class Desk {
       this.lines();
     });
     text.addEventListener("scroll", () => { $("gutter").scrollTop = text.scrollTop; });
-    $("notes").addEventListener("click", event => {
+    document.addEventListener("click", event => {
       const line = Number(event.target.closest("button[data-line]")?.dataset.line);
       if (!line) return;
+      $("recipe").open = true;
       const start = text.value.split("\n").slice(0, line - 1).join("\n").length + (line > 1 ? 1 : 0);
       text.focus();
       text.setSelectionRange(start, start + (text.value.split("\n")[line - 1] ?? "").length);
@@ -223,7 +227,7 @@ export class Desk {
     const old = notes && now && notes.version !== now.version;
     $("notes").classList.toggle("old", Boolean(old));
     if (notes && $("notes").dataset.version !== String(notes.version)) {
-      $("notes").innerHTML = notes.html || "<p class='ws-hint'>Start from a goal, or choose a base and models on the left.</p>";
+      $("notes").innerHTML = notes.html;
       $("notes").dataset.version = notes.version;
     }
     this.lines();

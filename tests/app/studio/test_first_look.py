@@ -1,0 +1,268 @@
+"""What the page says before anything goes wrong: steps, reasons, limits; and when the disk or the server fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.app.studio.models import make
+from tests.app.studio.serving import Studio, serving, start, stop
+from tests.app.studio.visit import Visit
+from tests.browser_help import browser
+
+__all__ = ["browser"]
+
+pytestmark = pytest.mark.slow
+FR, DE, BASE = "./models/fr", "./models/de", "./models/base"
+RUNS_MODELS = find_spec("torch") is not None and find_spec("transformers") is not None
+RECIPE = f"""merge_method: ties
+base_model: {BASE}
+models:
+  - {{model: {FR}, parameters: {{weight: 1.0, density: 0.5}}}}
+  - {{model: {DE}, parameters: {{weight: 1.0, density: 0.5}}}}
+dtype: bfloat16
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("look").resolve()
+    make(root)
+    broken = root / "models" / "broken"
+    shutil.copytree(root / "models" / "fr", broken)
+    (broken / "config.json").write_text("{")
+    return root
+
+
+@pytest.fixture
+def studio(root: Path, request: pytest.FixtureRequest) -> Iterator[Studio]:
+    with serving(root, out=f"out/{re.sub(r'[^a-z0-9]+', '-', request.node.name)[-60:].strip('-')}") as found:
+        yield found
+
+
+def disabled(page: Any, button: str) -> bool:
+    return bool(page.locator(button).is_disabled())
+
+
+def top_of(page: Any, selector: str) -> float:
+    return float(page.locator(selector).bounding_box()["y"])
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_first_screen_leads_to_a_merge(browser: Any, studio: Studio, width: int) -> None:
+    with Visit(browser, studio.address, width) as visit:
+        page = visit.page
+        visit.has("#why", "Choose a base and models.")
+        for button in ("#merge", "#try-first", "#look"):
+            assert disabled(page, button), button
+        badges = "#steps .badge" if width < 500 else ".pane .badge"
+        assert [each.inner_text() for each in page.locator(badges).all()] == ["1", "2", "3"]
+        words = page.inner_text("body").lower()
+        assert "desk" not in words
+        assert "disjoint" not in words
+        height = page.locator("footer").bounding_box()["height"]
+        assert height < 90
+        visit.step("mix")
+        assert not page.locator("#text").is_visible(), "the recipe is folded"
+        page.click("#example")
+        visit.has("#strips", "/demo/french")
+        visit.until("!document.querySelector('#merge').disabled")
+        visit.step("models")
+        visit.has("#cards", "/demo/german")
+        page.click("#merge")
+        visit.has("#progress", "Done")
+        assert disabled(page, "#merge"), "it is there now"
+        visit.has("#why", "merged exists: rename, or tick")
+        page.check("#overwrite")
+        visit.until("!document.querySelector('#merge').disabled")
+        page.fill("#name", "../evil")
+        visit.until("document.querySelector('#merge').disabled")
+        assert page.locator("footer").bounding_box()["height"] == height
+        visit.fine()
+
+
+def test_what_is_missing_is_said_step_by_step(browser: Any, studio: Studio) -> None:
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        visit.choose(FR)
+        visit.has("#why", "Choose a base and 1 more model.")
+        assert not page.locator("#notes .ws-error").count(), "nothing is wrong"
+        visit.choose(BASE, "use as base")
+        visit.has("#why", "Choose 1 more model.")
+        visit.choose(DE)
+        visit.until("!document.querySelector('#merge').disabled")
+        broken = page.locator("#cards li[data-ref='./models/broken']")
+        assert broken.locator("p.ws-error").count() == 1
+        assert broken.locator("button").count() == 0
+        visit.write(RECIPE.replace("ties", "tise"))
+        visit.has("#why", "The recipe has 1 problem.")
+        page.click("#recipe > summary")
+        page.click("#notes button[data-line]")
+        assert page.evaluate("document.activeElement.id") == "text"
+        visit.fine()
+
+
+def test_limits_are_said_while_typing(browser: Any, studio: Studio) -> None:
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        visit.write(RECIPE)
+        visit.until("!document.querySelector('#merge').disabled")
+        page.click("#tab-sweep")
+        page.fill("#values", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10")
+        visit.has("#sweep-limit", "Write up to 9 numbers")
+        page.fill("#values", "0.2 0.4")
+        assert not disabled(page, "#sweep-now")
+        page.click("#tab-try")
+        if not RUNS_MODELS or find_spec("cmaes") is None:
+            visit.has("#try-limit", "needs torch and transformers") if not RUNS_MODELS else None
+            return
+        page.fill("#prompt", "")
+        visit.has("#try-limit", "Write a prompt, or a text.")
+        assert disabled(page, "#try-now")
+        page.evaluate("document.querySelector('#judged').value = 'x'.repeat(100001)")
+        page.locator("#judged").press("End")
+        page.locator("#judged").press("y")
+        visit.has("#try-limit", "100,002 characters, and 100,000 are the most")
+        page.click("#tab-tune")
+        page.fill("#tune-text", " ".join(f"word{i}" for i in range(30)))
+        page.fill("#row-tokens", "64")
+        visit.has("#tune-fit", "of 64 tokens, and 4 are needed")
+        visit.has("#tune-limit", "The text is too short.")
+        assert disabled(page, "#tune-now")
+        page.click("#tune-fit button")
+        visit.has("#tune-fit", "to tune on, 2 for the report")
+        assert int(page.input_value("#row-tokens")) < 64
+        visit.until("!document.querySelector('#tune-now').disabled")
+        page.get_by_label(f"tune weight of {FR}: least value").fill("3")
+        visit.has("#tune-limit", "Each range goes from a smaller number to a larger one.")
+        visit.fine()
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_many_models_are_searched_and_long_names_keep_their_end(browser: Any, tmp_path: Path, width: int) -> None:
+    root = tmp_path.resolve()
+    make(root)
+    for i in range(60):
+        folder = root / "models" / f"a-long-organisation--a-long-name-of-a-model-that-has-no-room-{i:03}"
+        shutil.copytree(root / "models" / "fr", folder, copy_function=os.link)
+    with serving(root) as studio, Visit(browser, studio.address, width) as visit:
+        page = visit.page
+        visit.has("#found", "64 of 64 models")
+        assert page.evaluate("document.activeElement.id") == "search"
+        cards = page.locator("#cards")
+        assert cards.evaluate("e => e.scrollHeight > 4 * e.clientHeight"), "the list scrolls by itself"
+        assert page.locator("#models").evaluate("e => e.scrollHeight <= e.clientHeight")
+        assert top_of(page, "#hub-name" if page.locator("#hub-name").is_visible() else "#search") < 400
+        tail = page.locator("#cards .ws-mid > span:last-child").nth(5)
+        assert re.search(r"-\d{3}$", tail.inner_text())
+        assert tail.evaluate("e => e.scrollWidth <= e.clientWidth"), "its end is not cut"
+        head = page.locator("#cards .ws-mid > span:first-child").nth(5)
+        assert head.evaluate("e => e.scrollWidth > e.clientWidth && getComputedStyle(e).textOverflow === 'ellipsis'")
+        page.evaluate("document.activeElement.blur()")
+        page.evaluate("document.querySelector('#skip a').focus()")
+        assert page.locator("#skip").bounding_box()["y"] > 0, "skip links are seen when they have the focus"
+        assert [link.inner_text() for link in page.locator("#skip a").all()] == ["Models", "Mix", "Result", "Merge"]
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.closest('#mix') !== null")
+        visit.fine()
+
+
+# ---- a disk that refuses
+
+
+def test_it_is_not_saved_until_it_is_on_the_disk(browser: Any, root: Path) -> None:
+    studio = start(root, out="out/refusing")
+    try:
+        with Visit(browser, studio.address) as visit:
+            page, out = visit.page, root / "out" / "refusing"
+            visit.write(RECIPE)
+            visit.saved()
+            visit.previewed()
+
+            def refused(why: str, edit: str) -> None:
+                visit.write(f"{RECIPE}# {edit}\n")
+                page.locator("#saved", has_text=re.compile(f"^Not saved: ({why})$")).wait_for()
+                page.locator("#unsaved", has_text="is kept in this page").wait_for()
+                page.wait_for_timeout(2500)  # it stays
+                assert page.inner_text("#saved").startswith("Not saved"), "nothing was written meanwhile"
+                tab = visit.context.new_page()  # another tab says so too
+                tab.goto(visit.address)
+                tab.locator("#unsaved", has_text="Not saved").wait_for()
+                tab.close()
+
+            def kept(edit: str) -> None:
+                visit.saved()
+                page.locator("#unsaved").wait_for(state="hidden")
+                assert json.loads((out / ".studio" / "recipe.json").read_text())["text"] == f"{RECIPE}# {edit}\n"
+
+            before = resource.prlimit(studio.process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(studio.process.pid, resource.RLIMIT_FSIZE, (16, before[1]))  # as on a disk without space
+            refused("File too large", "full")
+            resource.prlimit(studio.process.pid, resource.RLIMIT_FSIZE, before)
+            kept("full")
+            shutil.rmtree(out)
+            out.write_text("no folder")
+            refused("File exists|Not a directory", "removed")
+            out.unlink()
+            kept("removed")
+            assert json.loads((out / ".studio" / "runs.json").read_text()), "the runs are there again"
+    finally:
+        stop(studio)
+
+
+# ---- a server that dies
+
+
+@pytest.mark.skipif(not RUNS_MODELS, reason="needs torch and transformers")
+def test_a_try_that_was_killed_is_interrupted(browser: Any, root: Path) -> None:
+    studio = start(root, out="out/killed")
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        visit.write(RECIPE)
+        visit.until("!document.querySelector('#merge').disabled")
+        page.click("#tab-try")
+        page.fill("#judged", "a long text " * 8000)
+        page.click("#try-now")
+        visit.has("#try .doing", "running the merge")
+        studio.kill()
+        page.locator("#dead").wait_for()
+        visit.has("#why", "The studio's server does not answer.")
+        assert disabled(page, "#merge")
+        studio = start(root, out="out/killed", port=studio.port)
+        visit.has("#tried", "Interrupted: the merge.")
+        assert page.inner_text("#try .doing") == ""
+        visit.until("!document.querySelector('#try-now').disabled")
+        page.reload()
+        visit.has("#tried", "Interrupted: the merge.")
+        visit.fine()
+    stop(studio)
+
+
+def test_the_bar_says_nothing_that_is_not_known(browser: Any, studio: Studio) -> None:
+    """The server stops in a merge; what it last said of speed and time left is not shown."""
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        visit.write(RECIPE)
+        visit.until("!document.querySelector('#merge').disabled")
+        running = "<div><p><b>mine</b> merging · 36 % · 250 MB/s · 4.8 s left</p></div>"
+        shown = {"state": "running", "number": 9, "name": "mine", "share": 0.36, "html": running, "problem": ""}
+        page.route("**/events", lambda route: route.fulfill(body=f"data: {json.dumps({'work': shown})}\n\n", headers=EVENTS))
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # the page listens again
+        visit.has("#progress", "4.8 s left")
+        page.unroute("**/events")
+        page.route("**/events", lambda route: route.abort())
+        page.locator("#dead").wait_for()
+        assert page.inner_text("#progress") == "No news of mine."
+
+
+EVENTS = {"content-type": "text/event-stream"}
