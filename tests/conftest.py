@@ -23,6 +23,7 @@ import numba.core.config  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.not_run import pytest_sessionfinish  # noqa: E402, F401
 from weightsmith._methods.jobs import requires  # noqa: E402
 
 if "WEIGHTSMITH_TESTS_DEVICE" in os.environ:

@@ -426,9 +426,7 @@ metric_list: [{metric: bits_per_byte}]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "WEIGHTSMITH_LM_EVAL" not in os.environ, reason="needs WEIGHTSMITH_LM_EVAL, lm-evaluation-harness's program"
-)
+@pytest.mark.skipif("WEIGHTSMITH_LM_EVAL" not in os.environ, reason="needs lm-evaluation-harness: WEIGHTSMITH_LM_EVAL")
 def test_lm_eval_measures_models_and_recipes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":  # lm_eval begins each text with the token that ends texts
         shutil.copytree(work / name, name.upper())
