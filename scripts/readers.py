@@ -32,7 +32,8 @@ LIMIT_SECONDS = 600
 def run(*command: str) -> None:
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     if ended.returncode != 0:
-        raise OSError((ended.stderr.strip() or ended.stdout.strip() or f"exit code {ended.returncode}").splitlines()[-1])
+        said = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip() and "A complete log" not in line]
+        raise OSError(said[-1] if said else f"exit code {ended.returncode}")
 
 
 def npm() -> str:

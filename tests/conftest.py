@@ -42,6 +42,14 @@ def fsync(fd: int) -> None:
 os.fsync = os.fdatasync = fsync
 
 _njit = compiler.njit
+_locks = tempfile.gettempdir()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of xdist have folders beside each other, which pytest removes at the end."""
+    global _locks
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _locks = str(Path(config.option.basetemp).parent)
 
 
 def njit_once(function: FunctionType, called_by_kernel: bool) -> Any:
@@ -51,10 +59,9 @@ def njit_once(function: FunctionType, called_by_kernel: bool) -> Any:
     if called_by_kernel or made is function or not folder:
         return made
     compile_ = made.compile
-    lock = Path(tempfile.gettempdir(), f"{Path(folder).name}.{function.__module__}.{function.__qualname__}.lock")
 
     def compile_once(*given: Any) -> Any:
-        with lock.open("w") as file:
+        with Path(_locks, f"{Path(folder).name}.{function.__module__}.{function.__qualname__}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return compile_(*given)
 
