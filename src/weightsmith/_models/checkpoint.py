@@ -518,7 +518,17 @@ def _not_found(name: str, path: Path) -> NotFound:
     if "/" not in name and os.sep not in name:
         kind += ", and not a Hub id, which has the form org/name"
     fix = "Write the path of a folder that exists, or a Hub id: org/name."
+    if up := _folder_above(name):
+        kind += f" here, but there is one in {up}: paths start at the current folder"
+        fix = f"Run the command from there, after `cd {up}`."
     return NotFound(kind + _nearest_sibling(name), where=name, fix=fix)
+
+
+def _folder_above(name: str) -> str:
+    """`..` or `../..` where a relative path exists from there: the user has changed to the folder of the recipe."""
+    if PurePath(name).is_absolute() or name.startswith("~"):
+        return ""
+    return next((up for up in ("..", "../..") if exists(Path(up, name))), "")
 
 
 def _nearest_sibling(name: str) -> str:
