@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(.+))?", re.ASCII)
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".json", ".yml", ".yaml")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,11 @@ class Checkpoint(NamedTensors, Closing):
         self.decoded = decoded
         self.plan = plan
         self._temporary = folder.temporary
+
+    def __fspath__(self) -> str:
+        """What names this model in recipes and calls, so that it can be passed there: a Hub model with its commit."""
+        is_hub_id = _COMMIT.fullmatch(self.revision) is not None and "@" not in self.ref and ":" not in self.ref
+        return f"{self.ref}@{self.revision}" if is_hub_id else self.ref
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:

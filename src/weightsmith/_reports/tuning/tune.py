@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from weightsmith._activations.given_texts import GivenText, as_files
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     MethodError,
@@ -62,8 +63,8 @@ def tune(
     recipe: Source,
     out: str | os.PathLike[str],
     *,
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    report_text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    text: GivenText = (),
+    report_text: GivenText = (),
     reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     progress: bool | Meter = True,
     **options: Unpack[TuneKeywords],
@@ -73,8 +74,9 @@ def tune(
     recipe       as for `merge`, with `{tune: [0, 1]}` in place of numbers and `{choice: [ties, dare_ties]}` of other values;
                  or a config of mergekit-evolve, whose tasks name texts
     out          the recipe to write, `tuned.yml`; the trials are kept beside it in `tuned.trials.jsonl`
-    text         .txt, .jsonl or .parquet files to tune on, or `built-in`; none: those that the config names, or `command`
-    report_text  files to judge the result on; none: the last third of the rows of each text
+    text         .txt, .jsonl or .parquet files to tune on, `built-in`, or strings as for `evaluate`; none: those that the
+                 config names, or `command`
+    report_text  the same, to judge the result on; none: the last third of the rows of each text
     reference    for `objective="kl"`: a model, or one for each text
     progress     True: a bar in terminals and notebooks, False: none
     options      see `weightsmith._base.options`: `RecipeOptions`, `EvaluateSettings`, `TuneSettings` and `RunOptions`
@@ -92,14 +94,15 @@ def tune(
     >>> found.reading[0]  # doctest: +SKIP
     'The tuned recipe is 3.1 ± 0.7 % better than the start on the report text: perplexity 10.12 against 10.44.'
     """
-    names = {"text": text, "report_text": report_text, "reference": reference}
-    paths = {name: [value] if isinstance(value, str | os.PathLike) else list(value) for name, value in names.items()}
-    given = {**{name: [os.fspath(each) for each in own] for name, own in paths.items()}, **options}
+    models = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
     kinds = RecipeOptions, EvaluateSettings, TuneSettings, RunOptions
-    planning, texts, settings, running = read_options("tune", given, *kinds)
     meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
-    with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
-        return tuned(recipe, os.fspath(out), planning, texts, settings, running, shown)
+    with as_files(text=text, report_text=report_text) as files:
+        given = {**files.paths, "reference": [os.fspath(model) for model in models], **options}
+        planning, texts, settings, running = read_options("tune", given, *kinds)
+        with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
+            found = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown)
+        return replace(found, texts=files.named(found.texts), report_texts=files.named(found.report_texts))
 
 
 def tuned(
