@@ -265,6 +265,33 @@ def test_time_ends_the_search(work: Path) -> None:
     assert 1 <= len(found.trials) < 1000
 
 
+@pytest.mark.slow
+def test_the_start_counts_for_the_time_and_one_candidate_is_tried_all_the_same(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        """An hour passes while the models are opened."""
+
+        seconds = 0.0
+        sleep = staticmethod(time.sleep)
+
+        def monotonic(self) -> float:
+            return self.seconds
+
+    clock = Clock()
+    plain = module.Candidates.__init__
+
+    def opened(*arguments: Any) -> None:
+        plain(*arguments)
+        clock.seconds += 3600
+
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module.Candidates, "__init__", opened)
+    found = tune(time="30m")
+    assert len(found.trials) == 1
+    assert found.seconds == 3600
+
+
 WRONG = {
     "a time": ({"time": "soon"}, "must be a time such as 90s, 30m or 2h, not 'soon'"),
     "no text": ({"text": []}, "no text is given"),

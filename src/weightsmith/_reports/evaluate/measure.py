@@ -57,7 +57,7 @@ def evaluate(
 
     models     folders, Hub ids or `base+adapter`, stored in any format that weightsmith reads; or recipes, whose results are
                not written: the path of a YAML file, or a mapping
-    text       a .txt, .jsonl or .parquet file, or several; `built-in`; or the text itself, a string with a space or a line
+    text       a .txt, .jsonl or .parquet file, or several; `built-in`. Or the text itself: a string with a space or a line
                break, or a list of strings, the documents of one text. In a .jsonl file with `messages`, the answers are
                scored. None is needed with `command`
     reference  a model to compare the predictions with: KL divergence and agreement. It need not be one of `models`

@@ -115,6 +115,7 @@ def tuned(
     shown: Meter,
 ) -> Tuning:
     """See `tune`."""
+    began = time.monotonic()
     seconds, config = seconds_of("time", settings.time), evolution(recipe)
     if config is not None:
         recipe, texts = config.recipe, replace(texts, text=texts.text or config.texts)
@@ -137,7 +138,7 @@ def tuned(
             name = candidates.tunables[candidates.whole.index(True)].name
             fix = f"give it a number, or use {assignment('search', 'cma')}"
             raise option_error("search", f"{name} takes whole numbers, which have no gradient", fix)
-        return _Search(candidates, measure, target, planning, settings, running, shown, stack).run(seconds)
+        return _Search(candidates, measure, target, planning, settings, running, shown, stack).run(began, seconds)
 
 
 def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
@@ -258,9 +259,9 @@ class _Search:
             "options": repr(replace(planning, settings={})),
         }
 
-    def run(self, seconds: float) -> Tuning:
-        """Try candidates, and judge the best. KeyboardInterrupt leaves the best so far."""
-        began, resumed = time.monotonic(), len(self.journal.trials)
+    def run(self, began: float, seconds: float) -> Tuning:
+        """Try candidates, and judge the best. KeyboardInterrupt leaves the best so far. began: the call, by the clock."""
+        resumed = len(self.journal.trials)
         try:
             self._search(began + seconds)
         except KeyboardInterrupt:
@@ -316,7 +317,7 @@ class _Search:
                 self._check(number, own)
             missing = [number for number in values if number not in self.journal.trials]
             self._show(len(values) - len(missing))
-            if not missing or time.monotonic() >= end:
+            if not missing or (self.journal.trials and time.monotonic() >= end):  # one is made however long the start takes
                 return
             taken = self.journal.take(missing)
             if taken is None:
