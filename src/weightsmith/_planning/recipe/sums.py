@@ -62,9 +62,9 @@ class Sum(Mapping[str, Any]):
         return self + -other if isinstance(other, Sum) else NotImplemented
 
     def __mul__(self, factor: object) -> Sum:
-        if not isinstance(factor, Real) or isinstance(factor, bool):
+        number = _number(factor)
+        if number is None:
             return NotImplemented
-        number = float(factor)
         if not math.isfinite(number):
             raise ParameterError(f"a model times {number} is no model", fix="write a finite number")
         signs = (self.added, self.subtracted) if number >= 0 else (self.subtracted, self.added)
@@ -73,11 +73,12 @@ class Sum(Mapping[str, Any]):
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: object) -> Sum:
-        if not isinstance(divisor, Real) or isinstance(divisor, bool):
+        number = _number(divisor)
+        if number is None:
             return NotImplemented
-        if not divisor:
+        if not number:
             raise ParameterError("a model divided by 0 is no model", fix="write another number")
-        return self * (1 / float(divisor))
+        return self * (1 / number)
 
     def __neg__(self) -> Sum:
         return self * -1.0
@@ -118,6 +119,10 @@ class Sum(Mapping[str, Any]):
             others = {name: own for name, own in self.coefficients.items() if name != self._base and own}
             return f"<{_joined([self._base, *(f'{_times(own)}({name} - {self._base})' for name, own in others.items())])}>"
         return f"<{_joined([f'{_times(own)}{name}' for name, own in self.coefficients.items() if own]) or '0'}>"
+
+
+def _number(value: object) -> float | None:
+    return None if isinstance(value, bool) or not isinstance(value, Real) else float(value)
 
 
 def _entries(weights: Mapping[str, float]) -> list[dict[str, Any]]:
