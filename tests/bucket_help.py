@@ -367,8 +367,9 @@ def serving(kind: str) -> Iterator[int]:
     port = free_port()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         beside = str(Path(sys.executable).parent)  # node, which Azurite runs with, may come from a package of Python
-        # moto takes parts of any size then
-        env = os.environ | {"S3_UPLOAD_PART_MIN_SIZE": "1", "PATH": os.pathsep.join([os.environ["PATH"], beside])}
+        # moto takes parts of any size then. SeaweedFS leaves its log where temporary files go.
+        more = {"S3_UPLOAD_PART_MIN_SIZE": "1", "PATH": os.pathsep.join([os.environ["PATH"], beside]), "TMPDIR": folder}
+        env = os.environ | more
         command = _command(kind, port, folder)
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:

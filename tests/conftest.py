@@ -26,6 +26,7 @@ import numba.core.config  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests import folders  # noqa: E402
 from tests.not_run import pytest_sessionfinish  # noqa: E402, F401
 from weightsmith._methods.jobs import requires  # noqa: E402
 
@@ -51,6 +52,8 @@ _locks = tempfile.gettempdir()
 def pytest_configure(config: pytest.Config) -> None:
     """The workers of xdist have folders beside each other, which pytest removes at the end."""
     global _locks
+    if config.pluginmanager.get_plugin("weightsmith-folders") is None:
+        config.pluginmanager.register(folders, "weightsmith-folders")
     if "PYTEST_XDIST_WORKER" in os.environ:
         _locks = str(Path(config.option.basetemp).parent)
 
