@@ -14,17 +14,8 @@ from pathlib import Path
 
 ENVIRONMENT = Path(sys.prefix)
 FOLDER = ENVIRONMENT / "readers"
-PIP = (
-    sys.executable,
-    "-m",
-    "pip",
-    "--disable-pip-version-check",
-    "--quiet",
-    "install",
-    "--no-compile",
-    "--no-deps",
-    "--only-binary=:all:",
-)
+INSTALL = ("-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-compile", "--no-deps", "--only-binary=:all:")
+PIP = (sys.executable, *INSTALL)
 NPM = ("--no-audit", "--no-fund", "--loglevel=error", "--fetch-retries=1")
 LIMIT_SECONDS = 600
 
@@ -66,6 +57,8 @@ READERS = {
 
 
 def main() -> None:
+    if sys.prefix == sys.base_prefix:
+        raise SystemExit("run this with the Python of an environment, such as .venv/bin/python: it installs into it")
     for name, install in READERS.items():
         folder = FOLDER / name
         done = folder / ".done"
