@@ -41,7 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
         weightsmith.quantize(make(folder / "made", model), folder / "quantised", format_, progress=False)
         weightsmith.dequantize(folder / "quantised", folder / "plain", out_dtype="float32", progress=False)
     asked = [TOKENS.tolist(), *(str(folder / "quantised") for folder in found.values())]
-    subprocess.run([PYTHON, SCRIPT], input=json.dumps(asked), text=True, check=True, capture_output=True)
+    env = {**os.environ, "TMPDIR": str(root)}  # MLX leaves a folder there
+    subprocess.run([PYTHON, SCRIPT], input=json.dumps(asked), text=True, check=True, capture_output=True, env=env)
     return found
 
 
