@@ -486,13 +486,8 @@ def _cell(support: Support | None) -> str:
 
 THEMES = {
     "Make models": (
-<<<<<<< HEAD
-        *("merge", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Tuning", "OwnText", "Plan", "Progress"),
-=======
         *("merge", "model", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("tune", "plan", "run", "Merged", "Sum", "Tuning", "Plan", "Progress"),
->>>>>>> 9a7b0740 (Python: recipes as sums of models; tune --time counts the start)
+        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Progress"),
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),
