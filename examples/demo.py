@@ -23,7 +23,10 @@ from pathlib import Path
 from judge import DOMAINS, Verdict, judge
 from rich.console import Console
 from rich.table import Table
-from smollm2 import build_models
+from smollm2 import BASE, FINE_TUNES, build_models
+
+from weightsmith._execution.progress import Reading, meter
+from weightsmith._reports.judge import ROW_TOKENS
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "La fonction renvoie"
@@ -63,21 +66,28 @@ def main() -> None:
     args = parser.parse_args()
     work: Path = args.work.resolve()
     column, rows = (0, 1) if args.quick else (2, None) if args.whole else (1, FIRST_ROWS)
+    recipes = sorted((HERE / "recipes").glob("*.yml"), key=_order)
+    parents = () if args.merges_only else (BASE, *FINE_TUNES)
+    total = len(parents) + len(recipes)
+
+    _title(f"Models: SmolLM2-135M-Instruct and three fine-tunes of it, in {work / 'models'}")
     _set_up_libraries()
+    with _timed("models ready"), meter(quiet=False) as shown:
+        build_models(work / "models", HERE / "testbed", lambda done, all_: shown.show(Reading("building", done, all_, None)))
 
-    _title("Models: SmolLM2-135M-Instruct and three fine-tunes of it")
-    with _timed("models ready"):
-        parents = build_models(work / "models", HERE / "testbed")
-
-    verdicts = {folder.name: _judge(folder, rows) for folder in parents if not args.merges_only}
-    for recipe in sorted((HERE / "recipes").glob("*.yml"), key=_order):
-        _title(f"{recipe.stem}: weightsmith merge {recipe.name}")
+    verdicts: dict[str, Verdict] = {}
+    for name in parents:
+        _title(f"{len(verdicts) + 1} of {total}: {name}")
+        verdicts[name] = _judge(work / "models" / name, rows)
+    for recipe in recipes:
+        _title(f"{len(verdicts) + 1} of {total}: {recipe.stem}, by weightsmith merge {recipe.name}")
         merged = work / "merged" / recipe.stem
         with _timed("merged and written"):
             _merge(recipe, merged, work)
         verdicts[recipe.stem] = _judge(merged, rows)
 
-    _title("Perplexity on held-out text, lower is better")
+    amount = "the whole of" if rows is None else f"the first {rows * ROW_TOKENS:,} tokens of"
+    _title(f"Perplexity on {amount} each held-out text, lower is better")
     recorded = {name: means[column] for name, means in RECORDED.items()}
     lines = _rows(verdicts, recorded)
     console.print(_table(lines))
@@ -103,8 +113,11 @@ def _merge(recipe: Path, out: Path, work: Path) -> None:
 
 
 def _judge(folder: Path, rows: int | None) -> Verdict:
-    with _timed(f"{folder.name} judged"):
-        verdict = judge(folder, HERE / "testbed" / "eval", PROMPT, rows)
+    with _timed(f"{folder.name} judged"), meter(quiet=False) as shown:
+        verdict = judge(
+            *(folder, HERE / "testbed" / "eval", PROMPT, rows),
+            told=lambda done, all_: shown.show(Reading(f"judging {folder.name}", done, all_, None)),
+        )
     console.print(f"  {PROMPT} ... {' '.join(verdict.continuation.split())}", markup=False, highlight=False)
     return verdict
 
@@ -155,7 +168,10 @@ def _set_up_libraries() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # torch's threads wait for each other by spinning: beside other work that takes up to twice as long as sleeping.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # these three are read when the libraries are imported, so first
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    # torch makes this folder when it is imported, in /tmp if it is not told where.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(HERE.parent / "build/torchinductor"))
+    # All of these are read when the libraries are imported, so first.
     warnings.simplefilter("ignore", FutureWarning)
     from transformers.utils import logging
 

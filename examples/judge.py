@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,27 @@ def judge(
     rows: int | None = None,
     new_tokens: int = 32,
     domains: tuple[str, ...] = DOMAINS,
+    told: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verdict:
     """Load `folder` on the CPU and try it on `texts`/{fr,de,py,en}.txt, or some of these domains.
 
     rows    of 384 tokens taken from the beginning of each text; None: all
     prompt  gets a greedy continuation of `new_tokens` tokens
+    told    called with how much is done, and of how much: the model loaded, each text read, the prompt continued
 
     Raises CheckpointError if a tensor is missing, unexpected or of another shape than config.json says.
     """
+    total = len(domains) + 2
+    told(0, total)
     model = Judge.of_folder(folder)
-    perplexity = {domain: model.perplexity((texts / f"{domain}.txt").read_text(encoding="utf-8"), rows) for domain in domains}
-    return Verdict(model.model.config.num_hidden_layers, perplexity, model.continuation(prompt, new_tokens))
+    perplexity = {}
+    for domain in domains:
+        told(1 + len(perplexity), total)
+        perplexity[domain] = model.perplexity((texts / f"{domain}.txt").read_text(encoding="utf-8"), rows)
+    told(total - 1, total)
+    verdict = Verdict(model.model.config.num_hidden_layers, perplexity, model.continuation(prompt, new_tokens))
+    told(total, total)
+    return verdict
 
 
 def routing(folder: Path, texts: Path, rows: int | None = None) -> dict[str, list[float]]:

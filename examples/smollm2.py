@@ -19,11 +19,19 @@ BASE = "base"
 FINE_TUNES = ("fr", "de", "py")
 
 
-def build_models(models: Path, adapters: Path) -> tuple[Path, ...]:
-    """Build the four models as subfolders of `models`; those that are there already are kept. Base first."""
-    base = build_base(models)
-    fine_tunes = [build_once(models / name, partial(_save_fine_tune, base, adapters / name)) for name in FINE_TUNES]
-    return base, *fine_tunes
+def build_models(models: Path, adapters: Path, told: Callable[[int, int], None] = lambda done, total: None) -> tuple[Path, ...]:
+    """Build the four models as subfolders of `models`; those that are there already are kept. Base first.
+
+    told  called with how many models are done, and how many there are
+    """
+    total = 1 + len(FINE_TUNES)
+    told(0, total)
+    built = [build_base(models)]
+    for name in FINE_TUNES:
+        told(len(built), total)
+        built.append(build_once(models / name, partial(_save_fine_tune, built[0], adapters / name)))
+    told(total, total)
+    return tuple(built)
 
 
 def build_base(models: Path) -> Path:

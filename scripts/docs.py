@@ -486,8 +486,8 @@ def _cell(support: Support | None) -> str:
 
 THEMES = {
     "Make models": (
-        *("merge", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Tuning", "OwnText", "Plan", "Progress"),
+        *("merge", "model", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
+        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Progress"),
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),

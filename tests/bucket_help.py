@@ -25,6 +25,7 @@ from urllib.parse import parse_qs, quote, unquote
 
 import pytest
 
+from tests.readers import installed
 from weightsmith._outputs.bucket.client import Head, Missing, NoConditions, Object, Run, etag_of, md5_of
 from weightsmith._outputs.bucket.prefix import Prefix
 
@@ -365,8 +366,10 @@ def serving(kind: str) -> Iterator[int]:
     """The port of a server that runs for the duration of the block. Skips the test if the server is not installed."""
     port = free_port()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # moto takes parts of any size then
-        env = os.environ | {"S3_UPLOAD_PART_MIN_SIZE": "1"}
+        beside = str(Path(sys.executable).parent)  # node, which Azurite runs with, may come from a package of Python
+        # moto takes parts of any size then. SeaweedFS leaves its log where temporary files go.
+        more = {"S3_UPLOAD_PART_MIN_SIZE": "1", "PATH": os.pathsep.join([os.environ["PATH"], beside]), "TMPDIR": folder}
+        env = os.environ | more
         command = _command(kind, port, folder)
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
@@ -418,10 +421,10 @@ def _command(kind: str, port: int, folder: str) -> list[str]:
         place = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-public-host", "127.0.0.1"]
         return [str(found[0]), *place, "-backend", "memory"]
     pytest.importorskip("azure.storage.blob", reason="outputs in Azure need azure-storage-blob")
-    azurite = os.environ.get("AZURITE_BLOB") or shutil.which("azurite-blob")
-    if azurite is None:
-        pytest.skip("azurite is not installed: npm install azurite; AZURITE_BLOB=node_modules/.bin/azurite-blob")
-    command = [azurite, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", folder, "--silent"]
+    azurite = installed("AZURITE_BLOB", "azurite", "node_modules/.bin/azurite-blob")
+    if not azurite.exists():
+        pytest.skip("needs Azurite")
+    command = [str(azurite), "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", folder, "--silent"]
     return [*command, "--disableTelemetry", "--skipApiVersionCheck"]
 
 

@@ -17,12 +17,17 @@ from typing import Any
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
+# torch makes this folder when it is imported, in /tmp if it is not told where.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / "build/torchinductor"))
+
 os.environ.pop("COLUMNS", None)  # xdist gives its workers 80; the tables of a pipe are as wide as they need to be
 
 import numba.core.config  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests import folders  # noqa: E402
+from tests.not_run import pytest_sessionfinish  # noqa: E402, F401
 from weightsmith._methods.jobs import requires  # noqa: E402
 
 if "WEIGHTSMITH_TESTS_DEVICE" in os.environ:
@@ -41,6 +46,16 @@ def fsync(fd: int) -> None:
 os.fsync = os.fdatasync = fsync
 
 _njit = compiler.njit
+_locks = tempfile.gettempdir()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of xdist have folders beside each other, which pytest removes at the end."""
+    global _locks
+    if config.pluginmanager.get_plugin("weightsmith-folders") is None:
+        config.pluginmanager.register(folders, "weightsmith-folders")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _locks = str(Path(config.option.basetemp).parent)
 
 
 def njit_once(function: FunctionType, called_by_kernel: bool) -> Any:
@@ -50,10 +65,9 @@ def njit_once(function: FunctionType, called_by_kernel: bool) -> Any:
     if called_by_kernel or made is function or not folder:
         return made
     compile_ = made.compile
-    lock = Path(tempfile.gettempdir(), f"{Path(folder).name}.{function.__module__}.{function.__qualname__}.lock")
 
     def compile_once(*given: Any) -> Any:
-        with lock.open("w") as file:
+        with Path(_locks, f"{Path(folder).name}.{function.__module__}.{function.__qualname__}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return compile_(*given)
 

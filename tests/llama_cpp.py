@@ -1,6 +1,6 @@
 """llama.cpp through ctypes, as a judge: the libraries that the npm package @node-llama-cpp/linux-x64 contains.
 
-WEIGHTSMITH_LIBLLAMA names their folder: `npm pack @node-llama-cpp/linux-x64@3.22.1`, unpacked, `package/bins/linux-x64`.
+`make test` installs them. WEIGHTSMITH_LIBLLAMA names another folder with libllama and libggml.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-FOLDER = Path(os.environ.get("WEIGHTSMITH_LIBLLAMA", "/nowhere"))
+from tests.readers import installed
 
-needs_llama_cpp = pytest.mark.skipif(
-    not any(FOLDER.glob("libllama*.so")), reason="needs WEIGHTSMITH_LIBLLAMA, a folder with libllama and libggml"
-)
+FOLDER = installed("WEIGHTSMITH_LIBLLAMA", "llama.cpp", "node_modules/@node-llama-cpp/linux-x64/bins/linux-x64")
+
+needs_llama_cpp = pytest.mark.skipif(not any(FOLDER.glob("libllama*.so")), reason="needs llama.cpp's library")
 
 
 class _Quantize(c.Structure):

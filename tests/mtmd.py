@@ -1,13 +1,12 @@
 """llama.cpp's vision halves through ctypes, as a judge.
 
-WEIGHTSMITH_LIBMTMD names a library that has llama.cpp's `mtmd`: the extension module of the PyPI package
-xllamacpp 2026.10.11549, unpacked, `xllamacpp/xllamacpp.abi3.so`.
+They are in the extension module of the PyPI package xllamacpp, which `make test` installs. WEIGHTSMITH_LIBMTMD names another
+library that has llama.cpp's `mtmd`.
 """
 
 from __future__ import annotations
 
 import ctypes as c
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-LIBRARY = Path(os.environ.get("WEIGHTSMITH_LIBMTMD", "/nowhere"))
+from tests.readers import installed
+
+LIBRARY = installed("WEIGHTSMITH_LIBMTMD", "xllamacpp", "xllamacpp/xllamacpp.abi3.so")
 _IMAGE = 1
 
-needs_mtmd = pytest.mark.skipif(not LIBRARY.is_file(), reason="needs WEIGHTSMITH_LIBMTMD, a library with llama.cpp's mtmd")
+needs_mtmd = pytest.mark.skipif(not LIBRARY.is_file(), reason="needs llama.cpp's vision library")
 
 
 class _Settings(c.Structure):

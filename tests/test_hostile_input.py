@@ -9,7 +9,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests import plan_help
 from tests.features.mixture.test_bad_input import model as dense
 from tests.mini import write_checkpoint
 from tests.sampling import sampled
+from tests.work import steps
 from weightsmith._base.errors import FormatError, NotFound, OutputExists, PlanError, StoreError, WeightsmithError, legible
 from weightsmith._base.files import open_regular
 from weightsmith._base.options import RecipeOptions
@@ -80,14 +80,12 @@ ROPE: dict[str, Any] = {"rope_type": "linear", "factor": 2.0}
 def test_a_value_that_cannot_be_is_one_error_of_the_model(architecture: str, key: str, value: object, tmp_path: Path) -> None:
     base = dense(tmp_path / "base", **{"model_type": "unknown", key: value})
     recipe = {"base_model": base, "experts": [{"source_model": base}] * 2, "gate_mode": "random", "architecture": architecture}
-    began = time.process_time()
     with pytest.raises(PlanError) as caught:
         prepare_moe(recipe, RecipeOptions()).close()
     (problem,) = caught.value.problems
     assert isinstance(problem, FormatError)
     inner = key if not isinstance(value, dict) or "0" in value else "factor"
     assert re.search(rf"base: .*{inner} of config.json is .*, not ", str(problem))
-    assert time.process_time() - began < 3
 
 
 def test_a_deep_config_is_refused_before_anything_walks_it(here: Path) -> None:
@@ -163,14 +161,12 @@ def test_what_is_no_file_is_never_waited_for(here: Path, kind: str) -> None:
     for name in ("recipe.yml", "plan.json", "own.py", "a/tokenizer.json"):
         put(name)
     own = {"merge_method": "./own.py:f", "models": [{"model": "b"}]}
-    began = time.monotonic()
     assert "recipe.yml" in refusal(lambda: weightsmith.plan("recipe.yml"))
     assert f"not a regular file, but a {kind}" in refusal(lambda: weightsmith.run("plan.json", "out"))
     assert f"own.py, cannot be read: not a regular file, but a {kind}" in refusal(
         lambda: weightsmith.plan(own, allow_code=True)
     )
     assert f"a/tokenizer.json: not a regular file, but a {kind}" in refusal(lambda: weightsmith.merge(LINEAR, "out"))
-    assert time.monotonic() - began < 5
 
 
 def test_a_recipe_may_come_from_a_pipe_of_the_shell(here: Path) -> None:
@@ -351,11 +347,11 @@ def test_text_is_cut_in_the_middle_and_escaped() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(60)
 def test_a_number_of_a_megabyte_is_refused_at_once() -> None:
+    # int() takes a minute for some: pytest ends it.
     for number in ("1:" * 250_000 + "1", "9" * 500_000, "0b" + "1" * 500_000, "1:" * 600 + "1.5"):
-        began = time.process_time()
         assert "has more than 1000 characters" in refusal(lambda number=number: weightsmith.plan(f"x-a: {number}\n"))
-        assert time.process_time() - began < 2  # half a second; int() alone would take a minute for some
 
 
 # ---- where there is no home, and names that are taken
@@ -425,25 +421,30 @@ def test_the_work_for_a_pickle_is_bounded() -> None:
 
 @pytest.mark.slow
 def test_an_adapter_of_another_base_is_refused_at_once(tmp_path: Path) -> None:
-    """Each of its 1,000 targets was looked for among the names of all tensors: minutes."""
-    names = [f"model.layers.{i}.mlp.experts.{j}.{part}.weight" for i in range(10) for j in range(100) for part in ("w1", "w2")]
-    base = write_checkpoint(tmp_path / "base", dict.fromkeys(names, np.zeros((2, 2), np.float16)), {"model_type": "llama"})
-    targets = [f"base_model.model.other.layer{i}.q_proj.lora_{part}.weight" for i in range(1000) for part in "AB"]
-    lora = write_checkpoint(tmp_path / "lora", dict.fromkeys(targets, np.zeros((2, 2), np.float16)))
-    (lora / "model.safetensors").rename(lora / "adapter_model.safetensors")
-    (lora / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 8}')
-    began = time.process_time()
-    message = refusal(lambda: weightsmith.plan({"merge_method": "passthrough", "models": [{"model": f"{base}+{lora}"}]}))
+    """Each of its targets was looked for among the names of all tensors: minutes for 1,000 among 2,000."""
+
+    def plan(count: int) -> str:
+        names = [f"model.layers.{i}.mlp.experts.{j}.{part}.weight" for i in range(10) for j in range(count) for part in "ab"]
+        zeros = np.zeros((2, 2), np.float16)
+        base = write_checkpoint(tmp_path / f"base{count}", dict.fromkeys(names, zeros), {"model_type": "llama"})
+        targets = [f"base_model.model.other.layer{i}.q_proj.lora_{part}.weight" for i in range(10 * count) for part in "AB"]
+        lora = write_checkpoint(tmp_path / f"lora{count}", dict.fromkeys(targets, zeros))
+        (lora / "model.safetensors").rename(lora / "adapter_model.safetensors")
+        (lora / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 8}')
+        return refusal(lambda: weightsmith.plan({"merge_method": "passthrough", "models": [{"model": f"{base}+{lora}"}]}))
+
+    message = plan(100)
     assert "1000 of its targets have no place there" in message
     assert "and 992 more" in message
-    assert time.process_time() - began < 5
+    assert steps(lambda: plan(90)) < 4 * steps(lambda: plan(30))
 
 
 @pytest.mark.slow
 def test_a_config_of_many_layer_counts_is_read_at_once(tmp_path: Path) -> None:
-    names = [f"a{i}.layers.{j}.b.weight" for i in range(300) for j in range(2)]
-    config = {"model_type": "llama", "num_hidden_layers": 2} | {f"k{i}_layers": 2 for i in range(50_000)}
-    base = write_checkpoint(tmp_path / "base", dict.fromkeys(names, np.zeros(2, np.float16)), config)
-    began = time.process_time()
-    weightsmith.plan({"merge_method": "passthrough", "models": [{"model": str(base)}]})
-    assert time.process_time() - began < 10
+    def work(count: int) -> int:
+        names = [f"a{i}.layers.{j}.b.weight" for i in range(count) for j in range(2)]
+        config = {"model_type": "llama", "num_hidden_layers": 2} | {f"k{i}_layers": 2 for i in range(100 * count)}
+        base = write_checkpoint(tmp_path / f"base{count}", dict.fromkeys(names, np.zeros(2, np.float16)), config)
+        return steps(lambda: weightsmith.plan({"merge_method": "passthrough", "models": [{"model": str(base)}]}))
+
+    assert work(180) < 4 * work(60)

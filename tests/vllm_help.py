@@ -21,7 +21,7 @@ import pytest
 PYTHON = os.environ.get("WEIGHTSMITH_VLLM", "")
 SCRIPT = Path(__file__).with_name("vllm_script.py")
 
-needs_vllm = pytest.mark.skipif(not PYTHON, reason="needs WEIGHTSMITH_VLLM")
+needs_vllm = pytest.mark.skipif(not PYTHON, reason="needs vLLM: WEIGHTSMITH_VLLM")
 minutes = pytest.mark.timeout(1800)
 """The first test of a module runs all models, each for some seconds."""
 

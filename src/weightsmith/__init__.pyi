@@ -49,6 +49,8 @@ from weightsmith._models.checkpoint import open_checkpoint as open_checkpoint
 from weightsmith._outputs.places import verify as verify
 from weightsmith._outputs.save import save_file as save_file
 from weightsmith._outputs.save import save_model as save_model
+from weightsmith._planning.recipe.sums import Sum as Sum
+from weightsmith._planning.recipe.sums import model as model
 from weightsmith._plans import Plan as Plan
 from weightsmith._reports.auto.auto import auto as auto
 from weightsmith._reports.auto.result import Auto as Auto

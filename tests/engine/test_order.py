@@ -36,5 +36,5 @@ def test_steps_wait_for_those_before_them_only_if_they_are_to_begin_in_order(in_
     scheduler.product_finished("two")
     assert settled() == (first if in_order else [*first, "d"])
     scheduler.product_finished("one")
-    thread.join(10)
+    thread.join(60)
     assert begun == (["a", "b", "c", "d", "e"] if in_order else [*first, "d", "b"])

@@ -16,7 +16,7 @@ from tests.cli_help import run_process
 from tests.mini import write_checkpoint
 from weightsmith._methods.jobs import requires
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and a torch that sees it")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu")
 
 
 def test_linear_algebra_is_loaded_once_for_each_gpu_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

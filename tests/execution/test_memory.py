@@ -125,7 +125,7 @@ def test_tiles_that_begin_and_end_inside_strided_dimensions(shape: tuple[int, ..
     np.testing.assert_array_equal(got, array)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu")
 def test_tensors_on_a_gpu_are_read_from_there() -> None:
     a, b = (torch.from_numpy(array) for array in fine_tunes((700, 517), 1, np.float32))
     plain = merge_state_dicts("ties", [{"w": b}], base={"w": a}, weight=1.0, density=0.3)["w"]

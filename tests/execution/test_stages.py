@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -489,12 +488,11 @@ def test_a_recipe_comes_before_a_folder_of_its_name(models: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_many_results_that_use_each_other_are_planned_and_closed_in_time(models: Path) -> None:
+    """Each planned once for each use is 15 million plans: pytest ends it."""
     stages = [{"name": f"r{i}", "merge_method": "linear", "models": [{"model": str(models / "a")}]} for i in range(2)]
     for i in range(2, 36):
         stages.append({"name": f"r{i}", "merge_method": "linear", "models": [{"model": f"r{i - 1}"}, {"model": f"r{i - 2}"}]})
-    began = time.monotonic()
     plan = weightsmith.plan([{**stage, "parameters": {"weight": 1}} for stage in stages])
-    assert time.monotonic() - began < 5
     assert plan.models[0].plan is not None or plan.models[1].plan is not None
 
 

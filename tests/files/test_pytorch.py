@@ -12,7 +12,6 @@ import resource
 import struct
 import subprocess
 import sys
-import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.work import steps
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, Unsupported
 from weightsmith._base.files import FileState
 from weightsmith._base.tensors import DTYPES
@@ -620,8 +620,8 @@ READABLE = ("a list in itself", "a list that ends in lists")
 @pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_takes_little_time_and_memory(bomb: str, tmp_path: Path) -> None:
+    """What is not linear takes for ever: pytest ends it."""
     path = make(tmp_path / "a.pt", BOMBS[bomb], {"0": bytes(16)})
-    began = time.process_time()
     tracemalloc.start()
     try:
         if bomb in READABLE:
@@ -633,7 +633,6 @@ def test_a_bomb_takes_little_time_and_memory(bomb: str, tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < (16 << 20) + 200 * len(BOMBS[bomb])
-    assert time.process_time() - began < 4  # half a second under tracemalloc; what is not linear takes for ever
 
 
 def test_bounds_of_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -814,7 +813,6 @@ def test_a_huge_directory_is_refused_before_it_is_read(tmp_path: Path, monkeypat
 def attempt(path: Path, data: bytes) -> PickleHeader | None:
     """Read the file; one of our errors is good, and so is a header of which all can be read."""
     path.write_bytes(data)
-    began = time.process_time()
     try:
         header = read_pickle_header(path)
     except CheckpointError as error:
@@ -823,7 +821,6 @@ def attempt(path: Path, data: bytes) -> PickleHeader | None:
     else:
         for view in header.tensors:
             logical(path, view, 0, min(view.spec.nbytes, 4096))
-    assert time.process_time() - began < 1
     return header
 
 
@@ -922,11 +919,10 @@ def test_the_reader_does_not_import_torch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_tensors_are_read_in_linear_time(tmp_path: Path) -> None:
     tensor = torch.zeros(2)
-    seconds = []
-    for n in (500, 16_000):  # 32 times as many: quadratic would take 1,024 times as long
-        path = save(tmp_path / "a.pt", {f"layers.{i}.weight": tensor.clone() for i in range(n)})
-        began = time.process_time()
+    work = []
+    for n in (500, 5_000):
+        path = save(tmp_path / f"{n}.pt", {f"layers.{i}.weight": tensor.clone() for i in range(n)})
         assert len(read_pickle_header(path).tensors) == n
-        seconds.append(time.process_time() - began)
-    assert seconds[1] < 200 * seconds[0]
+        work.append(steps(lambda path=path: read_pickle_header(path)))
+    assert work[1] < 11 * work[0]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20  # KiB

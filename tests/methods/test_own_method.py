@@ -15,7 +15,7 @@ import torch
 
 import weightsmith
 from tests.cases.case import f64, fine_tunes
-from tests.cli_help import Cli, cli, make_models, work
+from tests.cli_help import Cli, cli, make_models, run_process, work
 from tests.mini import run_method, write_checkpoint
 from tests.plan_help import only, problems
 from tests.plugin_help import installed
@@ -76,6 +76,52 @@ def merged(function: Any, arrays: list[np.ndarray], folder: Path, **how: Any) ->
     how = {"shared": {}, "models": [{}] * len(arrays), **how}
     with at_hand(function) as method:
         return run_method(folder, method.name, arrays, **how)
+
+
+# ---- a function that a Python recipe holds
+
+
+@block_method
+def mean(models, base, out, weight: PerModel[float] = 1.0):  # type: ignore[no-untyped-def]
+    out[:] = base + 0.5 * (weight @ (models - base))
+
+
+def holding(method: object) -> dict[str, Any]:
+    return {"merge_method": method, "base_model": "a", "models": [{"model": "b"}]}
+
+
+def test_a_recipe_may_hold_the_function_itself(own: Path) -> None:
+    weightsmith.merge(holding(mean), "out", progress=False)
+    task = {"merge_method": "task_arithmetic", "base_model": "a", "models": [{"model": "b", "parameters": {"weight": 0.5}}]}
+    weightsmith.merge(task, "expected", progress=False)
+    for name, expected in read(own / "expected").items():
+        np.testing.assert_array_equal(read(own / "out")[name], expected)
+    assert weightsmith.plan(holding(mean)).made.name == weightsmith.plan(holding(mean)).made.name
+    staged = weightsmith.plan([{"name": "first", **holding(mean)}, {**holding(mean), "models": [{"model": "first"}]}])
+    assert staged.made.name.startswith("mean@")
+
+
+def test_its_plan_runs_in_this_process_alone(own: Path) -> None:
+    plan = weightsmith.plan(holding(mean))
+    weightsmith.run(plan, "out", progress=False)
+    weightsmith.merge(holding(mean), "expected", progress=False)
+    assert (own / "out/model.safetensors").read_bytes() == (own / "expected/model.safetensors").read_bytes()
+    Path("plan.json").write_text(json.dumps(plan.to_json()))
+    ran = run_process("run", "plan.json", "again", fresh=True)
+    assert ran.code == 1
+    assert "merge_method mean is a function of the Python process that made the plan" in ran.err
+    assert "./my_method.py:mean" in ran.err
+    ran = run_process("plan", "out/recipe.yml", fresh=True)
+    assert ran.code == 1
+    assert re.search(r"merge_method mean@\w{16} was a function of another Python process", ran.err)
+
+
+@pytest.mark.parametrize("method", [lambda models, out: None, np.ones(2), object()])
+def test_what_is_no_merge_method_is_one_error(own: Path, method: object) -> None:
+    (found,) = problems(holding(method))
+    assert isinstance(found, MethodError)
+    assert found.finding.where == "merge_method"
+    assert "not a merge method\n  -> Write @weightsmith.block_method or @weightsmith.tensor_method" in str(found)
 
 
 # ---- a file that a recipe names

@@ -341,7 +341,7 @@ def test_tensors_on_a_device_are_copied_in_pieces(folder: Path, array: np.ndarra
     assert all(len(run) <= 64 for run in runs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu")
 def test_tensors_on_a_gpu(tmp_path: Path) -> None:
     weight = random(3000, 2000).cuda()
     check({"a": weight, "b": weight.T, "c": weight[::2, ::3].bfloat16(), "d": weight[0, 0]}, tmp_path)

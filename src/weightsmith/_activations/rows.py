@@ -53,6 +53,8 @@ DECODING_SECONDS = 10
 """Processor time that it takes, and a second more for each 4 MiB of the file."""
 PIECE_CHARACTERS = 1 << 20
 """The most characters of a document to encode at once."""
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+"""Of the files that texts are read from."""
 SPARE = 8
 """A text is read until it has so many times the tokens that the rows take."""
 
@@ -72,7 +74,9 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
     file = expand_user(path).absolute()
     if file.suffix not in _READERS:
         what = f"the text {show(path)} is of an unknown kind"
-        fix = f"use a file that ends in {', '.join(_READERS)}, or {BUILT_IN}"
+        fix = (
+            f"use a file that ends in {', '.join(SUFFIXES)}, or {BUILT_IN}; in Python, a text itself has a space or line break"
+        )
         raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"

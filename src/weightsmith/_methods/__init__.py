@@ -58,6 +58,11 @@ def _from_elsewhere(name: str) -> Method:
         return user_files.load_installed(name)
     if user_files.names_file(name):
         raise UnknownMethod(f"{name} is code of your own, which only a recipe names", fix="give the function itself in Python")
+    if called := user_files.function_of(name):
+        raise UnknownMethod(
+            f"merge_method {name} was a function of another Python process, which a recipe cannot name",
+            fix=f"pass the function itself in Python, or write it into a file: merge_method: ./my_method.py:{called}",
+        )
     if name in _MIXTURES:
         raise UnknownMethod(f"'{name}' is no merge method: a mixture of experts has a recipe of its own", fix=TO_MOE)
     known = (*NAMES, *user_files.METHODS.names)

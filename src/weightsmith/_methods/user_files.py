@@ -1,12 +1,15 @@
 """Sources of user-defined methods: a file named in a recipe, an installed package, or a Python function.
 
 Such a method goes by its name with the hash of its source, `./my_method.py:blend@1f0c…`: in a plan, so that work is resumed
-only with the code that began it, and in the registry, where the engine finds it.
+only with the code that began it, and in the registry, where the engine finds it. The hash of a Python function is a number of
+this process: what it calls and closes over cannot be hashed, so another process resumes nothing that it began.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -133,10 +136,47 @@ def _record(found: object, name: str, planned: str, source: str) -> Method:
     )
 
 
+PROCESS = "<process>"
+"""In place of the folder of a method's file: it is a function of the process that made the plan."""
+
+_PLANNED = re.compile(r"(.+)@[0-9a-f]{16}")
+_process = os.urandom(16)
+_functions: dict[int, tuple[object, str]] = {}  # by identity; the function is kept, so that no other takes its place
+
+
+def name_of(own: object) -> str:
+    """The name in recipes and plans of a function that a Python recipe holds as `merge_method`; it is loaded from now on.
+
+    Raises MethodError unless it is a merge method.
+    """
+    if (found := _functions.get(id(own))) is not None:
+        return found[1]
+    called = _called(own)
+    digest = hashlib.sha256(_process + len(_functions).to_bytes(8, "little")).hexdigest()
+    method = _enter(own, OwnCode(called, PROCESS, digest), "a Python function")
+    _functions[id(own)] = own, method.name
+    return method.name
+
+
+def function_of(planned: str) -> str:
+    """The name of the Python function that a plan or recipe of another process means; "" for other methods.
+
+    >>> function_of("blend@0123456789abcdef"), function_of("./m.py:blend@0123456789abcdef"), function_of("ties")
+    ('blend', '', '')
+    """
+    match = _PLANNED.fullmatch(planned)
+    return match[1] if match is not None and not names_file(match[1]) else ""
+
+
+def _called(own: object) -> str:
+    plain = own.plain if isinstance(own, OwnMethod) else own
+    return str(getattr(plain, "__name__", "") or getattr(plain, "name", "own"))
+
+
 @contextmanager
 def at_hand(own: object) -> Iterator[Method]:
     """The record of a function, in the registry until the end of the block."""
-    called = getattr(own.plain, "__name__", "own") if isinstance(own, OwnMethod) else getattr(own, "name", str(own))
+    called = _called(own)
     number = 1
     name = called
     while (

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(.+))?", re.ASCII)
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".json", ".yml", ".yaml")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,11 @@ class Checkpoint(NamedTensors, Closing):
         self.decoded = decoded
         self.plan = plan
         self._temporary = folder.temporary
+
+    def __fspath__(self) -> str:
+        """What names this model in recipes and calls, so that it can be passed there: a Hub model with its commit."""
+        is_hub_id = _COMMIT.fullmatch(self.revision) is not None and "@" not in self.ref and ":" not in self.ref
+        return f"{self.ref}@{self.revision}" if is_hub_id else self.ref
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -518,7 +524,17 @@ def _not_found(name: str, path: Path) -> NotFound:
     if "/" not in name and os.sep not in name:
         kind += ", and not a Hub id, which has the form org/name"
     fix = "Write the path of a folder that exists, or a Hub id: org/name."
+    if up := _folder_above(name):
+        kind += f" here, but there is one in {up}: paths start at the current folder"
+        fix = f"Run the command from there, after `cd {up}`."
     return NotFound(kind + _nearest_sibling(name), where=name, fix=fix)
+
+
+def _folder_above(name: str) -> str:
+    """`..` or `../..` where a relative path exists from there: the user has changed to the folder of the recipe."""
+    if PurePath(name).is_absolute() or name.startswith("~"):
+        return ""
+    return next((up for up in ("..", "../..") if exists(Path(up, name))), "")
 
 
 def _nearest_sibling(name: str) -> str:

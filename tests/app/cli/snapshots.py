@@ -95,7 +95,7 @@ MISTAKES: Mapping[str, Sequence[str]] = {
     "out-is-a-model": ["merge", "linear.yml", "a"],
     "out-is-a-file": ["merge", "linear.yml", "linear.yml"],
     "out-below-a-file": ["merge", "linear.yml", "linear.yml/out"],
-    "out-where-nothing-can-be": ["merge", "linear.yml", "/proc/x"],
+    "out-where-nothing-can-be": ["merge", "linear.yml", "x" * 256],
     "report-is-a-folder": ["inspect", "a", "--report", "b"],
     "mixture-in-merge": ["merge", "moe.yml", "out"],
     "merge-in-moe": ["moe", "linear.yml", "out"],

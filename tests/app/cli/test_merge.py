@@ -246,14 +246,14 @@ def test_ctrl_c_does_not_wait_for_kernels(work: Path) -> None:
             if line == "compiling kernels (first run only)\n":
                 break
         process.send_signal(signal.SIGINT)
-        began = time.monotonic()
         seen += process.stderr
         assert process.wait() == 130, seen
-        assert time.monotonic() - began < 1
+    compiled = {*(work / "kernels").rglob("*.nbc")}
     assert "Interrupted. Finished tensors are kept" in "".join(seen)
     assert "Traceback" not in "".join(seen)
     again = run_process(*args, env=env, fresh=True)
     assert again.code == 0, again.err
+    assert compiled < {*(work / "kernels").rglob("*.nbc")}
     assert "compiling kernels (first run only)" in again.err
     warm = run_process("merge", "della.yml", "warm", "--no-fsync", env=env, fresh=True)
     assert "compiling" not in warm.err

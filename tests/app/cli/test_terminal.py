@@ -104,7 +104,7 @@ def captured(folder: Path, columns: int, *args: str, code: str) -> str:
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=folder)
     os.close(theirs)
     shown = read_until(lambda: process.poll() is not None, ours)
-    process.wait(10)
+    process.wait(60)
     return shown
 
 

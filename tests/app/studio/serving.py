@@ -92,7 +92,7 @@ def serving(root: Path, *flags: str, **options: Any) -> Iterator[Studio]:
 def stop(found: Studio) -> int:
     """End it as Ctrl-C does. Its exit status."""
     found.process.kill(signal.SIGINT)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not found.process.ended():
         if time.monotonic() > end:
             found.kill()

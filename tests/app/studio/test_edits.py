@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -126,13 +125,12 @@ def test_any_way_to_write_a_recipe_is_edited_to_what_was_wanted(
 
 
 def test_long_texts_are_merged_in_bounded_time() -> None:
+    """Work that grows with their square takes hours: pytest ends it."""
     same = "a\n" * 40_000
-    began = time.monotonic()
     assert edits.merged(same, f"b\n{same}", f"{same}c\n") == f"{same}c\n"  # too long to compare: the last edit wins
     numbered = "".join(f"{i}\n" for i in range(40_000))
     merged = edits.merged(numbered, numbered.replace("20000\n", "x\n"), numbered.replace("20010\n", "y\n"))
     assert merged == numbered.replace("20000\n", "x\n").replace("20010\n", "y\n")
-    assert time.monotonic() - began < 20  # quadratic: hours
 
 
 @pytest.mark.parametrize(

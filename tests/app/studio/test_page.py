@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -451,9 +450,7 @@ def test_a_dead_server_is_said_and_what_is_edited_meanwhile_arrives(browser: Any
             if place == 1:
                 visit.page.get_by_label(f"weight of {FR}", exact=True).press("ArrowLeft")
             studio.kill()
-            began = time.monotonic()
             visit.page.locator("#dead").wait_for()
-            assert time.monotonic() - began < 20  # 2.25 s on a machine that is not busy
             visit.page.get_by_label(f"density of {DE}", exact=True).press("ArrowLeft")
             shown = values_shown(visit.page)
             visit.page.click("#merge") if visit.page.locator("#merge").is_enabled() and place < 1 else None

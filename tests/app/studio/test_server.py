@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,7 +216,6 @@ def test_changes_reach_all_who_listen(studio: Studio, root: Path) -> None:
             if line.startswith(b"data: ") and what in json.dumps(json.loads(line[6:]).get(name, "")):
                 return
 
-    began = time.monotonic()
     asked(
         f"{studio.address}do/edit",
         {"tab": "events", "number": 1, "changes": [{"kind": "text", "base": "", "text": "# heard\n"}]},
@@ -225,7 +223,6 @@ def test_changes_reach_all_who_listen(studio: Studio, root: Path) -> None:
     for stream in heard:
         until(stream, "document", "# heard")
         stream.close()
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ class Processes(Answering):
 
     To start one takes 2 s, most of which is imports.
 
-    root     of the processes' folders
+    root     beside the processes' folders
     given    of their environment
     started  shares, in order
     lost     shares of processes that ended without an answer
@@ -84,7 +85,8 @@ class Processes(Answering):
             if given == self.given:
                 self._all.append(self.spare.pop(i)[1])
                 return process
-        home = self._root / f"machine-{len(self._all)}"
+        # Beside the folder of the test, which is removed while another test uses the process.
+        home = self._root.parent / f"machine-{uuid.uuid4().hex}"
         (home / "tmp").mkdir(parents=True)
         process = subprocess.Popen(
             [sys.executable, "-c", WORK],

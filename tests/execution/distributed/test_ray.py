@@ -62,7 +62,7 @@ def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextlib.contextmanager
 def two_machines(folder: Path) -> Iterator[Any]:
     """A head that does no work, and two machines of one processor. They are slow: 0.3 s for a tile."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'weightsmith[ray]'")
+    pytest.importorskip("ray", reason="needs ray")
     from ray.cluster_utils import Cluster
 
     (folder / "sitecustomize.py").write_text(SLOW + SMALL_PARTS)
@@ -105,7 +105,7 @@ def store(moto: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 @pytest.mark.slow
 def test_the_command_starts_a_cluster_and_leaves_no_process(here: Path) -> None:
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'weightsmith[ray]'")
+    pytest.importorskip("ray", reason="needs ray")
     environment = {**os.environ, "PYTHONPATH": str(Path(weightsmith.__file__).parents[1])}
     command = [sys.executable, "-m", "weightsmith", "merge", "ties.yml"]
     subprocess.run([*command, "whole", "--quiet"], env=environment, check=True, timeout=100)
@@ -142,7 +142,7 @@ print(json.dumps([hosts, oct(around.st_mode & 0o777), around.st_uid == os.getuid
 @pytest.mark.slow
 def test_nobody_else_reaches_a_cluster_of_ours(here: Path) -> None:
     """Its processes listen on this machine alone, its files are in a folder of mode 0700, and nothing stays."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'weightsmith[ray]'")
+    pytest.importorskip("ray", reason="needs ray")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1]), "HOME": str(here / "home")}
     (here / "home").mkdir()
@@ -238,7 +238,7 @@ def test_an_error_of_a_worker_and_ctrl_c_are_those_of_one_process(here: Path, cl
 
     with pytest.raises(KeyboardInterrupt):
         weightsmith.merge("ties.yml", "out", progress=progress, ray=cluster.address)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while is_held(staging_folder(here / "out")):
         assert time.monotonic() < deadline, "a worker still runs"
         time.sleep(0.1)

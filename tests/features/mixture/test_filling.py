@@ -113,11 +113,9 @@ def test_a_computation_that_nobody_waits_for_ends_with_its_layer(
             done.append(now.computation.done)
             raise KeyboardInterrupt
 
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         moe(recipe_of(models, told(0, 1)), tmp_path / "out", progress=interrupt)
     assert len(done) == 1
-    assert time.monotonic() - began < 60
     assert not any(thread.name == "weightsmith-product" for thread in threading.enumerate())
 
 

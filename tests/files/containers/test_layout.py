@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.work import steps
 from weightsmith._base.errors import StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import Layout, Naming, make_layout
@@ -112,12 +112,11 @@ def test_a_header_that_readers_would_refuse_is_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_tensors_are_laid_out_quickly() -> None:
+def test_layout_of_a_hundred_thousand_tensors_is_linear_work() -> None:
     specs = [TensorSpec(f"model.layers.{i}.mlp.weight", DTYPES["BF16"], (4096, 1600)) for i in range(100_000)]
-    start = time.process_time()
-    layout = make_layout(specs, 5_000_000_000)
-    assert time.process_time() - start < 2  # 0.5 s on a quiet machine
-    assert len(layout.places) == 100_000
+    assert len(make_layout(specs, 5_000_000_000).places) == 100_000
+    few = steps(lambda: make_layout(specs[:2_000], 5_000_000_000))
+    assert steps(lambda: make_layout(specs[:20_000], 5_000_000_000)) < 11 * few
 
 
 names = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6), unique=True, max_size=8)

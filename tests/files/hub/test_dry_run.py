@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,7 +266,6 @@ def test_a_revision_is_not_written_outside_the_cache(tmp_path: Path) -> None:
 def test_a_hub_that_never_answers_is_an_error_or_the_cache(tmp_path: Path) -> None:
     path = recipe(tmp_path, "org/base", "org/tuned")
     with silent() as hub:
-        began = time.monotonic()
         refused = weightsmith(hub, tmp_path, "plan", path, HF_HUB_ETAG_TIMEOUT="2")
         assert refused.code == 1
         assert f"{hub.url} did not answer (ReadTimeout, timeout 2 s)" in refused.err
@@ -276,7 +274,6 @@ def test_a_hub_that_never_answers_is_an_error_or_the_cache(tmp_path: Path) -> No
             cache(tmp_path, files, name, commit)
         planned = weightsmith(hub, tmp_path, "merge", path, "out", HF_HUB_ETAG_TIMEOUT="2")
         assert planned.code == 0, planned.err
-        assert time.monotonic() - began < 60
     for name in ("org/base", "org/tuned"):
         assert f"{name}: {hub.url} did not answer (ReadTimeout, timeout 2 s), so the cached revision {COMMIT}" in planned.err
 

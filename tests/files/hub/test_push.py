@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -133,13 +132,11 @@ def test_what_cannot_be_pushed_is_refused_before_the_merge(
 
 @pytest.mark.slow
 def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path) -> None:
-    began = time.monotonic()
     with silent() as hub:
         done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged", HF_HUB_DOWNLOAD_TIMEOUT="1")
     assert done.code == 3
     assert "the Hub does not answer" in done.err
     assert not (here / "out").exists()
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +65,7 @@ class Server:
     tags: bool = True
     parts: bool = True
     stall_seconds: float = 1.0
+    woken: int = 0  # answers that came after a stall
     ranges: list[tuple[str, int, int]] = field(default_factory=list)
     headers: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     committed: list[str] = field(default_factory=list)
@@ -76,6 +76,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self.go_on = threading.Event()  # ends every stall
         self._asked: Counter[tuple[str, int]] = Counter()
         self._in_a_row: Counter[tuple[str, int]] = Counter()
 
@@ -137,7 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if fault == "stall":
-            time.sleep(self.site.stall_seconds)
+            self.site.go_on.wait(self.site.stall_seconds)
+            self.site.woken += 1
         if fault in ("429", "500", "503"):
             self._send(int(fault), b"not now", {"Retry-After": "0"} if fault != "500" else {})
             return

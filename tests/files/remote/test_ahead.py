@@ -197,7 +197,7 @@ def test_stopping_wakes_whoever_waits() -> None:
 
     def slow(first: int, end: int) -> Iterator[bytes]:
         entered.set()
-        release.wait(10)
+        release.wait(60)
         yield from request(first, end)
 
     memory.request = slow  # type: ignore[method-assign]
@@ -213,9 +213,9 @@ def test_stopping_wakes_whoever_waits() -> None:
     with reading:
         thread = threading.Thread(target=work)
         thread.start()
-        assert entered.wait(5)
+        assert entered.wait(60)
         reading.stop()
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
         release.set()
     assert isinstance(found[0], CheckpointError)
@@ -232,7 +232,7 @@ def test_a_slot_is_not_given_away_while_it_is_read(monkeypatch: pytest.MonkeyPat
     def slowly(self: Spool, slot: int, offset: int, out: memoryview) -> None:
         if threading.current_thread().name == "slow":
             entered.set()
-            assert release.wait(10)
+            assert release.wait(60)
         plainly(self, slot, offset, out)
 
     monkeypatch.setattr(Spool, "read", slowly)
@@ -242,7 +242,7 @@ def test_a_slot_is_not_given_away_while_it_is_read(monkeypatch: pytest.MonkeyPat
     with ReadAhead([[tiles[0], tiles[0]], [tiles[1]]]):
         slow = threading.Thread(target=lambda: found.append(read(file, 0, 16 * KIB)), name="slow")
         slow.start()
-        assert entered.wait(5)
+        assert entered.wait(60)
         for start in (0, 0, 16 * KIB):
             assert read(file, start, 16 * KIB) == memory.data[start : start + 16 * KIB]
         release.set()

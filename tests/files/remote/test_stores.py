@@ -69,7 +69,7 @@ def test_an_etag_that_the_list_gives_without_quotes_is_that_of_the_answers() -> 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     pytest.importorskip("obstore", reason="obstore, which reads object stores, is not installed")
-    pytest.importorskip("moto.server", reason="needs moto, a fake S3 server")
+    pytest.importorskip("moto.server", reason="needs moto: a fake S3 server")
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
         try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-import time
 import warnings
 from collections.abc import Mapping
 
 import pytest
 
+from tests.work import steps
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._models.lora import patterns
@@ -81,10 +81,9 @@ def test_the_first_that_fits_decides() -> None:
     "text", ["a?" * 36 + "a" * 36 + "b", ".*.*.*.*.*.*.*.*x", "(a|a)" * 100 + "b", "(a*)*b", "(a+)+b", "((a?){20}){20}b"]
 )
 def test_time_is_linear_in_the_name(text: str) -> None:
-    began = time.process_time()
+    """With Python's own patterns each of these takes for ever: pytest ends it."""
     for length in (36, 72, 20_000):
         assert made({text: 1}).find("a" * length, 0) == 0
-    assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize(
@@ -120,10 +119,12 @@ def test_what_is_not_read_is_refused(text: str, why: str) -> None:
 @pytest.mark.slow
 def test_many_patterns_are_refused_or_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model.layers.{i}.mlp.experts.{j}.{part}_proj" for i in range(40) for j in range(128) for part in ("up", "down")]
-    began = time.process_time()
-    found = made({name: float(i) for i, name in enumerate(names)})
-    assert [found.find(name, -1) for name in names] == list(range(len(names)))
-    assert time.process_time() - began < 5
+
+    def find(some: list[str]) -> None:
+        found = made({name: float(i) for i, name in enumerate(some)})
+        assert [found.find(name, -1) for name in some] == list(range(len(some)))
+
+    assert steps(lambda: find(names)) < 20 * steps(lambda: find(names[::10]))
     with pytest.raises(FormatError, match="more than 100 patterns"):
         made({f"a+{i}": 1 for i in range(101)})
     with pytest.raises(FormatError, match="forms of names"):

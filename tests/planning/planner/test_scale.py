@@ -14,23 +14,24 @@ import pytest
 
 from tests import plan_help
 from tests.plan_help import plan
+from tests.work import steps
+from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._planning.planner import prepare
 from weightsmith._plans import plan_from_json
 
 LAYERS, EXPERTS = 30, 56
 MEASURE = """
-import json, resource, sys, time
+import json, resource, sys
 from weightsmith._base.options import RecipeOptions
 from weightsmith._planning.planner import prepare
 found = []
 for recipe in sys.argv[1:]:
-    began = time.process_time()
     with prepare(recipe, RecipeOptions(check_loading=False)) as prepared:
-        seconds = time.process_time() - began
         p = prepared.plan
         found.append({
-            "seconds": round(seconds, 2), "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
             "steps": len(p.steps), "dropped": len(p.dropped), "bytes": sum(s.out.nbytes for s in p.steps),
             "shards": len(p.layout.shards), "layers": p.config["num_hidden_layers"], "settings": len(p.settings),
             "inputs": sum(len(s.inputs) for s in p.steps),
@@ -39,10 +40,10 @@ json.dump(found, sys.stdout)
 """
 
 
-def names() -> list[TensorSpec]:
+def names(layers: int = LAYERS) -> list[TensorSpec]:
     expert = (2048, 3400 * 512 // EXPERTS)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128_000, 7168)}
-    for i in range(LAYERS):
+    for i in range(layers):
         layer = f"model.layers.{i}."
         for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
             shapes[f"{layer}self_attn.{part}.weight"] = (7168, 1536)
@@ -66,7 +67,8 @@ def write_sparse(folder: Path, specs: list[TensorSpec]) -> str:
             file.truncate(shard.nbytes)
     assert layout.index is not None
     (folder / "model.safetensors.index.json").write_bytes(layout.index)
-    settings = {"num_hidden_layers": LAYERS, "n_routed_experts": EXPERTS, "model_type": "deepseek_v3", "vocab_size": 128_000}
+    layers = len({spec.name.split(".")[2] for spec in specs if spec.name.startswith("model.layers.")})
+    settings = {"num_hidden_layers": layers, "n_routed_experts": EXPERTS, "model_type": "deepseek_v3", "vocab_size": 128_000}
     (folder / "config.json").write_text(json.dumps(settings))
     return str(folder)
 
@@ -75,7 +77,6 @@ def measure(*recipes: Path) -> list[dict[str, Any]]:
     done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, recipes)], capture_output=True, text=True, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout)
     print(found)
-    assert all(each["seconds"] < 30 for each in found), "a time that grows with the square of the tensors"  # it takes 1
     return found
 
 
@@ -102,6 +103,16 @@ def test_ten_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> None:
     per_layer = 6 * EXPERTS + 8
     assert (stacked["steps"], stacked["layers"]) == (3 + 35 * per_layer, 35)
     assert stacked["dropped"] == 25 * per_layer + 3
+
+
+@pytest.mark.slow
+def test_work_grows_with_the_tensors(tmp_path: Path) -> None:
+    def work(layers: int) -> int:
+        a, b = (write_sparse(tmp_path / f"{name}{layers}", names(layers)) for name in "ab")
+        recipe = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 0.5}}
+        return steps(lambda: prepare(recipe, RecipeOptions(check_loading=False)).close())
+
+    assert work(6) < 3.3 * work(2)
 
 
 RECIPE = """merge_method: ties

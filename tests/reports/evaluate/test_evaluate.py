@@ -426,9 +426,7 @@ metric_list: [{metric: bits_per_byte}]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "WEIGHTSMITH_LM_EVAL" not in os.environ, reason="needs WEIGHTSMITH_LM_EVAL, lm-evaluation-harness's program"
-)
+@pytest.mark.skipif("WEIGHTSMITH_LM_EVAL" not in os.environ, reason="needs lm-evaluation-harness: WEIGHTSMITH_LM_EVAL")
 def test_lm_eval_measures_models_and_recipes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":  # lm_eval begins each text with the token that ends texts
         shutil.copytree(work / name, name.upper())
@@ -475,3 +473,51 @@ def test_without_a_home_a_folder_must_be_named(work: Path, monkeypatch: pytest.M
         working.evaluations_folder()
     assert "--work" in str(refused.value)
     assert list(working.find_evaluations()) == []
+
+
+@pytest.mark.slow
+def test_a_text_may_be_a_string_or_several(work: Path) -> None:
+    whole = weightsmith.evaluate("a", text="t.txt", tokens=32, progress=False)
+    found = weightsmith.evaluate("a", text=TEXT, tokens=32, progress=False)
+    assert found.scores == whole.scores
+    assert found.texts == (f"'{' '.join(TEXT.split())[:37]}...'",)
+    Path("both.jsonl").write_text(f"{json.dumps(TEXT)}\n{json.dumps(TEXT[::-1])}\n")
+    documents = weightsmith.evaluate("a", text="both.jsonl", tokens=32, progress=False)
+    found = weightsmith.evaluate("a", text=[TEXT, TEXT[::-1]], tokens=32, progress=False)
+    assert found.scores == documents.scores
+    mixed = weightsmith.evaluate("a", text=["t.txt", TEXT[::-1]], tokens=32, progress=False)
+    assert mixed.texts[0] == "t.txt"
+    assert mixed.scores[0][0] == whole.scores[0][0]
+
+
+def test_a_string_that_may_be_a_wrong_path_is_not_a_text(work: Path) -> None:
+    with pytest.raises(PlanError, match=r"'notes' is of an unknown kind\n.*a text itself has a space or line break"):
+        weightsmith.evaluate("a", text="notes", progress=False)
+    with pytest.raises(PlanError, match=r"my notes\.txt"):
+        weightsmith.evaluate("a", text="my notes.txt", progress=False)
+
+
+@pytest.mark.slow
+def test_an_open_model_is_a_model(work: Path) -> None:
+    with weightsmith.open_checkpoint("a") as model:
+        found = weightsmith.evaluate(model, "b", text="t.txt", tokens=32, progress=False)
+        merged = weightsmith.plan({"merge_method": "linear", "models": [{"model": model}], "parameters": {"weight": 1}})
+    assert found.models == ("a", "b")
+    assert merged.models[0].ref == "a"
+
+
+@pytest.mark.slow
+def test_a_table_has_a_row_for_each_model_and_text(work: Path) -> None:
+    found = weightsmith.evaluate("a", "b", text=["t.txt", "u.txt"], tokens=32, reference="a", progress=False)
+    rows = found.table()
+    assert [(row["model"], row["text"]) for row in rows] == [(m, t) for m in "ab" for t in ("t.txt", "u.txt")]
+    score = found.scores[1][0]
+    assert score.divergence is not None
+    assert score.change is not None
+    assert rows[2] == {
+        **{"model": "b", "text": "t.txt", "rows": score.rows, "tokens": score.tokens, "loss": score.loss.value},
+        **{"loss_error": score.loss.error, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte},
+        **{"divergence": score.divergence.value, "divergence_error": score.divergence.error, "agreement": score.agreement},
+        **{"change": score.change.value, "change_error": score.change.error},
+    }
+    assert (rows[0]["change"], rows[0]["divergence"]) == (None, None)

@@ -125,3 +125,17 @@ def test_a_product_that_does_not_fit_its_steps_is_rejected() -> None:
     reads = tuple(Read(k, "w") for k in range(3))
     assert KIND.check(alignments("d", [Step(spec, COPY, reads)])) == ""
     assert "two or more" in KIND.check(alignments("d", [Step(spec, COPY, reads[:2])]))
+
+
+@pytest.mark.slow
+def test_a_table_has_a_row_for_each_group(folders: Mapping[str, Path]) -> None:
+    found = compare(folders, "abc")
+    rows = found.table()
+    assert [row["name"] for row in rows] == [tensor.name for tensor in found.tensors]
+    a, _, c = (str(folders[name]) for name in "abc")
+    assert rows[3][f"norm {a}"] == found.tensors[3].norms[0]
+    assert rows[3][f"cosine {a}, {c}"] == found.tensors[3].cosines[1]
+    assert [row["name"] for row in found.table(by="layer")] == [layer.name for layer in found.layers]
+    assert len(found.table("part")) == len(found.parts)
+    with pytest.raises(ParameterError, match="by must be one of tensor, layer, part, not 'modul'"):
+        found.table("modul")  # type: ignore[arg-type]

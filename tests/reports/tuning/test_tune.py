@@ -287,6 +287,33 @@ def test_time_ends_the_search(work: Path) -> None:
     assert 1 <= len(found.trials) < 1000
 
 
+@pytest.mark.slow
+def test_the_start_counts_for_the_time_and_one_candidate_is_tried_all_the_same(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        """An hour passes while the models are opened."""
+
+        seconds = 0.0
+        sleep = staticmethod(time.sleep)
+
+        def monotonic(self) -> float:
+            return self.seconds
+
+    clock = Clock()
+    plain = module.Candidates.__init__
+
+    def opened(*arguments: Any) -> None:
+        plain(*arguments)
+        clock.seconds += 3600
+
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module.Candidates, "__init__", opened)
+    found = tune(time="30m")
+    assert len(found.trials) == 1
+    assert found.seconds == 3600
+
+
 WRONG = {
     "a time": ({"time": "soon"}, "must be a time such as 90s, 30m or 2h, not 'soon'"),
     "no text": ({"text": []}, "no text is given"),
@@ -389,3 +416,19 @@ def test_a_line_scores_all_rows_of_each_candidate(work: Path) -> None:
     assert 3 <= len(found.trials) <= 8
     assert len(found.losses) == len(found.trials)
     assert found.objective_of(found.best) == min(map(found.objective_of, found.losses))
+
+
+@pytest.mark.slow
+def test_a_table_has_a_row_for_each_trial_and_texts_may_be_strings(work: Path) -> None:
+    found = tune(text=Path("t.txt").read_text(), report_text=[Path("u.txt").read_text()])
+    assert found.judged == tune(out="files.yml").judged
+    (name,) = found.texts
+    assert name.startswith("'")
+    assert found.report_texts[0].startswith("'")
+    rows = found.table()
+    assert [row["trial"] for row in rows] == [trial.number for trial in found.trials]
+    (best,) = (row for row in rows if row["best"])
+    assert best["trial"] == found.best
+    assert best["objective"] == best[f"loss {name}"] == found.objective_of(found.best)
+    assert [best[each] for each in found.names] == list(found.values)
+    assert "weightsmith-text-" not in Path("tuned.yml").read_text()

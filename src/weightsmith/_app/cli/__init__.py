@@ -8,6 +8,7 @@
     options.py         shared arguments, and flags made from the records of `weightsmith._base.options`
     work.py            the frame of a command: status line, errors, progress bar, result
     mergekit_flags.py  mergekit's flags: accepted, passed on or refused
+    answers.py         other programs' commands and options: what to type here
     help.py manual.py  help pages, and the man page
     summary.py         totals of a plan
     failures.py exits.py    errors to messages and exit codes

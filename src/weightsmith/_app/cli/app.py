@@ -71,7 +71,10 @@ def help_(
     assert program is not None
     commands: dict[str, Any] = program.command.commands  # type: ignore[attr-defined]
     if command and command not in commands:
-        raise typer.BadParameter(f"there is no command {command!r}{nearest(command, commands)}.", param_hint="COMMAND")
+        from weightsmith._methods import NAMES
+
+        hint = f" (a merge method: weightsmith methods {command})" if command in NAMES else nearest(command, commands)
+        raise typer.BadParameter(f"there is no command {command!r}{hint}.", param_hint="COMMAND")
     path = program.command_path
     page = page_of(commands[command], f"{path} {command}") if command else overview(program.command, path)
     result(page.lines(terminal_width()))

@@ -9,13 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from weightsmith._app.cli import answers
 from weightsmith._base.errors import Finding, nearest
 from weightsmith._base.groups import grouped
 from weightsmith._base.options import GROUPS
@@ -141,30 +144,55 @@ def misuse(error: Any) -> Finding:
     if type(error).__name__ == "MissingParameter" and parameter is not None:
         named = _argument(parameter) if parameter.param_type_name == "argument" else _names(parameter)
         what, fix = f"{named} is missing", f"{fix}, which has examples"
+        if named.startswith("--format "):
+            fix = "add it, such as --format gguf-q4_k_m; weightsmith quantize --list lists all"
     elif options in PLACED:
         what, fix = f"no such option: {options}", "write models and OUT without flags, in the order of the usage"
     elif options and hasattr(error, "possibilities"):
         known = [flag for each in context.command.params for flag in (*each.opts, *each.secondary_opts)]
         arguments = {each.name: each for each in context.command.params if each.param_type_name == "argument"}
         what = f"no such option: {options}{nearest(options, [flag for flag in known if flag not in arguments])}"
-        if (argument := arguments.get(options.lstrip("-").replace("-", "_"))) is not None:
+        if answer := _models_for_recipe(context) or answers.for_option(options, known, [*map(_argument, arguments.values())]):
+            what, fix = f"no such option: {options}", answer
+        elif (argument := arguments.get(options.lstrip("-").replace("-", "_"))) is not None:
             what, fix = f"no such option: {options}", f"write {_argument(argument)} without a flag, as in the usage"
     elif (found := re.fullmatch(r"No such command '(.*?)'.*", what)) is not None:
         what = f"no such command: {found[1]}{nearest(found[1], context.command.commands)}"
         if same := COMMANDS_OF_MERGEKIT.get(found[1]):
             what, fix = f"no such command: {found[1]}", f"run {name} {same}: see {name} {same} --help"
+        elif answer := answers.for_command(found[1], sys.argv[1:], _methods()):
+            what, fix = f"no such command: {found[1]}", answer
     elif (found := re.match(r"Option '(.*?)' requires an argument", what)) is not None:
         what = f"{found[1]} needs a value"
     elif (found := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", what)) is not None:
         what = f"too many arguments: {found[1]}"
+        fix = _models_for_recipe(context) or fix
     elif (found := re.match(r"Invalid value(?: for ([^:]*))?: (.*)", what)) is not None:
         what = f"{found[1].strip(QUOTES)}: {found[2]}" if found[1] else found[2]
+        fix = _models_for_recipe(context) or fix
     if context is not None and hasattr(context.command, "usage_line"):
         details = (context.command.usage_line(name),)
     return Finding(what, details=details, fix=fix)
 
 
 QUOTES = "'\""
+
+
+def _methods() -> tuple[str, ...]:
+    from weightsmith._methods import NAMES
+
+    return NAMES
+
+
+def _models_for_recipe(context: Any) -> str:
+    """The next step for `merge MODEL MODEL … OUT`, which has no recipe; an empty string for other command lines."""
+    words = sys.argv[2:]
+    named = next((words[i + 1] for i, word in enumerate(words[:-1]) if word in answers.OUT_FLAGS), "")
+    if context is None or context.info_name != "merge" or any(word.endswith(answers.RECIPES) for word in words):
+        return ""
+    models = [word for word in words if word != named and (Path(word).is_dir() or Path(word).is_file())]
+    others = [word for word in words if word not in models and not word.startswith("-")]
+    return answers.for_models(models, named or (others[-1] if others else "OUT")) if len(models) > 1 else ""
 
 
 class _Plain:

@@ -71,6 +71,8 @@ def check_order(recipe: str, out: str) -> None:
     if out.endswith((".yml", ".yaml")) and Path(out).is_file() and recipe != "-" and not Path(recipe).is_file():
         what = f"{printable(out)} is a recipe, and {printable(recipe)} is none: RECIPE comes first, then OUT."
         raise typer.BadParameter(what)
+    if Path(recipe).is_dir() and Path(out).is_dir():
+        raise typer.BadParameter(f"{printable(recipe)} and {printable(out)} are folders, and neither is a recipe.")
 
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:

@@ -155,6 +155,9 @@ class Option:
             raise ValueError(f"must be {kind.words}, not {value!r}") from None
         if self.choices and (allowed := self.values) and found not in allowed:
             known = [str(each) for each in allowed]
+            family = [each for each in known if each.startswith(f"{str(found).casefold()}-")]
+            if len(family) > 1:
+                raise ValueError(f"{found!r} has several variants: write one of {', '.join(family)}")
             listed = ", ".join([*known[:_LISTED], *(["..."] if len(known) > _LISTED else [])])
             raise ValueError(f"must be one of {listed}{nearest(str(found), known)}, not {found!r}")
         wrong = [

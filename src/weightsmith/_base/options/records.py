@@ -631,7 +631,13 @@ class TuneSettings:
         None, "--report-command COMMAND", "Program that judges the result, once, at the end", unset="that of --command"
     )
     budget: int = option(100, "--budget N", "Number of candidates to try", least=1)
-    time: str | None = option(None, "--time TIME", "Stop after this time, such as 90s, 30m or 2h", unset="no limit")
+    time: str | None = option(
+        None,
+        "--time TIME",
+        "Start no candidate after this time, such as 90s, 30m or 2h",
+        unset="no limit",
+        more="The time includes the start. The last candidate and the report come on top.",
+    )
     search: str = option(
         "cma",
         "--search NAME",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weightsmith import _methods as methods
 from weightsmith._activations.statistics import find_statistic
-from weightsmith._base.errors import CheckpointError, FormatError, PlanError, WeightsmithError
+from weightsmith._base.errors import CheckpointError, FormatError, MethodError, PlanError, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -188,6 +188,12 @@ def _load_method(plan: Plan, *, allow_code: bool) -> None:
     """Make a merge method of the user's own known, and check that it is the one that was planned."""
     code = plan.made.code
     if code is None:
+        return
+    if code.folder == user_files.PROCESS:
+        if user_files.loaded(plan.made.name) is None:
+            what = f"merge_method {code.name} is a function of the Python process that made the plan"
+            fix = f"write it into a file, name it in the recipe as ./my_method.py:{code.name}, and make the plan again"
+            raise PlanError([MethodError(what, fix=fix)])
         return
     if code.folder:
         method = user_files.load_file(code.name, Path(code.folder), allow_code=allow_code)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsmith._base.errors import Finding, SyntaxProblem, WeightsmithError
+from weightsmith._base.errors import Finding, MethodError, SyntaxProblem, WeightsmithError, raised_at
 from weightsmith._base.redaction import redacted
 from weightsmith._base.tensors import dtype_name
 
@@ -123,7 +123,7 @@ def from_python(source: Mapping[str, Any], place: str = "", *, within: str = "")
     reader = _PythonReader(place)
     try:
         root = reader.node(source, within, 0)
-    except SyntaxProblem as problem:  # too deep or too large: no tree
+    except (SyntaxProblem, MethodError) as problem:  # too deep or too large, or no merge method: no tree
         return Document(None, (*reader.problems, problem))
     return Document(root, tuple(reader.problems))
 
@@ -160,6 +160,8 @@ class _PythonReader:
             value = dtype_name(value)  # torch.bfloat16, np.float32, np.dtype("float32")
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
+        if where.rpartition(".")[2] == "merge_method" and not isinstance(value, str | type(None) | bool | int | float):
+            return self._method(value, where)
         if isinstance(value, str) and not is_text(value):
             self.problems.append(SyntaxProblem("text that is not valid Unicode (a lone surrogate)", where=where))
             return ""
@@ -168,6 +170,13 @@ class _PythonReader:
         what = f"a recipe cannot hold a value of type {type(value).__name__}"
         self.problems.append(SyntaxProblem(what, where=where, fix="Use mappings, lists, text, numbers, True, False or None."))
         return None
+
+    def _method(self, value: Any, where: str) -> str:
+        """The name of a merge method of the user's own: the function itself. Raises MethodError."""
+        from weightsmith._methods.user_files import name_of
+
+        with raised_at(where):
+            return name_of(value)
 
 
 def is_text(value: str) -> bool:

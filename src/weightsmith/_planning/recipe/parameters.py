@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from typing import cast
@@ -149,11 +150,26 @@ def _nested(name: str, node: Node, walk: Walk) -> tuple[Entry, ...]:
     return (Entry(json.dumps(values), None, node.where),) if len(walk.problems) == before else ()
 
 
+def _has_decimal_comma(parameters: dict[str, Pair], walk: Walk) -> bool:
+    """Reports `{weight: 0,5}`, which YAML reads as weight: 0 and a parameter 5 without a value."""
+    names = [*parameters]
+    for before, name in itertools.pairwise(names):
+        whole = parameters[before].value.value
+        if name.isdecimal() and parameters[name].value.value is None and type(whole) is int:
+            what = f"{before}: {whole},{name} has a decimal comma, which ends the value in YAML"
+            walk.problem(what, parameters[before].where, f"Write {before}: {whole}.{name}.", ParameterError)
+            return True
+    return False
+
+
 def _parameters(pair: Pair, key: Key, walk: Walk) -> dict[str, Setting] | None:
     if not isinstance(pair.value.value, dict):
         what = f"'parameters' takes a mapping of names to values, not {describe(pair.value)}"
         walk.problem(what, pair.value.where, "Write parameters: {weight: 0.5}.")
         walk.whole = False  # the plan would report each required parameter as missing
+        return None
+    if _has_decimal_comma(pair.value.value, walk):
+        walk.whole = False  # the plan would report the rest of the number as an unknown parameter
         return None
     return {
         name: Setting(_entries(name, inner, walk), inner.where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._activations.given_texts import GivenText, as_files
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
 from weightsmith._activations.scoring import Known, Scored, scored
@@ -47,7 +47,7 @@ from weightsmith.abc.product import Arrays
 @lists_options("evaluate", EvaluateSettings, RunOptions, besides=("text",))
 def evaluate(
     *models: Named,
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    text: GivenText = (),
     reference: Named | None = None,
     progress: Watching = True,
     **options: Unpack[EvaluateKeywords],
@@ -57,7 +57,8 @@ def evaluate(
 
     models     folders, Hub ids or `base+adapter`, stored in any format that weightsmith reads; or recipes, whose results are
                not written: the path of a YAML file, or a mapping
-    text       a .txt, .jsonl or .parquet file, or several; `built-in`. In a .jsonl file with `messages`, the answers are
+    text       a .txt, .jsonl or .parquet file, or several; `built-in`. Or the text itself: a string with a space or a line
+               break, or a list of strings, the documents of one text. In a .jsonl file with `messages`, the answers are
                scored. None is needed with `command`
     reference  a model to compare the predictions with: KL divergence and agreement. It need not be one of `models`
     progress   called about ten times per second; True: a bar in terminals and notebooks, False: none
@@ -76,10 +77,10 @@ def evaluate(
     >>> found.reading  # doctest: +SKIP
     ('ties.yml is 3.1 ± 0.7 % better than base: perplexity 10.12 against 10.44, lower on 14 of 16 rows.',)
     """
-    texts = [text] if isinstance(text, str | os.PathLike) else list(text)
-    given = {"text": [os.fspath(each) for each in texts], **options}
-    settings, running = read_options("evaluate", given, EvaluateSettings, RunOptions)
-    return evaluation(named(models, reference), reference is not None, settings, running, progress)
+    with as_files(text=text) as texts:
+        settings, running = read_options("evaluate", {**texts.paths, **options}, EvaluateSettings, RunOptions)
+        found = evaluation(named(models, reference), reference is not None, settings, running, progress)
+        return replace(found, texts=texts.named(found.texts))
 
 
 def named(models: Sequence[Named], reference: Named | None) -> dict[str, Named]:

@@ -105,6 +105,17 @@ class Score:
     change: Change | None
 
 
+def _columns(score: Score) -> dict[str, Any]:
+    """The score in the columns of a table."""
+    kl, change = score.divergence, score.change
+    return {
+        **{"rows": score.rows, "tokens": score.tokens, "loss": score.loss.value, "loss_error": score.loss.error},
+        **{"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte},
+        **{"divergence": kl and kl.value, "divergence_error": kl and kl.error, "agreement": score.agreement},
+        **{"change": change and change.value, "change_error": change and change.error},
+    }
+
+
 def score_of(own: RowLosses, baseline: RowLosses | None) -> Score:
     """The score of a model on a text. baseline: None for the baseline itself."""
     loss, tokens = Mean.of(own.nats, own.tokens), float(own.tokens.sum())
@@ -204,6 +215,21 @@ class Evaluation(Shown):
         others = range(1, len(self.models))
         by_texts = [_compared(self, i) for i in others] if self.texts else []
         return (*by_texts, *(_by_command(self, i) for i in others if self.measured), *self.notes)
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each model and text, for pandas: `pandas.DataFrame(found.table())`.
+
+        Columns: model, text, rows, tokens, loss, loss_error, perplexity, bits_per_byte; divergence, divergence_error,
+        agreement, change and change_error, which are None where nothing is compared; measured, with a command.
+        """
+        if not self.texts:
+            return [{"model": name, "measured": number} for name, number in zip(self.models, self.measured, strict=True)]
+        found = []
+        for i, (model, scores) in enumerate(zip(self.models, self.scores, strict=True)):
+            for text, score in zip(self.texts, scores, strict=True):
+                own = {"model": model, "text": text, **_columns(score)}
+                found.append({**own, "measured": self.measured[i]} if self.measured else own)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

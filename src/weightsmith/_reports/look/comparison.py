@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.errors import ParameterError, nearest
 from weightsmith._base.pages import Shown
 from weightsmith._base.text import count
 from weightsmith._kernels.codecs import BLOCK
@@ -278,6 +279,25 @@ class Comparison(Shown):
     def reading(self) -> tuple[str, ...]:
         """The conclusions for a merge, in sentences. Models are A, B, C, … in their order."""
         return tuple(_read(self))
+
+    def table(self, by: Literal["tensor", "layer", "part"] = "tensor") -> list[dict[str, Any]]:
+        """A row for each tensor, layer or part, for pandas: `pandas.DataFrame(found.table())`.
+
+        Columns: name, tensors, elements, conflict_share; `norm MODEL` of each model; `cosine A, B`, `overlap A, B` and
+        `subspace A, B` of each pair. They are as in `tensors`; nan for what is undefined.
+        """
+        groups = {"tensor": self.tensors, "layer": self.layers, "part": self.parts}
+        if by not in groups:
+            raise ParameterError(f"by must be one of {', '.join(groups)}{nearest(str(by), groups)}, not {by!r}")
+        pairs = [f"{self.names[i]}, {self.names[j]}" for i, j in self.pairs]
+        found = []
+        for one in groups[by]:
+            row = {"name": one.name, "tensors": one.tensors, "elements": one.elements, "conflict_share": one.conflict_share}
+            row |= {f"norm {name}": norm for name, norm in zip(self.names, one.norms, strict=True)}
+            for what, values in (("cosine", one.cosines), ("overlap", one.overlaps), ("subspace", one.subspaces)):
+                row |= {f"{what} {pair}": value for pair, value in zip(pairs, values, strict=True)}
+            found.append(row)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

@@ -111,6 +111,27 @@ class Tuning:
         """The loss of a trial that was scored on all rows."""
         return combined(self.losses[number], self.objective)
 
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each trial, for pandas: `pandas.DataFrame(found.table())`.
+
+        Columns: trial; the value of each key path in `names`; objective, and loss of each text as `loss TEXT`, which are None
+        unless the trial was scored on all rows; best; error.
+        """
+        found = []
+        for trial in self.trials:
+            losses = self.losses.get(trial.number, [None] * len(self.texts))
+            found.append(
+                {
+                    "trial": trial.number,
+                    **dict(zip(self.names, trial.values, strict=True)),
+                    "objective": self.objective_of(trial.number) if trial.number in self.losses else None,
+                    **{f"loss {text}": loss for text, loss in zip(self.texts, losses, strict=False)},
+                    "best": trial.number == self.best,
+                    "error": trial.error,
+                }
+            )
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
         return json_values(

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from weightsmith._activations.given_texts import GivenText, as_files
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     MethodError,
@@ -65,8 +66,8 @@ def tune(
     recipe: Source,
     out: str | os.PathLike[str],
     *,
-    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    report_text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    text: GivenText = (),
+    report_text: GivenText = (),
     reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     progress: bool | Meter = True,
     **options: Unpack[TuneKeywords],
@@ -76,8 +77,9 @@ def tune(
     recipe       as for `merge`, with `{tune: [0, 1]}` in place of numbers and `{choice: [ties, dare_ties]}` of other values;
                  or a config of mergekit-evolve, whose tasks name texts
     out          the recipe to write, `tuned.yml`; the trials are kept beside it in `tuned.trials.jsonl`
-    text         .txt, .jsonl or .parquet files to tune on, or `built-in`; none: those that the config names, or `command`
-    report_text  files to judge the result on; none: the last third of the rows of each text
+    text         .txt, .jsonl or .parquet files to tune on, `built-in`, or strings as for `evaluate`; none: those that the
+                 config names, or `command`
+    report_text  the same, to judge the result on; none: the last third of the rows of each text
     reference    for `objective="kl"`: a model, or one for each text
     progress     True: a bar in terminals and notebooks, False: none
     options      see `weightsmith._base.options`: `RecipeOptions`, `EvaluateSettings`, `TuneSettings` and `RunOptions`
@@ -95,14 +97,15 @@ def tune(
     >>> found.reading[0]  # doctest: +SKIP
     'The tuned recipe is 3.1 ± 0.7 % better than the start on the report text: perplexity 10.12 against 10.44.'
     """
-    names = {"text": text, "report_text": report_text, "reference": reference}
-    paths = {name: [value] if isinstance(value, str | os.PathLike) else list(value) for name, value in names.items()}
-    given = {**{name: [os.fspath(each) for each in own] for name, own in paths.items()}, **options}
+    models = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
     kinds = RecipeOptions, EvaluateSettings, TuneSettings, RunOptions
-    planning, texts, settings, running = read_options("tune", given, *kinds)
     meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
-    with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
-        return tuned(recipe, os.fspath(out), planning, texts, settings, running, shown)
+    with as_files(text=text, report_text=report_text) as files:
+        given = {**files.paths, "reference": [os.fspath(model) for model in models], **options}
+        planning, texts, settings, running = read_options("tune", given, *kinds)
+        with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
+            found = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown)
+        return replace(found, texts=files.named(found.texts), report_texts=files.named(found.report_texts))
 
 
 def tuned(
@@ -116,6 +119,7 @@ def tuned(
     scored: Scored = lambda _trial, _loss: None,
 ) -> Tuning:
     """`tune` with its options as records. scored: called with each trial when it is made, or found in the journal."""
+    began = time.monotonic()
     seconds, config = seconds_of("time", settings.time), evolution(recipe)
     if config is not None:
         recipe, texts = config.recipe, replace(texts, text=texts.text or config.texts)
@@ -138,7 +142,7 @@ def tuned(
             name = candidates.tunables[candidates.whole.index(True)].name
             fix = f"give it a number, or use {assignment('search', 'cma')}"
             raise option_error("search", f"{name} takes whole numbers, which have no gradient", fix)
-        return _Search(candidates, measure, target, planning, settings, running, shown, scored, stack).run(seconds)
+        return _Search(candidates, measure, target, planning, settings, running, shown, scored, stack).run(began, seconds)
 
 
 def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
@@ -262,9 +266,9 @@ class _Search:
             "options": repr(replace(planning, settings={})),
         }
 
-    def run(self, seconds: float) -> Tuning:
-        """Try candidates, and judge the best. KeyboardInterrupt leaves the best so far."""
-        began, resumed = time.monotonic(), len(self.journal.trials)
+    def run(self, began: float, seconds: float) -> Tuning:
+        """Try candidates, and judge the best. KeyboardInterrupt leaves the best so far. began: the call, by the clock."""
+        resumed = len(self.journal.trials)
         try:
             self._search(began + seconds)
         except KeyboardInterrupt:
@@ -321,7 +325,7 @@ class _Search:
                 self._report(number)
             missing = [number for number in values if number not in self.journal.trials]
             self._show(len(values) - len(missing))
-            if not missing or time.monotonic() >= end:
+            if not missing or (self.journal.trials and time.monotonic() >= end):  # one is made however long the start takes
                 return
             taken = self.journal.take(missing)
             if taken is None:

@@ -1,14 +1,13 @@
 """ExLlamaV2's and exllamav3's own kernels as judges, without a GPU.
 
-WEIGHTSMITH_EXLLAMA names a folder with their wheels, unpacked: `pip download --no-deps exllamav2==0.3.2 exllamav3==1.6.5`,
-then `unzip` of both. The kernels that reconstruct a weight are cut from their sources and compiled with g++ (12 or later, on
-x86) and `device.hpp`; nothing of them is copied here. What their loaders do in Python before is done here in numpy.
+`make test` installs their sources alone. WEIGHTSMITH_EXLLAMA names another folder with both packages. The kernels that
+reconstruct a weight are cut from these sources and compiled with g++ (12 or later, on x86) and `device.hpp`; nothing of them is
+copied here. What their loaders do in Python before is done here in numpy.
 """
 
 from __future__ import annotations
 
 import ctypes as c
-import os
 import re
 import shutil
 import subprocess
@@ -21,12 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.readers import installed
+
 _HERE = Path(__file__).parent
-FOLDER = Path(os.environ.get("WEIGHTSMITH_EXLLAMA", "/nowhere"))
+FOLDER = installed("WEIGHTSMITH_EXLLAMA", "exllama")
 
 needs_exllama = pytest.mark.skipif(
     not ((FOLDER / "exllamav2").is_dir() and (FOLDER / "exllamav3").is_dir() and shutil.which("g++")),
-    reason="needs g++, and WEIGHTSMITH_EXLLAMA, a folder with exllamav2 and exllamav3",
+    reason="needs ExLlama: its sources, and g++ on x86",
 )
 
 Tensors = Mapping[str, np.ndarray]

@@ -248,7 +248,8 @@ def programs() -> set[str]:
 
 
 needs = {
-    name: pytest.mark.skipif(name not in programs(), reason=f"needs a GPU and {name}") for name in ("exllamav2", "exllamav3")
+    name: pytest.mark.skipif(name not in programs(), reason=f"needs an NVIDIA GPU: and {name}")
+    for name in ("exllamav2", "exllamav3")
 }
 
 

@@ -1,8 +1,6 @@
 """Models of several architectures in the formats that mlx-lm reads, run by mlx-lm on a processor.
 
-WEIGHTSMITH_MLX names the Python that has it, which has a build for processors on Linux:
-
-    python3.11 -m venv VENV && VENV/bin/pip install 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
+`make test` installs both, built for CPUs on Linux. WEIGHTSMITH_MLX names another Python that has them.
 
 Its logits are those of transformers, in float32, with the weights that weightsmith reads. transformers 5 has saved the models,
 so only what weightsmith adds to config.json tells mlx-lm of rotary embeddings and windows.
@@ -13,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ import pytest
 import weightsmith
 from tests.models.formats.readers.test_loaders import TEXT, TOKENIZER, errors, logits, make
 
-PYTHON = os.environ.get("WEIGHTSMITH_MLX", "")
+PYTHON = os.environ.get("WEIGHTSMITH_MLX") or (sys.executable if find_spec("mlx_lm") else "")
 SCRIPT = Path(__file__).with_name("mlx_script.py")
 
 TOKENS = np.array(TOKENIZER.encode(TEXT).ids[:200])
@@ -41,11 +41,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
         weightsmith.quantize(make(folder / "made", model), folder / "quantised", format_, progress=False)
         weightsmith.dequantize(folder / "quantised", folder / "plain", out_dtype="float32", progress=False)
     asked = [TOKENS.tolist(), *(str(folder / "quantised") for folder in found.values())]
-    subprocess.run([PYTHON, SCRIPT], input=json.dumps(asked), text=True, check=True, capture_output=True)
+    env = {**os.environ, "TMPDIR": str(root)}  # MLX leaves a folder there
+    subprocess.run([PYTHON, SCRIPT], input=json.dumps(asked), text=True, check=True, capture_output=True, env=env)
     return found
 
 
-@pytest.mark.skipif(not PYTHON, reason="needs WEIGHTSMITH_MLX")
+@pytest.mark.skipif(not PYTHON, reason="needs MLX")
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_mlx_lm_computes_what_transformers_does(case: tuple[str, str], folders: dict[tuple[str, str], Path]) -> None:
     folder = folders[case] / "quantised"
