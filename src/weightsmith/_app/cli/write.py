@@ -30,7 +30,7 @@ def write(
 
     Examples:
         weightsmith write ./fr fr.jsonl
-        weightsmith quantize ./fr fr-w4 --format w4a16 --calibration fr.jsonl
+        weightsmith write ./base+./adapter own.jsonl --rows 40 --seed 1
     """
     with working("reading the model's headers", out=out, quiet=quiet, as_json=as_json) as work:
         from weightsmith._execution.progress import meter
