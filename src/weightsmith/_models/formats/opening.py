@@ -105,6 +105,9 @@ def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
     for kind in kinds():
         if path.name.lower().endswith(kind.suffixes):
             return kind.open((path,), None, where, opener)
+    if path.suffix in (".yml", ".yaml"):
+        fix = "Name a model. For a recipe: weightsmith plan, or weightsmith preview."
+        raise Unsupported("this is a recipe, not a model", where=where, fix=fix)
     *others, last = suffixes()
     raise Unsupported(
         f"not a weight file: its name does not end with {', '.join(others)} or {last}",
