@@ -243,7 +243,7 @@ def test_mixtures_and_adapters_that_succeed_forge_no_line(real: Path, cli: Cli) 
         keep=True,
     )
     about = json.loads((real / "adapter" / "adapter_config.json").read_text())
-    about |= {"base_model_name_or_path": HOSTILE, HOSTILE: HOSTILE, "revision": HOSTILE}
+    about |= {"base_model_name_or_path": HOSTILE, HOSTILE: None, "revision": HOSTILE}
     (real / "adapter" / "adapter_config.json").write_text(json.dumps(about))
     trying.before |= {*shutil.copytree(real / "adapter", real / "other").rglob("*"), real / "other"}
     for args in (

@@ -51,6 +51,8 @@ SUCCEEDING: dict[str, list[list[str]]] = {
     "extract-lora": [["a", "b", "out"]],
     "transplant-tokenizer": [["a", "b", "out"]],
     "statistics": [["a", "built-in", "out"]],
+    "auto": [["a", "b", "c", "out"]],
+    "write": [["a", "own.jsonl", "--rows", "1", "--tokens", "4"]],
     "run": [["plan.json", "out"]],
     "verify": [["made"]],
     "init": [["new.yml", "--goal", "average", "--model", "a", "--model", "b"], ["-", "--preset", "ties-paper"]],

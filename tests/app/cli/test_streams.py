@@ -146,7 +146,7 @@ def test_the_table_has_every_command() -> None:
 
     names = {each.name or each.callback.__name__.replace("_", "-") for each in make_app().registered_commands if each.callback}
     # studio serves until Ctrl-C, the others need a model that transformers runs
-    assert names == {*COMMANDS, "studio", "eval", "tune", "statistics"}
+    assert names == {*COMMANDS, "studio", "eval", "auto", "tune", "statistics", "write"}
 
 
 @pytest.mark.slow

@@ -293,6 +293,8 @@ STARTED: dict[str, list[str]] = {
     "extract-lora": ["a", "b", "OUT"],
     "transplant-tokenizer": ["a", "b", "OUT"],
     "statistics": ["a", "built-in", "OUT"],
+    "auto": ["a", "b", "c", "OUT"],
+    "write": ["a", "OUT.jsonl"],
     "run": ["plan.json", "OUT"],
     "verify": ["a"],
     "clean": [],

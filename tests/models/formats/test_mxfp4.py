@@ -84,13 +84,18 @@ def test_gpt_oss_as_it_is_published_is_written_like_its_plain_weights(tmp_path: 
         published |= own
         tensors[name] = theirs(own, name).astype(tensors[name].dtype)
     for folder, written, said in (("plain", tensors, config), ("mx", published, {**config, "quantization_config": ENTRY})):
-        write_checkpoint(tmp_path / folder, written, said)
+        (tmp_path / folder).mkdir()
+        model = tmp_path / folder / "model"  # its name is in the file
+        write_checkpoint(model, written, said)
         for file, content in tokenizer_files(BYTE_LEVEL).items():
-            (tmp_path / folder / file).write_bytes(content)
-        weightsmith.quantize(tmp_path / folder, tmp_path / f"{folder}-q", "gguf-q8_0", progress=False)
+            (model / file).write_bytes(content)
+        weightsmith.quantize(model, tmp_path / f"{folder}-q", "gguf-q8_0", progress=False)
     assert (tmp_path / "mx-q/model.gguf").read_bytes() == (tmp_path / "plain-q/model.gguf").read_bytes()
-    weightsmith.quantize(tmp_path / "mx", tmp_path / "again", "gguf-mxfp4_moe", progress=False)
-    with weightsmith.open_checkpoint(tmp_path / "mx") as before, weightsmith.open_checkpoint(tmp_path / "again") as after:
+    weightsmith.quantize(tmp_path / "mx" / "model", tmp_path / "again", "gguf-mxfp4_moe", progress=False)
+    with (
+        weightsmith.open_checkpoint(tmp_path / "mx" / "model") as before,
+        weightsmith.open_checkpoint(tmp_path / "again") as after,
+    ):
         for name in before.specs:
             if name.endswith(("gate_up_proj", "down_proj")):
                 assert np.array_equal(before.read(name), after.read(name)), name

@@ -147,7 +147,7 @@ def test_a_model_with_two_texts_is_an_error() -> None:
         ({"prior": "tsv_m", "prior_parameters": '{"flatten": 1, "flatten": 0}'}, "prior_parameters takes a mapping"),
         ({"prior": "tsv_m", "prior_parameters": {"spectrum": "floor"}}, "tsv_m has no parameter 'spectrum'"),
         ({"prior": "tsv_m", "prior_parameters": "{"}, "prior_parameters takes a mapping"),
-        ({"prior": "ties"}, "prior must be one of none, tsv_m"),
+        ({"prior": "ties"}, "prior must be one of none, linear, task_arithmetic, tsv_m"),
     ],
 )
 def test_the_parameters_of_a_prior_are_checked(given: dict[str, Any], words: str) -> None:

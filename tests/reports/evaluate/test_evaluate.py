@@ -238,15 +238,14 @@ def test_a_folder_in_which_nothing_can_be_written_names_the_option_for_another(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soup = {"merge_method": "linear", "models": [{"model": work / name} for name in "ab"], "parameters": {"weight": 1}}
-    monkeypatch.chdir("/proc")
+    monkeypatch.setattr(working, "cache_home", lambda: Path("/proc"))
     with pytest.raises(StoreError) as caught:
         weightsmith.evaluate(work / "a", text=work / "t.txt", progress=False)
     assert caught.value.finding.fix == "Choose another folder for unfinished work with --work (work)."
     with pytest.raises(StoreError, match=r"-> Choose another folder for unfinished work with --work \(work\)\."):
         weightsmith.evaluate(soup, command="echo {model}", progress=False)
-    monkeypatch.chdir(work)
     with pytest.raises(StoreError, match=r"-> Choose another folder for unfinished work\."):
-        weightsmith.evaluate("a", text="t.txt", work="/proc/here", progress=False)
+        weightsmith.evaluate(work / "a", text=work / "t.txt", work="/proc/here", progress=False)
 
 
 @pytest.mark.slow

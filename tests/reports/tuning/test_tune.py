@@ -326,7 +326,7 @@ WRONG = {
     "no folder": ({"out": "no/tuned.yml"}, "there is no folder"),
     "a recipe without values": ({"recipe": "plain.yml"}, "the recipe has no value to tune"),
     "a grid that is too large": ({"search": "grid"}, "a grid of two values of each number takes 8 candidates"),
-    "an unknown search": ({"search": "genes"}, "must be one of cma, gradient, random, grid"),
+    "an unknown search": ({"search": "genes"}, "must be one of cma, line, gradient, random, grid"),
     "a model that is absent": ({"recipe": "absent.yml"}, "nowhere"),
     "a reference of another shape": ({"objective": "kl", "reference": "other"}, "its tensors are not those of the merge"),
 }

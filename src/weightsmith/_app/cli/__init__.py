@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WORKING = (
     "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "tune", "studio", "quantize", "dequantize", "extract-lora",
-    "transplant-tokenizer", "statistics", "run", "verify", "clean", "doctor", "demo",
+    "transplant-tokenizer", "statistics", "auto", "write", "run", "verify", "clean", "doctor", "demo",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""
 

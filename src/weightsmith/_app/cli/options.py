@@ -14,6 +14,7 @@ import typer
 
 from weightsmith._app.cli.failures import failures, show_tracebacks
 from weightsmith._base.errors import SyntaxProblem, printable
+from weightsmith._base.files import is_folder
 from weightsmith._base.options import Option, find_option, option_records, options_of, read_options
 from weightsmith._base.options.configuration import in_force
 from weightsmith._base.text import note
@@ -71,7 +72,7 @@ def check_order(recipe: str, out: str) -> None:
     if out.endswith((".yml", ".yaml")) and Path(out).is_file() and recipe != "-" and not Path(recipe).is_file():
         what = f"{printable(out)} is a recipe, and {printable(recipe)} is none: RECIPE comes first, then OUT."
         raise typer.BadParameter(what)
-    if Path(recipe).is_dir() and Path(out).is_dir():
+    if is_folder(Path(recipe)) and is_folder(Path(out)):
         raise typer.BadParameter(f"{printable(recipe)} and {printable(out)} are folders, and neither is a recipe.")
 
 

@@ -137,7 +137,7 @@ def find_places(modules: Mapping[str, Shape], base: Specs, ref: str, name: str, 
 
 def _left_out(network: Network, modules: int, ref: str, name: str) -> Finding:
     what = f"its updates of {count(modules, 'module')} of {network.title} are left out: {name} does not hold that"
-    return Finding(what, ref, fix=f"apply it to the model of {network.title} as well")
+    return Finding(what, ref, fix=f"merge it into the model of {network.title} as well")
 
 
 def _stored(base: Specs) -> dict[Network, dict[str, str]]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from weightsmith._base.errors import Finding, NotFound, ShapeError, Unsupported, WeightsmithError, nearest
 from weightsmith._base.files import exists, expand_user, real_path
+from weightsmith._base.installation import install
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith._models.lora import Names, apply_adapter, open_adapter, with_inner_adapter
@@ -147,7 +148,7 @@ def asking(base: Checkpoint, fit: Callable[[Names], Result]) -> Result:
     except ShapeError as error:
         if installed() or base.config is None:
             raise
-        fix = f'{error.finding.fix} If it is: pip install "weightsmith[lora]". PEFT has the names that transformers gives '
+        fix = f"{error.finding.fix} If it is, run {install('lora')}: PEFT has the names that transformers gives "
         raise changed(error, fix=f"{fix}to modules, and without it only names on disk are known.") from None
 
 

@@ -135,7 +135,7 @@ def _names(models: Models) -> tuple[str, ...]:
     """A short name for each fine-tune. Raises ParameterError for too few or too many."""
     if not FEWEST <= len(models.fine_tunes) <= MOST:
         what = f"{len(models.fine_tunes)} fine-tunes are given, and {FEWEST} to {MOST} can be merged"
-        raise ParameterError(what, fix="weightsmith auto BASE MODEL MODEL... OUT", state=NOTHING_WRITTEN)
+        raise ParameterError(what, fix="write weightsmith auto BASE MODEL MODEL... OUT", state=NOTHING_WRITTEN)
     if len(set(models.fine_tunes)) < len(models.fine_tunes) or models.base in models.fine_tunes:
         raise ParameterError("a model is named twice", fix="name each model once, the base first", state=NOTHING_WRITTEN)
     short = [Path(name.partition("@")[0]).name or name for name in models.fine_tunes]

@@ -142,7 +142,7 @@ def tuned(
             name = candidates.tunables[candidates.whole.index(True)].name
             fix = f"give it a number, or use {assignment('search', 'cma')}"
             raise option_error("search", f"{name} takes whole numbers, which have no gradient", fix)
-        return _Search(candidates, measure, target, planning, settings, running, shown, scored, stack).run(began, seconds)
+        return _Search(candidates, measure, target, planning, settings, running, shown, stack).run(began, seconds, scored)
 
 
 def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
@@ -223,11 +223,10 @@ class _Search:
         settings: TuneSettings,
         running: RunOptions,
         shown: Meter,
-        scored: Scored,
         stack: ExitStack,
     ) -> None:
         """measure: from the candidate at the start values."""
-        self.scored = scored
+        self._scored: Scored = lambda _trial, _loss: None
         self._reported: set[int] = set()
         self.candidates, self.target, self.settings, self.running, self.shown = candidates, target, settings, running, shown
         self.searcher = searcher(settings.search, candidates.tunables, candidates.start, settings.budget, planning.seed)
@@ -266,8 +265,9 @@ class _Search:
             "options": repr(replace(planning, settings={})),
         }
 
-    def run(self, began: float, seconds: float) -> Tuning:
+    def run(self, began: float, seconds: float, scored: Scored) -> Tuning:
         """Try candidates, and judge the best. KeyboardInterrupt leaves the best so far. began: the call, by the clock."""
+        self._scored = scored
         resumed = len(self.journal.trials)
         try:
             self._search(began + seconds)
@@ -344,7 +344,7 @@ class _Search:
         if trial is None or number in self._reported:
             return
         self._reported.add(number)
-        self.scored(trial, combined(self.measure.losses(trial), self.measure.objective) if trial.whole else None)
+        self._scored(trial, combined(self.measure.losses(trial), self.measure.objective) if trial.whole else None)
 
     def _show(self, more: int) -> None:
         """more: trials of the round that are made."""

@@ -526,7 +526,8 @@ def test_importances_of_another_model(model: Path) -> None:
         quantize("m", "q", "q4_0", imatrix=str(path))
     path = imatrix_numbers(path, {"other": np.ones(5, np.float32)})
     plan = weightsmith.plan(passthrough("m"), quantize="gguf-q4_0", imatrix=str(path))
-    assert "no name in the importance matrix is of a tensor of this model; the first is 'other'" in str(plan.warnings[-1])
+    said = "no name in the importance matrix is of a tensor of this model; the first is 'other'"
+    assert any(said in str(warning) for warning in plan.warnings)
 
 
 def test_types_that_need_importances(model: Path, tokenizers: dict[str, Path]) -> None:
@@ -771,7 +772,7 @@ def test_unknown_tensors(model: Path) -> None:
         quantize("m", "q", "f16", resume=False)
     path = quantize("m", "q", "bf16", resume=False)
     plan = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]}, quantize="gguf-bf16")
-    assert [(w.where, w.what) for w in plan.warnings] == [
+    assert [(w.where, w.what) for w in plan.warnings if w.where != "tokenizer.json"] == [
         ("lm_head.weight", "it is left out: config.json ties the head to the embedding")
     ]
     assert "output.weight" not in stored(path)
