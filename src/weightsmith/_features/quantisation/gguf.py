@@ -339,7 +339,8 @@ def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chos
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py") and "/" not in name]
     said = {"config.json", *READ, *said_generation(assembled, about)}  # the keys say the same
     said |= {*(PROCESSOR if vision.header else ()), *filter(NAMED_TEMPLATE.fullmatch, draft.carried)}
-    said |= {MODULES} if f"{family.architecture}.pooling_type" in about else set()
+    if f"{family.architecture}.pooling_type" in about:
+        said |= {MODULES, *(name for name in draft.carried if name.endswith("_Pooling/config.json"))}
     held = {*copied, "config.json", *said.intersection((*draft.carried, *draft.files))}
     dropped += _dropped(predict, PREDICTS)
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(others, OTHER_PART)
