@@ -11,6 +11,7 @@ All others (`original/`, `onnx/`) are another copy of the model, or another mode
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ MAX_DEPTH = 4  # names of a path: a router's module in a module, and its file
 MAX_MODULES = 100
 MAX_SETTINGS_BYTES = 1 << 20
 
-_FOLDER = re.compile(r"\w[\w.-]*", re.ASCII)
+_FOLDER = re.compile(r"\w[\w. -]*", re.ASCII)
 _REFERENCE = re.compile(r"(?:[A-Za-z_]\w*[./]){1,4}[A-Za-z_]\w*", re.ASCII)
 _OTHER_COPIES = re.compile(
     r"\..*|original|onnx|openvino|gguf|mlx|coreml|metal|tensorrt|tflite|flax|tf|checkpoint-\d+|runs|logs|wandb|"
@@ -152,8 +153,8 @@ def _paths(modules: Any) -> Iterator[str]:
     """The folders that modules.json names, without the model's own."""
     for module in modules if isinstance(modules, list) else ():
         path = module.get("path") if isinstance(module, dict) else None
-        if isinstance(path, str) and path not in ("", "."):
-            yield path.rstrip("/")
+        if isinstance(path, str) and (folder := posixpath.normpath(path or ".")) != ".":
+            yield folder
 
 
 def _types(path: Path) -> Mapping[str, Any]:

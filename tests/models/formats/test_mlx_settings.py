@@ -127,3 +127,9 @@ def test_widths_that_differ_for_other_reasons_are_read(tmp_path: Path) -> None:
     """Towers have hidden states of their own, and attention over another sequence has other inputs for k and v."""
     weights = four(Q), four(f"{Q[:-6]}o_proj", (128, 64)), four("vision_tower.layers.0.q_proj", (8, 256)), four(K, (8, 192))
     check(tmp_path, model(*weights, own={}, hidden_size=128))
+
+
+@pytest.mark.parametrize("stated", [{"attention_hidden_size": 256}, {"depth_decoder_config": {"hidden_size": 256}}])
+def test_the_hidden_size_is_no_check_where_other_modules_have_others(stated: dict[str, Any], tmp_path: Path) -> None:
+    """Zamba2's attention reads two hidden states side by side; a second decoder has its own."""
+    check(tmp_path, model(four(Q, (8, 256)), own={}, hidden_size=128, **stated))

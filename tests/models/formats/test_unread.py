@@ -92,6 +92,7 @@ def test_a_matrix_of_integers_under_the_name_of_a_weight_is_codes(dtype: str, le
         {"attn.relative_position_index": ("I32", (49, 49)), "attn.logit_scale": ("F32", (3, 1, 1))},
         {"attn.bias": ("U8", (1, 1, 8, 8)), "attn.masked_bias": ("F32", ())},
         {"mlp.gate.tid2eid": ("I32", (100, 6)), "mlp.gate.weight": ("BF16", (8, 8)), "mlp.gate.scale": ("F32", ())},
+        {"attn.rel_weight_index": ("I64", (49, 49)), "attn.weight_mask": ("U8", (8, 8))},
         {"d2t": ("I64", (50,)), "t2d": ("BOOL", (100,)), "bn.num_batches_tracked": ("I64", ()), "bn.weight": ("F32", (8,))},
         {f"{X}.weight_shape": ("I64", (2,)), f"{X}.weight": ("I8", (0, 8))},
     ],

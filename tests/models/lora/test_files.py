@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import weightsmith
 from tests.mini import write_checkpoint
@@ -122,6 +122,15 @@ def test_where_the_scale_is(stated: dict[str, Any] | None, alpha: float | None, 
     folder = model(tmp_path / "base", {FLUX: (6, 8)})
     added = diffusers_file(tmp_path / "a.safetensors", stated, alpha)
     check(folder, tmp_path / "a.safetensors", tmp_path / "out", {FLUX: scaling * added[FLUX]})
+
+
+def test_an_alpha_may_be_an_integer(tmp_path: Path) -> None:
+    """As kohya's scripts save one that nobody gave."""
+    folder, path = model(tmp_path / "base", {FLUX: (6, 8)}), tmp_path / "a.safetensors"
+    added = diffusers_file(path, alpha=2.0)
+    tensors = {name: np.array(2, np.int64) if name.endswith(".alpha") else array for name, array in load_file(path).items()}
+    save_file(tensors, path)
+    check(folder, path, tmp_path / "out", {FLUX: added[FLUX] / 2})
 
 
 def test_metadata_that_is_not_followed(tmp_path: Path) -> None:

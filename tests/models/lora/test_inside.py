@@ -161,6 +161,22 @@ def test_adapters_of_the_architecture_stay_as_they_are_and_are_not_averaged(tmp_
         np.testing.assert_allclose(merged[name], array if "lora_" in name else (array + second[name]) / 2, atol=1e-6)
 
 
+def test_factors_that_a_model_computes_its_weights_from_stay_too(tmp_path: Path) -> None:
+    """As jina-embeddings-v3 has them: torch's parametrizations, a pair of factors for each task."""
+    module = "encoder.layers.0.Wqkv.parametrizations.weight"
+    paths = []
+    for seed, name in enumerate(("one", "other")):
+        tensors = {f"{module}.original": normal(8, 8, seed=seed), "norm.weight": normal(8, seed=seed)}
+        tensors |= {f"{module}.0.lora_A": normal(5, 2, 8, seed=seed), f"{module}.0.lora_B": normal(5, 8, 2, seed=seed)}
+        paths.append(write_checkpoint(tmp_path / name, tensors, {"model_type": "xlm-roberta", "num_hidden_layers": 1}))
+    stored = load_file(paths[0] / "model.safetensors")
+    found = dequantised(paths[0], tmp_path / "out")
+    assert all((found[name] == array).all() for name, array in stored.items())
+    models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in paths]
+    with pytest.raises(PlanError, match="would be merged as weights"):
+        weightsmith.plan({"merge_method": "linear", "models": models})
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dora", [False, True])

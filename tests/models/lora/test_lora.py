@@ -23,6 +23,7 @@ from weightsmith._base.errors import (
     Unsupported,
     WeightsmithError,
 )
+from weightsmith._base.installation import install
 from weightsmith._models.lora import apply_adapter, open_adapter
 from weightsmith._planning.recipe.references import parse_reference
 
@@ -482,7 +483,7 @@ def test_names_that_only_transformers_knows_are_said_to_need_it(
     monkeypatch.setattr(loading, "installed", lambda: False)
     problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", factors("model.layers.0.other.q_proj", H, H)))
     assert "model.layers.0.other.q_proj.weight: the base has no such tensor" in str(problem)
-    assert ('pip install "weightsmith[lora]"' in problem.finding.fix) == missing
+    assert (install("lora") in problem.finding.fix) == missing
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import weightsmith
 from tests import plan_help
@@ -53,6 +55,22 @@ def test_a_donor_of_layers_may_have_another_vocabulary(tmp_path: Path) -> None:
         assert p.config["vocab_size"] == 8
     (wrong,) = (e for e in problems(linear(entry(a), entry(b, ELSEWHERE))) if "embed" in e.finding.where)
     assert isinstance(wrong, ShapeError)
+
+
+def test_a_donor_of_weight_0_may_not_have_tokens_without_rows(tmp_path: Path) -> None:
+    """Its tokenizer is the output's, so the ids of the others' rows end too early."""
+    larger = plan_help.model(tmp_path / "larger", vocab=10, settings={"vocab_size": 10})
+    others = [plan_help.model(tmp_path / name, seed=seed) for seed, name in enumerate("ab", 1)]
+    listed = [entry(str(larger), 0.0), *(entry(str(path)) for path in others)]
+    assert plan(linear(*listed)).config["vocab_size"] == 8  # no tokenizer, no wrong ids
+    smaller = plan_help.model(tmp_path / "smaller", vocab=6, settings={"vocab_size": 6})
+    for folder, tokens in ((larger, 10), (smaller, 6)):
+        words = Tokenizer(WordLevel({f"w{i}": i for i in range(tokens)}, unk_token="w0"))
+        words.save(str(Path(folder) / "tokenizer.json"))
+    (wrong,) = (e for e in problems(linear(*listed)) if "embed" in e.finding.where)
+    assert isinstance(wrong, ShapeError)
+    assert "tokenizer_source" in wrong.finding.fix
+    assert plan(linear(entry(str(smaller), 0.0), *listed[1:])).config["vocab_size"] == 8
 
 
 def test_a_gradient_may_end_before_the_layer_that_does_not_fit(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import weightsmith
 from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from tests.reports.tuning.help import words
-from weightsmith._base.errors import MismatchError, NonFinite, OutputExists, ParameterError, PlanError
+from weightsmith._base.errors import MismatchError, NonFinite, OutputExists, ParameterError, PlanError, StoreError
 from weightsmith._reports.auto import auto as module
 from weightsmith._reports.auto.choice import Choice
 from weightsmith._reports.auto.pool import Pool
@@ -76,7 +76,7 @@ def test_without_texts_the_fine_tunes_write_and_the_recipe_repeats_the_merge(wor
     weightsmith.merge("merged/recipe.yml", "again", progress=False)
     assert Path("merged/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
     kept = {path.name for path in Path("merged.auto").iterdir()}
-    assert {"fr.jsonl", "fr.held-back.jsonl", "de.jsonl", "scores.jsonl", "index.html"} <= kept
+    assert kept == {"texts", "held-back", "scores.jsonl", "index.html"}
     assert "statistics" not in kept
     assert found.candidates[0].name == "mean"
     assert found.candidates[0].nats_change is None
@@ -90,11 +90,11 @@ def test_a_regmean_that_is_chosen_is_merged_from_its_texts(work: Path, monkeypat
     monkeypatch.setattr(module, "choose", lambda *_scored, **_how: Choice("regmean, prior tsv_m", "said the test"))
     found = auto()
     assert "merge_method: regmean" in found.recipe
-    assert "file: merged.auto/fr.jsonl" in found.recipe
+    assert "file: merged.auto/texts/fr.jsonl" in found.recipe
     stored = json.loads(json.dumps(found.recipe))
     for name in FINE_TUNES:
-        weightsmith.statistics(name, f"merged.auto/{name}.jsonl", f"{name}-stats", tokens=32, progress=False)
-        stored = stored.replace(f"text:\n    file: merged.auto/{name}.jsonl\n    tokens: 32", f"text: {name}-stats")
+        weightsmith.statistics(name, f"merged.auto/texts/{name}.jsonl", f"{name}-stats", tokens=32, progress=False)
+        stored = stored.replace(f"text:\n    file: merged.auto/texts/{name}.jsonl\n    tokens: 32", f"text: {name}-stats")
     assert stored.count("-stats") == 2
     weightsmith.merge(stored, "again", progress=False)
     assert Path("merged/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
@@ -106,7 +106,7 @@ def test_with_texts_every_fourth_row_is_held_back_and_strengths_of_regmean_are_t
     names = [each.name for each in found.candidates]
     assert "regmean, prior tsv_m, times 0.6" in names
     assert "regmean, prior tsv_m, times 1.4" in names
-    measured, held = (rows_of(f"merged.auto/fr{end}.jsonl") for end in ("", ".held-back"))
+    measured, held = (rows_of(f"merged.auto/{part}/fr.jsonl") for part in ("texts", "held-back"))
     assert len(measured) == 36
     assert len(held) == 12
     whole = Path("fr.txt").read_text()
@@ -122,7 +122,7 @@ def test_the_scores_are_those_of_evaluate(work: Path) -> None:
     nats, divergences = [], []
     for name in FINE_TUNES:
         score = weightsmith.evaluate(
-            "mean", text=f"merged.auto/{name}.held-back.jsonl", reference=name, tokens=32, progress=False
+            "mean", text=f"merged.auto/held-back/{name}.jsonl", reference=name, tokens=32, progress=False
         )
         nats.append(score.scores[1][0].loss.value)
         divergence = score.scores[1][0].divergence
@@ -137,7 +137,7 @@ def test_one_and_two_threads_choose_and_write_the_same(work: Path) -> None:
     one, two = auto("one", threads=1), auto("two", threads=2)
     assert one.candidates == two.candidates
     assert one.choice == two.choice
-    for name in ("fr.jsonl", "fr.held-back.jsonl", "scores.jsonl"):
+    for name in ("texts/fr.jsonl", "held-back/fr.jsonl", "scores.jsonl"):
         texts = [Path(f"{out}.auto/{name}").read_text().replace(f"{out}.auto", "") for out in ("one", "two")]
         if name != "scores.jsonl":  # its keys hold the paths of statistics
             assert texts[0] == texts[1]
@@ -220,6 +220,22 @@ def test_bad_input_is_refused_before_anything_is_written(work: Path) -> None:
     with pytest.raises(OutputExists, match="the output exists"):
         auto()
     assert not Path("merged.auto").exists()
+    Path("taken.auto").write_text("mine")
+    with pytest.raises(OutputExists, match="weightsmith auto did not make it"):
+        auto("taken")
+    for out in (".", "/", ".."):
+        with pytest.raises(ParameterError, match="the output has no name"):
+            auto(out, overwrite=True)
+    with pytest.raises(StoreError, match="there is no folder new"):
+        auto("new/merged")
+
+
+def test_each_fine_tune_has_a_name_of_its_own() -> None:
+    """Texts and statistics are files of these names."""
+    names = module._names(module.Models("m", ("x/a", "y/A", "z/a-1")))
+    assert len({name.casefold() for name in names}) == 3
+    assert module._names(module.Models("m", ("org/fr@main", "base+./adapters/de"))) == ("fr", "de")
+    assert module._names(module.Models("m", (".", "x")))[0] == Path.cwd().name
 
 
 @pytest.mark.slow

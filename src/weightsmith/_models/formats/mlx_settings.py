@@ -24,6 +24,8 @@ _LAYER_INPUTS = ("qkv", "gate_up")
 """Values of `JOINED` of projections whose input is the hidden state."""
 _OTHER_TOWERS = ("vision", "visual", "audio", "speech", "image")
 """Parts of names of modules with hidden states of other sizes."""
+_OTHER_WIDTHS = ("attention_hidden_size", "word_embed_proj_dim", "embedding_size", "embedding_dim")
+"""Keys of config.json that say that inputs of some modules are not the hidden state, which they then are no check of."""
 _DOWN = {down: (gate, up) for gate, up, down in GATED.values()} | {"w2": ("w1", "w3")}
 _DEFAULTS: Mapping[str, Any] = {"group_size": 64, "bits": 4}
 """Of MLX's layers, where a module's own settings leave something out."""
@@ -94,7 +96,11 @@ class Width:
 def check_widths(model: QuantisedModel, widths: Iterable[Width]) -> None:
     """Raise FormatError for a weight that has the right width only with other settings than config.json's."""
     by_name = {width.name: width for width in widths}
-    hidden = next((n for part in text_sections(model.config) if (n := whole_number(part.get("hidden_size")))), 0)
+    hidden = 0
+    if not any(key in model.config for key in _OTHER_WIDTHS) and not any(
+        key.endswith("decoder_config") for key in model.config
+    ):
+        hidden = next((n for part in text_sections(model.config) if (n := whole_number(part.get("hidden_size")))), 0)
     for width in by_name.values():
         for inputs, why in _known_inputs(width.name, by_name, hidden):
             if inputs != width.inputs and inputs in width.others:

@@ -79,7 +79,9 @@ def _is_integer_matrix(spec: TensorSpec) -> bool:
 
 def _is_integer_weight(spec: TensorSpec) -> bool:
     leaf = spec.name.rpartition(".")[2].lower()
-    return _is_integer_matrix(spec) and (_WEIGHT in leaf or leaf.endswith("_proj") or leaf == "w_q")
+    if not _is_integer_matrix(spec) or any(word in leaf for word in _TABLE_WORDS):
+        return False
+    return _WEIGHT in leaf or leaf.endswith("_proj") or leaf == "w_q"
 
 
 def _pairs(specs: Specs) -> Iterator[tuple[TensorSpec, TensorSpec]]:

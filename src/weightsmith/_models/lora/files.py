@@ -126,7 +126,7 @@ class _Scale:
 
     def _alpha(self, name: str, rank: int) -> float | str:
         spec = self._checkpoint.specs[name]
-        if spec.size != 1 or not spec.dtype.floating:
+        if spec.size != 1 or spec.dtype.name == "BOOL":
             return f"{spec} is not one number"
         alpha = float(self._checkpoint.read(name).astype(float).reshape(()))
         return alpha / rank if math.isfinite(alpha) else f"{name} is {alpha}"

@@ -73,8 +73,14 @@ def refusal(found: Factored, names: Container[str], where: str) -> Unsupported |
     return None
 
 
+_PARAMETRIZED = ".parametrizations."
+"""In names of what torch computes a weight from: jina-embeddings-v3 adds its factors itself."""
+
+
 def _is_its_own(found: Factored, checkpoint: Checkpoint) -> bool:
     """Whether the adapters belong to the architecture: config.json describes them, and the model chooses among them at work."""
+    if found.modules and not found.kinds and all(_PARAMETRIZED in module for module in found.modules):
+        return True
     config = checkpoint.config or {}
     own = bool(found.adapters) and all(isinstance(config.get(f"{name}_lora"), Mapping) for name in found.adapters)
     return own and not found.kinds

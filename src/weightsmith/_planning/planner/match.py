@@ -133,7 +133,7 @@ class ModelNames:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The input models, by index. base: index of the base, if there is one."""
+    """The input models, by index. base: index of the base, if there is one. tokenizes: the donor has a tokenizer."""
 
     labels: Sequence[str]
     specs: Sequence[Mapping[str, TensorSpec]]
@@ -142,6 +142,7 @@ class Models:
     names: Sequence[ModelNames]
     donor: int
     base: int | None
+    tokenizes: bool = False
 
 
 def pair_stacks(stacks: Sequence[Stack], donor: Sequence[Stack], names: Collection[str]) -> dict[str, str]:

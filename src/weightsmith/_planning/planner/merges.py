@@ -27,6 +27,7 @@ from weightsmith._methods.user_files import loaded
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
+from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.planner.account import Account
 from weightsmith._planning.planner.agreement import Model, compared, disagreements, of_different_architectures
 from weightsmith._planning.planner.audit import Audit
@@ -314,7 +315,9 @@ class _Assembler:
         resolver = Resolver(method, self.labels, request.audit.wrong)
         base = None if self.recipe.base_model is None else request.models[self.recipe.base_model]
         configs, structures = [c.config for c in self.inputs], [n.structure for n in names]
-        models = Models(self.labels, self.matched.specs, configs, structures, names, opened.donor, base)
+        models = Models(
+            self.labels, self.matched.specs, configs, structures, names, opened.donor, base, bool({*FILES} & {*donor.files})
+        )
         outputs = Outputs(models, method, resolver, account, dtypes)
         outputs.make(placements)
         found, idle = resolver.finish()

@@ -244,12 +244,22 @@ class Outputs:
         if (source := filled[places[0]]) is not None:
             self._note_head(name, segment, sources, places, self.models.specs[first][source])
             self._compare(name, segment, first, source)
+            self._check_vocabulary(name, segment, places, self.models.specs[first][source])
         self._merge(self._numbered(name), segment, filled, 0.0)
 
     def _listed(self, name: str, segment: Segment, sources: Sequence[str | None]) -> tuple[int, ...]:
         """Places of the inputs that count for a tensor outside the layers: their weight is not 0."""
         index = self.resolver.index(segment, self._numbered(name), [s or name for s in sources], 0.0)
         return self.resolver.listed(index, base=segment.base)
+
+    def _check_vocabulary(self, name: str, segment: Segment, places: Sequence[int], spec: TensorSpec) -> None:
+        """Report a table with fewer tokens than the donor's, whose tokenizer is taken although its weight is 0."""
+        donor = next((k for k, f in enumerate(segment.feeds) if f.model == self.models.donor and k not in places), None)
+        own = None if donor is None else self._rest_specs(self.models.donor).get(name)
+        if donor is None or own is None or not self.models.tokenizes or not vocabulary.has_tokens(own, self._rows):
+            return
+        if own.shape[0] > spec.shape[0]:
+            self.mismatches.unequal(name, segment, {donor: own, places[0]: spec})
 
     def _compare(self, name: str, segment: Segment, model: int, source: str) -> None:
         """Report a tensor outside the layers that the donor's config.json cannot express. `vocab_size` follows the tensors."""

@@ -25,9 +25,10 @@ from weightsmith._base.errors import (
     OutputExists,
     ParameterError,
     PlanError,
+    StoreError,
     WeightsmithError,
 )
-from weightsmith._base.files import expand_user
+from weightsmith._base.files import expand_user, is_folder
 from weightsmith._base.options import (
     AutoSettings,
     QuantizeSettings,
@@ -105,7 +106,7 @@ def auto(
 def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions, shown: Meter) -> Auto:
     """See `auto`."""
     began = time.monotonic()
-    out = out.rstrip("/")
+    out = out.rstrip("/") or "/"
     names = _names(models)
     texts = _texts_of(settings, models, names)
     folder = _work_folder(out, running)
@@ -138,8 +139,16 @@ def _names(models: Models) -> tuple[str, ...]:
         raise ParameterError(what, fix="write weightsmith auto BASE MODEL MODEL... OUT", state=NOTHING_WRITTEN)
     if len(set(models.fine_tunes)) < len(models.fine_tunes) or models.base in models.fine_tunes:
         raise ParameterError("a model is named twice", fix="name each model once, the base first", state=NOTHING_WRITTEN)
-    short = [Path(name.partition("@")[0]).name or name for name in models.fine_tunes]
-    return tuple(name if short.count(name) == 1 else f"{name}-{i}" for i, name in enumerate(short, 1))
+    short = [_short(name) for name in models.fine_tunes]
+    while len({name.casefold() for name in short}) < len(short):
+        short = [f"{name}-{i}" for i, name in enumerate(short, 1)]
+    return tuple(short)
+
+
+def _short(model: str) -> str:
+    """The last part of a model's name: of `org/fr@main` and `./models/fr` it is `fr`."""
+    name = Path(model.partition("@")[0]).name
+    return Path(model).resolve().name or "model" if name in ("", "..") else name
 
 
 def _texts_of(settings: AutoSettings, models: Models, names: Sequence[str]) -> dict[str, str]:
@@ -173,16 +182,25 @@ def _work_folder(out: str, running: RunOptions) -> Path:
             state=NOTHING_WRITTEN,
         )
     path = expand_user(out)
+    if not path.name or path.name == "..":
+        raise ParameterError("the output has no name", where=out, fix="name a new folder", state=NOTHING_WRITTEN)
+    if not is_folder(path.parent):
+        raise StoreError(f"there is no folder {path.parent}", where=out, fix="create it", state=NOTHING_WRITTEN)
     if os.path.lexists(path) and not running.overwrite:
         raise OutputExists("the output exists", where=out, fix="choose another name, or add --overwrite", state=NOTHING_WRITTEN)
     folder = path.with_name(f"{path.name}.auto")
-    if folder.exists() and not (folder / _SCORES).is_file() and any(folder.iterdir()):
+    if os.path.lexists(folder) and not _is_ours(folder):
         what = "the folder for unfinished work exists, and weightsmith auto did not make it"
         raise OutputExists(what, where=str(folder), fix="choose another output", state=NOTHING_WRITTEN)
     return folder
 
 
 _SCORES = "scores.jsonl"
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is one that `auto` made, or empty."""
+    return folder.is_dir() and not folder.is_symlink() and ((folder / _SCORES).is_file() or not any(folder.iterdir()))
 
 
 def _opened_mean(models: Models, stack: ExitStack) -> Opened:

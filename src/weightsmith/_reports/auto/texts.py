@@ -30,6 +30,9 @@ STATISTICS_ROWS = 36
 HELD_ROWS = 12
 """Rows held back. With four, differences that were there could not be told from noise."""
 
+TEXTS, HELD_BACK = "texts", "held-back"
+"""Folders for the texts of all fine-tunes."""
+
 OWN_ROWS = 20
 """Rows that a fine-tune writes for statistics."""
 
@@ -74,7 +77,7 @@ def write_own(name: str, model: str, tokens: int, folder: Path, seed: int, runni
     settings = WriteSettings(rows=OWN_ROWS + HELD_ROWS, tokens=tokens, seed=seed)
     with prepare_named(model) as prepared:
         identity = hashlib.sha256("\n".join([repr(settings), *(each.state for each in prepared.inputs)]).encode()).hexdigest()
-        record = folder / f"{name}.written"
+        record = folder / TEXTS / f"{name}.written"
         pair = _pair(name, "", folder)
         if _recorded(record) == identity and pair.statistics.is_file() and pair.held.is_file():
             return pair
@@ -89,12 +92,13 @@ def _recorded(path: Path) -> str:
 
 
 def _pair(name: str, given: str, folder: Path) -> TextPair:
-    return TextPair(name, given, folder / f"{name}.jsonl", folder / f"{name}.held-back.jsonl")
+    return TextPair(name, given, folder / TEXTS / f"{name}.jsonl", folder / HELD_BACK / f"{name}.jsonl")
 
 
 def _write(name: str, given: str, folder: Path, measured: Sequence[str], held: Sequence[str]) -> TextPair:
     pair = _pair(name, given, folder)
     for path, texts in ((pair.statistics, measured), (pair.held, held)):
+        path.parent.mkdir(exist_ok=True)
         lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
         write_whole(path, "".join(lines).encode(errors="surrogatepass"))
     return pair
