@@ -41,7 +41,7 @@ PRIOR_PULL = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A base and its fine-tunes, as recipes name them. texts: of each, for statistics: a file, or a folder of statistics."""
+    """A base and its fine-tunes, as recipes name them."""
 
     base: str
     fine_tunes: tuple[str, ...]
@@ -60,7 +60,10 @@ class Models:
         return self._merge("tsv_m", _tsv_parameters(strength))
 
     def regmean(self, texts: Sequence[object], prior: str, strength: float, factor: float = 1.0) -> dict[str, Any]:
-        """RegMean, pulled towards `tsv_m` or the sum at a strength, times a factor. texts: of the fine-tunes, in order."""
+        """RegMean, pulled towards `tsv_m` or the sum at a strength, times a factor.
+
+        texts  of the fine-tunes, in order: files, or folders of statistics
+        """
         towards = _tsv_parameters(strength) if prior == "tsv_m" else {"lambda": strength}
         parameters = {"prior": prior, "prior_parameters": towards, "mu": PRIOR_PULL, "lambda": factor}
         found = self._merge("regmean", parameters)
