@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.closing import Closing
+from weightsmith._base.errors import printable
 from weightsmith._base.text import count, duration, end_status, is_terminal, note, size
 
 if TYPE_CHECKING:
@@ -129,13 +130,13 @@ class Lines(Meter):
         speed, left = self._rates.take(reading)
         if begins or now - self._last >= LINE_SECONDS:
             self._last = now
-            self._write(line(reading, speed, left))
+            self._write(printable(line(reading, speed, left)))
 
     def say(self, text: str) -> None:
         """One line, the first time."""
         if text not in self._said:
             self._said.add(text)
-            self._write(text)
+            self._write(printable(text))  # names of models are in it
 
 
 def line(reading: Reading, speed: float | None, left: float | None) -> str:
@@ -211,6 +212,7 @@ class Bar(Drawn):
             self._update(text, "", None)
 
     def _update(self, label: str, right: str, share: float | None) -> None:
+        label = printable(label)
         if self._task is None:
             end_status()
             self._bar.start()

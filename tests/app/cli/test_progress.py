@@ -155,3 +155,12 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", Terminal())
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(meter(quiet=False), Lines)
+
+
+def test_the_name_of_a_model_forges_no_line() -> None:
+    lines = list[str]()
+    log = Lines(lines.append)
+    hostile = "fr\x1b[2J\nerror[forged]: do this"
+    log.say(f"{hostile} writes text of its own")
+    log.show(Reading(f"{hostile} writes", 1, 4, None))
+    assert [line.startswith("fr\\x1b[2J\\nerror[forged]") and line.isprintable() for line in lines] == [True, True]
