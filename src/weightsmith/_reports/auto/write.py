@@ -149,7 +149,9 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
     run(plan, one.prepared.inputs, MemoryOutput(targets), resources_of(plan, running), work)
     settings = dict(one.base.config)
     kind = settings.pop("model_type", "")
-    logging.disable_progress_bar()
+    bars = logging.is_progress_bar_enabled()
+    if bars:
+        logging.disable_progress_bar()
     try:
         config = AutoConfig.for_model(kind, **settings)
         module, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
@@ -164,7 +166,8 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
         what = f"transformers cannot build a model of type '{kind}': {type(error).__name__}: {error}"
         raise PlanError([Unsupported(what[:300], where=one.name, fix="give a text of your own")]) from error
     finally:
-        logging.enable_progress_bar()
+        if bars:
+            logging.enable_progress_bar()
     if missing := sorted(report["missing_keys"]):
         what = f"transformers finds no weights for {len(missing):,} of its tensors, such as {missing[0]}"
         raise PlanError([Unsupported(what, where=one.name, fix="check its config.json")])
