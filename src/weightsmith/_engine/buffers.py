@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._outputs.local.weight_file import PAGE_BYTES
+from weightsmith._outputs.weight_files import PAGE_BYTES
 from weightsmith.abc.job import Bytes, Scratch
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from weightsmith._base.files import Extent
 from weightsmith._plans import Product
 from weightsmith.abc.job import Bytes
 from weightsmith.abc.output import Finished
@@ -23,9 +22,6 @@ class DiscardedOutput:
 
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
         """Nothing is kept."""
-
-    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
-        """There is nothing to copy to."""
 
     def finish(self, name: str, done: Finished) -> None:
         """Nothing follows."""

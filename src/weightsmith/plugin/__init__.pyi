@@ -11,7 +11,6 @@ from weightsmith._base.tensors import DTYPES as DTYPES
 from weightsmith._base.tensors import TensorSpec as TensorSpec
 
 # outputs
-from weightsmith._files.containers import Layout as Layout
 from weightsmith._files.hf_folder import choose_weights as choose_weights
 
 # merge methods
@@ -32,9 +31,6 @@ from weightsmith._models.sources.files import PlainFiles as PlainFiles
 from weightsmith._models.sources.files import SourceFile as SourceFile
 from weightsmith._models.sources.files import unite as unite
 from weightsmith._outputs.compare import compare as compare
-from weightsmith._outputs.journal import Journal as Journal
-from weightsmith._outputs.local.backend import FolderBackend as FolderBackend
-from weightsmith._outputs.local.rename import Rename as Rename
 from weightsmith._outputs.manifest import MANIFEST_NAME as MANIFEST_NAME
 from weightsmith._outputs.manifest import decode_manifest as decode_manifest
 from weightsmith._outputs.manifest import list_files as list_files

@@ -333,6 +333,16 @@ class RunOptions:
         group="Resources",
         setting=True,
     )
+    staging: str | None = option(
+        None,
+        "--staging FOLDER",
+        "Keep files for a bucket or the Hub here until they are uploaded",
+        more="The default is the current folder. The disk needs room for a few weight files.",
+        path=True,
+        commands=RUNNING,
+        group="Resources",
+        setting=True,
+    )
     evaluate: str | None = option(
         None,
         "--evaluate FILE",
