@@ -20,7 +20,7 @@ from weightsmith._base.options.option import option_records as option_records
 from weightsmith._base.options.option import options_of as options_of
 from weightsmith._base.options.option import read_options as read_options
 from weightsmith._base.options.records import APPROXIMATIONS as APPROXIMATIONS
-from weightsmith._base.options.records import SPOOL_BYTES as SPOOL_BYTES
+from weightsmith._base.options.records import STREAM_CACHE_BYTES as STREAM_CACHE_BYTES
 from weightsmith._base.options.records import AutoSettings as AutoSettings
 from weightsmith._base.options.records import EvaluateSettings as EvaluateSettings
 from weightsmith._base.options.records import ExtractSettings as ExtractSettings

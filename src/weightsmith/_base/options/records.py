@@ -13,7 +13,7 @@ from weightsmith._base.tensors import DTYPE_NAMES, DType
 SHARD_BYTES = 5_000_000_000
 ONE_FILE_BYTES = 50_000_000_000
 """The largest file that the Hub takes: people expect one GGUF file, not one for each 5 GB."""
-SPOOL_BYTES = 20_000_000_000
+STREAM_CACHE_BYTES = 20_000_000_000
 
 PLANNED = ("merge", "moe", "plan", "preview")
 RECIPES = (*PLANNED, "tune")
@@ -23,10 +23,7 @@ WRITING = ("merge", "moe", "plan", *COPIES, "extract_lora", "transplant_tokenize
 LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
 RUNNING = (*WRITING, "evaluate", "statistics", "tune", "auto")
 
-APPROXIMATIONS = (
-    *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
-    *("john_hewitt", "mean", "zero", "randn"),
-)
+APPROXIMATIONS = ("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "mp_rope", "mean")
 TABLES = ("no", "yes", "embed", "lm_head")
 """The tables of token rows in which a token of another text may serve: none, both, or one of them."""
 
@@ -324,9 +321,9 @@ class RunOptions:
         commands=(*RUNNING, *LOOKING, "write"),
         group="Remote",
     )
-    max_spool_bytes: int = option(
-        SPOOL_BYTES,
-        "--max-spool SIZE",
+    stream_cache_bytes: int = option(
+        STREAM_CACHE_BYTES,
+        "--stream-cache SIZE",
         "Disk limit of streamed data; what does not fit is fetched again",
         least=1,
         commands=RUNNING,
@@ -464,6 +461,12 @@ class TransplantSettings:
         "Approximation of missing tokens",
         choices=APPROXIMATIONS,
         plugins="weightsmith.approximations",
+        replaced={
+            "zero": "use mean",
+            "randn": "use mean, with --new-vocab-noise for random rows",
+            "john_hewitt": "use mean, with --new-vocab-noise for random rows",
+            "stb": "use landmark_pca or omp",
+        },
     )
     k: int = option(64, "-k, --k K", "Number of shared tokens that approximate a missing one", least=1)
     weight_scheme: str = option(
