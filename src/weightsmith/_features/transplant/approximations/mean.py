@@ -8,7 +8,7 @@ from weightsmith.abc.approximation import Approximated, Approximation, Problem
 
 
 def _make(problem: Problem) -> Approximated:
-    sums, count = np.float64(0), 0  # float64: a sum of 100,000 rows in float32 would lose digits
+    sums, count = np.zeros(1), 0  # float64: a sum of 100,000 rows in float32 would lose digits
     for _, rows in problem.tables.chunks("model"):
         sums = sums + rows.sum(0, dtype=np.float64)
         count += len(rows)
