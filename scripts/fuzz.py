@@ -591,7 +591,7 @@ def _use_plan(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 def _use_products(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     from weightsmith._activations import given
 
-    object.__setattr__(given.KIND, "compute", lambda bench: bench.create())  # as if whoever runs the plan had the arrays
+    object.__setattr__(given.KIND, "compute", lambda context: context.create())  # as if whoever runs the plan had the arrays
     yield from _use_plan(file, rng)
 
 
