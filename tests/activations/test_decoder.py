@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from tests.context_help import context_of
 from tests.cli_help import run_process
+from tests.context_help import context_of
 from tests.mini import write_checkpoint
 from tests.zoo import HEADS, SIZES
 from weightsmith._activations.decoder import Base
