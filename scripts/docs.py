@@ -487,7 +487,7 @@ def _cell(support: Support | None) -> str:
 THEMES = {
     "Make models": (
         *("merge", "model", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Progress"),
+        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Summary", "Progress"),
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),

@@ -43,6 +43,7 @@ NAMES = [
     "ShapeError",
     "StoreError",
     "Sum",
+    "Summary",
     "SyntaxProblem",
     "TensorLost",
     "Tuning",

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.options import SPOOL_BYTES
+from weightsmith._base.options import SPOOL_BYTES, RunOptions
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
-from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
-from weightsmith._plans import Product, Step
+from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES, fit_resident_bytes, fit_tile_bytes
+from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.output import Finished
 
 
@@ -49,6 +49,21 @@ DEFAULTS = Resources()
 def processors() -> int:
     """The processors that this process may use; where the system does not say which, all of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def resources_of(plan: Plan, options: RunOptions) -> Resources:
+    """The resources of a run of a plan, by the options for threads (default: all available processors) and memory."""
+    threads, memory = options.threads or processors(), options.max_memory_bytes
+    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
+    return Resources(
+        threads,
+        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
+        resident,
+        options.device,
+        ALIGNED_BYTES if memory is None else 0,
+        None if memory is None else resident,
+        options.max_spool_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ from weightsmith._execution.run import (
     finished_steps,
     kept_products,
     reports_of,
-    resources_of,
     run_plan,
     staged,
 )
 from weightsmith._execution.stages import check_computable, measured, stages_written, without_stages
+from weightsmith._planning.history import past_run, remember
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Product, Step
@@ -79,6 +79,8 @@ def execute(
     found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
     kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()
+    if helpers is None and not stages and not merged.resumed and merged.plan is prepared.plan:
+        remember(past_run(merged.plan, options, merged.read_bytes + merged.written_bytes, merged.seconds))
     return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
 
 
@@ -178,7 +180,7 @@ def _run_unwritten(
     progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
     from weightsmith._engine.local import run
-    from weightsmith._engine.resources import Workload
+    from weightsmith._engine.resources import Workload, resources_of
     from weightsmith._engine.unwritten import DiscardedOutput
 
     check_computable(prepared)

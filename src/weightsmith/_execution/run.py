@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.resources import Resources
     from weightsmith._engine.results import Results
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
@@ -335,7 +334,7 @@ def staged(
     helping  see `OutputSpec`
     """
     from weightsmith._engine.local import run
-    from weightsmith._engine.resources import Workload
+    from weightsmith._engine.resources import Workload, resources_of
 
     plan, inputs, options, callbacks = prepared.plan, prepared.inputs, request.options, request.callbacks
     if options.device != "cpu" and merges_on_device(plan):
@@ -379,26 +378,6 @@ def staged(
             )
 
         yield staging, go
-
-
-def resources_of(plan: Plan, options: RunOptions) -> Resources:
-    """The engine's resources, by the options for threads (default: all available processors) and memory."""
-    from weightsmith._engine.resources import Resources
-    from weightsmith._engine.schedule import RESIDENT_BYTES
-    from weightsmith._engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
-
-    threads = options.threads or Resources().workers
-    memory = options.max_memory_bytes
-    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
-    return Resources(
-        threads,
-        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
-        resident,
-        options.device,
-        ALIGNED_BYTES if memory is None else 0,
-        None if memory is None else resident,
-        options.max_spool_bytes,
-    )
 
 
 def _download(prepared: Prepared, request: RunRequest) -> None:

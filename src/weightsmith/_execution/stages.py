@@ -22,6 +22,7 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
+from weightsmith._engine.resources import resources_of
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.output import check_options, check_output, sibling
 from weightsmith._execution.run import (
@@ -32,7 +33,6 @@ from weightsmith._execution.run import (
     RunRequest,
     kept_products,
     protected_paths,
-    resources_of,
     run_plan,
     staged,
 )

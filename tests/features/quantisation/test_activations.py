@@ -25,7 +25,7 @@ from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._features.quantisation.calibration.activations import shared_site
-from weightsmith._features.quantisation.calibration.weights import by_weight
+from weightsmith._planning.weights import by_weight
 from weightsmith.abc.product import Arrays, ProductContext
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -173,7 +173,7 @@ def _evaluation(merged: Merged) -> ResultEvaluation | None:
 
 def _weights(plan: Plan) -> int:
     """The number of tensors of a plan; a calibrated weight is one."""
-    from weightsmith._features.quantisation.calibration.weights import by_weight
+    from weightsmith._planning.weights import by_weight
 
     return len(by_weight(plan).steps)
 

@@ -16,7 +16,7 @@ from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, ParameterEr
 from weightsmith._base.files import write_whole
 from weightsmith._base.options import RunOptions
 from weightsmith._base.strict_json import JsonError, parse
-from weightsmith._execution.run import resources_of
+from weightsmith._engine.resources import resources_of
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans.statistics import TextSource
 from weightsmith._reports.auto.choice import RowScores, Scores

@@ -17,10 +17,9 @@ from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import RunOptions, WriteSettings, lists_options, read_options
 from weightsmith._base.options.keywords import WriteKeywords
 from weightsmith._engine.local import run
-from weightsmith._engine.resources import Workload
+from weightsmith._engine.resources import Workload, resources_of
 from weightsmith._engine.unwritten import MemoryOutput
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
-from weightsmith._execution.run import resources_of
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.card import CARD_NAME, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.tokenizers.files import settings_of, template_of
 from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary
+from weightsmith._plans.summary import ConfigChange, config_changes
 
 GENERATION = "generation_config.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 NAMES_ONLY = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 """Keys of config.json that say nothing about what a model computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One key of a JSON file, `text_config.num_hidden_layers`, in two models; None where it is absent."""
-
-    key: str
-    old: Any
-    new: Any
-
-
-def changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[Change]:
-    """The keys in which two configs differ; lists are compared whole.
-
-    >>> [str(c.key) for c in changes({"a": 1, "b": {"c": [1], "d": 0}}, {"a": 1, "b": {"c": [1, 1], "d": 0}})]
-    ['b.c']
-    """
-    for key in dict.fromkeys([*old, *new]):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from changes(before, after, f"{path}{key}.")
-        elif before != after or type(before) is not type(after):
-            yield Change(f"{path}{key}", before, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +48,8 @@ class FileDifference:
     templates    the chat templates, "" for none; None if they are equal
     """
 
-    config: tuple[Change, ...]
-    generation: tuple[Change, ...]
+    config: tuple[ConfigChange, ...]
+    generation: tuple[ConfigChange, ...]
     tokenizer: TokenizerDifference | None
     templates: tuple[str, str] | None
 
@@ -89,8 +65,8 @@ def compare_files(a: Checkpoint, b: Checkpoint, vocabularies: tuple[Vocabulary |
     templates = template_of(a.folder, a.files), template_of(b.folder, b.files)
     before, after = (settings_of(model.folder, model.files, GENERATION) for model in (a, b))
     return FileDifference(
-        tuple(changes(a.config or {}, b.config or {})),
-        tuple(changes(before, after)),
+        tuple(config_changes(a.config or {}, b.config or {})),
+        tuple(config_changes(before, after)),
         _compare_tokenizers(*vocabularies),
         None if templates[0] == templates[1] else templates,
     )
