@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.options import SPOOL_BYTES, RunOptions
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
-from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES, fit_resident_bytes, fit_tile_bytes
-from weightsmith._plans import Plan, Product, Step
+from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
+from weightsmith._files.remote import STREAM_CACHE_BYTES
+from weightsmith._plans import Product, Step
 from weightsmith.abc.output import Finished
 
 
@@ -26,7 +26,7 @@ class Resources:
     product_bytes   that a product that computes may hold besides its arrays; None: no limit
     resident_bytes  that methods of whole matrices may hold; a matrix that needs more is merged alone
     device          for products that compute and for whole matrices, as torch names it, or auto
-    spool_bytes     on disk, for bytes of remote files
+    cache_bytes     on disk, for bytes of remote files
     """
 
     threads: int = 0
@@ -35,7 +35,7 @@ class Resources:
     device: str = "cpu"
     aligned_bytes: int = ALIGNED_BYTES
     product_bytes: int | None = None
-    spool_bytes: int = SPOOL_BYTES
+    cache_bytes: int = STREAM_CACHE_BYTES
 
     @property
     def workers(self) -> int:
@@ -49,21 +49,6 @@ DEFAULTS = Resources()
 def processors() -> int:
     """The processors that this process may use; where the system does not say which, all of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def resources_of(plan: Plan, options: RunOptions) -> Resources:
-    """The resources of a run of a plan, by the options for threads (default: all available processors) and memory."""
-    threads, memory = options.threads or processors(), options.max_memory_bytes
-    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
-    return Resources(
-        threads,
-        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
-        resident,
-        options.device,
-        ALIGNED_BYTES if memory is None else 0,
-        None if memory is None else resident,
-        options.max_spool_bytes,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ def _quantised(plan: Plan) -> str:
         count = len(shards) - bool(plan.mmproj)
         text = f"\nStored as {markdown(plan.made.format)}. Types of the tensors: {_types(shards[:count])}"
         return text + "".join(f"; in {each.name}, for images: {_types([each])}" for each in shards[count:]) + ".\n"
-    from weightsmith._planning.weights import by_weight
+    from weightsmith._features.quantisation.calibration.weights import by_weight
 
     steps = by_weight(plan).steps
     number = sum(step.family != PLAIN for step in steps)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import Finding, ParameterError
-from weightsmith._base.options import RunOptions
 from weightsmith._execution.distance import Moved, distance_by_layer
+from weightsmith._execution.history import past_run, remember
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import (
     NO_CALLBACKS,
@@ -29,7 +30,6 @@ from weightsmith._execution.run import (
     staged,
 )
 from weightsmith._execution.stages import check_computable, measured, stages_written, without_stages
-from weightsmith._planning.history import past_run, remember
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Product, Step
@@ -180,7 +180,7 @@ def _run_unwritten(
     progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
     from weightsmith._engine.local import run
-    from weightsmith._engine.resources import Workload, resources_of
+    from weightsmith._engine.resources import Workload
     from weightsmith._engine.unwritten import DiscardedOutput
 
     check_computable(prepared)

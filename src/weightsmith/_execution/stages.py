@@ -22,8 +22,8 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
-from weightsmith._engine.resources import resources_of
 from weightsmith._execution.identity import work_identity
+from weightsmith._execution.options import resources_of
 from weightsmith._execution.output import check_options, check_output, sibling
 from weightsmith._execution.run import (
     MEASUREMENT,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 from weightsmith._base.errors import Finding, legible
 from weightsmith._base.tensors import TensorSpec
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from weightsmith._base.options.keywords import RunKeywords
     from weightsmith._plans.summary import Summary
 
 Value = bool | int | float | str
@@ -59,7 +58,7 @@ PLAIN = "plain"
 PRODUCTS = -1
 """`Read.model` of a product's array."""
 
-_SUMMARY = "weightsmith._planning.summary"
+_SUMMARY = "weightsmith._execution.summary"
 """Makes summaries. It needs the engine and the models, which import this module."""
 
 
@@ -431,7 +430,7 @@ class Plan:
         specs = [out for step in self.steps for out in step.outs]
         return CONTAINERS[self.container](specs, self.max_shard_bytes, self.naming, self.header, self.mmproj)
 
-    def summary(self, *, allow_code: bool = False, **options: Unpack[RunKeywords]) -> Summary:
+    def summary(self, *, allow_code: bool = False, **options: Any) -> Summary:
         """What a run of the plan reads, transfers, holds and writes, and about how long it takes. Reads headers only.
 
         options     those of `weightsmith.run`: the memory depends on the number of threads

@@ -14,8 +14,10 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.mergekit_flags import answer
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.text import count, fact, heading, result, say, section, show_json, show_table, size
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._plans.summary import reading_text, time_text
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ def plan(
 def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     """Show a plan as text or as JSON."""
     from weightsmith._execution.stages import check_computable
-    from weightsmith._planning.summary import summarise
+    from weightsmith._execution.summary import summarise
 
     if as_json:
         check_computable(prepared)
@@ -223,7 +225,7 @@ def _transfer(transfer: TransferEstimate) -> str:
     again = transfer.network_bytes - transfer.needed_bytes
     if not again:
         return f"{text}; later passes read the disk cache"
-    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--max-spool)"
+    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--stream-cache)"
 
 
 def _vocabulary(found: Mapping[str, Any]) -> None:
@@ -273,7 +275,7 @@ def short(value: Any, length: int = 60) -> str:
 
 
 def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
-    from weightsmith._planning.weights import by_weight
+    from weightsmith._features.quantisation.calibration.weights import by_weight
 
     prepared = replace(prepared, plan=by_weight(prepared.plan))
     arrays = {out.name: step.out.name for step in prepared.plan.steps for out in step.outs}
@@ -292,7 +294,7 @@ def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
 
 
 def _explanation(prepared: Prepared, tensor: str) -> dict[str, Any]:
-    from weightsmith._planning.weights import calibrated_weights
+    from weightsmith._features.quantisation.calibration.weights import calibrated_weights
 
     plan, step, refs = prepared.plan, _step(prepared, tensor), [m.ref for m in prepared.plan.models]
     return {
@@ -351,8 +353,8 @@ def _stored_as(encoding: str) -> str:
 def _notes(plan: Plan, step: Step) -> Iterator[str]:
     """Notes on a tensor: its storage, and the reason if no model or method changes it."""
     from weightsmith import _methods as methods
+    from weightsmith._features.quantisation.calibration.weights import CALIBRATED, calibrated_weights
     from weightsmith._planning.planner.encode import stored_plain
-    from weightsmith._planning.weights import CALIBRATED, calibrated_weights
     from weightsmith._plans import PLAIN
 
     if plan.then is not None:

@@ -9,7 +9,9 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import show_warnings, working
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 
 
 @options.expand
@@ -34,8 +36,8 @@ def preview(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter
+        from weightsmith._execution.summary import summarise
         from weightsmith._features.any_recipe import prepare_any
-        from weightsmith._planning.summary import summarise
         from weightsmith._reports.look.pages import preview_page
         from weightsmith._reports.look.preview import preview_of
 

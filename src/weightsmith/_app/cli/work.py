@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._base.errors import Finding, printable
-from weightsmith._base.options import RunOptions
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
+from weightsmith._execution.options import RunOptions
 
 if TYPE_CHECKING:
     from weightsmith._base.pages import Page
@@ -173,7 +173,7 @@ def _evaluation(merged: Merged) -> ResultEvaluation | None:
 
 def _weights(plan: Plan) -> int:
     """The number of tensors of a plan; a calibrated weight is one."""
-    from weightsmith._planning.weights import by_weight
+    from weightsmith._features.quantisation.calibration.weights import by_weight
 
     return len(by_weight(plan).steps)
 

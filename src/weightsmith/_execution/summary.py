@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from weightsmith._activations.work import EmbeddingWork
 from weightsmith._base.groups import grouped
-from weightsmith._base.options import RunOptions, read_options
+from weightsmith._base.options import read_options
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.passes import visits, whole_passes
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
-from weightsmith._engine.resources import resources_of
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import peak_memory_bytes
+from weightsmith._execution.history import similar_time
+from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._features.quantisation.calibration.weights import (
+    CALIBRATED,
+    by_weight,
+    calibrated_weights,
+    of_calibration,
+    steps_read,
+)
 from weightsmith._files.remote.ahead import estimate
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
-from weightsmith._planning.history import similar_time
 from weightsmith._planning.planner.encode import stored_plain
 from weightsmith._planning.planner.prepared import Prepared, stream
-from weightsmith._planning.weights import CALIBRATED, by_weight, calibrated_weights, of_calibration, steps_read
 from weightsmith._plans import PLAIN, PRODUCTS, Plan, Product, Read, Step
 from weightsmith._plans.summary import (
     Download,
@@ -78,7 +83,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         survey_bytes=reading.survey_bytes,
         passes=reading.passes,
         memory=_memory(prepared, options, reading.resident_bytes),
-        transfer=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
+        transfer=estimate(visits(reader, plan.steps, plan.products), options.stream_cache_bytes),
         downloads=_downloads(prepared),
         time=None if plan.then is not None else similar_time(plan, options, reading.read_bytes + write_bytes),
         ops=_ops(shown),
@@ -158,8 +163,9 @@ def _ops(plan: Plan) -> tuple[OpFacts, ...]:
 
 
 def _expected_steps(prepared: Prepared) -> Sequence[Step]:
-    steps: Sequence[Step] = import_module("weightsmith._features.quantisation.formats").expected_steps(prepared)
-    return steps
+    from weightsmith._features.quantisation.formats import expected_steps
+
+    return expected_steps(prepared)
 
 
 def _kinds(steps: Sequence[Step]) -> tuple[KindFacts, ...]:

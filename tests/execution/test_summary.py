@@ -13,8 +13,8 @@ from tests.cli_help import Cli
 from tests.cli_help import cli as cli
 from tests.cli_help import work as work
 from tests.mini import write_checkpoint
-from weightsmith._base.options import RunOptions
-from weightsmith._planning import history
+from weightsmith._execution import history
+from weightsmith._execution.options import RunOptions
 
 TIES = {
     "merge_method": "ties",

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 
 from weightsmith._base.installation import cache_home
-from weightsmith._base.options import RunOptions
 from weightsmith._engine.resources import processors
+from weightsmith._execution.options import RunOptions
 from weightsmith._plans import Plan
 from weightsmith._plans.codec import has_type
 from weightsmith._plans.summary import TimeEstimate
