@@ -73,7 +73,7 @@ def test_a_page_is_read_by_paragraph_entry_and_cell(tmp_path: Path, monkeypatch:
 def test_messages_help_texts_and_public_docstrings_are_read() -> None:
     texts = list(script().source_texts())
     places = {each.place for each in texts}
-    assert "src/weightsmith/_base/options/records.py" in places
+    assert "src/weightsmith/_execution/options.py" in places
     assert any(each.text == "Number of threads" for each in texts), "a help text"
     assert any("no such folder or file" in each.text for each in texts), "a message"
     assert any(each.text.startswith("Merge checkpoints into a new folder") for each in texts), "a docstring"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.options import SPOOL_BYTES
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
 from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
+from weightsmith._files.remote import SPOOL_BYTES
 from weightsmith._plans import Product, Step
 from weightsmith.abc.output import Finished
 

@@ -13,13 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
-from weightsmith._base.options import RunOptions
 from weightsmith._base.report import Report, Reported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._execution.distance import Moved, distance_by_layer
 from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options, check_output, models_read, page_beside
 from weightsmith._execution.page import Squares, merge_report
 from weightsmith._methods.jobs.requires import usable_device

@@ -18,8 +18,8 @@ from tests.mini import write_checkpoint
 from tests.plugin_help import installed
 from tests.tokenizer_help import OTHER_TEXT, files, trained, write
 from weightsmith._base.errors import FormatError, PlanError, PluginError, WeightsmithError
-from weightsmith._base.options import APPROXIMATIONS
 from weightsmith._features.transplant.approximations import find_approximation
+from weightsmith._features.transplant.options import APPROXIMATIONS
 from weightsmith._plans import plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

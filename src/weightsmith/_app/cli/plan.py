@@ -13,8 +13,10 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.mergekit_flags import answer
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.text import count, fact, heading, result, say, section, show_json, show_table, size
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 
 if TYPE_CHECKING:
     from weightsmith._app.cli.summary import Summary

@@ -22,6 +22,20 @@ GROUPS = (
 )
 """Headings of options in help texts, in this order. A heading that is not listed stands after the first."""
 
+RECORDS = (
+    "_planning.options:RecipeOptions",
+    "_features.quantisation.options:QuantizeSettings",
+    "_execution.options:RunOptions",
+    "_features.adapters.options:ExtractSettings",
+    "_features.transplant.options:TransplantSettings",
+    "_reports.evaluate.options:EvaluateSettings",
+    "_activations.options:StatisticsSettings",
+    "_reports.auto.options:WriteSettings",
+    "_reports.auto.options:AutoSettings",
+    "_reports.tuning.options:TuneSettings",
+)
+"""Where the records of options are, below `weightsmith`. Of options with one name, messages name the first."""
+
 _LISTED = 12
 """Choices that a message lists."""
 
@@ -44,7 +58,7 @@ class Option:
     commands  functions whose commands have its flag
     spelled   its keyword in functions with another name for it
     required  functions that require it
-    setting   a user may set it once, in a file or in the environment (`configuration.py`)
+    setting   a user may set it once, in a file or in the environment; of `RunOptions` only
     """
 
     name: str
@@ -310,9 +324,16 @@ def options_of(record: type[Any]) -> Mapping[str, Option]:
     return _OPTIONS[record]
 
 
+def is_option_record(kind: object) -> bool:
+    """Whether this is a record of options."""
+    return kind in _OPTIONS
+
+
 def option_records() -> Iterator[type[Any]]:
-    """All records of options."""
-    yield from _OPTIONS
+    """All records of options, loaded one after another."""
+    for place in RECORDS:
+        module, _, name = place.partition(":")
+        yield getattr(import_module(f"weightsmith.{module}"), name)
 
 
 def find_option(name: str) -> Option:
@@ -321,7 +342,7 @@ def find_option(name: str) -> Option:
     >>> find_option("max_shard_bytes").named()
     '--max-shard-size (max_shard_bytes)'
     """
-    return next(own[name] for own in _OPTIONS.values() if name in own)
+    return next(options_of(record)[name] for record in option_records() if name in options_of(record))
 
 
 def named(*names: str) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import CheckpointError, StoreError
 from weightsmith._base.files import Extent
-from weightsmith._base.options import SPOOL_BYTES
+from weightsmith._files.remote import SPOOL_BYTES
 from weightsmith._files.remote.files import RemoteFile
 from weightsmith._files.remote.retries import Stopped, fetch, fetch_into
 from weightsmith._files.remote.spool import Spool, spool_folder
