@@ -502,9 +502,9 @@ def _merge(recipe: Any, **options: Any) -> Any:
 
 def _use_config(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith._base.options import RecipeOptions
     from weightsmith._features.mixture import layouts
     from weightsmith._features.mixture.build import prepare_moe
+    from weightsmith._planning.options import RecipeOptions
 
     def moe(recipe: dict[str, Any]) -> None:
         prepare_moe(recipe, RecipeOptions()).close()
@@ -553,8 +553,9 @@ def _use_adapter(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_recipe(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith._base.options import QuantizeSettings, RecipeOptions
     from weightsmith._features.any_recipe import prepare_any
+    from weightsmith._features.quantisation.options import QuantizeSettings
+    from weightsmith._planning.options import RecipeOptions
     from weightsmith._planning.recipe import read_template
 
     lenient = rng.random() < 0.5
@@ -1148,8 +1149,8 @@ def _make_plan() -> None:
     }
     for name, recipe in recipes.items():
         Path(f"plans/{name}.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
-    from weightsmith._base.options import RecipeOptions
     from weightsmith._features.mixture.build import prepare_moe
+    from weightsmith._planning.options import RecipeOptions
 
     with prepare_moe(
         {"base_model": "a", "experts": [{"source_model": n} for n in "ab"], "gate_mode": "random"}, RecipeOptions()
@@ -1189,10 +1190,12 @@ def _make_products() -> None:
     from weightsmith._activations.model import input_of
     from weightsmith._activations.scored_rows import ScoredRows
     from weightsmith._activations.scoring import scored
-    from weightsmith._base.options import ExtractSettings, RecipeOptions, TransplantSettings
     from weightsmith._features.adapters.extract import prepare_extraction
+    from weightsmith._features.adapters.options import ExtractSettings
     from weightsmith._features.mixture.build import prepare_moe
+    from weightsmith._features.transplant.options import TransplantSettings
     from weightsmith._features.transplant.plan import prepare_transplant
+    from weightsmith._planning.options import RecipeOptions
     from weightsmith._planning.planner import Prepared, prepare
     from weightsmith._plans import COPY, Plan, Read, Step
     from weightsmith._reports.evaluate.layers import with_samples

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import Finding, ParameterError
-from weightsmith._base.options import RunOptions
 from weightsmith._execution.distance import Moved, distance_by_layer
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import (
     NO_CALLBACKS,

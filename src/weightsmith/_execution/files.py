@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.options import RunOptions
 from weightsmith._execution.distance import Moved, to_json
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.page import MAX_PAGE_BYTES, MOVED_NAME, PICTURES, Squares, report_files
 from weightsmith._files.containers import PEFT, SAFETENSORS
 from weightsmith._models.card import CARD_NAME

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
-from weightsmith._base.options import RunOptions
 from weightsmith._base.pages import write_html
 from weightsmith._base.pages.values import safe
 from weightsmith._base.tensors import TensorSpec
@@ -21,6 +20,7 @@ from weightsmith._base.text import duration, size
 from weightsmith._execution.distance import Moved, distance_by_layer
 from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options, check_output, models_read, page_beside
 from weightsmith._execution.page import PAGE_NAME, report_files
 from weightsmith._methods.jobs.requires import usable_device
@@ -397,7 +397,7 @@ def resources_of(plan: Plan, options: RunOptions) -> Resources:
         options.device,
         ALIGNED_BYTES if memory is None else 0,
         None if memory is None else resident,
-        options.max_spool_bytes,
+        options.stream_cache_bytes,
     )
 
 

@@ -10,7 +10,8 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
 from weightsmith._app.cli.work import working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import AutoSettings, RunOptions
+from weightsmith._execution.options import RunOptions
+from weightsmith._reports.auto.options import AutoSettings
 
 
 @options.expand

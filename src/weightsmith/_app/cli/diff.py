@@ -9,7 +9,7 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import working
-from weightsmith._base.options import RunOptions
+from weightsmith._execution.options import RunOptions
 
 
 @options.expand

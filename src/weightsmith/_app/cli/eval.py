@@ -8,7 +8,8 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import working
-from weightsmith._base.options import EvaluateSettings, RunOptions
+from weightsmith._execution.options import RunOptions
+from weightsmith._reports.evaluate.options import EvaluateSettings
 
 
 @options.expand

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
+from weightsmith._app.cli.configuration import in_force
 from weightsmith._app.cli.failures import failures, show_tracebacks
 from weightsmith._base.errors import SyntaxProblem, printable
 from weightsmith._base.files import is_folder
-from weightsmith._base.options import Option, find_option, option_records, options_of, read_options
-from weightsmith._base.options.configuration import in_force
+from weightsmith._base.options import Option, find_option, is_option_record, options_of, read_options
 from weightsmith._base.text import note
 
 _OUT = "Folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]"
@@ -78,10 +78,10 @@ def check_order(recipe: str, out: str) -> None:
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:
     """Make a command of a function whose parameters are option records: each option that it has becomes a flag."""
-    name, kinds = function.__name__, tuple(option_records())
+    name = function.__name__
     parameters, flags, made = [], dict[str, Option](), dict[str, type[Any]]()
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        if parameter.annotation in kinds:
+        if is_option_record(parameter.annotation):
             made[parameter.name] = parameter.annotation
             own = [each for each in options_of(parameter.annotation).values() if name in each.commands]
             flags |= {each.keyword(name): each for each in own}

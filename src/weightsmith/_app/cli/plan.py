@@ -13,8 +13,10 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.mergekit_flags import answer
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.text import count, fact, heading, result, say, section, show_json, show_table, size
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 
 if TYPE_CHECKING:
     from weightsmith._app.cli.summary import Summary
@@ -221,7 +223,7 @@ def _transfer(transfer: TransferEstimate) -> str:
     again = transfer.network_bytes - transfer.needed_bytes
     if not again:
         return f"{text}; later passes read the disk cache"
-    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--max-spool)"
+    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--stream-cache)"
 
 
 def _vocabulary(found: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from weightsmith._activations.work import EmbeddingWork
 from weightsmith._base.groups import grouped
-from weightsmith._base.options import RunOptions
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.passes import visits, whole_passes
@@ -17,6 +16,7 @@ from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import peak_memory_bytes
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import resources_of
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
@@ -255,7 +255,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         modules=_modules(prepared, shown),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
-        transfer=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
+        transfer=estimate(visits(reader, plan.steps, plan.products), options.stream_cache_bytes),
         downloads=_downloads(prepared),
         stages=_stages(prepared),
         texts=_texts(plan),

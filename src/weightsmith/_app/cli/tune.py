@@ -11,8 +11,11 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
 from weightsmith._app.cli.work import tuning_interrupted, working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import EvaluateSettings, RecipeOptions, RunOptions, TuneSettings
 from weightsmith._base.text import say
+from weightsmith._execution.options import RunOptions
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.tuning.options import TuneSettings
 
 
 @options.expand

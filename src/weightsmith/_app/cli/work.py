@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._base.errors import Finding, printable
-from weightsmith._base.options import RunOptions
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
+from weightsmith._execution.options import RunOptions
 
 if TYPE_CHECKING:
     from weightsmith._base.pages import Page

@@ -23,11 +23,13 @@ from weightsmith._base.errors import (
     excerpt,
 )
 from weightsmith._base.files import expand_user
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.text import count
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._methods.user_files import names_file
 from weightsmith._models.tokenizers.files import TEMPLATES
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Input, ModelRef, Recipe, load
 from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import Plan

@@ -21,17 +21,21 @@ from weightsmith._app.studio.places import Places
 from weightsmith._app.studio.words import TEXT_FILE, TEXT_FOLDER, Mend, PageError
 from weightsmith._app.studio.work import Cancelled
 from weightsmith._base.errors import Busy, ParameterError
-from weightsmith._base.options import EvaluateSettings, QuantizeSettings, RecipeOptions, RunOptions, TuneSettings
 from weightsmith._base.pages import to_html
 from weightsmith._base.text import count
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Reading
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.evaluate.opening import opened
+from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.look.diff import diff
 from weightsmith._reports.look.inspect import inspect
 from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page
 from weightsmith._reports.look.preview import preview
 from weightsmith._reports.tuning.journal import Trial
+from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.report import tuning_page
 from weightsmith._reports.tuning.result import total
 from weightsmith._reports.tuning.texts import Fit, fit

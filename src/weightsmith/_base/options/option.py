@@ -22,6 +22,20 @@ GROUPS = (
 )
 """Headings of options in help texts, in this order. A heading that is not listed stands after the first."""
 
+RECORDS = (
+    "_planning.options:RecipeOptions",
+    "_features.quantisation.options:QuantizeSettings",
+    "_execution.options:RunOptions",
+    "_features.adapters.options:ExtractSettings",
+    "_features.transplant.options:TransplantSettings",
+    "_reports.evaluate.options:EvaluateSettings",
+    "_activations.options:StatisticsSettings",
+    "_reports.auto.options:WriteSettings",
+    "_reports.auto.options:AutoSettings",
+    "_reports.tuning.options:TuneSettings",
+)
+"""Where the records of options are, below `weightsmith`. Of options with one name, messages name the first."""
+
 _LISTED = 12
 """Choices that a message lists."""
 
@@ -39,12 +53,13 @@ class Option:
     unset     the default in words, if it is None
     choices   the values allowed; "module:NAME" below `weightsmith` for a list of a feature
     plugins   the entry points whose names are allowed too: "weightsmith.approximations"
+    replaced  values that other programs have and we lack, with what to use instead
     least, above, most    limits of a number: at least, more than, at most
     path      the value is a path: pathlib's are accepted too
     commands  functions whose commands have its flag
     spelled   its keyword in functions with another name for it
     required  functions that require it
-    setting   a user may set it once, in a file or in the environment (`configuration.py`)
+    setting   a user may set it once, in a file or in the environment; of `RunOptions` only
     """
 
     name: str
@@ -57,6 +72,7 @@ class Option:
     unset: str = ""
     choices: tuple[Any, ...] | str = ()
     plugins: str = ""
+    replaced: Mapping[str, str] = field(default_factory=dict)
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -159,7 +175,9 @@ class Option:
             if len(family) > 1:
                 raise ValueError(f"{found!r} has several variants: write one of {', '.join(family)}")
             listed = ", ".join([*known[:_LISTED], *(["..."] if len(known) > _LISTED else [])])
-            raise ValueError(f"must be one of {listed}{nearest(str(found), known)}, not {found!r}")
+            hint = nearest(str(found), known) if found not in self.replaced else ""
+            instead = f": {self.replaced[found]}" if found in self.replaced else ""
+            raise ValueError(f"must be one of {listed}{hint}, not {found!r}{instead}")
         wrong = [
             f"{words} {limit:g}"
             for words, limit, holds in (
@@ -310,9 +328,16 @@ def options_of(record: type[Any]) -> Mapping[str, Option]:
     return _OPTIONS[record]
 
 
+def is_option_record(kind: object) -> bool:
+    """Whether this is a record of options."""
+    return kind in _OPTIONS
+
+
 def option_records() -> Iterator[type[Any]]:
-    """All records of options."""
-    yield from _OPTIONS
+    """All records of options, loaded one after another."""
+    for place in RECORDS:
+        module, _, name = place.partition(":")
+        yield getattr(import_module(f"weightsmith.{module}"), name)
 
 
 def find_option(name: str) -> Option:
@@ -321,7 +346,7 @@ def find_option(name: str) -> Option:
     >>> find_option("max_shard_bytes").named()
     '--max-shard-size (max_shard_bytes)'
     """
-    return next(own[name] for own in _OPTIONS.values() if name in own)
+    return next(options_of(record)[name] for record in option_records() if name in options_of(record))
 
 
 def named(*names: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weightsmith._base.options import QuantizeSettings
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.planner import Assembled
 
 

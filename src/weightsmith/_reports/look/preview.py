@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.groups import grouped
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, lists_options, read_options
-from weightsmith._base.options.keywords import PlanKeywords
+from weightsmith._base.options import lists_options, read_options
 from weightsmith._base.pages import Shown
 from weightsmith._base.pages.values import finite_or_mark, written
 from weightsmith._base.tensors import DTYPES
@@ -27,12 +26,15 @@ from weightsmith._engine.resources import Resources
 from weightsmith._execution.distance import share_of
 from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import download
 from weightsmith._planning.planner.prepared import stream as stream_weights
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
+from weightsmith._reports.keywords import PlanKeywords
 from weightsmith._reports.look.models import Place, by_layer_and_part, json_values, place_of
 from weightsmith._reports.look.nonfinite import NonFinite, of_rows, sentences, together
 from weightsmith._reports.look.reading import in_layers

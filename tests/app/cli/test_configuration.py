@@ -10,8 +10,8 @@ import pytest
 
 import weightsmith
 from tests.cli_help import Cli, cli, work
+from weightsmith._app.cli.configuration import in_force, settings
 from weightsmith._base.errors import ParameterError
-from weightsmith._base.options.configuration import in_force, settings
 
 __all__ = ["cli", "work"]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, nearest
 from weightsmith._base.files import open_regular
-from weightsmith._base.options.option import Option, option_records, options_of
+from weightsmith._base.options import Option, options_of
+from weightsmith._execution.options import RunOptions
 
 FILE = "weightsmith.toml"
 PROJECT = "pyproject.toml"
@@ -68,18 +69,17 @@ class InForce:
 
 def settings() -> dict[str, Setting]:
     """All settings, by key."""
-    found = {}
-    for record in option_records():
-        for option in options_of(record).values():
-            if option.setting:
-                key = option.flag().removeprefix("--")
-                found[key] = Setting(key, f"WEIGHTSMITH_{key.upper().replace('-', '_')}", option.sentence(str), option)
-    more = (
+    of_runs = {}
+    for option in options_of(RunOptions).values():
+        if option.setting:
+            key = option.flag().removeprefix("--")
+            of_runs[key] = Setting(key, f"WEIGHTSMITH_{key.upper().replace('-', '_')}", option.sentence(str), option)
+    of_every_command = (
         Setting("quiet", "WEIGHTSMITH_QUIET", "Hide progress and summary."),
         Setting("hub-cache", "HF_HUB_CACHE", "Folder for downloaded Hub models.", own=True),
         Setting("hub-endpoint", "HF_ENDPOINT", "Address of the Hub; your token is sent there.", own=True),
     )
-    return found | {each.key: each for each in more}
+    return of_runs | {setting.key: setting for setting in of_every_command}
 
 
 def user_file() -> Path | None:
