@@ -1084,22 +1084,20 @@ def _make_looked_at() -> None:
 
 def _use_looks(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith._base.pages.html import to_html
-    from weightsmith._reports.look import pages
 
-    def look(found: Any, page: Callable[[Any], Any]) -> None:
-        json.dumps(found.to_json(), allow_nan=False)
-        to_html(page(found)).encode()
+    def look(result: Any) -> None:
+        json.dumps(result.to_json(), allow_nan=False)
+        result.report().to_html().encode()
 
     ties = {"merge_method": "ties", "base_model": "b", "models": [{"model": "a"}, {"model": "a+lora"}]}
     ties["parameters"] = {"weight": 1, "density": 0.5}
     alone: dict[str, Any] = {"threads": 1, "progress": False}
-    yield lambda: look(weightsmith.inspect("a", stats=True, **alone), pages.inspection_page)
-    yield lambda: look(weightsmith.diff("b", "a", **alone), pages.difference_page)
-    yield lambda: look(weightsmith.diff("a", rng.choice(("b", "a+lora", "q", "x")), **alone), pages.difference_page)
-    yield lambda: look(weightsmith.diff("b", "a+lora", base="a", **alone), pages.comparison_page)
-    yield lambda: look(weightsmith.preview(ties, **alone), pages.preview_page)
-    yield lambda: look(weightsmith.preview(ties, full=True, **alone), pages.preview_page)
+    yield lambda: look(weightsmith.inspect("a", stats=True, **alone))
+    yield lambda: look(weightsmith.diff("b", "a", **alone))
+    yield lambda: look(weightsmith.diff("a", rng.choice(("b", "a+lora", "q", "x")), **alone))
+    yield lambda: look(weightsmith.diff("b", "a+lora", base="a", **alone))
+    yield lambda: look(weightsmith.preview(ties, **alone))
+    yield lambda: look(weightsmith.preview(ties, full=True, **alone))
 
 
 def _make_recipes() -> None:

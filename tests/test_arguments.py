@@ -13,7 +13,7 @@ import weightsmith
 SOURCES = Path(weightsmith.__file__).parent
 MOST = 8
 ALLOWED = {
-    "_base/pages/svg.py:heat_maps",
+    "_base/report/blocks.py:heat_maps",
     # Keywords of commands and of plug-ins are read from the signature.
     "_app/cli/moe.py:moe",
     "_app/cli/plan.py:plan",
