@@ -496,7 +496,7 @@ THEMES = {
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),
-        *("Inspection", "Difference", "Comparison", "Preview", "Evaluation"),
+        *("Inspection", "Difference", "Comparison", "Preview", "Evaluation", "Report"),
     ),
     "Read and write checkpoints": ("open_checkpoint", "Checkpoint", "save_file", "save_model", "verify"),
     "Write a merge method": ("block_method", "tensor_method", "PerModel", "Bounds"),
