@@ -46,7 +46,7 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._methods import all_methods
-from weightsmith._methods.base import BaseRole, Method, Parameter
+from weightsmith._methods.base import FAMILIES, BaseRole, Method, Parameter
 from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
 from weightsmith._models.formats.engines import ENGINES, SUPPORT, Support, find_support, formats_of
 from weightsmith._planning.options import RecipeOptions
@@ -329,7 +329,8 @@ def method_page(method: Method) -> str:
 def methods_page(methods: Sequence[Method]) -> str:
     """The list of all methods."""
     rows = [
-        (_link(m), m.title, models(m), m.base, ", ".join(f"`{p.name}`" for p in m.parameters if not p.ignored)) for m in methods
+        (_link(m), m.title, m.family, models(m), m.base, ", ".join(f"`{p.name}`" for p in m.parameters if not p.ignored))
+        for m in methods
     ]
     return GENERATED + "\n".join(
         [
@@ -338,7 +339,11 @@ def methods_page(methods: Sequence[Method]) -> str:
             "The values of `merge_method` in a recipe. `weightsmith methods` prints this list; `weightsmith methods NAME` "
             "describes one method.",
             "",
-            table(("method", "", "models", "base", "parameters"), rows),
+            table(("method", "", "family", "models", "base", "parameters"), rows),
+            "",
+            "**family**:",
+            "",
+            *(f"* `{family}`: {words[0].lower()}{words[1:]}." for family, words in FAMILIES.items()),
             "",
             "**models** counts the inputs other than the base, or all inputs if the base counts as one of them. **base**:",
             "",

@@ -54,7 +54,7 @@ def test_a_long_sentence_is_found_and_two_short_ones_are_not() -> None:
 
 
 def test_code_and_addresses_are_not_read() -> None:
-    assert found("Use `--max-spool`, and [the page](what-travels.md).") == []
+    assert found("Use `--stream-cache`, and [the page](what-travels.md).") == []
     assert found("`if not given` is a phrase.") == []
     assert found("--quantize FORMAT, or weightsmith quantize --list") == []
     assert found(f"{'name, ' * 31}last") == []

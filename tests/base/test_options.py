@@ -73,7 +73,11 @@ def flags_of(command: str) -> dict[str, Any]:
 def section(command: str) -> str:
     """What docs/cli.md says of a command."""
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    return text.partition(f"<!-- options of {command}:begin -->")[2].partition(":end -->")[0]
+    listed = text.partition(f"<!-- options of {command}:begin -->")[2].partition(":end -->")[0]
+    shared = [title for title in ("recipes", "quantised formats", "runs") if f"[{title}](#options-of-" in listed]
+    return "\n".join(
+        [listed, *(row for title in shared for row in section(title).splitlines() if command in row.split(" | ")[-1])]
+    )
 
 
 # ---- every option is everywhere
@@ -215,7 +219,7 @@ OUT_OF_RANGE = [
     ("transplant_tokenizer", "k", "0", 0, "must be at least 1, not 0"),
     ("transplant_tokenizer", "prefix_match", "both", "both", "must be one of no, yes, embed, lm_head, not 'both'"),
     ("statistics", "rows", "0", 0, "must be at least 1, not 0"),
-    ("run", "max_spool_bytes", "0", 0, "must be at least 1, not 0"),
+    ("run", "stream_cache_bytes", "0", 0, "must be at least 1, not 0"),
 ]
 
 
@@ -237,9 +241,9 @@ def test_a_wrong_value_has_one_message_on_the_command_line_and_in_python(
 
 
 def test_all_that_is_wrong_is_said_at_once_and_before_the_recipe_is_read(cli: Cli) -> None:
-    ran = cli("merge", "no such recipe.yml", "out", "--threads", "0", "--bits", "x", "--push", "org/m", "--max-spool", "1XB")
+    ran = cli("merge", "no such recipe.yml", "out", "--threads", "0", "--bits", "x", "--push", "org/m", "--stream-cache", "1XB")
     assert ran.code == 2
-    assert re.findall(r"error\[parameter\]: (\S+)", ran.err) == ["--bits", "--threads", "--max-spool"]
+    assert re.findall(r"error\[parameter\]: (\S+)", ran.err) == ["--bits", "--threads", "--stream-cache"]
     assert ran.err.endswith("Nothing was written. (3 problems)\n")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weightsmith._base.options import option, option_record
-from weightsmith._files.remote import SPOOL_BYTES
+from weightsmith._files.remote import STREAM_CACHE_BYTES
 
 WRITING = ("merge", "moe", "plan", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "run")
 LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
@@ -101,9 +101,9 @@ class RunOptions:
         commands=(*RUNNING, *LOOKING, "write"),
         group="Remote",
     )
-    max_spool_bytes: int = option(
-        SPOOL_BYTES,
-        "--max-spool SIZE",
+    stream_cache_bytes: int = option(
+        STREAM_CACHE_BYTES,
+        "--stream-cache SIZE",
         "Disk limit of streamed data; what does not fit is fetched again",
         least=1,
         commands=RUNNING,

@@ -397,7 +397,7 @@ def resources_of(plan: Plan, options: RunOptions) -> Resources:
         options.device,
         ALIGNED_BYTES if memory is None else 0,
         None if memory is None else resident,
-        options.max_spool_bytes,
+        options.stream_cache_bytes,
     )
 
 

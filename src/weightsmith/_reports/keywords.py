@@ -60,7 +60,7 @@ class RunKeywords(TypedDict, total=False):
     device: str
     keep_stages: bool
     stream: bool
-    max_spool_bytes: int | str
+    stream_cache_bytes: int | str
     evaluate: str | os.PathLike[str] | None
     push: str | None
     public: bool

@@ -77,13 +77,15 @@ def test_the_help_names_every_command_and_every_exit_code(cli: Cli) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_and_its_options_are_in_the_docs(cli: Cli, command: str) -> None:
-    ran = cli(command, "--help")
+    ran = cli(command, "--help-all")
     assert ran.code == 0
     usage, description = ran.out.splitlines()[0], ran.out.splitlines()[2]
     assert usage.startswith(f"Usage: weightsmith {command} ")
     assert len(description) > 20
     docs = DOCS.read_text()
     section = docs[docs.index(f"## weightsmith {command}") :].split("\n## ")[0]
+    for anchor in re.findall(r"\(#options-of-([\w-]+)\)", section):
+        section += docs[docs.index(f"## Options of {anchor.replace('-', ' ')}") :].split("\n## ")[0]
     options = {name for option in _options(command) for name in (*option.opts, *option.secondary_opts)}
     assert {"--verbose"} <= options
     for option in options - {"-v", "--verbose"}:
@@ -99,7 +101,7 @@ def test_help_shows_what_most_people_need_and_help_all_the_rest(cli: Cli) -> Non
     brief, whole = (re.findall(r"^  (?:-\w, )?(--[\w-]+)", cli("merge", flag).out, re.M) for flag in ("--help", "--help-all"))
     assert len(brief) <= 24
     assert {"--out-dtype", "--quantize", "--overwrite", "--help-all"} <= {*brief} < {*whole}
-    assert {"--bits", "--fsync", "--max-spool"} <= {*whole} - {*brief}
+    assert {"--bits", "--fsync", "--stream-cache"} <= {*whole} - {*brief}
     assert f"Show all options, {len(whole) - len(brief)} more." in cli("merge", "--help").out
     assert "--help-all" not in cli("schema", "--help").out  # it has nothing more to show
 

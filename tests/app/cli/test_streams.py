@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "quantize": (["a", "OUT", "--format", "fp8-dynamic"], "The output is complete: "),
     "dequantize": (["quantised", "OUT"], "The output is complete: "),
     "extract-lora": (["a", "b", "OUT", "--max-rank", "2"], "The output is complete: "),
-    "transplant-tokenizer": (["model", "donor", "OUT", "--approximation", "zero"], "The output is complete: "),
+    "transplant-tokenizer": (["model", "donor", "OUT", "--approximation", "mean"], "The output is complete: "),
     "run": (["plan.json", "OUT"], "The output is complete: "),
     "verify": (["done"], ""),
     "init": (["OUT.yml", "--preset", "ties-paper"], "Recipe written: "),

@@ -223,7 +223,7 @@ def _transfer(transfer: TransferEstimate) -> str:
     again = transfer.network_bytes - transfer.needed_bytes
     if not again:
         return f"{text}; later passes read the disk cache"
-    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--max-spool)"
+    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--stream-cache)"
 
 
 def _vocabulary(found: Mapping[str, Any]) -> None:

@@ -255,7 +255,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         modules=_modules(prepared, shown),
         dropped=_dropped(plan),
         changes=tuple(changes(prepared.inputs[plan.donor].config or {}, plan.config or {})),
-        transfer=estimate(visits(reader, plan.steps, plan.products), options.max_spool_bytes),
+        transfer=estimate(visits(reader, plan.steps, plan.products), options.stream_cache_bytes),
         downloads=_downloads(prepared),
         stages=_stages(prepared),
         texts=_texts(plan),

@@ -26,6 +26,7 @@ from weightsmith._base.errors import ParameterError, StoreError, Unsupported, We
 from weightsmith._base.installation import install
 from weightsmith._base.pages import chart_style
 from weightsmith._base.text import end_status
+from weightsmith._methods.base import FAMILIES
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -195,7 +196,7 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
 
     async def about(request: Request) -> Response:
         goals = [{"name": name, "words": goal.words} for name, goal in draft.GOALS_SHOWN.items()]
-        return JSONResponse({"methods": listed_methods(), "families": show.FAMILIES, "goals": goals})
+        return JSONResponse({"methods": listed_methods(), "families": FAMILIES, "goals": goals})
 
     async def report_of(request: Request) -> Response:
         found = await asyncio.to_thread(session.kept.report, request.path_params["number"])

@@ -353,38 +353,6 @@ def recipe_diff(old: str, new: str) -> str:
 
 # ---- methods
 
-FAMILIES = {
-    "average": "Averages: one point between the models",
-    "sphere": "Along the sphere: keeps the length of the weights",
-    "delta": "Task vectors: adds what fine-tunes learnt to their base",
-    "sparse": "Sparse task vectors: drops or elects changes before adding them",
-    "spectral": "Singular vectors: merges directions of whole matrices",
-    "data": "With a text: weighs layers by what goes through them",
-    "copy": "Copies: layers as they are",
-}
-"""Families of merge methods, in the picker's order."""
-
-
-def family(method: Method) -> str:
-    """The family of a method, of `FAMILIES`; from what its record says."""
-    if method.min_models == 1 and method.max_models == 1 and method.base == "input":
-        return "copy"
-    if method.otherwise:
-        return "data" if _needs_text(method) else "spectral"
-    if re.search("spher|direction", method.title):
-        return "sphere"
-    if method.base == "required":
-        return "sparse" if re.search("sign|drop|largest|most|sparsity|mask", method.title) else "delta"
-    return "average"
-
-
-def _needs_text(method: Method) -> bool:
-    defaults = {p.name: p.default for p in method.parameters if p.default is not None}
-    try:
-        return bool(method.requires(defaults))
-    except KeyError:
-        return False
-
 
 def plain(text: str) -> str:
     """A short text of a method, in one line."""

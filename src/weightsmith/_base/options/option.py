@@ -53,6 +53,7 @@ class Option:
     unset     the default in words, if it is None; by function, "" for the others, if it differs
     choices   the values allowed; "module:NAME" below `weightsmith` for a list of a feature
     plugins   the entry points whose names are allowed too: "weightsmith.approximations"
+    replaced  values that other programs have and we lack, with what to use instead
     least, above, most    limits of a number: at least, more than, at most
     path      the value is a path: pathlib's are accepted too
     commands  functions whose commands have its flag
@@ -72,6 +73,7 @@ class Option:
     unset: str | Mapping[str, str] = ""
     choices: tuple[Any, ...] | str = ()
     plugins: str = ""
+    replaced: Mapping[str, str] = field(default_factory=dict)
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -180,7 +182,9 @@ class Option:
             if len(family) > 1:
                 raise ValueError(f"{found!r} has several variants: write one of {', '.join(family)}")
             listed = ", ".join([*known[:_LISTED], *(["..."] if len(known) > _LISTED else [])])
-            raise ValueError(f"must be one of {listed}{nearest(str(found), known)}, not {found!r}")
+            hint = nearest(str(found), known) if found not in self.replaced else ""
+            instead = f": {self.replaced[found]}" if found in self.replaced else ""
+            raise ValueError(f"must be one of {listed}{hint}, not {found!r}{instead}")
         wrong = [
             f"{words} {limit:g}"
             for words, limit, holds in (

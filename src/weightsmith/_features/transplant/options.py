@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from weightsmith._base.options import option, option_record
 
-APPROXIMATIONS = (
-    *("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "stb", "mp_rope"),
-    *("john_hewitt", "mean", "zero", "randn"),
-)
+APPROXIMATIONS = ("omp", "hybrid", "common_interpolation", "subword", "landmark_pca", "mp_rope", "mean")
 TABLES = ("no", "yes", "embed", "lm_head")
 """The tables of token rows in which a token of another text may serve: none, both, or one of them."""
 
@@ -25,6 +22,12 @@ class TransplantSettings:
         "Approximation of missing tokens",
         choices=APPROXIMATIONS,
         plugins="weightsmith.approximations",
+        replaced={
+            "zero": "use mean",
+            "randn": "use mean, with --new-vocab-noise for random rows",
+            "john_hewitt": "use mean, with --new-vocab-noise for random rows",
+            "stb": "use landmark_pca or omp",
+        },
     )
     k: int = option(64, "-k, --k K", "Number of shared tokens that approximate a missing one", least=1)
     weight_scheme: str = option(
