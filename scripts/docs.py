@@ -523,11 +523,11 @@ def _cell(support: Support | None) -> str:
 THEMES = {
     "Make models": (
         *("merge", "model", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Progress"),
+        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Summary", "Progress"),
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),
-        *("Inspection", "Difference", "Comparison", "Preview", "Evaluation"),
+        *("Inspection", "Difference", "Comparison", "Preview", "Evaluation", "Report"),
     ),
     "Read and write checkpoints": ("open_checkpoint", "Checkpoint", "save_file", "save_model", "verify"),
     "Write a merge method": ("block_method", "tensor_method", "PerModel", "Bounds"),

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weightsmith._base.options import option, option_record
 from weightsmith._files.remote import STREAM_CACHE_BYTES
+
+if TYPE_CHECKING:
+    from weightsmith._engine.resources import Resources
+    from weightsmith._plans import Plan
 
 WRITING = ("merge", "moe", "plan", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "run")
 LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
@@ -146,4 +151,23 @@ class RunOptions:
         "or a bucket: [several machines](scale.md).",
         group="Remote",
         brief=("run",),
+    )
+
+
+def resources_of(plan: Plan, options: RunOptions) -> Resources:
+    """The engine's resources for a plan, by the options for threads (default: all available processors) and memory."""
+    from weightsmith._engine.resources import Resources, processors
+    from weightsmith._engine.schedule import RESIDENT_BYTES
+    from weightsmith._engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
+
+    threads, memory = options.threads or processors(), options.max_memory_bytes
+    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
+    return Resources(
+        threads,
+        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
+        resident,
+        options.device,
+        ALIGNED_BYTES if memory is None else 0,
+        None if memory is None else resident,
+        options.stream_cache_bytes,
     )

@@ -28,12 +28,12 @@ from weightsmith._app.studio.session import Session, listed_methods
 from weightsmith._app.studio.tasks import MAX_SWEEP
 from weightsmith._app.studio.words import PageError
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, ParameterError, PlanError, Unsupported
-from weightsmith._base.pages.values import written
+from weightsmith._base.report.blocks import written
 from weightsmith._methods import NAMES, all_methods
 from weightsmith._methods.base import FAMILIES
-from weightsmith._reports.look.nonfinite import NonFinite
 from weightsmith._reports.look.preview import GroupPreview, Preview
 from weightsmith._reports.look.preview import Kept as Survives
+from weightsmith._reports.look.surveys import NonFinite
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\"'${alert(1)}{{constructor}}"
 SECONDS = 60.0

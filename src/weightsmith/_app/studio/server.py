@@ -24,7 +24,7 @@ from weightsmith._app.studio.session import Session, listed_methods
 from weightsmith._base import strict_json
 from weightsmith._base.errors import ParameterError, StoreError, Unsupported, WeightsmithError
 from weightsmith._base.installation import install
-from weightsmith._base.pages import chart_style
+from weightsmith._base.report import chart_style
 from weightsmith._base.text import end_status
 from weightsmith._methods.base import FAMILIES
 
@@ -173,7 +173,7 @@ def asset(name: str) -> str:
     """A file of the page."""
     if name == "charts.css":
         return chart_style()
-    folder = "weightsmith._base.pages" if name == "charts.js" else "weightsmith._app.studio"
+    folder = "weightsmith._base.report" if name == "charts.js" else "weightsmith._app.studio"
     return (files(folder) / name).read_text(encoding="utf-8")
 
 

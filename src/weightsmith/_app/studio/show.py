@@ -19,14 +19,13 @@ from weightsmith._app.studio.places import reference
 from weightsmith._app.studio.words import Mend
 from weightsmith._app.studio.work import Status, unfinished
 from weightsmith._base.errors import WeightsmithError, first_line
-from weightsmith._base.pages import Page, charts_html
-from weightsmith._base.pages.values import finite_or_mark, many, safe, written
+from weightsmith._base.report import Report, charts_html
+from weightsmith._base.report.blocks import finite_or_mark, many, safe, written
 from weightsmith._base.text import count, duration, size
 from weightsmith._execution.progress import how_far
 from weightsmith._methods.base import Method
 from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
 from weightsmith._reports.look.inspect import Inspection
-from weightsmith._reports.look.pages import preview_page
 from weightsmith._reports.look.preview import GroupPreview, Preview
 
 _SHOWN = 20
@@ -159,7 +158,7 @@ def card(found: Inspection) -> dict[str, Any]:
 
 def preview(found: Preview) -> tuple[str, list[dict[str, Any]]]:
     """What a merge will do: what survives of each model, warnings, heat maps and curves by layer; and the charts as JSON."""
-    html, charts = charts_html(preview_page(found))
+    html, charts = charts_html(found.report())
     warnings = "".join(f'<li class="ws-warning">{safe(sentence(finding.what))}</li>' for finding in found.warnings)
     share = written(finite_or_mark(found.total.share), "share")
     moved = f"<p class='ws-verdict'>The merge is <b>{share}</b> away from its base, {named(found.base)}.</p>"
@@ -322,7 +321,7 @@ def _parameter(name: str) -> str:
     return f"{safe(what)}{of}{named(model)}" if of else safe(name)
 
 
-def verdict(found: Page) -> str:
+def verdict(found: Report) -> str:
     """What a report says first."""
     lines = "".join(f"<li>{safe(sentence)}</li>" for sentence in found.summary[1:])
     numbers = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(number)}</dd></div>" for name, number in found.numbers)
