@@ -209,11 +209,7 @@ class Run:
     def _work(self) -> None:
         """The loop of each thread."""
         buffers = Buffers()
-        try:
-            while (task := self._scheduler.next()) is not None:
-                self._scheduler.done(task, self._do(task, buffers))
-        except BaseException as error:
-            self._scheduler.fail(error)
+        self._scheduler.work(lambda task: self._do(task, buffers))
 
     def _do(self, task: Task, buffers: Buffers) -> Any:
         """Do the work of one tile. Returns its statistics, in a pass for these."""

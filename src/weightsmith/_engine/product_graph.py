@@ -134,7 +134,7 @@ class ProductGraph:
             if reduction.empty:
                 self.done(product, reduction.reduction.arrays())
             else:
-                self._scheduler.reduce(reduction)
+                self._scheduler.add(reduction)
 
     def _forget(self) -> None:
         """Remove products that are transient, or released, and that nothing unfinished needs."""
