@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith._activations.sites import by_site
 from weightsmith._activations.states import FORWARD, made_beside
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.formats.compressed_tensors.activations import CACHED, INPUTS
+from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weightsmith._activations.sites import is_attention, site_of
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
 from weightsmith._features.quantisation.exl2 import matrix
 from weightsmith._models.formats import find_encoding
+from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith.abc.product import Arrays
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith._activations.sites import is_attention, site_of
 from weightsmith._activations.states import FORWARD
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
+from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
