@@ -369,8 +369,8 @@ def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path:
 
 
 def test_packages_that_are_missing_are_those_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith._features.mixture.routing.product import absent_packages
+    from weightsmith._features.mixture.routing.product import missing_packages
 
     monkeypatch.setattr("weightsmith._base.installation.find_spec", lambda name: None)
-    [found] = absent_packages()
+    [found] = missing_packages()
     assert found.finding.fix == f"Run {install('moe')}; or use gate_mode: random, which needs no hidden states."
