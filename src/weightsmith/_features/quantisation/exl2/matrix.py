@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightsmith._base.errors import NonFinite, ParameterError
-from weightsmith._methods.jobs.matrix import Tensor, one_thread
+from weightsmith._base.one_thread import Tensor, one_thread
 from weightsmith._models.formats.exl2.layout import Floats, Group, Groups, Halves, padded
 from weightsmith._models.formats.exl2.reading import decode_columns, read_parameters
 from weightsmith._models.formats.exl2.writing import Codes, Exl2Matrix, Places, ScalesOf, round_plainly, rows_of, store

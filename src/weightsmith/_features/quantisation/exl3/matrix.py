@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from weightsmith._base.one_thread import Tensor, one_thread
 from weightsmith._features.quantisation.exl2.matrix import MIN_DAMPING, Unread, check_hessian, damped_cholesky
-from weightsmith._methods.jobs.matrix import Tensor, one_thread
 from weightsmith._models.formats.exl3.layout import BLOCK, Floats, Halves, Rate, values_of
 from weightsmith._models.formats.exl3.writing import (
     Encoder,
