@@ -76,7 +76,7 @@ def test_what_an_error_is_depends_on_the_importances() -> None:
     squares = np.square(inputs).mean(0)
     found = {kind: loss(kind, squares) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
     assert sorted(found, key=lambda kind: -found[kind]) == list(found)
-    assert loss("Q3_K", squares) < loss("Q3_K", None)
+    assert loss("Q3_K", squares) < loss("Q3_K")
 
 
 def test_every_weight_is_measured_once_with_types_that_fit(tmp_path: Path) -> None:
