@@ -91,7 +91,7 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
 
     routed = any("experts" in name.split(".") for name in stage)
     last = [site_of(name) for name in stage if not routed and name.split(".")[-2] in _LAST]
-    factors = common.Factors(budget(rows.bench))
+    factors = common.Factors(budget(rows.context))
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         encodings = {name: find_encoding(stage[name]) for name in inputs.sites[site]}
@@ -101,7 +101,7 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
         ):
             for name, encoding in encodings.items():
                 weight = rows.layer.linear(name).weight.detach().cpu().numpy()
-                quantised[name] = encoding.quantise(weight, hessian, rows.bench.threads)
+                quantised[name] = encoding.quantise(weight, hessian, rows.context.threads)
 
     use_sums(rows, list(stage), quantise, span=span, forward=Forward(last=last[0] if last else ""))
 
@@ -114,7 +114,7 @@ def _give(rows: LayerRows, stage: Mapping[str, str], quantised: Mapping[str, Arr
         shape = tuple(rows.layer.linear(name).weight.shape)
         common.set_weight(rows.layer, name, find_encoding(stage[name]).dequantise(quantised[name], shape))
 
-    with workers(rows.bench.threads, "cpu") as pool:
+    with workers(rows.context.threads, "cpu") as pool:
         list(pool.map(give, stage))
 
 
