@@ -59,7 +59,13 @@ class RunOptions:
         commands=(*WRITING, "statistics", "auto"),
         group="Advanced",
     )
-    card: bool = option(True, "--card/--no-card", "Write README.md, a model card", setting=True)
+    card: bool = option(
+        True,
+        "--card/--no-card",
+        "Write README.md, a model card",
+        setting=True,
+        brief=(),
+    )
     report: str | None = option(
         None,
         "--report FILE",
@@ -108,6 +114,7 @@ class RunOptions:
         commands=RUNNING,
         group="Resources",
         setting=True,
+        brief=(),
     )
     evaluate: str | None = option(
         None,
@@ -125,9 +132,16 @@ class RunOptions:
         more="See [pushing](#pushing-to-the-hub).",
         group="Remote",
     )
-    public: bool = option(False, "--public", "Create the Hub model as public; otherwise it is private", group="Remote")
+    public: bool = option(
+        False, "--public", "Create the Hub model as public; otherwise it is private", group="Remote", brief=()
+    )
     commit_message: str | None = option(
-        None, "--commit-message TEXT", "Commit message on the Hub", unset="the plan's title", group="Remote"
+        None,
+        "--commit-message TEXT",
+        "Commit message on the Hub",
+        unset="the plan's title",
+        group="Remote",
+        brief=(),
     )
     ray: str | None = option(
         None,
@@ -136,6 +150,7 @@ class RunOptions:
         more="`auto` is this machine's cluster, or a new one; `local` is a new one. Inputs and output are in a shared folder "
         "or a bucket: [several machines](scale.md).",
         group="Remote",
+        brief=("run",),
     )
 
 
