@@ -15,7 +15,6 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._files.containers import PEFT, SAFETENSORS
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.lora.adapter import CONFIG_NAME
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Plan
 from weightsmith._version import __version__
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 RECIPE_NAME = "recipe.yml"
 _MAX_PAGE_BYTES = 2 << 20
 
-_CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: CONFIG_NAME}
+_CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: "adapter_config.json"}
 """Container → the file of `Plan.config`, if it is one."""
 
 

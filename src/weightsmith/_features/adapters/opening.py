@@ -23,7 +23,7 @@ from weightsmith._models.lora.adapter import Parameter, Stacked
 from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.sources.memory import StateDict
-from weightsmith._planning.planner.inputs import is_adapter, asking, at, open_models
+from weightsmith._planning.planner.inputs import asking, at, is_adapter, open_models
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import Read, Step
 
