@@ -17,16 +17,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.zoo import SIZES
 from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import rows_of, text_source
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._engine.local import run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Merged
 from weightsmith._features.quantisation import quantised
 from weightsmith._features.quantisation.exl2 import blocks
 from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.staging import Staging
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared, assemble
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays

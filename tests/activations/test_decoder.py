@@ -21,10 +21,10 @@ from tests.zoo import HEADS, SIZES
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.forward import Decoder, _Bfloat16, _Memory, build
 from weightsmith._base.errors import Unsupported, WeightsmithError
-from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
 from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import assemble
 from weightsmith._plans import Made
 from weightsmith.abc.product import Cancelled

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 import weightsmith
 from tests.activations.test_statistics import Whole
 from tests.calibration_help import CONFIGS, TEXT, TINY, changed, save_model
-from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product

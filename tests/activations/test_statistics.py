@@ -23,9 +23,10 @@ from weightsmith._activations.model import array_name, input_of, result_of, stat
 from weightsmith._activations.statistics import STATISTICS, fisher, gram
 from weightsmith._base.errors import CheckpointError, PlanError, UnknownName
 from weightsmith._base.installation import install
-from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, plan_from_json

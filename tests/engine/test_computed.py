@@ -16,7 +16,6 @@ import pytest
 import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import NonFinite
-from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.active import ActiveStep, LeafPass
 from weightsmith._engine.computed import Computed, SharedPasses
@@ -24,6 +23,7 @@ from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources
 from weightsmith._engine.tiles import Cut
 from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import COPY, Block, Made, ModelInput, PlanDraft, Read, Settings, Step
 from weightsmith.abc.job import Bytes, Job, Tile

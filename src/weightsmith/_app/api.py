@@ -11,17 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from weightsmith._base.options import (
-    ExtractSettings,
-    QuantizeSettings,
-    RecipeOptions,
-    RunOptions,
-    StatisticsSettings,
-    TransplantSettings,
-    lists_options,
-    read_options,
-)
-from weightsmith._base.options.keywords import (
+from weightsmith._activations.options import StatisticsSettings
+from weightsmith._base.options import lists_options, read_options
+from weightsmith._execution.distributed import execute
+from weightsmith._execution.execute import execute_part
+from weightsmith._execution.options import RunOptions
+from weightsmith._execution.progress import callbacks, watched_meter
+from weightsmith._execution.run import Callbacks, Merged
+from weightsmith._features.adapters.options import ExtractSettings
+from weightsmith._features.any_recipe import assemble_merge, prepare_any
+from weightsmith._features.quantisation import quantised
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._features.transplant.options import TransplantSettings
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._planning.recipe import Source
+from weightsmith._plans import Plan
+from weightsmith._reports.keywords import (
     ExtractKeywords,
     Keywords,
     PlanKeywords,
@@ -29,14 +34,6 @@ from weightsmith._base.options.keywords import (
     StatisticsKeywords,
     TransplantKeywords,
 )
-from weightsmith._execution.distributed import execute
-from weightsmith._execution.execute import execute_part
-from weightsmith._execution.progress import callbacks, watched_meter
-from weightsmith._execution.run import Callbacks, Merged
-from weightsmith._features.any_recipe import assemble_merge, prepare_any
-from weightsmith._features.quantisation import quantised
-from weightsmith._planning.recipe import Source
-from weightsmith._plans import Plan
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
@@ -211,7 +208,7 @@ def transplant_tokenizer(
     >>> weightsmith.transplant_tokenizer("model", "donor", "out").plan.vocabulary["rows"]  # doctest: +SKIP
     49152
     """
-    from weightsmith._features.transplant import prepare_transplant
+    from weightsmith._features.transplant.plan import prepare_transplant
 
     settings, running = read_options("transplant_tokenizer", options, TransplantSettings, RunOptions)
     return _make(lambda: prepare_transplant(model, donor, settings), "copying", out, running, progress, rechecking)

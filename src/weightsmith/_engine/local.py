@@ -282,7 +282,7 @@ def run(
     finished = len(skipped), sum(step.nbytes for step in skipped)
     began = time.monotonic()
     to_make = [product for product in wanted if not results.finished(product.name)]
-    with ReadAhead(visits(reader, left, to_make), resources.spool_bytes) as ahead:
+    with ReadAhead(visits(reader, left, to_make), resources.cache_bytes) as ahead:
 
         def stop() -> None:
             ahead.stop()

@@ -20,18 +20,20 @@ from tests.execution.test_run import files
 from tests.mini import write_checkpoint
 from tests.output_help import open_staging
 from weightsmith._base.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import edges, is_portable, part_count, share_out
 from weightsmith._execution.distributed.work import Share
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.backend import staged_plan
 from weightsmith._outputs.local.locks import is_held
 from weightsmith._outputs.staging import Staging
+from weightsmith._planning.options import RecipeOptions
 from weightsmith.abc.output import OutputBackend, OutputSpec
 
 TIES = {

@@ -126,7 +126,7 @@ LISTENING = """
 import json, os
 from pathlib import Path
 from weightsmith._execution.distributed.on_ray import RayWorkers
-from weightsmith._base.options import RunOptions
+from weightsmith._execution.options import RunOptions
 with RayWorkers.connect(RunOptions(ray="local")) as workers:
     import psutil
     import ray

@@ -21,11 +21,12 @@ from tests.calibration_help import changed, interrupted, prepared_for, quantise,
 from weightsmith._activations import states
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, PlanError
-from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration.activations import shared_site
 from weightsmith._features.quantisation.calibration.weights import by_weight
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith.abc.product import Arrays, ProductContext
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -37,14 +37,15 @@ from weightsmith._activations import running, sums
 from weightsmith._activations.model import input_of, statistic_products, text_for
 from weightsmith._activations.statistics import Statistic
 from weightsmith._base.errors import CannotResume, FormatError, NonFinite, PlanError, StoreError, WeightsmithError
-from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import layer
 from weightsmith._features.quantisation.calibration.common import dequantise, split
 from weightsmith._features.quantisation.calibration.plan import without_measuring
 from weightsmith._features.quantisation.exl2 import matrix
 from weightsmith._features.quantisation.formats import followed
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._planning.planner.reopen import reopen

@@ -19,8 +19,8 @@ from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
 from tests.models.formats.quantised import exl3_tiles
 from weightsmith._base.errors import NonFinite, PlanError
-from weightsmith._base.options import RunOptions
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.exl3.matrix import dequantise_matrix, factorise, quantise_matrix
 from weightsmith._kernels.trellis import PLACES
 from weightsmith._models.formats.exl3.layout import RATES, Rate, values_of

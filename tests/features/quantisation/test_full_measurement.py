@@ -16,13 +16,14 @@ from tests.calibration_help import few_options, prepared_for, quantise, save_mod
 from weightsmith._activations import running
 from weightsmith._activations.rows import rows_of, text_source
 from weightsmith._base.errors import FormatError, ParameterError, PlanError
-from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration.common import dequantise
 from weightsmith._features.quantisation.calibration.common import quantise as quantised_arrays
 from weightsmith._features.quantisation.exl2 import blocks
 from weightsmith._features.quantisation.exl2.matrix import prepare
 from weightsmith._features.quantisation.formats import followed
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._plans import plan_from_json
 
 __all__ = ["few_options"]

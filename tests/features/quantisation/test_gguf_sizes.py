@@ -15,9 +15,9 @@ import weightsmith
 from tests.calibration_help import TEXT, prepared_for, quantise, save_model, settings
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
-from weightsmith._base.options import QuantizeSettings
 from weightsmith._features.quantisation import gguf
 from weightsmith._features.quantisation.calibration import scored
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.writing import TYPES
 

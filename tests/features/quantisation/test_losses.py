@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 import weightsmith
 from tests.calibration_help import changed, few_options, prepared_for, quantise, rows_for, save_model, settings
 from weightsmith._base.errors import PlanError
-from weightsmith._base.options import RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import measured
 from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
 from weightsmith._plans import plan_from_json

@@ -182,7 +182,7 @@ def test_a_result_of_another_recipe_reads_its_models_once(tmp_path: Path) -> Non
     weightsmith.merge(staged(*local), tmp_path / "expected", fsync=False, progress=False)
     with serve(served(models)) as site:
         places = [f"{site.url}/m{k}" for k in range(3)]
-        done = weightsmith.merge(staged(*places), tmp_path / "out", fsync=False, progress=False, max_spool_bytes=1)
+        done = weightsmith.merge(staged(*places), tmp_path / "out", fsync=False, progress=False, stream_cache_bytes=1)
     assert content(tmp_path / "out") == content(tmp_path / "expected")
     assert done.fetched_bytes == sum(own["w"].nbytes for own in tensors)
 

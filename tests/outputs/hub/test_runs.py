@@ -23,8 +23,8 @@ from tests.fork_help import Forked, forked_cli
 from tests.output_help import tree
 from tests.outputs.bucket.test_runs import MODELS, RECIPES
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
-from weightsmith._base.options import RecipeOptions, RunOptions
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import assemble_merge
@@ -34,6 +34,7 @@ from weightsmith._outputs.hub.files import FILLED, UPLOADS, StreamedUploads
 from weightsmith._outputs.hub.repository import Content, HubRepository
 from weightsmith._outputs.local.backend import FolderBackend
 from weightsmith._outputs.local.place import LocalFolder
+from weightsmith._planning.options import RecipeOptions
 
 __all__ = ["cli"]
 

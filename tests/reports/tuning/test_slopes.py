@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.reports.tuning.test_evaluator import STAGES, rows_of
-from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.resources import Resources
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.evaluate.opening import opened
 from weightsmith._reports.tuning.candidates import Candidates
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator

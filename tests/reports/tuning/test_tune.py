@@ -15,11 +15,14 @@ import weightsmith
 from tests.cli_help import Cli, cli, environment
 from tests.fork_help import Forked, started_cli
 from weightsmith._base.errors import NonFinite, OutputExists, PlanError, WeightsmithError
-from weightsmith._base.options import EvaluateSettings, RecipeOptions, RunOptions, TuneSettings
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Silent
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.tuning import tune as module
 from weightsmith._reports.tuning.evaluator import Evaluator
 from weightsmith._reports.tuning.journal import Trial
+from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import Tuning
 
 __all__ = ["cli"]

@@ -21,12 +21,13 @@ from weightsmith._app.studio.check import allowed, first_finding, model_allowed
 from weightsmith._app.studio.places import Places
 from weightsmith._base.errors import CheckpointError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.installation import install
-from weightsmith._base.options import QuantizeSettings, RecipeOptions
 from weightsmith._base.text import size
 from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._files.copied import is_weights
 from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import download
 from weightsmith._plans import PLAIN, PlanDraft
 from weightsmith._reports.judge import Judge

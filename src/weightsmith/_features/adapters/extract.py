@@ -27,11 +27,11 @@ from weightsmith._base.errors import (
     WeightsmithError,
     as_plan_error,
 )
-from weightsmith._base.options import ExtractSettings
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
 from weightsmith._features.adapters.built import Built, built_of, guessed, needs_asking
 from weightsmith._features.adapters.changes import changes
 from weightsmith._features.adapters.factors import FactorWork
+from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._features.adapters.placing import Places
 from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
 from weightsmith._features.adapters.report import Extraction, Matrix

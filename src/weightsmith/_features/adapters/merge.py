@@ -27,7 +27,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import same_bytes
 from weightsmith._base.groups import grouped
-from weightsmith._base.options import RecipeOptions, assignment, named, option_error
+from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT
 from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
@@ -43,6 +43,7 @@ from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.layouts import transposed_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import assemble_recipe
 from weightsmith._planning.planner.prepared import Assembled, model_input
 from weightsmith._planning.recipe import Recipe

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from weightsmith._base.errors import ShapeError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import show
-from weightsmith._base.options import ExtractSettings, assignment, named, option_error
+from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._features.adapters.built import GROUP, WEIGHT, Built, Stack, find_stacks, group_of, is_expert
 from weightsmith._features.adapters.factors import Form, Target, prefers_exact
+from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.fused import fused_parts

@@ -13,7 +13,6 @@ from weightsmith._activations.decoder import Base
 from weightsmith._activations.packages import package_version
 from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import expand_user, read_bounded
-from weightsmith._base.options import RecipeOptions
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
 from weightsmith._features.mixture.checks import Checks, choose_layout
 from weightsmith._features.mixture.layouts.dense_config import config_of, semantics
@@ -25,6 +24,7 @@ from weightsmith._features.mixture.surgery.build import assemble_surgery
 from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning import recipe as recipes
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.agreement import Model as Compared
 from weightsmith._planning.planner.agreement import tokenizer_disagreements
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe, assemble_source

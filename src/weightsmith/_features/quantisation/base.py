@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightsmith._base.options import QuantizeSettings
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays

@@ -15,7 +15,7 @@ from pathlib import Path
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError, undoing
 from weightsmith._base.files import expand_user
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, assignment, named, option_error, read_options
+from weightsmith._base.options import assignment, named, option_error, read_options
 from weightsmith._features.quantisation import gguf
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.common import takes_hessian
@@ -30,12 +30,14 @@ from weightsmith._features.quantisation.calibration.plan import (
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
 from weightsmith._features.quantisation.exl2 import format as exl2
 from weightsmith._features.quantisation.exl3 import format as exl3
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.quantisation.stacked import stack_experts
 from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
 from weightsmith._models.formats.engines import formats_of
 from weightsmith._models.formats.older_config import full_attention_every, older_config
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Assembled, Prepared, build
 from weightsmith._planning.planner.encode import encodable, quantise
 from weightsmith._planning.recipe import copy_of

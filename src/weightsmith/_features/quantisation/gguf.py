@@ -21,7 +21,7 @@ from weightsmith._activations.work import StatisticWork
 from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import show
 from weightsmith._base.groups import grouped
-from weightsmith._base.options import QuantizeSettings, named, option_error
+from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import (
@@ -36,6 +36,7 @@ from weightsmith._features.quantisation.exl2.optimise import solve_together
 from weightsmith._features.quantisation.gguf_files import files_of, keys_of_files, said_generation
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._features.quantisation.mmproj import TOKENIZER, UNUSED, ImageFile, left_out, vision_half
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
 from weightsmith._models.formats.gguf.architecture import Architecture

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 
-from weightsmith._base.options import QuantizeSettings, assignment, named, option_error
+from weightsmith._base.options import assignment, named, option_error
+from weightsmith._features.quantisation.options import QuantizeSettings
 
 _KL = re.compile(r"kl\s*=\s*([0-9.]+(?:e-?[0-9]+)?)", re.IGNORECASE)
 

@@ -19,9 +19,10 @@ from typing import Any
 from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, as_plan_error, first_line
 from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded
 from weightsmith._base.installation import install_package
-from weightsmith._base.options import RecipeOptions, TransplantSettings, option_error
+from weightsmith._base.options import option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
+from weightsmith._features.transplant.options import TransplantSettings
 from weightsmith._features.transplant.rows import RowWork, Table
 from weightsmith._features.transplant.whole_numbers import rows_of
 from weightsmith._files.copied import copied_files, is_tokenizer
@@ -36,6 +37,7 @@ from weightsmith._models.tokenizers.files import settings_of
 from weightsmith._models.tokenizers.matching import WAYS, Match, match, pieces_of, roles_of, same_roles
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of
 from weightsmith._planning import recipe as recipes
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import assemble_recipe
 from weightsmith._planning.planner.companions import held_files, joined, lacking

@@ -15,11 +15,11 @@ from weightsmith import _methods as methods
 from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import exists, expand_user, is_folder
-from weightsmith._base.options import RecipeOptions
 from weightsmith._files.collector import collector_paused
 from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.companions import held_files, joined
 from weightsmith._planning.planner.inputs import missing_models, open_models
 from weightsmith._planning.planner.merges import (

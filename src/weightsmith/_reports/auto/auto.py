@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from weightsmith._activations.options import StatisticsSettings
 from weightsmith._activations.rows import text_source
 from weightsmith._activations.stored import is_stored, read_stored
 from weightsmith._base.errors import (
@@ -29,29 +30,22 @@ from weightsmith._base.errors import (
     WeightsmithError,
 )
 from weightsmith._base.files import expand_user, is_folder
-from weightsmith._base.options import (
-    AutoSettings,
-    QuantizeSettings,
-    RecipeOptions,
-    RunOptions,
-    StatisticsSettings,
-    lists_options,
-    option_error,
-    read_options,
-)
-from weightsmith._base.options.keywords import AutoKeywords
-from weightsmith._base.pages import write_page
+from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._execution.distributed import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.auto.choice import RowScores, Scores, choose, difference, score, strength, too_far
-from weightsmith._reports.auto.page import auto_page
+from weightsmith._reports.auto.options import AutoSettings
 from weightsmith._reports.auto.pool import Journal, Models, Pool
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
 from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
+from weightsmith._reports.keywords import AutoKeywords
 
 SUM_STRENGTHS, TSV_STRENGTHS = (0.6, 1.0), (0.4, 0.8)
 """Scored beside 0, which is the base, and for sums 1/N, which is the mean."""
@@ -124,7 +118,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         text = prepared.plan.recipe
     shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
     result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
-    write_page(folder / PAGE, auto_page(result))
+    result.report().write(folder / PAGE)
     return result
 
 

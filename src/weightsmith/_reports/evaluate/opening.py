@@ -15,13 +15,14 @@ from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import TOKENIZER, load_tokenizer
 from weightsmith._activations.scored_rows import Cutter
 from weightsmith._base.errors import NotFound, PlanError, WeightsmithError
-from weightsmith._base.options import QuantizeSettings, RecipeOptions
 from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.formats import prepare_copy
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.structure.configs import count_of
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, template_of
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft
 

@@ -26,29 +26,23 @@ from weightsmith._base.errors import (
     WeightsmithError,
 )
 from weightsmith._base.files import expand_user, write_whole
-from weightsmith._base.options import (
-    EvaluateSettings,
-    RecipeOptions,
-    RunOptions,
-    TuneSettings,
-    assignment,
-    find_option,
-    named,
-    option_error,
-    read_options,
-)
-from weightsmith._base.options.keywords import TuneKeywords
+from weightsmith._base.options import assignment, find_option, named, option_error, read_options
 from weightsmith._base.tensors import DTYPES
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._planning.recipe import Scalar, Source
 from weightsmith._reports.command import Command, seconds_of
+from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.keywords import TuneKeywords
 from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.command_measure import CommandMeasure
 from weightsmith._reports.tuning.evolve import evolution
 from weightsmith._reports.tuning.journal import Journal, Trial
 from weightsmith._reports.tuning.measure import Measure
+from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import Tuning, combined
 from weightsmith._reports.tuning.search import searcher
 from weightsmith._reports.tuning.text_measure import TextMeasure

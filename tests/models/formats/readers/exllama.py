@@ -44,7 +44,7 @@ extern "C" void shuffle(uint32_t* q, int k, int n, int r8, int r6, int r5, int r
 extern "C" void reconstruct(uint32_t* q, uint16_t* perm, uint32_t* scale, half* top, uint16_t* map, int k, int n, int groups,
     half* out, int r8, int r6, int r5, int r4, int r3, int r2)
 {
-    half* unused = new half[(size_t)65536 * n]; // before the last pass, rows are those of a permutation left by another, larger matrix
+    half* unused = new half[(size_t)65536 * n]; // rows before the last pass may be those of a larger matrix
     launch((n + 127) / 128, (k + 127) / 128, 128, PASSES, [&] {
         reconstruct_kernel(q, perm, scale, top, map, k, n, groups, last ? out : unused, r8, r6, r5, r4, r3, r2, 0, k); });
     delete[] unused;

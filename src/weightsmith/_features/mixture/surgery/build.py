@@ -11,7 +11,6 @@ from typing import Any
 
 from weightsmith._activations.packages import missing
 from weightsmith._base.errors import LayerError, PlanError, Unsupported, WeightsmithError
-from weightsmith._base.options import RecipeOptions
 from weightsmith._base.strict_json import texts
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._features.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
@@ -22,6 +21,7 @@ from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import EXPERT_COUNTS, sections, whole_numbers
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.config import output_config
 from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import at, open_models

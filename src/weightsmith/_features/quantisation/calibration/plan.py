@@ -11,7 +11,7 @@ from weightsmith._activations.rows import BUILT_IN, TOKENIZER
 from weightsmith._base.errors import ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.groups import grouped
-from weightsmith._base.options import QuantizeSettings, assignment, named
+from weightsmith._base.options import assignment, named
 from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
 from weightsmith._features.quantisation.calibration.common import CalibratedWork, takes_hessian
 from weightsmith._features.quantisation.calibration.float16 import LargestStateWork, collected, family_in_float16
@@ -20,6 +20,7 @@ from weightsmith._features.quantisation.calibration.measured import MeasureWork
 from weightsmith._features.quantisation.calibration.measured_blocks import BlocksWork
 from weightsmith._features.quantisation.calibration.quantised_states import QuantisedStatesWork
 from weightsmith._features.quantisation.calibration.scored import ScoreWork, VocabularyWork, shape_of
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.compressed_tensors.activations import INPUTS, with_cache_scheme
 from weightsmith._models.formats.engines import find_engine
 from weightsmith._planning.planner import Assembled

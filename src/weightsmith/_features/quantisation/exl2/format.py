@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from weightsmith._base.errors import Finding, PlanError, WeightsmithError, as_plan_error
 from weightsmith._base.files import expand_user
 from weightsmith._base.groups import grouped
-from weightsmith._base.options import QuantizeSettings, assignment, named, option_error
+from weightsmith._base.options import assignment, named, option_error
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import (
     CALIBRATION_SETTINGS,
@@ -34,6 +34,7 @@ from weightsmith._features.quantisation.exl2.measurement import (
 )
 from weightsmith._features.quantisation.exl2.model import Model, notes, prepare_model, store
 from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.quantisation.target import read_target
 from weightsmith._features.quantisation.unfused import DEFAULT_HEAD_BITS
 from weightsmith._models.formats.exl2.layout import Params
