@@ -46,6 +46,7 @@ NAMES = [
     "ShapeError",
     "StoreError",
     "Sum",
+    "Summary",
     "SyntaxProblem",
     "TensorLost",
     "Tuning",
