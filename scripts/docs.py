@@ -209,7 +209,7 @@ def _commands() -> dict[str, str]:
             for row in rows:
                 if of_record.get(id(row.option)) == title and not row.is_named:
                     commands.setdefault(row[:3], []).append(name)
-        cells = [(*row, ", ".join(names)) for row, names in commands.items()]
+        cells = [(*row, ", ".join(f"`{name}`" for name in names)) for row, names in commands.items()]
         tables[title] = table(("option", "in Python", "", "commands"), cells)
     for name, rows in flags.items():
         special = [row for row in rows if id(row.option) not in of_record or row.is_named]
