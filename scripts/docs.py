@@ -533,14 +533,15 @@ def _cell(support: Support | None) -> str:
 THEMES = {
     "Make models": (
         *("merge", "model", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Summary", "Progress"),
+        *("auto", "tune", "write", "goals", "demo_models", "plan", "run"),
+        *("Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Summary", "Progress", "Finding"),
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),
-        *("Inspection", "Difference", "Comparison", "Preview", "Evaluation", "Report"),
+        *("Inspection", "Difference", "Comparison", "Preview", "Evaluation", "Report", "Judge"),
     ),
-    "Read and write checkpoints": ("open_checkpoint", "Checkpoint", "save_file", "save_model", "verify"),
-    "Write a merge method": ("block_method", "tensor_method", "PerModel", "Bounds"),
+    "Read and write checkpoints": ("open_checkpoint", "Checkpoint", "save_file", "save_model", "verify", "find_unfinished"),
+    "Write a merge method": ("methods", "block_method", "tensor_method", "PerModel", "Bounds"),
 }
 PER_MODEL = (
     "`PerModel[float]` as the type of an argument of a method: one value for each model, set under the model in a recipe."
