@@ -177,9 +177,9 @@ def _mask(shape: tuple[int, ...], density: float, seed: int) -> npt.NDArray[np.b
     return np.random.Generator(np.random.Philox(seed)).random(shape) < density
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    work = CombinationWork.of(bench.product)
-    arrays = bench.load(step.out.name for step in bench.product.steps)
+def _compute(context: ProductContext) -> Arrays:
+    work = CombinationWork.of(context.product)
+    arrays = context.load(step.out.name for step in context.product.steps)
 
     def make(module: Adapted, weights: Sequence[float], rank: int) -> list[npt.NDArray[Any]]:
         def seed(i: int, part: str) -> int:
@@ -191,7 +191,7 @@ def _compute(bench: ProductContext) -> Arrays:
         a, b = combine(work.combination, factors, module.scalings, weights, rank, seed)
         return [a.astype(np.float32), b.astype(np.float32)]
 
-    with one_thread(), ThreadPoolExecutor(bench.threads) as pool:
+    with one_thread(), ThreadPoolExecutor(context.threads) as pool:
         made = pool.map(make, work.modules, work.weights, work.ranks)
         return [array for arrays in made for array in arrays]
 

@@ -246,12 +246,12 @@ def row_norms(
     return found
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     import torch
 
-    work = CoreWork.of(bench.product)
+    work = CoreWork.of(context.product)
     bases = {module.base for module in work.modules}
-    arrays = bench.load(step.out.name for step in bench.product.steps if step.out.name not in bases)
+    arrays = context.load(step.out.name for step in context.product.steps if step.out.name not in bases)
     reading = threading.Lock()  # one matrix of the base is in memory at a time
 
     def factors(module: Adapted, owner: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ def _compute(bench: ProductContext) -> Arrays:
         if not module.normed:
             return {}
         with reading:
-            weight = bench.load([module.base])[module.base]
+            weight = context.load([module.base])[module.base]
             scalings = dict(zip(module.owners, module.scalings, strict=True))
             own = [(found[i][0][0], scalings[i] * found[i][1][0]) for i in module.normed]
             norms = dict(zip(module.normed, row_norms(weight, own), strict=True))
@@ -289,7 +289,7 @@ def _compute(bench: ProductContext) -> Arrays:
             results.append(np.zeros(module.shape[0], np.float32))
         return results
 
-    with one_thread(), ThreadPoolExecutor(bench.threads) as pool:
+    with one_thread(), ThreadPoolExecutor(context.threads) as pool:
         return [array for found in pool.map(make, work.modules) for array in found]
 
 

@@ -338,12 +338,12 @@ def rounding_noise(weights: Floats) -> float:
     return float(np.square(steps).sum() / 12 / max(1, weights.size))
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    work, device = FactorWork.of(bench.product), usable_device(bench.device)
-    specs = {step.out.name: step.out for step in bench.product.steps}
+def _compute(context: ProductContext) -> Arrays:
+    work, device = FactorWork.of(context.product), usable_device(context.device)
+    specs = {step.out.name: step.out for step in context.product.steps}
     largest = max(_work_bytes(target, *specs[target.matrices[0]].shape) for target in work.targets)
-    limit = WORK_BYTES if bench.memory_bytes is None else bench.memory_bytes
-    threads = max(1, min(bench.threads if device == "cpu" else 1, limit // largest))
+    limit = WORK_BYTES if context.memory_bytes is None else context.memory_bytes
+    threads = max(1, min(context.threads if device == "cpu" else 1, limit // largest))
     reading, done = threading.Lock(), [work.before]
 
     def make(target: Target) -> list[npt.NDArray[Any]]:
@@ -357,12 +357,12 @@ def _compute(bench: ProductContext) -> Arrays:
     def matrix(target: Target, name: str) -> list[npt.NDArray[Any]]:
         spec = specs[name]
         with reading:  # one matrix is read while others are decomposed
-            bench.progress(done[0], work.total)
-            delta = bench.load([name])[name]
+            context.progress(done[0], work.total)
+            delta = context.load([name])[name]
             sample = np.unique(np.linspace(0, spec.shape[0] - 1, SAMPLED_ROWS).astype(np.int64)).tolist()
-            noise = rounding_noise(bench.rows(target.tuned(name), sample))
+            noise = rounding_noise(context.rows(target.tuned(name), sample))
             if work.intruders != 1:
-                tuned = bench.load([target.tuned(name)])[target.tuned(name)]
+                tuned = context.load([target.tuned(name)])[target.tuned(name)]
         intruders = 0
         if work.intruders != 1 and delta.any():
             delta, intruders = scale_intruders(delta, tuned, work.intruders, left=target.form == "linear", device=device)

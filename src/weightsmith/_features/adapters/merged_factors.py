@@ -65,12 +65,12 @@ class MergedWork(ProductSettings):
         return "" if product.outs == self.product(product.name, ()).outs else "its arrays are not those of its modules"
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     import torch
 
-    work = MergedWork.of(bench.product)
+    work = MergedWork.of(context.product)
     bases = {module.base for module in work.modules}
-    arrays = bench.load(step.out.name for step in bench.product.steps if step.out.name not in bases)
+    arrays = context.load(step.out.name for step in context.product.steps if step.out.name not in bases)
     reading = threading.Lock()  # one matrix of the base is in memory at a time
 
     def decomposed(matrix: str, rank: int) -> tuple[Tensor, Tensor, list[float]]:
@@ -91,7 +91,7 @@ def _compute(bench: ProductContext) -> Arrays:
             what = f"row {int(small[0])} of the base would be scaled to {float(g[small[0]]):.2g} of what it is, and DoRA cannot"
             raise MismatchError(what, where=module.name, fix="use smaller weights, or merge models: BASE+ADAPTER")
         with reading:
-            (norms,) = row_norms(bench.load([module.base])[module.base], [(a, b)], g)
+            (norms,) = row_norms(context.load([module.base])[module.base], [(a, b)], g)
         return b / g[:, None], norms * g.sign()
 
     def make(module: Adapted, rank: int) -> tuple[list[npt.NDArray[np.float32]], npt.NDArray[np.float64]]:
@@ -101,7 +101,7 @@ def _compute(bench: ProductContext) -> Arrays:
             found = [a[0], *as_dora(module, a[0], b[0])]
         return [stored(each) for each in found], np.sum(kept, axis=0)
 
-    with one_thread(), ThreadPoolExecutor(bench.threads) as pool:
+    with one_thread(), ThreadPoolExecutor(context.threads) as pool:
         made = list(pool.map(make, work.modules, work.ranks))
     return [*(array for arrays, _ in made for array in arrays), np.array([shares for _, shares in made])]
 

@@ -157,13 +157,13 @@ class RowWork(ProductSettings):
 class BenchTables:
     """`Tables` of one table of a product."""
 
-    def __init__(self, bench: ProductContext, table: Table) -> None:
-        self._bench, self._table = bench, table
+    def __init__(self, context: ProductContext, table: Table) -> None:
+        self._context, self._table = context, table
 
     def chunks(self, side: Side) -> Iterator[tuple[int, Floats]]:
         """See `Tables`."""
         for name, first, _ in self._table.chunks(side):
-            yield first, self._bench.load([name])[name]
+            yield first, self._context.load([name])[name]
 
     def rows(self, side: Side, numbers: Sequence[int] | Numbers) -> Floats:
         """See `Tables`."""
@@ -177,24 +177,24 @@ class BenchTables:
         for name, first, rows in chunks:
             begin, end = np.searchsorted(ascending, [first, first + rows])
             if begin < end:
-                self._bench.fill({name: buffer[:rows]})
+                self._context.fill({name: buffer[:rows]})
                 out[order[begin:end]] = buffer[ascending[begin:end] - first]
         return out
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    work = RowWork.of(bench.product)
-    arrays = bench.create()
-    poor = _poorly_trained(bench, work) if work.magikarp else None
+def _compute(context: ProductContext) -> Arrays:
+    work = RowWork.of(context.product)
+    arrays = context.create()
+    poor = _poorly_trained(context, work) if work.magikarp else None
     for i, table in enumerate(work.tables):
-        bench.progress(i, len(work.tables))
+        context.progress(i, len(work.tables))
         rows, errors, made = arrays[3 * i : 3 * i + 3]
-        _make(bench, work, table, poor, rows, errors, made)
+        _make(context, work, table, poor, rows, errors, made)
     return arrays
 
 
 def _make(
-    bench: ProductContext,
+    context: ProductContext,
     work: RowWork,
     table: Table,
     poor: tuple[frozenset[int], frozenset[int]] | None,
@@ -203,7 +203,7 @@ def _make(
     made: npt.NDArray[np.int32],
 ) -> None:
     """Fill the arrays of one table."""
-    tables, ids = BenchTables(bench, table), np.array(table.missing, np.int64)
+    tables, ids = BenchTables(context, table), np.array(table.missing, np.int64)
     own, shared = np.array(table.own, np.int64), np.array(work.shared, np.int64)
     shared = shared[(own[shared] >= 0) & (shared < (table.sizes[1] or len(own)))]
     todo = np.ones(len(ids), bool)
@@ -227,9 +227,9 @@ def _make(
         head=table.kind == "head",
         tables=tables,
         choices=work.choices,
-        device=usable_device(bench.device) if approximation.torch else "cpu",
-        threads=bench.threads,
-        check=lambda: bench.progress(work.tables.index(table), len(work.tables)),
+        device=usable_device(context.device) if approximation.torch else "cpu",
+        threads=context.threads,
+        check=lambda: context.progress(work.tables.index(table), len(work.tables)),
     )
     if approximation.donor and not len(shared):
         approximation = find_approximation("mean")
@@ -243,7 +243,7 @@ def _make(
     made[todo] = MADE.index("approximated") if found.composed is None else np.where(found.composed, 1, 0)
 
 
-def _poorly_trained(bench: ProductContext, work: RowWork) -> tuple[frozenset[int], frozenset[int]]:
+def _poorly_trained(context: ProductContext, work: RowWork) -> tuple[frozenset[int], frozenset[int]]:
     """Rows of the model and of the donor that are poorly trained in any table."""
     found: list[frozenset[int]] = []
     for i, side in enumerate(SIDES):
@@ -251,7 +251,7 @@ def _poorly_trained(bench: ProductContext, work: RowWork) -> tuple[frozenset[int
         for table in work.tables:
             if table.kind != "bias" and table.cols[i]:
                 lengths = work.untied[i] and table.kind == "embedding"
-                bad |= poorly_trained(BenchTables(bench, table), side, work.unused[i], by_length=lengths)
+                bad |= poorly_trained(BenchTables(context, table), side, work.unused[i], by_length=lengths)
         found.append(frozenset(bad))
     return found[0], found[1]
 

@@ -140,7 +140,7 @@ def uses_states(mode: str, *, report: bool) -> bool:
 # ---- Router weights and routing, in one pass over the hidden states.
 
 
-def route(gating: Gating, bench: ProductContext) -> tuple[Rows, Routing | None]:
+def route(gating: Gating, context: ProductContext) -> tuple[Rows, Routing | None]:
     """The rows of a gate mode, and where they route the prompts; None if no report was requested.
 
     Raises PlanError if prompts and model do not match, and for rows that cannot route.
@@ -148,16 +148,16 @@ def route(gating: Gating, bench: ProductContext) -> tuple[Rows, Routing | None]:
     mode = MODES[gating.mode]
     if mode.needs == "nothing" and not gating.report:
         return _scaled(mode.function(gating.shape, gating.seed), gating), None
-    return _Route(gating, bench).run()
+    return _Route(gating, context).run()
 
 
 class _Route:
-    def __init__(self, gating: Gating, bench: ProductContext) -> None:
+    def __init__(self, gating: Gating, context: ProductContext) -> None:
         self.gating = gating
-        self.bench = bench
+        self.context = context
         self.way = MODES[gating.mode]
-        self.dtype = bench.product.outs[0].dtype.numpy
-        self.device = bench.device
+        self.dtype = context.product.outs[0].dtype.numpy
+        self.device = context.device
         self.decoder, self.tokens = self._begin()
         self.prompts = [self.tokens.rows(expert.texts, gating.prompt_tokens) for expert in gating.experts]
         self._check_prompts()
@@ -172,7 +172,7 @@ class _Route:
         if way.needs == "nothing":
             rows = _scaled(way.function(gating.shape, gating.seed), gating)
         elif way.needs == "embedding":
-            table = self.decoder.embeddings(self.bench, self.all)
+            table = self.decoder.embeddings(self.context, self.all)
             rows[:] = _scaled(_numpy(way.function(self._samples(table, positive, negative), gating.routed)), gating)
         per_layer = way.needs in ("entering", "mlp_input")
         groups = []
@@ -204,11 +204,11 @@ class _Route:
         base, problems = self.gating.base, list[WeightsmithError]()
         with noting(problems, ParameterError):
             self.device = usable_device(self.device)
-        decoder = build(base, {step.out.name: step.out for step in self.bench.product.steps})
+        decoder = build(base, {step.out.name: step.out for step in self.context.product.steps})
         if isinstance(decoder, WeightsmithError):
             raise PlanError([*problems, decoder])
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.bench.folder(base.model), trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(self.context.folder(base.model), trust_remote_code=False)
         except WeightsmithError:
             raise
         except Exception as error:  # bad files can raise anything in transformers
@@ -252,13 +252,13 @@ class _Route:
     def _states(self) -> Iterator[LayerStates]:
         sizes = self.decoder.layer_bytes
         done, total = 0, sum(sizes)
-        self.bench.progress(done, total)
-        for states in self.decoder.states(self.bench, self.all, device=self.device):
+        self.context.progress(done, total)
+        for states in self.decoder.states(self.context, self.all, device=self.device):
             if not all(bool(seen.isfinite().all()) for seen in states.mlp_input):
                 raise self._not_finite(f"the base's hidden states are not finite in layer {states.index}")
             yield states
             done += sizes[states.index]
-            self.bench.progress(done, total)
+            self.context.progress(done, total)
 
     def _samples(self, seen: Sequence[Tensor], positive: Sequence[list[int]], negative: Sequence[list[int]]) -> list[Sample]:
         start = 0 if self.way.plain else self.tokens.start
@@ -339,14 +339,14 @@ def _stored(product: Product) -> list[TensorSpec]:
     return [out for out in product.outs if not out.name.startswith("routing: ")]
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    gating = Gating.of(bench.product)
-    rows, routing = route(gating, bench)
+def _compute(context: ProductContext) -> Arrays:
+    gating = Gating.of(context.product)
+    rows, routing = route(gating, context)
     if gating.sigmoid:
         # The hidden state's norm is near √hidden. If rows are that long too, as random ones are, the logits are so far
         # below 0 that all of a token's sigmoids may be 0.
         rows[:, : gating.routed] /= max(1.0, float(np.linalg.norm(rows[:, : gating.routed], axis=-1).max()))
-    dtype, per_layer, arrays = bench.product.outs[0].dtype.numpy, len(_stored(bench.product)) // gating.base.layers, []
+    dtype, per_layer, arrays = context.product.outs[0].dtype.numpy, len(_stored(context.product)) // gating.base.layers, []
     for layer in rows:
         parts = [np.repeat(layer[: gating.routed], gating.groups, axis=0), layer[gating.routed :]]
         arrays += [part.astype(dtype) for part in parts[:per_layer]]

@@ -234,16 +234,16 @@ def _step(tensor: NeuronTensor) -> Step:
     return Step(TensorSpec(name, tensor.spec.dtype, tensor.shape), COPY, (Read(0, tensor.spec.name, tensor.block),))
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     """The order of each pair's neurons, as one table for each pattern."""
-    work, sizes = NeuronOrders.of(bench.product), {step.out.name: step.out.nbytes for step in bench.product.steps}
+    work, sizes = NeuronOrders.of(context.product), {step.out.name: step.out.nbytes for step in context.product.steps}
     total = sum(sizes[second] for pair in work.pairs for _, second, *_ in pair.matrices)
     arrays, done = [], 0
     for pair in work.pairs:
-        bench.progress(done, total)
+        context.progress(done, total)
         gain = np.zeros((pair.neurons, pair.neurons), np.float32)
         for first, second, axis, pattern in pair.matrices:
-            ours, theirs = (np.ascontiguousarray(np.moveaxis(bench.load([name])[name], axis, 0)) for name in (first, second))
+            ours, theirs = (np.ascontiguousarray(np.moveaxis(context.load([name])[name], axis, 0)) for name in (first, second))
             for places in neurons_of(pattern, pair.neurons):
                 gain += ours[places] @ theirs[places].T
             done += sizes[second]
