@@ -8,6 +8,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -56,6 +57,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(folders, "weightsmith-folders")
     if "PYTEST_XDIST_WORKER" in os.environ:
         _locks = str(Path(config.option.basetemp).parent)
+
+
+SECOND_RING = {"matrix", "process", "reader", "repository", "store"}
+"""Marks of tests that `make test` leaves to `make test-all`; pyproject.toml says what each is."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give the tests of the second ring one mark, by which they are chosen.
+
+    `matrix("a", "b-*")` is not for the cases whose ids are, or are like, one of these.
+    """
+    case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    for mark in item.iter_markers():
+        if mark.name in SECOND_RING and not any(fnmatchcase(case, pattern) for pattern in mark.args):
+            item.add_marker("second")
 
 
 def njit_once(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:

@@ -76,7 +76,7 @@ def section(command: str) -> str:
     listed = text.partition(f"<!-- options of {command}:begin -->")[2].partition(":end -->")[0]
     shared = [title for title in ("recipes", "quantised formats", "runs") if f"[{title}](#options-of-" in listed]
     return "\n".join(
-        [listed, *(row for title in shared for row in section(title).splitlines() if command in row.split(" | ")[-1])]
+        [listed, *(row for title in shared for row in section(title).splitlines() if f"`{command}`" in row.split(" | ")[-1])]
     )
 
 

@@ -148,6 +148,7 @@ def test_the_scores_are_those_of_evaluate(work: Path) -> None:
     assert found.candidates[0].divergence == pytest.approx(np.mean(divergences), rel=1e-2)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_one_and_two_threads_choose_and_write_the_same(work: Path) -> None:
     one, two = auto("one", threads=1), auto("two", threads=2)
