@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -102,8 +103,6 @@ def absent_packages(names: Sequence[str], whose: str, extra: str, instead: str =
     extra    of weightsmith, which installs them
     instead  an alternative that does not: `; or use …`
     """
-    from importlib.util import find_spec
-
     absent = [name for name in names if find_spec(name) is None]
     if not absent:
         return []
