@@ -166,7 +166,7 @@ def _called(name: str, where: str) -> tuple[ExpertLayout, ...]:
     Raises UnknownName, and PluginError for one of a package that does not work.
     """
     wanted = _plain(name)
-    if name not in LAYOUTS.own and name in LAYOUTS:
+    if name not in LAYOUTS.builtin and name in LAYOUTS:
         return (LAYOUTS.get(name),)
     names = {o.name: {_plain(n) for n in (o.name, o.title, o.architecture, *o.aliases)} for o in _ours()}
     exact = tuple(o for o in _ours() if wanted in names[o.name])
@@ -174,7 +174,7 @@ def _called(name: str, where: str) -> tuple[ExpertLayout, ...]:
 
 
 def _ours() -> tuple[ExpertLayout, ...]:
-    return tuple(map(LAYOUTS.get, LAYOUTS.own))
+    return tuple(map(LAYOUTS.get, LAYOUTS.builtin))
 
 
 def _plain(name: str) -> str:

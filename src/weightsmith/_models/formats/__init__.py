@@ -43,7 +43,7 @@ def formats() -> tuple[StoredFormat, ...]:
 
 
 def _ours() -> tuple[StoredFormat, ...]:
-    return tuple(map(FORMATS.get, FORMATS.own))
+    return tuple(map(FORMATS.get, FORMATS.builtin))
 
 
 def broken() -> tuple[Finding, ...]:
