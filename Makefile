@@ -83,7 +83,7 @@ attacks: $(VENV)/.test
 	$(BIN)/python scripts/attacks.py stores $(ATTACKS_OPTIONS)
 
 fuzz: $(VENV)/.test
-	$(BIN)/python scripts/fuzz.py $(FUZZ_OPTIONS)
+	$(BIN)/python -m scripts.fuzz $(FUZZ_OPTIONS)
 
 check: lint types
 

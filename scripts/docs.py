@@ -44,7 +44,7 @@ from weightsmith._base.options import Option, find_option, option_records, optio
 from weightsmith._base.tensors import DTYPE_NAMES, DType
 from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._methods import all_methods
-from weightsmith._methods.base import BaseRole, Method, Parameter
+from weightsmith._methods.base import FAMILIES, BaseRole, Method, Parameter
 from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
 from weightsmith._models.formats.engines import ENGINES, SUPPORT, Support, find_support, formats_of
 from weightsmith._planning.recipe import HARMLESS, RETIRED
@@ -298,7 +298,8 @@ def method_page(method: Method) -> str:
 def methods_page(methods: Sequence[Method]) -> str:
     """The list of all methods."""
     rows = [
-        (_link(m), m.title, models(m), m.base, ", ".join(f"`{p.name}`" for p in m.parameters if not p.ignored)) for m in methods
+        (_link(m), m.title, m.family, models(m), m.base, ", ".join(f"`{p.name}`" for p in m.parameters if not p.ignored))
+        for m in methods
     ]
     return GENERATED + "\n".join(
         [
@@ -307,7 +308,11 @@ def methods_page(methods: Sequence[Method]) -> str:
             "The values of `merge_method` in a recipe. `weightsmith methods` prints this list; `weightsmith methods NAME` "
             "describes one method.",
             "",
-            table(("method", "", "models", "base", "parameters"), rows),
+            table(("method", "", "family", "models", "base", "parameters"), rows),
+            "",
+            "**family**:",
+            "",
+            *(f"* `{family}`: {words[0].lower()}{words[1:]}." for family, words in FAMILIES.items()),
             "",
             "**models** counts the inputs other than the base, or all inputs if the base counts as one of them. **base**:",
             "",
@@ -491,7 +496,7 @@ THEMES = {
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),
-        *("Inspection", "Difference", "Comparison", "Preview", "Evaluation"),
+        *("Inspection", "Difference", "Comparison", "Preview", "Evaluation", "Report"),
     ),
     "Read and write checkpoints": ("open_checkpoint", "Checkpoint", "save_file", "save_model", "verify"),
     "Write a merge method": ("block_method", "tensor_method", "PerModel", "Bounds"),

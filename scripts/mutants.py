@@ -106,7 +106,7 @@ BESIDE = {
     "_methods": ["engine/products"],
     "_features/mixture": ["features/quantisation/test_exl2_format.py"],
     "_base/options": ["app/cli", "execution/test_run.py"],
-    "_base/pages": ["base/pages", "reports/look", "app/cli/test_look.py"],
+    "_base/report": ["base/report", "reports/look", "app/cli/test_look.py"],
     "_planning/planner": ["test_merge.py", "execution/test_stages.py", "app/cli/test_plan.py", "models/structure"],
     "_planning/planner/account.py": ["app/cli/test_plan.py", "app/cli/test_merge.py"],
     "_planning/planner/encode.py": ["planning/planner/test_quantize.py", "app/test_quantize_commands.py"],

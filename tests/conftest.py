@@ -58,16 +58,15 @@ def pytest_configure(config: pytest.Config) -> None:
         _locks = str(Path(config.option.basetemp).parent)
 
 
-def njit_once(function: FunctionType, called_by_kernel: bool) -> Any:
+def njit_once(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:
     """A kernel that two workers need is compiled by one of them. The other waits, and finds it in the cache."""
-    made = _njit(function, called_by_kernel)
-    folder = compiler.cache_folder()
-    if called_by_kernel or made is function or not folder:
+    made = _njit(function, called_by_kernel, digest)
+    if called_by_kernel or made is function or not (digest and compiler.cache_folder()):
         return made
     compile_ = made.compile
 
     def compile_once(*given: Any) -> Any:
-        with Path(_locks, f"{Path(folder).name}.{function.__module__}.{function.__qualname__}.lock").open("w") as file:
+        with Path(_locks, f"{function.__module__}.{function.__qualname__}.{digest}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return compile_(*given)
 

@@ -40,6 +40,7 @@ NAMES = [
     "Progress",
     "PushFailed",
     "RecipeError",
+    "Report",
     "ShapeError",
     "StoreError",
     "Sum",

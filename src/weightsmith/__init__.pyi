@@ -37,6 +37,7 @@ from weightsmith._base.errors import UnknownParameter as UnknownParameter
 from weightsmith._base.errors import Unsupported as Unsupported
 from weightsmith._base.errors import WeightsmithError as WeightsmithError
 from weightsmith._base.errors import WorkerLost as WorkerLost
+from weightsmith._base.report import Report as Report
 from weightsmith._engine.local import Progress as Progress
 from weightsmith._execution.memory import merge_state_dicts as merge_state_dicts
 from weightsmith._execution.run import Merged as Merged
@@ -60,11 +61,11 @@ from weightsmith._reports.evaluate.measure import evaluate as evaluate
 from weightsmith._reports.evaluate.values import Evaluation as Evaluation
 from weightsmith._reports.look.comparison import Comparison as Comparison
 from weightsmith._reports.look.diff import diff as diff
+from weightsmith._reports.look.difference import Difference as Difference
 from weightsmith._reports.look.inspect import Inspection as Inspection
 from weightsmith._reports.look.inspect import inspect as inspect
 from weightsmith._reports.look.preview import Preview as Preview
 from weightsmith._reports.look.preview import preview as preview
-from weightsmith._reports.look.values import Difference as Difference
 from weightsmith._reports.tuning.result import Tuning as Tuning
 from weightsmith._reports.tuning.tune import tune as tune
 from weightsmith._version import __version__ as __version__

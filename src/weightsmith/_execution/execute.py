@@ -38,7 +38,7 @@ from weightsmith.abc.output import Place
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.products import Report
+    from weightsmith._engine.products import ProductReport
     from weightsmith.abc.output import Built
 
 PRODUCTS_LABEL = "products-alone"
@@ -153,7 +153,7 @@ def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOpt
 
 def make_product(
     prepared: Prepared, name: str, options: RunOptions, progress: Callable[[Progress], None] | None = None
-) -> Report | None:
+) -> ProductReport | None:
     """Compute one product of a plan and its dependencies in memory. Returns its report; writes nothing."""
     products = prepared.plan.products_for((), {name})
     return reports_of(products, _run_unwritten(prepared, (), products, options, progress).results).get(name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weightsmith._base.errors import Finding
 from weightsmith._execution.distance import Moved, to_json
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.page import MAX_PAGE_BYTES, MOVED_NAME, PICTURES, Squares, report_files
+from weightsmith._execution.page import MAX_PAGE_BYTES, MOVED_NAME, PICTURES, Squares, merge_report, report_files
 from weightsmith._files.containers import PEFT, SAFETENSORS
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from weightsmith._plans import Plan
 from weightsmith._version import __version__
 
 if TYPE_CHECKING:
-    from weightsmith._engine.products import Report
+    from weightsmith._engine.products import ProductReport
 
 
 RECIPE_NAME = "recipe.yml"
@@ -45,7 +45,7 @@ def other_files(
     repo: str,
     squares: Squares,
     distance: tuple[Moved, ...],
-    reports: Mapping[str, Report],
+    reports: Mapping[str, ProductReport],
     found: Sequence[Finding],
     options: RunOptions,
 ) -> dict[str, bytes | Path]:
@@ -65,7 +65,7 @@ def other_files(
     if plan.follows_recipe:
         files[RECIPE_NAME] = plan.recipe.encode()
     if options.report is not None:
-        files |= report_files(plan, name, squares, distance, reports.values(), found)
+        files |= report_files(merge_report(plan, name, squares, distance, reports.values(), found))
     if options.card:
         from weightsmith._execution.cards import model_card
 

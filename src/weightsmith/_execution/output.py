@@ -9,7 +9,7 @@ from pathlib import Path
 from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterError
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import named
-from weightsmith._base.pages import check_page
+from weightsmith._base.report import check_page
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.page import PAGE_NAME
 from weightsmith._outputs.local.unfinished import remove_published

@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="drop the largest and the smallest deltas, then sum",
+    family="sparse",
     summary="""Drops the `gamma` largest elements of each delta, which are often outliers. Keeps the next `density` of the
 delta, and zeroes the small rest. Exactly ⌊gamma · n⌋ elements are dropped and ⌊density · n⌋ kept: at least one is kept, and
 fewer are dropped if too few would be left. mergekit ranks within the tensor. The paper ranks within each row (`scope: row`),

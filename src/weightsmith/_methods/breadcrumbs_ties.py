@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="drop the largest and smallest deltas, then sign election",
+    family="sparse",
     summary="""Masks deltas as breadcrumbs does, then elects signs as TIES does. As in mergekit, the deltas that agree are
 summed; `normalize: true` averages them.""",
     use="Like breadcrumbs, for models that contradict each other.",

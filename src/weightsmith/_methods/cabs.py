@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="n:m sparsity, without overlap between the models",
+    family="sparse",
     summary="""The models take turns, in the recipe's order. Each looks at every `group` neighbours in a row, and keeps the
 share `density` that it changed most, among the positions that no earlier model has kept. So masks are balanced over the
 matrix and never overlap, and the deltas are simply added. The authors keep 64 of 256, and give each of two 7 B models a

@@ -14,6 +14,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="task arithmetic, only where enough models contribute",
+    family="sparse",
     summary="""Adds the weighted deltas as task arithmetic does, but keeps a position of the sum only where at least `k`
 models stand out from the rest. Positions that matter to one model alone, or to none, keep the base. `k: 0` is task
 arithmetic; `k: 1` drops what matters to no model. It needs no statistics, so it is as fast as task arithmetic. λ is about 0.3

@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="random drop and rescale, then sum",
+    family="sparse",
     summary="""Keeps each element of a delta with probability `density`, and rescales what is left. The mask depends on the
 seed, the model's place in the recipe, the tensor's name and the element's index, so it is the same on every machine. By
 default, as in mergekit, rescaling restores the delta's L1 norm (`rescale: l1`). The paper divides by the density (`rescale:

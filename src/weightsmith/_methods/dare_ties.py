@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="random drop and rescale, then sign election",
+    family="sparse",
     summary="""Masks and rescales at random as DARE does (see dare_linear), then elects signs as TIES does. As in mergekit,
 the elected deltas are summed, not averaged, and nothing is trimmed. `normalize: true` takes the disjoint mean of the TIES
 paper.""",

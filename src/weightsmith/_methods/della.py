@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="drop by magnitude rank, then sign election",
+    family="sparse",
     summary="""Drops elements at random as DARE does, but keeps large elements more often. Within each row of a delta, the
 smallest element is kept with probability density - ε and the largest with density + ε, in equal steps between. Equal
 magnitudes are ranked by position. A vector is one row. The paper divides each element by its own probability (`rescale:

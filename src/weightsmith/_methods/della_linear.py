@@ -14,6 +14,7 @@ def _check(weight: family.Floats, normalize: bool, density: family.Floats, epsil
 
 @merge_method(
     title="drop by magnitude rank, then sum",
+    family="sparse",
     summary="Masks and rescales as della does, then sums the weighted deltas without an election.",
     use="Like della, for models that seldom contradict each other. Results depend on the seed.",
     passes="One, or two with `rescale: l1`: norms, then the result. Ranks elements in every row.",

@@ -64,6 +64,7 @@ def _inverse_distances(squares: np.ndarray, same: float) -> np.ndarray:
 
 @merge_method(
     title="geometric median",
+    family="average",
     summary="""Finds the point with the smallest sum of distances to all models; each tensor is one vector. This average is
 robust: one broken or very different model cannot pull it away, as long as more than half are sound. A model far from the
 others counts less, in each tensor separately. If all models are about equally far apart, the result is their mean. Two models

@@ -14,6 +14,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="weighted average",
+    family="average",
     summary="""Computes the weighted average of two or more checkpoints ("model soups"). Robust and cheap. Use it for
 checkpoints of one training run, or for fine-tunes of one base that do not disagree. With `normalize: false`, weights may be
 negative or have any sum. A base_model is an input like the others, and needs a weight of its own.""",

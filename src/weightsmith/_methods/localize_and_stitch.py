@@ -12,6 +12,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="each model's largest deltas, averaged where they overlap",
+    family="sparse",
     summary="""Keeps the largest share `density` of each model's deltas, ranked over all its tensors, and adds them to the
 base. Where the deltas of several models overlap, they are averaged, without an election. By default, embeddings and output
 heads are copied from the base and do not count in the ranking, as in the authors' code; `embeddings: true` merges them too.

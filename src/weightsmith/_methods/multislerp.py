@@ -43,6 +43,7 @@ def _check(weight: Sequence[float], normalize_weights: bool, karcher_steps: int)
 
 @merge_method(
     title="weighted mean of directions",
+    family="sphere",
     summary="""Spherical interpolation of any number of weighted models, or of their task vectors if there is a base_model. As
 in mergekit, this is the normalised mean (nlerp). The tangent-space step that mergekit takes after it has no length, because
 the tangents at that mean cancel. For two models of equal length and weight, it is slerp with t = 0.5. In general the true

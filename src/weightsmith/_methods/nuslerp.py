@@ -51,6 +51,7 @@ def each_nuslerp(gram: np.ndarray, t: float, *, deltas: bool) -> np.ndarray:
 
 @merge_method(
     title="spherical interpolation with weights",
+    family="sphere",
     summary="""Spherical interpolation of two weighted models (t = w₂ / (w₁ + w₂)). With a base_model, which must not be one
 of the two, the task vectors are interpolated and added to the base. `nuslerp_flatten: false` interpolates vector by vector:
 the rows of each matrix with `nuslerp_row_wise: true`, its columns otherwise. mergekit 0.1.5 does the opposite of what its

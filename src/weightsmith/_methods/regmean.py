@@ -146,6 +146,7 @@ def _matrix_prior(job: Job) -> Callable[[Deltas], Any]:
 
 @matrix_method(
     title="regression mean",
+    family="data",
     summary="""Finds, for each weight of a linear layer, the merged delta that best reproduces what each model's own delta
 does to the layer's inputs on that model's text. This is a least-squares problem, solved in closed form from the mean of xxᵀ
 of the inputs. The recipe names the texts. With a `prior`, the solution is pulled towards the result of another merge method

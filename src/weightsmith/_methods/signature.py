@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
-from weightsmith._base.errors import MethodError
-from weightsmith._methods.base import BaseRole, Method, Parameter, ParameterType, Requirement
+from weightsmith._base.errors import MethodError, nearest
+from weightsmith._methods.base import FAMILIES, BaseRole, Family, Method, Parameter, ParameterType, Requirement
 from weightsmith._plans import Parameters, Product, Settings, Step
 from weightsmith.abc.job import Job
 
@@ -195,6 +195,7 @@ def bound(function: Callable[..., T], parameters: Sequence[Parameter], *, skip: 
 def merge_method(
     *,
     title: str,
+    family: Family,
     summary: str,
     use: str,
     passes: str,
@@ -218,8 +219,13 @@ def merge_method(
 
     Its name is the function's; `Method` says what the rest is. `check`, `copies`, `needs`, `elementwise` and `requires` take
     parameters of the method by name, as many as they want to know; `keeps_base` also the tensor's `role`. A model whose
-    `weight` is 0 is left out. Raises MethodError for a signature that is wrong.
+    `weight` is 0 is left out. Raises MethodError for a signature that is wrong, and for a family that is not of `FAMILIES`.
     """
+
+    if family not in FAMILIES:
+        raise MethodError(
+            f"'{family}' is no family of methods{nearest(family, FAMILIES)}", fix=f"write one of {', '.join(FAMILIES)}"
+        )
 
     def make(function: Callable[..., Job]) -> Method:
         parameters = parameters_of(function, skip=("matrix",))
@@ -230,6 +236,7 @@ def merge_method(
         return Method(
             name=function.__name__,
             title=title,
+            family=family,
             summary=summary,
             use=use,
             passes=passes,

@@ -15,6 +15,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="sum of task vectors",
+    family="delta",
     summary="""Adds the weighted task vectors (fine-tune minus base) of any number of fine-tunes to their base. A negative
 weight removes what a fine-tune learned; a weight above 1 extrapolates. Of all methods, it most reliably improves on the base
 for language models. `lambda` scales the sum and is the parameter to tune.""",

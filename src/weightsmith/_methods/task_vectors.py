@@ -28,6 +28,7 @@ def _check(
 
 @merge_method(
     title="any combination of mask, rescaling and sign election",
+    family="sparse",
     summary="""Combines the parts of all methods of the family. Choose which part of each delta is kept (`sparsify`, `scope`,
 `density`) and how the loss is made up for (`rescale`). Then choose how signs are elected (`elect`) and how the models are
 combined (`combine`). The defaults are task_arithmetic; ties is `{sparsify: magnitude, elect: sum, combine: mean}`. With

@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="trim, elect sign, disjoint mean",
+    family="sparse",
     summary="""Keeps the largest deltas of each fine-tune. Elects a sign for every element by the sum of the weighted deltas
 (zero elects +), and averages only the deltas that agree. Exactly ⌊density · n⌋ elements of each tensor are kept, at least
 one. Among equal magnitudes, those with the lower flat index are kept. `density: 1`, the default, trims nothing. The sum is

@@ -146,6 +146,7 @@ def method_of(method: OwnMethod, name: str, source: str) -> Method:
     return Method(
         name=name,
         title=doc.partition("\n")[0].rstrip(".") or "a method of the user's own",
+        family="delta" if base == "required" else "average",
         summary=doc or "A method of the user's own.",
         use="",
         passes="One." if method.form == "block" else "Two: the first gathers the tensor in memory.",

@@ -22,7 +22,7 @@ from weightsmith.abc.product_targets import Floats as Floats
 from weightsmith.abc.product_targets import Largest, SomeRows, Target, WholeTensor
 
 if TYPE_CHECKING:
-    from weightsmith._base.pages.values import Block
+    from weightsmith._base.report.blocks import Block
 
 Arrays = Sequence[npt.NDArray[Any]]
 """One array for each of `Product.outs`, with its dtype and shape."""
@@ -140,7 +140,7 @@ class ProductContext:
         return {step.out.name: step.out for step in self.product.steps}
 
 
-class Report(Protocol):
+class ProductReport(Protocol):
     """What a product reports to the user, besides its arrays."""
 
     def files(self) -> Mapping[str, bytes]:
@@ -177,7 +177,7 @@ class ProductKind:
     doing: str
     reduce: Callable[[Product], StreamingReduction] | None = None
     compute: Callable[[ProductContext], Arrays] | None = None
-    report: Callable[[Product, Arrays], Report | None] = lambda product, arrays: None
+    report: Callable[[Product, Arrays], ProductReport | None] = lambda product, arrays: None
     check: Callable[[Product], str] = lambda product: ""
     serves: Callable[[Product, Product], bool] = lambda product, other: set(other.models) <= set(product.models)
     reads: Callable[[Product], Sequence[Path]] = lambda product: ()

@@ -57,7 +57,7 @@ from weightsmith._app.cli.app import make_app
 make_app()  # imports the modules of all commands
 import weightsmith._features.adapters.extract, weightsmith._execution.distributed, weightsmith._execution
 import weightsmith._kernels.compiler
-import weightsmith._reports.look.pages, weightsmith._planning.planner.reopen, weightsmith._features.transplant.plan
+import weightsmith._reports.look.reports, weightsmith._planning.planner.reopen, weightsmith._features.transplant.plan
 import gc, weightsmith
 
 for quantize in (None, "fp8-dynamic"):  # numba takes a second before its first kernel

@@ -39,7 +39,6 @@ def preview(
         from weightsmith._execution.progress import meter
         from weightsmith._features.any_recipe import prepare_any
         from weightsmith._planning.planner.prepared import stream
-        from weightsmith._reports.look.pages import preview_page
         from weightsmith._reports.look.preview import preview_of
 
         with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings(), check=True) as prepared:
@@ -55,4 +54,4 @@ def preview(
                 "peak_memory_bytes": summary.memory.peak_bytes,
                 "threads": summary.memory.threads,
             }
-            work.present(preview_page(found, costs))
+            work.present(found.report(costs))

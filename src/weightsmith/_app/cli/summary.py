@@ -32,7 +32,7 @@ from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import stored_plain
 from weightsmith._plans import PLAIN, Plan, Product, Read, Step
-from weightsmith._reports.look.files import Change, changes
+from weightsmith._reports.look.models import Change, changes
 
 TORCH_BYTES = 250 << 20
 """Memory of torch, imported and at work, measured with the CPU build."""

@@ -52,12 +52,11 @@ def tune(
         "reading the models' headers", out=out, quiet=quiet, as_json=as_json, page=page, told=tuning_interrupted
     ) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.tuning.report import tuning_page
         from weightsmith._reports.tuning.tune import tuned
 
         with meter(quiet=quiet) as shown:
             found = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)
         wrote(f"The recipe is complete: {printable(str(found.out))}")
-        work.present(tuning_page(found))
+        work.present(found.report())
         if work.shows:
             say(f"Recipe written: {printable(str(found.out))}")

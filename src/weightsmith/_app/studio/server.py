@@ -24,8 +24,9 @@ from weightsmith._app.studio.session import Session, listed_methods
 from weightsmith._base import strict_json
 from weightsmith._base.errors import ParameterError, StoreError, Unsupported, WeightsmithError
 from weightsmith._base.installation import install
-from weightsmith._base.pages import chart_style
+from weightsmith._base.report import chart_style
 from weightsmith._base.text import end_status
+from weightsmith._methods.base import FAMILIES
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -172,7 +173,7 @@ def asset(name: str) -> str:
     """A file of the page."""
     if name == "charts.css":
         return chart_style()
-    folder = "weightsmith._base.pages" if name == "charts.js" else "weightsmith._app.studio"
+    folder = "weightsmith._base.report" if name == "charts.js" else "weightsmith._app.studio"
     return (files(folder) / name).read_text(encoding="utf-8")
 
 
@@ -195,7 +196,7 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
 
     async def about(request: Request) -> Response:
         goals = [{"name": name, "words": goal.words} for name, goal in draft.GOALS_SHOWN.items()]
-        return JSONResponse({"methods": listed_methods(), "families": show.FAMILIES, "goals": goals})
+        return JSONResponse({"methods": listed_methods(), "families": FAMILIES, "goals": goals})
 
     async def report_of(request: Request) -> Response:
         found = await asyncio.to_thread(session.kept.report, request.path_params["number"])

@@ -438,10 +438,9 @@ def listed_methods() -> list[dict[str, str]]:
         {
             "name": method.name,
             "title": show.plain(method.title),
-            "family": family,
+            "family": method.family,
             "use": method.use,
             "html": show.about(method),
         }
         for method in methods.all_methods()
-        for family in [show.family(method)]
     ]

@@ -19,14 +19,13 @@ from weightsmith._app.studio.places import reference
 from weightsmith._app.studio.words import Mend
 from weightsmith._app.studio.work import Status, unfinished
 from weightsmith._base.errors import WeightsmithError, first_line
-from weightsmith._base.pages import Page, charts_html
-from weightsmith._base.pages.values import finite_or_mark, many, safe, written
+from weightsmith._base.report import Report, charts_html
+from weightsmith._base.report.blocks import finite_or_mark, many, safe, written
 from weightsmith._base.text import count, duration, size
 from weightsmith._execution.progress import how_far
 from weightsmith._methods.base import Method
 from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
 from weightsmith._reports.look.inspect import Inspection
-from weightsmith._reports.look.pages import preview_page
 from weightsmith._reports.look.preview import GroupPreview, Preview
 
 _SHOWN = 20
@@ -159,7 +158,7 @@ def card(found: Inspection) -> dict[str, Any]:
 
 def preview(found: Preview) -> tuple[str, list[dict[str, Any]]]:
     """What a merge will do: what survives of each model, warnings, heat maps and curves by layer; and the charts as JSON."""
-    html, charts = charts_html(preview_page(found))
+    html, charts = charts_html(found.report())
     warnings = "".join(f'<li class="ws-warning">{safe(sentence(finding.what))}</li>' for finding in found.warnings)
     share = written(finite_or_mark(found.total.share), "share")
     moved = f"<p class='ws-verdict'>The merge is <b>{share}</b> away from its base, {named(found.base)}.</p>"
@@ -322,7 +321,7 @@ def _parameter(name: str) -> str:
     return f"{safe(what)}{of}{named(model)}" if of else safe(name)
 
 
-def verdict(found: Page) -> str:
+def verdict(found: Report) -> str:
     """What a report says first."""
     lines = "".join(f"<li>{safe(sentence)}</li>" for sentence in found.summary[1:])
     numbers = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(number)}</dd></div>" for name, number in found.numbers)
@@ -352,38 +351,6 @@ def recipe_diff(old: str, new: str) -> str:
 
 
 # ---- methods
-
-FAMILIES = {
-    "average": "Averages: one point between the models",
-    "sphere": "Along the sphere: keeps the length of the weights",
-    "delta": "Task vectors: adds what fine-tunes learnt to their base",
-    "sparse": "Sparse task vectors: drops or elects changes before adding them",
-    "spectral": "Singular vectors: merges directions of whole matrices",
-    "data": "With a text: weighs layers by what goes through them",
-    "copy": "Copies: layers as they are",
-}
-"""Families of merge methods, in the picker's order."""
-
-
-def family(method: Method) -> str:
-    """The family of a method, of `FAMILIES`; from what its record says."""
-    if method.min_models == 1 and method.max_models == 1 and method.base == "input":
-        return "copy"
-    if method.otherwise:
-        return "data" if _needs_text(method) else "spectral"
-    if re.search("spher|direction", method.title):
-        return "sphere"
-    if method.base == "required":
-        return "sparse" if re.search("sign|drop|largest|most|sparsity|mask", method.title) else "delta"
-    return "average"
-
-
-def _needs_text(method: Method) -> bool:
-    defaults = {p.name: p.default for p in method.parameters if p.default is not None}
-    try:
-        return bool(method.requires(defaults))
-    except KeyError:
-        return False
 
 
 def plain(text: str) -> str:

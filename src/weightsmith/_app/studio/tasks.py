@@ -21,7 +21,6 @@ from weightsmith._app.studio.places import Places
 from weightsmith._app.studio.words import TEXT_FILE, TEXT_FOLDER, Mend, PageError
 from weightsmith._app.studio.work import Cancelled
 from weightsmith._base.errors import Busy, ParameterError
-from weightsmith._base.pages import to_html
 from weightsmith._base.text import count
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Reading
@@ -32,11 +31,9 @@ from weightsmith._reports.evaluate.opening import opened
 from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.look.diff import diff
 from weightsmith._reports.look.inspect import inspect
-from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page
 from weightsmith._reports.look.preview import preview
 from weightsmith._reports.tuning.journal import Trial
 from weightsmith._reports.tuning.options import TuneSettings
-from weightsmith._reports.tuning.report import tuning_page
 from weightsmith._reports.tuning.result import total
 from weightsmith._reports.tuning.texts import Fit, fit
 from weightsmith._reports.tuning.tune import tuned
@@ -225,10 +222,10 @@ class Tasks:
                     shown,
                     shown.add,
                 )
-                page = tuning_page(found)
+                page = found.report()
             perplexities = {name: f"{total(scores).perplexity:.4g}" for name, scores in found.judged.items()}
             numbers = {f"perplexity of the {name}": value for name, value in perplexities.items()}
-            number = self._add("tune", ", ".join(names), found.recipe, time.monotonic() - began, numbers, to_html(page))
+            number = self._add("tune", ", ".join(names), found.recipe, time.monotonic() - began, numbers, page.to_html())
             html = show.verdict(page) + show.trials(names, shown.rows)
             self.show("tune", "", html, running=False, report=number)
 
@@ -244,12 +241,12 @@ class Tasks:
             began = time.monotonic()
             self.show("look", f"reading {', '.join(every)}", "")
             if len(every) > 2:
-                found = comparison_page(diff(*every[1:], base=every[0], progress=self.stop_if_asked))
+                found = diff(*every[1:], base=every[0], progress=self.stop_if_asked).report()
             elif len(every) == 2:
-                found = difference_page(diff(every[0], every[1], progress=self.stop_if_asked))
+                found = diff(every[0], every[1], progress=self.stop_if_asked).report()
             else:
-                found = inspection_page(inspect(every[0], stats=True, progress=False))
-            run = self._add("look", ", ".join(every), recipe, time.monotonic() - began, dict(found.numbers), to_html(found))
+                found = inspect(every[0], stats=True, progress=False).report()
+            run = self._add("look", ", ".join(every), recipe, time.monotonic() - began, dict(found.numbers), found.to_html())
             self.show("look", "", show.verdict(found), running=False, report=run)
             if len(every) == 2 and found.summary:
                 verdicts = self.board.get("verdicts") or {}

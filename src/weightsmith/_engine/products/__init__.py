@@ -11,7 +11,7 @@ from __future__ import annotations
 from weightsmith._base.plugins import Plugins
 from weightsmith.abc.product import ProductContext as ProductContext
 from weightsmith.abc.product import ProductKind as ProductKind
-from weightsmith.abc.product import Report as Report
+from weightsmith.abc.product import ProductReport as ProductReport
 from weightsmith.abc.product import StreamingReduction as StreamingReduction
 
 OWN = {

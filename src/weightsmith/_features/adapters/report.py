@@ -10,9 +10,9 @@ from typing import Any
 
 from weightsmith._base.errors import Finding
 from weightsmith._base.groups import grouped
-from weightsmith._base.pages import Column, HeatMap, Table, heat_maps
-from weightsmith._base.pages.svg import heat_map, picture
-from weightsmith._base.pages.values import Block, Mark
+from weightsmith._base.report import Column, HeatMap, Table, heat_maps
+from weightsmith._base.report.blocks import Block, Mark
+from weightsmith._base.report.charts import heat_map, picture
 from weightsmith._base.text import markdown_table
 from weightsmith._features.adapters.factors import Target
 from weightsmith._features.adapters.ranks import Spectrum

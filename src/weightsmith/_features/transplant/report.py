@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.pages import Column, Table
-from weightsmith._base.pages.values import Block
+from weightsmith._base.report import Column, Table
+from weightsmith._base.report.blocks import Block
 from weightsmith._base.text import markdown_table
 
 FILE_NAME = "transplant.json"

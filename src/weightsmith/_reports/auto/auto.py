@@ -31,7 +31,6 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import expand_user, is_folder
 from weightsmith._base.options import lists_options, option_error, read_options
-from weightsmith._base.pages import write_page
 from weightsmith._execution.distributed import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
@@ -42,7 +41,6 @@ from weightsmith._features.statistics import prepare_statistics
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.auto.choice import RowScores, Scores, choose, difference, score, strength, too_far
 from weightsmith._reports.auto.options import AutoSettings
-from weightsmith._reports.auto.page import auto_page
 from weightsmith._reports.auto.pool import Journal, Models, Pool
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
 from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
@@ -120,7 +118,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         text = prepared.plan.recipe
     shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
     result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
-    write_page(folder / PAGE, auto_page(result))
+    result.report().write(folder / PAGE)
     return result
 
 

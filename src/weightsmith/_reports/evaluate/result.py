@@ -12,7 +12,7 @@ from weightsmith._activations.model import PACKAGES
 from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._base.errors import Finding, PlanError, as_plan_error
-from weightsmith._base.pages.values import Block
+from weightsmith._base.report.blocks import Block
 from weightsmith._base.text import markdown, markdown_table
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options, sibling

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.pages import HeatMap
-from weightsmith._base.pages.svg import heat_map, picture
-from weightsmith._base.pages.values import Block
+from weightsmith._base.report import HeatMap
+from weightsmith._base.report.blocks import Block
+from weightsmith._base.report.charts import heat_map, picture
 from weightsmith._base.text import markdown_table
 
 ALONE = 0.9

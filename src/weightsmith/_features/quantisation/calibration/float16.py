@@ -14,8 +14,8 @@ import numpy as np
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.options import named
-from weightsmith._base.pages import Column, Table
-from weightsmith._base.pages.values import Block
+from weightsmith._base.report import Column, Table
+from weightsmith._base.report.blocks import Block
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import markdown_table
 from weightsmith._engine.products import ProductContext, ProductKind

@@ -1,4 +1,7 @@
-"""A page as HTML: one file with its style, its script and its data, which loads nothing and sends nothing."""
+"""A report as a page: one HTML file with its style, its script and its data, which loads nothing and sends nothing.
+
+`in_cell` shows the same page in a cell of a notebook.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,21 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
+from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, StoreError, printable
 from weightsmith._base.files import expand_user, real_path, write_whole
-from weightsmith._base.pages.colours import style
-from weightsmith._base.pages.grid import grid, legend
-from weightsmith._base.pages.svg import curves
-from weightsmith._base.pages.values import (
+from weightsmith._base.redaction import redacted
+from weightsmith._base.report.blocks import (
     Block,
     Code,
     Curves,
     Facts,
     HeatMap,
     Mark,
-    Page,
     Table,
     Unit,
     Value,
@@ -32,9 +33,12 @@ from weightsmith._base.pages.values import (
     safe,
     written,
 )
-from weightsmith._base.redaction import redacted
+from weightsmith._base.report.charts import curves, grid, legend, style
 from weightsmith._base.text import count, json_text
 from weightsmith._version import __version__
+
+if TYPE_CHECKING:
+    from weightsmith._base.report.report import Report
 
 GENERATOR = '<meta name="generator" content="weightsmith '
 """In the first lines of every page."""
@@ -42,6 +46,8 @@ STATIC_ROWS = 50
 """The rows of a table that are in the document without its script, which shows all of them."""
 SEARCHED_ROWS = 12
 """Tables with more rows have a search field."""
+_TALL, _SHORT = 640, 360
+"""Heights of a page in a notebook, with charts and without, in pixels."""
 _DIGITS = 6
 """Significant digits of the numbers in a table; of a cosine nine, as it may be near 1."""
 
@@ -57,25 +63,26 @@ _POLICY = "; ".join(
 )
 
 
-def to_html(page: Page) -> str:
-    """A page as one HTML document: the verdict, three numbers, charts; the rest is folded.
+def to_html(report: Report) -> str:
+    """A report as one HTML document: the verdict, three numbers, charts; the rest is folded.
 
     What it shows is escaped: names of tensors, tokens and files are hostile until then. Readable without its script; with it,
     the cells of a heat map say their numbers and open their tensors, and tables have all rows and can be sorted, searched and
     saved.
 
-    >>> page = Page("a and <b>", ("They are equal.",), (Facts("", (("changed", 0.5),)),))
-    >>> "a and &lt;b&gt;" in to_html(page), "http-equiv=\\"Content-Security-Policy\\"" in to_html(page)
+    >>> from weightsmith._base.report import Facts, Report
+    >>> report = Report("a and <b>", ("They are equal.",), (Facts("", (("changed", 0.5),)),))
+    >>> "a and &lt;b&gt;" in to_html(report), "http-equiv=\\"Content-Security-Policy\\"" in to_html(report)
     (True, True)
     """
-    title = safe(page.title)
-    charts = [block for block in page.blocks if isinstance(block, HeatMap | Curves)]
-    tables = [(i, block) for i, block in enumerate(page.blocks) if isinstance(block, Table)]
+    title = safe(report.title)
+    charts = [block for block in report.blocks if isinstance(block, HeatMap | Curves)]
+    tables = [(i, block) for i, block in enumerate(report.blocks) if isinstance(block, Table)]
     content = {
-        "title": _plain(page.title),
-        "summary": [*map(_plain, page.summary)],
-        "numbers": {_plain(name): _plain(number) for name, number in page.numbers},
-        "models": {_plain(letter): _plain(name) for letter, name in page.models},
+        "title": _plain(report.title),
+        "summary": [*map(_plain, report.summary)],
+        "numbers": {_plain(name): _plain(number) for name, number in report.numbers},
+        "models": {_plain(letter): _plain(name) for letter, name in report.models},
         "charts": [_plain_values(chart.to_json()) for chart in charts],
         "tables": [_packed(table, _identifier(table, i)) for i, table in tables],
     }
@@ -87,11 +94,11 @@ def to_html(page: Page) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{title}</title><style>{_asset('page.css')}{_asset('charts.css')}{style()}</style></head><body><main>",
-            *_head(page),
-            *_charts(page.blocks, charts),
+            *_head(report),
+            *_charts(report.blocks, charts),
             *(
                 part
-                for i, block in enumerate(page.blocks)
+                for i, block in enumerate(report.blocks)
                 if not isinstance(block, HeatMap | Curves)
                 for part in _section(block, i, opened=not charts)
             ),
@@ -106,10 +113,23 @@ def to_html(page: Page) -> str:
     )
 
 
-def charts_html(page: Page) -> tuple[str, list[dict[str, Any]]]:
+def charts_html(report: Report) -> tuple[str, list[dict[str, Any]]]:
     """The heat maps and curves of a page, for a page with `chart_style` and `charts.js`; and their JSON, in order."""
-    charts = [block for block in page.blocks if isinstance(block, HeatMap | Curves)]
-    return "".join(_charts(page.blocks, charts)), [_plain_values(chart.to_json()) for chart in charts]
+    charts = [block for block in report.blocks if isinstance(block, HeatMap | Curves)]
+    return "".join(_charts(report.blocks, charts)), [_plain_values(chart.to_json()) for chart in charts]
+
+
+def in_cell(report: Report) -> str:
+    """The page in a frame, for a cell of a notebook: as interactive as the file, and as much shut off.
+
+    >>> from weightsmith._base.report import Facts, Report
+    >>> in_cell(Report("a and <b>", (), (Facts("", (("changed", 0.5),)),)))[:67]
+    '<iframe sandbox="allow-scripts allow-downloads" title="a and &lt;b&'
+    """
+    height = _TALL if any(isinstance(block, HeatMap | Curves) for block in report.blocks) else _SHORT
+    look = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:4px;resize:vertical"
+    kept_apart = 'sandbox="allow-scripts allow-downloads"'
+    return f'<iframe {kept_apart} title="{safe(report.title)}" style="{look}" srcdoc="{escape(to_html(report))}"></iframe>'
 
 
 def chart_style() -> str:
@@ -119,7 +139,7 @@ def chart_style() -> str:
 
 @cache
 def _asset(name: str) -> str:
-    return (files("weightsmith._base.pages") / name).read_text(encoding="utf-8")
+    return (files("weightsmith._base.report") / name).read_text(encoding="utf-8")
 
 
 def _plain(text: str) -> str:
@@ -130,7 +150,7 @@ def _plain(text: str) -> str:
 def _plain_values(value: Any) -> Any:
     """JSON values with all texts as the page shows them."""
     if isinstance(value, dict):
-        return {key: _plain_values(each) for key, each in value.items()}
+        return {key: _plain_values(item) for key, item in value.items()}
     return [*map(_plain_values, value)] if isinstance(value, list) else _plain(value) if isinstance(value, str) else value
 
 
@@ -139,18 +159,18 @@ def _identifier(block: Block, i: int) -> str:
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-') or 'part'}-{i + 1}"
 
 
-def _head(page: Page) -> Iterator[str]:
-    yield f"<h1>{safe(page.title)}</h1>"
-    if page.summary:
-        yield f'<p class="verdict">{safe(page.summary[0])}</p>'
-    if page.numbers:
-        pairs = (f"<div><dt>{safe(name)}</dt><dd>{safe(number)}</dd></div>" for name, number in page.numbers)
+def _head(report: Report) -> Iterator[str]:
+    yield f"<h1>{safe(report.title)}</h1>"
+    if report.summary:
+        yield f'<p class="verdict">{safe(report.summary[0])}</p>'
+    if report.numbers:
+        pairs = (f"<div><dt>{safe(name)}</dt><dd>{safe(number)}</dd></div>" for name, number in report.numbers)
         yield f'<dl class="numbers">{"".join(pairs)}</dl>'
-    if page.models:
-        names = (f"<span><b>{safe(letter)}</b>{safe(name)}</span>" for letter, name in page.models)
+    if report.models:
+        names = (f"<span><b>{safe(letter)}</b>{safe(name)}</span>" for letter, name in report.models)
         yield f'<p class="models">{"".join(names)}</p>'
-    if page.summary[1:]:
-        yield f'<ul class="about">{"".join(f"<li>{safe(sentence)}</li>" for sentence in page.summary[1:])}</ul>'
+    if report.summary[1:]:
+        yield f'<ul class="about">{"".join(f"<li>{safe(sentence)}</li>" for sentence in report.summary[1:])}</ul>'
 
 
 def _charts(blocks: Sequence[Block], charts: Sequence[HeatMap | Curves]) -> Iterator[str]:
@@ -168,9 +188,9 @@ def _charts(blocks: Sequence[Block], charts: Sequence[HeatMap | Curves]) -> Iter
             yield f"{grid(chart, number, titled=False)}</section>"
         elif chart.group not in drawn:
             drawn.add(chart.group)
-            own = [(i, one) for i, one in enumerate(charts) if isinstance(one, HeatMap) and one.group == chart.group]
+            maps = [(i, heat) for i, heat in enumerate(charts) if isinstance(heat, HeatMap) and heat.group == chart.group]
             yield f'<section class="maps" id="{identifier}"><h2>{safe(chart.group)}</h2>{_about(chart.about)}'
-            yield f"{legend([one for _, one in own])}{''.join(grid(one, i) for i, one in own)}</section>"
+            yield f"{legend([heat for _, heat in maps])}{''.join(grid(heat, i) for i, heat in maps)}</section>"
 
 
 def _about(text: str) -> str:
@@ -219,7 +239,7 @@ def _table(table: Table) -> Iterator[str]:
 
 def _packed(table: Table, identifier: str) -> dict[str, Any]:
     """A table as columns: the names of 10,000 tensors differ little from one to the next, and their shapes are few."""
-    found: dict[str, Any] = {
+    packed: dict[str, Any] = {
         "id": identifier,
         "title": _plain(table.title),
         "name": table.name,
@@ -228,10 +248,10 @@ def _packed(table: Table, identifier: str) -> dict[str, Any]:
         "data": [_column([row[i] for row in table.rows], column.unit) for i, column in enumerate(table.columns)],
     }
     if table.places:
-        found["places"] = _column([f"{_plain(group)}\n{_plain(part)}" for group, part in table.places], "text", lines=True)
+        packed["places"] = _column([f"{_plain(group)}\n{_plain(part)}" for group, part in table.places], "text", lines=True)
     if any(one.values or one.histogram for one in table.pictures):
-        found["pictures"] = _pictures(table)
-    return found
+        packed["pictures"] = _pictures(table)
+    return packed
 
 
 def _column(values: Sequence[Value], unit: Unit, *, lines: bool = False) -> Any:
@@ -283,9 +303,9 @@ def _pictures(table: Table) -> dict[str, Any]:
     return {
         "what": table.pictures[0].what,
         "first": [rounded(first, _DIGITS) for first in firsts],
-        "values": ["".join(map(_logarithm, own)) for own in ratios],
+        "values": ["".join(map(_logarithm, values)) for values in ratios],
         "lowest": [one.lowest for one in table.pictures],
-        "histograms": ["".join(map(_bar, own)) for own in bars],
+        "histograms": ["".join(map(_bar, shares)) for shares in bars],
     }
 
 
@@ -310,44 +330,42 @@ def check_page(path: str | os.PathLike[str]) -> Path:
     Raises OutputExists for a file that is no page of weightsmith, which is not replaced; StoreError for a folder, and for a
     path below a file.
     """
-    found = real_path(expand_user(os.fspath(path)))
+    file = real_path(expand_user(os.fspath(path)))
     where = os.fspath(path)
     try:
-        given = expand_user(where).absolute()
-        if any(each.is_symlink() and not each.exists() for each in given.parents) or (
-            given.is_symlink() and not found.parent.is_dir()
+        link = expand_user(where).absolute()
+        if any(folder.is_symlink() and not folder.exists() for folder in link.parents) or (
+            link.is_symlink() and not file.parent.is_dir()
         ):
             raise _refused("there is a link to nowhere", where)
-        above = next(each for each in found.parents if os.path.lexists(each))
+        above = next(folder for folder in file.parents if os.path.lexists(folder))
         if not above.is_dir():
             raise _refused(f"{above} is no folder", where)
-        if os.path.lexists(found) and not found.is_file():
+        if os.path.lexists(file) and not file.is_file():
             raise _refused("it is a folder, or no regular file", where)
-        if found.exists():
-            with found.open("rb") as file:
-                ours = GENERATOR.encode() in file.read(_FIRST_BYTES)
+        if file.exists():
+            with file.open("rb") as opened:
+                ours = GENERATOR.encode() in opened.read(_FIRST_BYTES)
             if not ours:
                 what, fix = "the file exists, and is no report of weightsmith", "name another file, or remove this one"
                 raise OutputExists(what, where=where, fix=fix, state=NOTHING_WRITTEN)
     except (OSError, ValueError) as error:
         raise _refused(str(error), where) from error
-    return found
-
-
-def write_page(path: str | os.PathLike[str], page: Page) -> Path:
-    """Write a page, whole or not at all; an earlier page of that name is replaced. Raises as `check_page`."""
-    return write_html(path, to_html(page).encode(errors="replace"))
+    return file
 
 
 def write_html(path: str | os.PathLike[str], data: bytes) -> Path:
-    """`write_page`, of a page that is HTML already. Missing parent folders are created."""
-    found = check_page(path)
+    """Write a page, whole or not at all; an earlier page of that name is replaced. Missing parent folders are created.
+
+    Raises as `check_page`.
+    """
+    file = check_page(path)
     try:
-        found.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(found, data)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, data)
     except OSError as error:
         raise _refused(str(error), os.fspath(path), state="") from error
-    return found
+    return file
 
 
 def _refused(why: str, where: str, state: str = NOTHING_WRITTEN) -> StoreError:

@@ -1,15 +1,18 @@
-"""A page on the terminal: facts, as much of the tables as fits, heat maps as rows of blocks, and the verdict last."""
+"""A report on the terminal: facts, as much of the tables as fits, heat maps as rows of blocks, and the verdict last."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import printable
-from weightsmith._base.pages.colours import scaled
-from weightsmith._base.pages.svg import limits_text, marks_of
-from weightsmith._base.pages.values import Cell, Curves, Facts, HeatMap, Mark, Page, Table, written
+from weightsmith._base.report.blocks import Cell, Curves, Facts, HeatMap, Mark, Table, written
+from weightsmith._base.report.charts import limits_text, marks_of, scaled
 from weightsmith._base.text import BOLD, colour, columns, result, say, section, show_fact, show_table
+
+if TYPE_CHECKING:
+    from weightsmith._base.report.report import Report
 
 WIDTH = 80
 """Width of tables in a pipe or on a narrower terminal. Columns that do not fit appear on pages only."""
@@ -23,35 +26,35 @@ _MARKS |= {Mark.NEW: "+", Mark.UNDEFINED: "?"}
 _LOW, _MIDDLE, _HIGH, _BAD = "34", "36", "33", "31"
 
 
-def show_page(page: Page, *, details: bool = False) -> None:
-    """Print a page to stdout, nothing wider than the terminal, but for words that are.
+def show_report(report: Report, *, details: bool = False) -> None:
+    """Print a report to stdout, nothing wider than the terminal, but for words that are.
 
     details  with the tables that heat maps lead to, of which each tensor has a row
     """
     first = True
-    for block in page.blocks:
+    for block in report.blocks:
         if isinstance(block, Facts):
             if not first:
                 section(block.title)
             _show_facts(block)
             first = False
-    for block in page.blocks:
+    for block in report.blocks:
         if isinstance(block, Table) and len(block.columns) > 1 and (details or not block.name):
             _show_table(block, first=first)
             first = False
-    for found in _maps(page):
-        _show_map(found)
+    for heat in _maps(report):
+        _show_map(heat)
         first = False
-    if page.summary and not first:
+    if report.summary and not first:
         result()
-    for i, sentence in enumerate(page.summary):
+    for i, sentence in enumerate(report.summary):
         say(colour(printable(sentence), BOLD, sys.stdout) if i == 0 and _short(sentence) else printable(sentence))
 
 
-def _maps(page: Page) -> Iterator[HeatMap]:
-    """The heat maps of a page; of maps that are compared the lines by layer, a row for each."""
-    compared = any(isinstance(block, HeatMap) and block.group for block in page.blocks)
-    for block in page.blocks:
+def _maps(report: Report) -> Iterator[HeatMap]:
+    """The heat maps of a report; of maps that are compared the lines by layer, a row for each."""
+    compared = any(isinstance(block, HeatMap) and block.group for block in report.blocks)
+    for block in report.blocks:
         if isinstance(block, HeatMap) and not block.group:
             yield block
         elif isinstance(block, Curves) and compared and block.series:
@@ -86,10 +89,10 @@ def _show_table(table: Table, *, first: bool) -> None:
         for row in table.rows[:ROWS]
     ]
     heads = tuple(column.name for column in table.columns)
-    left, shown = max(WIDTH, columns(sys.stdout) or 0) + 2, 0
+    room, shown = max(WIDTH, columns(sys.stdout) or 0) + 2, 0
     for i, cells in enumerate(zip(heads, *rows, strict=True)):
-        left -= max(map(len, cells)) + 2
-        if left >= 0 or i < COLUMNS:
+        room -= max(map(len, cells)) + 2
+        if room >= 0 or i < COLUMNS:
             shown = i + 1
     right = {i for i, column in enumerate(table.columns) if column.unit != "text"}
     show_table(heads[:shown], [row[:shown] for row in rows], right=right)
@@ -100,23 +103,23 @@ def _show_table(table: Table, *, first: bool) -> None:
 # ---- Heat maps: a character for each layer.
 
 
-def _show_map(found: HeatMap) -> None:
+def _show_map(heat: HeatMap) -> None:
     """A row of blocks for each part; layers that do not fit follow below."""
-    section(_lower(found.title))
+    section(_lower(heat.title))
     wide = _encodes()
-    names = [printable(name) for name in found.rows]
+    names = [printable(name) for name in heat.rows]
     width = max(columns(sys.stdout) or WIDTH, 20)
     label = min(max(map(len, names)), width // 2 - 2)
     room = width - label - 2
-    colours = [scaled(row, found.scale, found.limits) for row in found.values]
-    for start in range(0, len(found.columns), room):
-        end = min(len(found.columns), start + room)
-        for name, values, shares in zip(names, found.values, colours, strict=True):
+    colours = [scaled(row, heat.scale, heat.limits) for row in heat.values]
+    for start in range(0, len(heat.columns), room):
+        end = min(len(heat.columns), start + room)
+        for name, values, shares in zip(names, heat.values, colours, strict=True):
             text = "".join(_block(v, share, wide=wide) for v, share in zip(values[start:end], shares[start:end], strict=True))
             result(f"{_cut(name, label):<{label}}  {text}")
-        first, last = found.columns[start], found.columns[end - 1]
-        result(f"{'':<{label}}  {found.axis} {first}{f' to {last}' if last != first else ''}")
-    for line in _legend(found, wide=wide):
+        first, last = heat.columns[start], heat.columns[end - 1]
+        result(f"{'':<{label}}  {heat.axis} {first}{f' to {last}' if last != first else ''}")
+    for line in _legend(heat, wide=wide):
         say(line)
 
 
@@ -146,10 +149,10 @@ def _block(value: Cell, share: float | None, *, wide: bool) -> str:
     return colour((_BLOCKS if wide else _ASCII)[level], code, sys.stdout)
 
 
-def _legend(found: HeatMap, *, wide: bool) -> Iterator[str]:
+def _legend(heat: HeatMap, *, wide: bool) -> Iterator[str]:
     blocks = _BLOCKS if wide else _ASCII
-    if found.limits is not None:
-        yield f"{blocks[0]} to {blocks[-1]}: {limits_text(found)}"
-    signs = [f"{_MARKS[m] if wide or m is not Mark.NOTHING else '.'} {m.meaning}" for m in marks_of(found)]
+    if heat.limits is not None:
+        yield f"{blocks[0]} to {blocks[-1]}: {limits_text(heat)}"
+    signs = [f"{_MARKS[m] if wide or m is not Mark.NOTHING else '.'} {m.meaning}" for m in marks_of(heat)]
     if signs:
         yield ", ".join(signs)

@@ -1,13 +1,14 @@
-"""What a page shows, as values, and how numbers and names are written on it."""
+"""What a report shows, as values: facts, tables, heat maps, curves; and how numbers and names are written in it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from weightsmith._base.errors import printable
 from weightsmith._base.redaction import redacted
@@ -201,8 +202,8 @@ def rounded(value: float, digits: int) -> float:
     """
     if isinstance(value, int):
         return value
-    found = float(f"{value:.{digits}g}")
-    return int(found) if found.is_integer() and abs(found) < 1e15 else found
+    number = float(f"{value:.{digits}g}")
+    return int(number) if number.is_integer() and abs(number) < 1e15 else number
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,26 +266,6 @@ class Code:
 
 
 Block = Table | HeatMap | Curves | Facts | Code
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A report.
-
-    title    what it is about
-    summary  sentences; the first is the verdict
-    blocks   in the order in which they are shown
-    data     all of it as JSON values, for --json
-    numbers  the three numbers that matter most: a name, and the number as it is written
-    models   the letters that stand for models, and their names
-    """
-
-    title: str
-    summary: tuple[str, ...]
-    blocks: tuple[Block, ...]
-    data: Mapping[str, Any] = field(default_factory=dict)
-    numbers: tuple[tuple[str, str], ...] = ()
-    models: tuple[tuple[str, str], ...] = ()
 
 
 # ---- How numbers and names are written on pages.
@@ -363,3 +344,97 @@ def safe(text: str) -> str:
     &lt;b&gt;\x1b
     """
     return escape(printable(redacted(text)))
+
+
+# ---- Heat maps of numbers that belong to places in a model.
+
+T = TypeVar("T")
+_NUMBERS = re.compile(r"\d+")
+
+
+class Placed(Protocol):
+    """Where something is: prefix of its stack ("" outside the layers), number of its layer, and what it is in the layer."""
+
+    @property
+    def stack(self) -> str: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def part(self) -> str: ...
+
+
+def heat_maps(
+    title: str,
+    items: Iterable[tuple[Placed, T]],
+    value: Callable[[Sequence[T]], float | Mark],
+    unit: Unit,
+    about: str,
+    *,
+    scale: Scale = "linear",
+    detail: str = "",
+    span: tuple[float, float] | None = None,
+    group: str = "",
+    name: Callable[[T], str] | None = None,
+) -> list[HeatMap]:
+    """One heat map for each stack of layers, all with one scale; without those where nothing differs or nothing applies.
+
+    items  what is where; of what is outside the layers nothing is shown
+    value  one number for all items of a part in a layer, or a mark; nan: `Mark.UNDEFINED`
+    span, group  see `HeatMap`
+    name   of an item's tensor; with it, parts that have several tensors in a layer (experts) can be unfolded
+    """
+    stacks: dict[str, dict[tuple[str, int], list[T]]] = {}
+    for place, item in items:
+        if place.stack:
+            stacks.setdefault(place.stack, {}).setdefault((place.part, place.layer), []).append(item)
+    maps: list[HeatMap] = []
+    for stack, cells in stacks.items():
+        layers, parts = sorted({layer for _, layer in cells}), tuple(dict.fromkeys(part for part, _ in cells))
+        values = tuple(
+            tuple(_defined(value(cells[part, at])) if (part, at) in cells else None for at in layers) for part in parts
+        )
+        if any(value not in (None, Mark.SAME, Mark.NOTHING) for row in values for value in row):
+            titled = f"{title} ({stack})" if len(stacks) > 1 else title
+            folds = () if name is None else tuple(_folds(stack, parts, layers, cells, value, name))
+            columns = tuple(map(str, layers))
+            maps.append(
+                HeatMap(titled, parts, columns, values, unit, about, scale, detail, span, stack, group=group, folds=folds)
+            )
+    common = span or span_of((v for heat in maps for row in heat.values for v in row), scale)
+    return [replace(heat, span=common) for heat in maps]
+
+
+def _folds(
+    stack: str,
+    parts: Sequence[str],
+    layers: Sequence[int],
+    cells: Mapping[tuple[str, int], Sequence[T]],
+    value: Callable[[Sequence[T]], float | Mark],
+    name: Callable[[T], str],
+) -> Iterator[Fold]:
+    """The rows of the experts of each part that has some."""
+    for part in parts:
+        rows: dict[str, dict[int, T]] = {}
+        for at in layers:
+            for item in cells.get((part, at), ()):
+                rows.setdefault(_expert(name(item), f"{stack}{at}."), {})[at] = item
+        if len(rows) > 1 and sum(map(len, rows.values())) == sum(len(cells.get((part, at), ())) for at in layers):
+            ordered = sorted(rows, key=lambda row: [int(n) for n in _NUMBERS.findall(row)])
+            values = tuple(
+                tuple(_defined(value([rows[row][at]])) if at in rows[row] else None for at in layers) for row in ordered
+            )
+            if any(value not in (None, Mark.SAME, Mark.NOTHING) for row in values for value in row):
+                yield Fold(part, tuple(ordered), values)
+
+
+def _expert(name: str, layer: str) -> str:
+    """The numbers in a tensor's name, which tell it from the others of its part.
+
+    >>> _expert("model.layers.3.mlp.experts.7.up_proj.weight", "model.layers.3.")
+    'expert 7'
+    """
+    return f"expert {'.'.join(_NUMBERS.findall(name.removeprefix(layer)))}"
+
+
+def _defined(value: float | Mark) -> float | Mark:
+    return value if isinstance(value, Mark) or not math.isnan(value) else Mark.UNDEFINED

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 
 from weightsmith._base.errors import OutputExists, StoreError, printable
-from weightsmith._base.pages import Code, Column, Curves, Facts, HeatMap, Mark, Page, Pictures, Table, to_html, write_page
-from weightsmith._base.pages.html import STATIC_ROWS, _column, _logarithm
-from weightsmith._base.pages.values import Fold, Unit
+from weightsmith._base.report import Code, Column, Curves, Facts, HeatMap, Mark, Pictures, Report, Table, to_html
+from weightsmith._base.report.blocks import Fold, Unit
+from weightsmith._base.report.html import STATIC_ROWS, _column, _logarithm
 
 HOSTILE = "</script><img src=http://evil/x onerror=alert(1)>\x1b[2J\"'"
 LAYERS = tuple(map(str, range(30)))
 PARTS = ("self_attn.q_proj", "mlp.up_proj", HOSTILE)
 
 
-def a_page(layers: tuple[str, ...] = LAYERS, parts: tuple[str, ...] = PARTS) -> Page:
+def a_page(layers: tuple[str, ...] = LAYERS, parts: tuple[str, ...] = PARTS) -> Report:
     values = tuple(tuple(1e-4 * (1 + i) * (1 + j) for i in range(len(layers))) for j in range(len(parts)))
     places = tuple((f"layers.{r}", c) for r in layers for c in parts)
     rows = tuple((f"{r}.{c}", values[j][i], None) for i, r in enumerate(layers) for j, c in enumerate(parts))
     pictures = tuple(Pictures((2.0, 1.0, 0.5), (0.25, 0.75), -9, "difference") for _ in rows)
-    return Page(
+    return Report(
         f"a and {HOSTILE}",
         (f"It is {HOSTILE}.", "A second sentence."),
         (
@@ -118,7 +118,7 @@ def test_a_report_of_ten_thousand_tensors_has_all_of_them_in_two_megabytes() -> 
         HeatMap(title, parts, tuple(map(str, range(83))), cells, "share", prefix="model.layers.", folds=folds) for title in "ab"
     ]
     table = Table("Tensors", columns, tuple(rows), name="tensors", places=tuple(places), pictures=tuple(pictures))
-    text = to_html(Page("Large", ("One.",), (*maps, table)))
+    text = to_html(Report("Large", ("One.",), (*maps, table)))
     assert len(rows) == 9_960
     assert len(text.encode()) < 2_000_000
     assert "9,960 rows" in text
@@ -133,7 +133,7 @@ def test_the_verdict_and_three_numbers_come_first_and_tables_are_folded() -> Non
     assert sorted(order, key=text.index) == order
     assert "<details open>" not in text
     assert text.count('type="search"') == 1  # not for a table of two rows
-    without = Page("t", ("v",), (Table("Few", (Column("name"),), (("a",),)), Facts("F", (("a", 1),))))
+    without = Report("t", ("v",), (Table("Few", (Column("name"),), (("a",),)), Facts("F", (("a", 1),))))
     assert to_html(without).count("<details open>") == 2  # what has no chart is not folded
 
 
@@ -162,27 +162,27 @@ def test_singular_values_are_packed_to_four_digits() -> None:
 
 
 def test_only_a_report_is_replaced(tmp_path: Path) -> None:
-    path = write_page(tmp_path / "r.html", a_page())
+    path = a_page().write(tmp_path / "r.html")
     before = path.read_bytes()
-    assert write_page(path, a_page(LAYERS[:2])).read_bytes() != before
+    assert a_page(LAYERS[:2]).write(path).read_bytes() != before
     (tmp_path / "mine.html").write_text("<!doctype html><p>mine")
     with pytest.raises(OutputExists, match="no report of weightsmith"):
-        write_page(tmp_path / "mine.html", a_page())
+        a_page().write(tmp_path / "mine.html")
     assert (tmp_path / "mine.html").read_text() == "<!doctype html><p>mine"
     os.mkfifo(tmp_path / "pipe")
     for wrong in (tmp_path, tmp_path / "mine.html" / "r.html", tmp_path / "pipe"):
         with pytest.raises(StoreError, match="the report cannot be written"):
-            write_page(wrong, a_page())
-    assert write_page(tmp_path / "new" / "r.html", a_page()).is_file()
+            a_page().write(wrong)
+    assert a_page().write(tmp_path / "new" / "r.html").is_file()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.html", "new", "pipe", "r.html"]
 
 
 def test_missing_folders_are_created(tmp_path: Path) -> None:
-    assert write_page(tmp_path / "new/folder/r.html", a_page()).is_file()
+    assert a_page().write(tmp_path / "new/folder/r.html").is_file()
 
 
 def test_what_fails_leaves_the_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_page(tmp_path / "r.html", a_page())
+    path = a_page().write(tmp_path / "r.html")
     before = path.read_bytes()
 
     def full(self: Path, target: Path) -> Path:
@@ -190,6 +190,6 @@ def test_what_fails_leaves_the_earlier_report(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(StoreError, match="No space left"):
-        write_page(path, a_page(LAYERS[:2]))
+        a_page(LAYERS[:2]).write(path)
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1

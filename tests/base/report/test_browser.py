@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.base.pages.test_pages import HOSTILE, LAYERS, PARTS, a_page
+from tests.base.report.test_pages import HOSTILE, LAYERS, PARTS, a_page
 from tests.browser_help import browser
 from weightsmith._base.errors import printable
-from weightsmith._base.pages import Column, Curves, HeatMap, Mark, Page, Table, write_page
-from weightsmith._base.pages.values import Fold, Unit, written
+from weightsmith._base.report import Column, Curves, HeatMap, Mark, Report, Table
+from weightsmith._base.report.blocks import Fold, Unit, written
 
 __all__ = ["browser"]
 
@@ -43,7 +43,7 @@ def cell(page: Any, row: int, column: int) -> Any:
 
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
-    return write_page(tmp_path / "r.html", a_page())
+    return a_page().write(tmp_path / "r.html")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
@@ -127,7 +127,7 @@ def test_tables_are_searched_sorted_and_saved(browser: Any, report: Path) -> Non
 def test_ten_thousand_rows_scroll_and_few_are_in_the_document(browser: Any, tmp_path: Path) -> None:
     rows = tuple((f"model.layers.{i}.weight", i / 10_000) for i in range(10_000))
     columns = Column("tensor"), Column("moved", "share")
-    with opened(browser, write_page(tmp_path / "r.html", Page("t", ("v",), (Table("All", columns, rows),)))) as page:
+    with opened(browser, Report("t", ("v",), (Table("All", columns, rows),)).write(tmp_path / "r.html")) as page:
         page.locator("summary").click()
         shown = "section.table tbody tr:not(.gap)"
         assert page.locator(shown).count() < 100
@@ -152,7 +152,7 @@ def test_experts_unfold_and_their_cells_have_values(browser: Any, tmp_path: Path
     rows = tuple((f"{i}.mlp.experts.{e}.up.weight",) for i in range(2) for e in (0, 7))
     places = tuple((str(i), "mlp.experts.up") for i in range(2) for _ in range(2))
     table = Table("Tensors", (Column("tensor"),), rows, name="tensors", places=places)
-    with opened(browser, write_page(tmp_path / "r.html", Page("t", ("v",), (found, table)))) as page:
+    with opened(browser, Report("t", ("v",), (found, table)).write(tmp_path / "r.html")) as page:
         page.locator("button.fold").click()
         assert page.locator("tr.inner th").all_inner_texts() == ["expert 0", "expert 7"]
         assert page.locator("tr.inner td").nth(1).get_attribute("class") == "m-nan"
@@ -197,7 +197,7 @@ def test_without_its_script_a_page_has_its_maps_and_tables(browser: Any, report:
 @pytest.mark.parametrize("width", [1280, 390])
 def test_lines_say_their_values_at_the_pointer_a_tap_and_by_keys(browser: Any, tmp_path: Path, width: int) -> None:
     lines = Curves("Moved", (("A", (0.5, None, 0.25)), ("<b>B", (0.1, 0.2, 0.3))), "layer", "share", "share", first=4)
-    report = write_page(tmp_path / "r.html", Page("lines", ("One.",), (lines,)))
+    report = Report("lines", ("One.",), (lines,)).write(tmp_path / "r.html")
     with opened(browser, report, viewport={"width": width, "height": 800}, has_touch=width < 500) as page:
         svg, said = page.locator("section.curves svg"), page.locator("section.curves .said")
         box = svg.bounding_box()

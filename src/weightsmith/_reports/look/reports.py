@@ -1,4 +1,4 @@
-"""What was found, as pages: `--report FILE.html`."""
+"""The reports of inspections, differences, comparisons and previews."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from types import MappingProxyType
 from typing import Any
 
 from weightsmith._base.groups import grouped
-from weightsmith._base.pages import Code, Column, Curves, Facts, Mark, Page, Pictures, Table, heat_maps
-from weightsmith._base.pages.values import Block, Unit, Value, finite_or_mark, many, span_of, written
+from weightsmith._base.report import Code, Column, Curves, Facts, Mark, Pictures, Report, Table, heat_maps
+from weightsmith._base.report.blocks import Block, Unit, Value, finite_or_mark, many, span_of, written
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count, size
 from weightsmith._execution.distance import share_of
 from weightsmith._reports.look.comparison import Alignment, Comparison, letters
-from weightsmith._reports.look.files import FileDifference
+from weightsmith._reports.look.difference import Difference, GroupDifference, TensorDifference
 from weightsmith._reports.look.inspect import Amount, Inspection, TensorStatistics
-from weightsmith._reports.look.models import OUTSIDE, Place, by_layer_and_part
-from weightsmith._reports.look.nonfinite import mark_of, together
+from weightsmith._reports.look.models import OUTSIDE, FileDifference, Place, by_layer_and_part
 from weightsmith._reports.look.preview import GroupPreview, Preview
-from weightsmith._reports.look.surveys import shares
-from weightsmith._reports.look.values import Difference, GroupDifference, TensorDifference
+from weightsmith._reports.look.surveys import mark_of, shares, together
 
 SPECTRA = 8
 """Parts whose spectra are drawn."""
@@ -42,7 +40,7 @@ _name = attrgetter("name")
 _LEFT_OUT = "Norms and cosines are of the tensors without NaN and infinities."
 
 
-def difference_page(found: Difference) -> Page:
+def difference_report(found: Difference) -> Report:
     """What a model differs in from another."""
     a, b = found.names
     total = found.total
@@ -82,10 +80,10 @@ def difference_page(found: Difference) -> Page:
         (f"cosine of A and B{_of_measured(total)}", written(total.cosine, "cosine")),
     )
     title, models = f"{b}, compared with {a}", tuple(zip("AB", found.names, strict=True))
-    return Page(title, found.reading, tuple(blocks), found.to_json(), numbers, models)
+    return Report(title, found.reading, tuple(blocks), found.to_json(), numbers, models)
 
 
-def comparison_page(found: Comparison) -> Page:
+def comparison_report(found: Comparison) -> Report:
     """The task vectors of several models, side by side."""
     names = letters(len(found.names))
     pairs = [f"{names[i]} and {names[j]}" for i, j in found.pairs]
@@ -151,10 +149,10 @@ def comparison_page(found: Comparison) -> Page:
     )
     models = (("base", found.base), *zip(names, found.names, strict=True))
     title = f"Task vectors of {len(found.names)} models"
-    return Page(title, found.reading, tuple(blocks), found.to_json(), numbers, models)
+    return Report(title, found.reading, tuple(blocks), found.to_json(), numbers, models)
 
 
-def preview_page(found: Preview, costs: Mapping[str, int] = MappingProxyType({})) -> Page:
+def preview_report(found: Preview, costs: Mapping[str, int] = MappingProxyType({})) -> Report:
     """What a merge will do to its models. costs: bytes and threads of the merge, by name."""
     names = letters(len(found.names))
     sampled = f"{written(found.looked_at / max(1, found.elements), 'share')} of {many(found.elements)} elements"
@@ -194,10 +192,10 @@ def preview_page(found: Preview, costs: Mapping[str, int] = MappingProxyType({})
     summary = [*warnings, f"{verdict}."] if found.stops else [f"{verdict}.", *warnings]
     models = (("base", found.base), *zip(names, found.names, strict=True))
     title, data = f"Preview of a merge with {found.method}", found.to_json() | {"merge": dict(costs)}
-    return Page(title, tuple(summary), tuple(blocks), data, tuple(numbers), models)
+    return Report(title, tuple(summary), tuple(blocks), data, tuple(numbers), models)
 
 
-def inspection_page(found: Inspection) -> Page:
+def inspection_report(found: Inspection) -> Report:
     """What a model is."""
     blocks: list[Block] = []
     facts: list[Block] = [_facts(found), _amounts("Parts", found.parts), _amounts("Dtypes", found.dtypes)]
@@ -230,7 +228,7 @@ def inspection_page(found: Inspection) -> Page:
     numbers = [("parameters", many(found.elements)), ("weight files", size(sum(nbytes for _, nbytes in found.files)))]
     layers = sum(stack.layers for stack in found.stacks)
     numbers += [("layers", f"{layers:,}")] if layers else []
-    return Page(found.name, (*summary, *found.notes), tuple(blocks), found.to_json(), tuple(numbers))
+    return Report(found.name, (*summary, *found.notes), tuple(blocks), found.to_json(), tuple(numbers))
 
 
 def _pictures(tensor: TensorDifference) -> Pictures:
