@@ -116,11 +116,11 @@ class Sum(Mapping[str, Any]):
         """As one would write it, with the coefficients added up."""
         total = math.fsum(self.coefficients.values())
         if self._base is not None and abs(total - 1) <= _TOLERANCE:
-            others = {
-                name: coefficient for name, coefficient in self.coefficients.items() if name != self._base and coefficient
-            }
-            return f"<{_joined([self._base, *(f'{_times(coefficient)}({name} - {self._base})' for name, coefficient in others.items())])}>"
-        return f"<{_joined([f'{_times(coefficient)}{name}' for name, coefficient in self.coefficients.items() if coefficient]) or '0'}>"
+            others = {name: factor for name, factor in self.coefficients.items() if name != self._base and factor}
+            return (
+                f"<{_joined([self._base, *(f'{_times(factor)}({name} - {self._base})' for name, factor in others.items())])}>"
+            )
+        return f"<{_joined([f'{_times(factor)}{name}' for name, factor in self.coefficients.items() if factor]) or '0'}>"
 
 
 def _number(value: object) -> float | None:
