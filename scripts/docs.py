@@ -30,7 +30,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from typer.main import get_command
 
@@ -42,11 +42,14 @@ from weightsmith._app.cli.help import HelpPage, Rows, overview, page_of
 from weightsmith._app.cli.mergekit_flags import FLAGS
 from weightsmith._base.options import Option, find_option, option_records, options_of
 from weightsmith._base.tensors import DTYPE_NAMES, DType
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.mixture.layouts import LAYOUTS
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._methods import all_methods
 from weightsmith._methods.base import FAMILIES, BaseRole, Method, Parameter
 from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
 from weightsmith._models.formats.engines import ENGINES, SUPPORT, Support, find_support, formats_of
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import HARMLESS, RETIRED
 from weightsmith._planning.recipe.grammar import LEVELS
 from weightsmith._planning.recipe.kinds import NO_EFFECT, NOT_IN_MIXTURES, Key, Level
@@ -185,30 +188,56 @@ def _typed(option: Option) -> str:
     return f"{name} | None" if option.optional and name != "Any" else name
 
 
+SHARED = {
+    "recipes": RecipeOptions,
+    "quantised formats": QuantizeSettings,
+    "runs": RunOptions,
+}
+"""Options that several commands have, by the heading under which docs/cli.md lists them once."""
+
+
 def _commands() -> dict[str, str]:
-    """The table of each command's options. What is as in `merge` is one row of the others."""
+    """The tables of options: those that commands share, and what each command has besides."""
     app = make_app()
     group = get_command(app)
     callbacks = {str(each.name or each.callback.__name__.replace("_", "-")): each.callback for each in app.registered_commands}
-    own = {name: _flags(group.commands[name], getattr(callbacks[name], "flags", {})) for name in group.commands}
-    shared = set(own["merge"])
-    tables = {}
-    for name, rows in own.items():
-        same = [row for row in rows if name != "merge" and row in shared]
-        listed = [row for row in rows if row not in same]
-        if same:
-            listed.append((", ".join(row[0] for row in same), "", "as for [merge](#weightsmith-merge)"))
-        has_keywords = any(row[1] for row in listed)
+    flags = {name: _flags(group.commands[name], getattr(callbacks[name], "flags", {})) for name in group.commands}
+    tables, of_record = {}, {id(option): title for title, kind in SHARED.items() for option in options_of(kind).values()}
+    for title in SHARED:
+        commands = dict[tuple[str, str, str], list[str]]()
+        for name, rows in flags.items():
+            for row in rows:
+                if of_record.get(id(row.option)) == title and not row.is_named:
+                    commands.setdefault(row[:3], []).append(name)
+        cells = [(*row, ", ".join(f"`{name}`" for name in names)) for row, names in commands.items()]
+        tables[title] = table(("option", "in Python", "", "commands"), cells)
+    for name, rows in flags.items():
+        special = [row for row in rows if id(row.option) not in of_record or row.is_named]
+        has_keywords = any(row.keyword for row in special)
         head = ("option", "in Python", "") if has_keywords else ("option", "")
-        tables[name] = table(head, listed if has_keywords else [(row[0], row[2]) for row in listed]) if listed else ""
+        cells = [(row.names, row.keyword, row.text) if has_keywords else (row.names, row.text) for row in special]
+        also = [title for title in SHARED if any(of_record.get(id(row.option)) == title for row in rows if row not in special)]
+        links = [f"[{title}](#options-of-{title.replace(' ', '-')})" for title in also]
+        after = f"Also the options of {', '.join(links[:-1])}{' and ' if links[1:] else ''}{links[-1]}." if links else ""
+        tables[name] = "\n\n".join(filter(None, [table(head, cells) if cells else "", after]))
     return tables
 
 
-def _flags(command: Any, options: Mapping[str, Option]) -> list[tuple[str, str, str]]:
-    """Flags, keyword and meaning of each option of a command."""
+class _Flag(NamedTuple):
+    """An option of a command, as a row of a table. is_named: it has a name of its own there, or must be given."""
+
+    names: str
+    keyword: str
+    text: str
+    option: Option | None
+    is_named: bool
+
+
+def _flags(command: Any, options: Mapping[str, Option]) -> list[_Flag]:
+    """The options of a command."""
     rows = []
     for parameter in command.params:
-        if parameter.param_type_name != "option" or parameter.name in ("help", "verbose"):
+        if parameter.param_type_name != "option" or parameter.name in ("help", "help_all", "verbose"):
             continue
         found = options.get(parameter.name)
         names = [f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts)]
@@ -217,13 +246,15 @@ def _flags(command: Any, options: Mapping[str, Option]) -> list[tuple[str, str, 
         text, default = parameter.help.partition(" [default: ")[0], parameter.default if parameter.show_default else None
         if found is not None:
             text = " ".join(filter(None, [found.sentence(lambda name: f"`{find_option(name).flag()}`"), found.more]))
-            default = parameter.default if found.type is bool and found.default is not None else found.default_text()
+            words = found.default_text(command.callback.__name__)
+            default = parameter.default if found.type is bool and found.default is not None else words
         if isinstance(default, bool):
             chosen = (parameter.opts if default else parameter.secondary_opts)[-1:]
             default = f"`{chosen[0]}`" if chosen and parameter.secondary_opts else ""
         if default:
             text += f" Default: {default}."
-        rows.append((", ".join(names), "" if found is None else f"`{parameter.name}`", text))
+        is_named = found is not None and parameter.name != found.name
+        rows.append(_Flag(", ".join(names), "" if found is None else f"`{parameter.name}`", text, found, is_named))
     return rows
 
 
@@ -492,7 +523,7 @@ def _cell(support: Support | None) -> str:
 THEMES = {
     "Make models": (
         *("merge", "model", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Progress"),
+        *("auto", "tune", "write", "plan", "run", "Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Summary", "Progress"),
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),

@@ -318,18 +318,22 @@ def _skipped(node: ast.AST) -> Iterator[int]:
 # ---- tests
 
 
+QUICK = "not slow and not second and not sweep"
+"""Marks of tests. What lives is to be caught by the first ring, which every change runs."""
+
+
 def stages(file: Path, near: bool) -> Iterator[Stage]:
     """What a mutant of this module has to survive."""
     groups = list(tests_of(file))
     of_kernels = file.is_relative_to(PACKAGE / "_kernels")
     kernels: Literal["kept", "compiled"] = "compiled" if of_kernels or file == PACKAGE / "_base" / "tensors.py" else "kept"
     if of_kernels:
-        yield Stage(("tests/kernels",), "not slow and not sweep", "plain")
-    yield Stage((str(file), *groups[0]), "not slow and not sweep", kernels)
+        yield Stage(("tests/kernels",), QUICK, "plain")
+    yield Stage((str(file), *groups[0]), QUICK, kernels)
     if not near:
         for tests in groups[1:]:
-            yield Stage(tests, "not slow and not sweep", kernels)
-        yield Stage(tuple(test for tests in groups for test in tests), "slow and not sweep", kernels)
+            yield Stage(tests, QUICK, kernels)
+        yield Stage(tuple(test for tests in groups for test in tests), "slow and not second and not sweep", kernels)
 
 
 def tests_of(file: Path) -> Iterator[tuple[str, ...]]:

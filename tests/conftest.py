@@ -58,6 +58,16 @@ def pytest_configure(config: pytest.Config) -> None:
         _locks = str(Path(config.option.basetemp).parent)
 
 
+SECOND_RING = {"matrix", "process", "reader", "repository", "store"}
+"""Marks of tests that `make test` leaves to `make test-all`; pyproject.toml says what each is."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give the tests of the second ring one mark, by which they are chosen."""
+    if any(mark.name in SECOND_RING for mark in item.iter_markers()):
+        item.add_marker("second")
+
+
 def njit_once(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:
     """A kernel that two workers need is compiled by one of them. The other waits, and finds it in the cache."""
     made = _njit(function, called_by_kernel, digest)

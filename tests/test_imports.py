@@ -44,6 +44,7 @@ NAMES = [
     "ShapeError",
     "StoreError",
     "Sum",
+    "Summary",
     "SyntaxProblem",
     "TensorLost",
     "Tuning",
@@ -124,7 +125,8 @@ def test_a_merge_imports_the_rooms_that_it_needs_and_a_plan_no_compiler(tmp_path
     assert "pydantic" not in merged
     others = (
         *("_features.adapters.merge", "_features.mixture", "_features.quantisation.", "_features.transplant"),
-        *("_activations.decoder", "_reports.look.", "_app.studio", "testing"),
+        *("_activations", "_reports.look.", "_app.studio", "testing"),
+        *("_methods.ties", "_models.formats.gguf", "_models.formats.gptq", "_models.lora.apply"),
     )
     imported = [name for name in merged if name.startswith(tuple(f"weightsmith.{other}" for other in others))]
     assert [name for name in imported if not name.endswith(".options")] == []

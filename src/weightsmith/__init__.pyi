@@ -53,6 +53,7 @@ from weightsmith._outputs.save import save_model as save_model
 from weightsmith._planning.recipe.sums import Sum as Sum
 from weightsmith._planning.recipe.sums import model as model
 from weightsmith._plans import Plan as Plan
+from weightsmith._plans.summary import Summary as Summary
 from weightsmith._reports.auto.auto import auto as auto
 from weightsmith._reports.auto.result import Auto as Auto
 from weightsmith._reports.auto.write import OwnText as OwnText

@@ -244,9 +244,9 @@ def test_what_is_made_with_a_statistic_is_as_if_computed_alone(
     def noted(module: Any, name: str) -> None:
         compute = getattr(module, name)
 
-        def run(bench: ProductContext, *more: Any) -> Arrays:
-            made.append(bench.product.name.partition(": ")[2])
-            return compute(bench, *more)
+        def run(context: ProductContext, *more: Any) -> Arrays:
+            made.append(context.product.name.partition(": ")[2])
+            return compute(context, *more)
 
         monkeypatch.setattr(module, name, run)
 

@@ -73,7 +73,11 @@ def flags_of(command: str) -> dict[str, Any]:
 def section(command: str) -> str:
     """What docs/cli.md says of a command."""
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    return text.partition(f"<!-- options of {command}:begin -->")[2].partition(":end -->")[0]
+    listed = text.partition(f"<!-- options of {command}:begin -->")[2].partition(":end -->")[0]
+    shared = [title for title in ("recipes", "quantised formats", "runs") if f"[{title}](#options-of-" in listed]
+    return "\n".join(
+        [listed, *(row for title in shared for row in section(title).splitlines() if f"`{command}`" in row.split(" | ")[-1])]
+    )
 
 
 # ---- every option is everywhere

@@ -12,9 +12,9 @@ from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    work = LayerWork.of(bench.product)
-    return embedded(bench, work.base, bench.arrays(work.states)[0])
+def _compute(context: ProductContext) -> Arrays:
+    work = LayerWork.of(context.product)
+    return embedded(context, work.base, context.arrays(work.states)[0])
 
 
 def _check(product: Product) -> str:

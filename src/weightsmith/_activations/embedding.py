@@ -17,21 +17,21 @@ from weightsmith._plans import FileRead, Product
 from weightsmith.abc.product import Arrays
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    work = EmbeddingWork.of(bench.product)
-    vocabulary = next(step.out.shape[0] for step in bench.product.steps if is_embedding(step.out))
-    rows = rows_of(work.text, bench.folder(work.base.model), vocabulary, work.bos)
-    return embedded(bench, work.base, rows)
+def _compute(context: ProductContext) -> Arrays:
+    work = EmbeddingWork.of(context.product)
+    vocabulary = next(step.out.shape[0] for step in context.product.steps if is_embedding(step.out))
+    rows = rows_of(work.text, context.folder(work.base.model), vocabulary, work.bos)
+    return embedded(context, work.base, rows)
 
 
-def embedded(bench: ProductContext, base: Base, ids: npt.NDArray[np.int32]) -> Arrays:
+def embedded(context: ProductContext, base: Base, ids: npt.NDArray[np.int32]) -> Arrays:
     """Embed rows of tokens, int32 [rows, tokens]: the states that enter the first layer."""
     from weightsmith._activations.running import PhaseProgress, decoder_of
     from weightsmith._outputs.local.products import release_pages
 
-    progress = PhaseProgress(bench, base, 0, 0, 0)
-    [states] = bench.create()
-    for row, hidden in enumerate(decoder_of(base).embedded(bench, ids.tolist())):
+    progress = PhaseProgress(context, base, 0, 0, 0)
+    [states] = context.create()
+    for row, hidden in enumerate(decoder_of(base).embedded(context, ids.tolist())):
         states[row] = hidden.numpy()
         progress(0)
     release_pages(states)

@@ -11,9 +11,9 @@ from weightsmith._plans.codec import has_type
 from weightsmith.abc.product import Arrays
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     what = "this plan continues from arrays that only the command that made it has"
-    raise CheckpointError(what, where=f"product {bench.product.name}", fix="run that command again: weightsmith eval")
+    raise CheckpointError(what, where=f"product {context.product.name}", fix="run that command again: weightsmith eval")
 
 
 def _check(product: Product) -> str:

@@ -83,28 +83,28 @@ class LossesWork(LayerWork):
         return (*own, *(TensorSpec(f"{prefix}kept {name}", DTYPES["F32"], weights[name]) for name in self.kept))
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import PhaseProgress, Rows, decoder_of, device_of
     from weightsmith._outputs.local.products import release_pages
 
-    work, device = LossesWork.of(bench.product), device_of(bench)
-    ids, scored = bench.arrays(work.rows)
-    progress = PhaseProgress(bench, work.base, 0, 0, work.base.layers)
-    rows = Rows(bench, work.base, bench.arrays(work.states)[0], device, progress)
-    arrays = bench.create()
+    work, device = LossesWork.of(context.product), device_of(context)
+    ids, scored = context.arrays(work.rows)
+    progress = PhaseProgress(context, work.base, 0, 0, work.base.layers)
+    rows = Rows(context, work.base, context.arrays(work.states)[0], device, progress)
+    arrays = context.create()
     kept = dict(zip(work.kept, arrays[len(arrays) - len(work.kept) :], strict=True))
-    bench.fill(kept)
+    context.fill(kept)
     with ExitStack() as stack:
-        head = stack.enter_context(decoder_of(work.base).head(bench, device, _tensors(kept) if kept else None))
+        head = stack.enter_context(decoder_of(work.base).head(context, device, _tensors(kept) if kept else None))
         other, theirs = None, None
         if work.reference is not None:
-            theirs, *weights = bench.arrays(work.reference.product)
+            theirs, *weights = context.arrays(work.reference.product)
             given = _tensors(dict(zip(work.reference.weights, weights, strict=True)))
             base = replace(work.reference.base, label=f"the reference {work.reference.base.label}")  # a module of its own
-            other = stack.enter_context(decoder_of(base).head(bench, device, given))
-        vocabulary = next(step.out.shape[0] for step in bench.product.steps if is_vocabulary(step.out))
+            other = stack.enter_context(decoder_of(base).head(context, device, given))
+        vocabulary = next(step.out.shape[0] for step in context.product.steps if is_vocabulary(step.out))
         at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
 
         def measure(numbered: NumberedRow) -> None:

@@ -11,9 +11,9 @@ from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith.abc.product import Arrays
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    rows = bench.product.outs[0].shape[0]
-    return [np.array(bench.arrays(LayerWork.of(bench.product).states)[0][:rows])]
+def _compute(context: ProductContext) -> Arrays:
+    rows = context.product.outs[0].shape[0]
+    return [np.array(context.arrays(LayerWork.of(context.product).states)[0][:rows])]
 
 
 KIND = ProductKind(FORWARD, compute=_compute, check=check_states)

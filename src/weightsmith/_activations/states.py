@@ -19,30 +19,30 @@ FORWARD = "measuring layer by layer"
 """The progress of states and statistics."""
 
 
-def compute(bench: ProductContext) -> Arrays:
+def compute(context: ProductContext) -> Arrays:
     """Run a layer with the model's weights."""
-    return run(bench, LayerWork.of(bench.product), {})
+    return run(context, LayerWork.of(context.product), {})
 
 
-def made_beside(bench: ProductContext, work: LayerWork) -> Floats | None:
+def made_beside(context: ProductContext, work: LayerWork) -> Floats | None:
     """An array for the states that leave a layer, if they are to be computed by its own weights, and nobody has."""
     own = LayerWork(work.base, work.packages, work.layer, work.states).to_json()
 
     def same(product: Product) -> bool:
-        return product.op == "states" and product.settings == own and product.steps == bench.product.steps
+        return product.op == "states" and product.settings == own and product.steps == context.product.steps
 
-    found = bench.also(same)
+    found = context.also(same)
     return None if found is None else found[0]
 
 
-def run(bench: ProductContext, work: LayerWork, given: Mapping[str, Tensor]) -> Arrays:
+def run(context: ProductContext, work: LayerWork, given: Mapping[str, Tensor]) -> Arrays:
     """Run a layer. given: weights to use instead of the model's, by name."""
     import torch
 
     from weightsmith._activations.running import layer_rows
 
-    [after] = bench.create()
-    with layer_rows(bench, work, 0.7, 1, given=given) as rows:
+    [after] = context.create()
+    with layer_rows(context, work, 0.7, 1, given=given) as rows:
 
         def leaving(numbered: NumberedRow) -> Tensor:
             with torch.no_grad():

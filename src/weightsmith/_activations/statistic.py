@@ -31,14 +31,14 @@ def shapes_of(
     return {key: statistic.shape(*shapes[own[0]]) for key, own in keys_of(statistic, weights).items()}
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
     from weightsmith._activations.sums import Forward, use_sums
     from weightsmith._outputs.local.products import release_pages
 
-    work = StatisticWork.of(bench.product)
+    work = StatisticWork.of(context.product)
     statistic = find_statistic(work.kind)
-    arrays = bench.create()
+    arrays = context.create()
     places = dict(zip(keys_of(statistic, work.weights), arrays, strict=True))
 
     def keep(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
@@ -47,9 +47,9 @@ def _compute(bench: ProductContext) -> Arrays:
                 places[key][...] = found
                 release_pages(places[key])
 
-    leaving = bench.arrays(work.gradients)[0] if statistic.gradients else None
-    beside = gradients.made_beside(bench, work, work.gradients) if statistic.gradients else states.made_beside(bench, work)
-    with layer_rows(bench, work, 0, 0.7 if beside is None else 1, back=statistic.gradients) as rows:
+    leaving = context.arrays(work.gradients)[0] if statistic.gradients else None
+    beside = gradients.made_beside(context, work, work.gradients) if statistic.gradients else states.made_beside(context, work)
+    with layer_rows(context, work, 0, 0.7 if beside is None else 1, back=statistic.gradients) as rows:
         use_sums(rows, work.weights, keep, statistic, forward=Forward(leaving=leaving, beside=beside))
     return arrays
 

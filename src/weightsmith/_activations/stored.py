@@ -231,12 +231,12 @@ class StoredWork:
     checksums: Mapping[str, str]
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    work = StoredWork(**bench.product.settings)
-    arrays = bench.create()
+def _compute(context: ProductContext) -> Arrays:
+    work = StoredWork(**context.product.settings)
+    arrays = context.create()
     with open_checkpoint(Path(work.folder)) as checkpoint:
-        for done, (name, array, out) in enumerate(zip(work.checksums, arrays, bench.product.outs, strict=True)):
-            bench.progress(done, len(arrays))
+        for done, (name, array, out) in enumerate(zip(work.checksums, arrays, context.product.outs, strict=True)):
+            context.progress(done, len(arrays))
             spec = checkpoint.specs.get(name)
             if spec is None or (spec.dtype, spec.shape) != (out.dtype, out.shape):
                 raise CheckpointError(f"it has no array {show(name)} of shape {list(out.shape)}", where=work.folder, fix=_AGAIN)

@@ -180,7 +180,9 @@ class Run:
         job = self.reader.job(leaf)
         if self._memory is not None and not any(isinstance(read.view, Gather) for read in leaf.inputs):
             models = self.reader.plan.models
-            key = leaf.out, leaf.op, leaf.base, tuple((models[read.model].identity, read) for read in leaf.inputs)
+            # Fine-tunes of one base have one identity: their names tell them apart.
+            inputs = tuple((models[read.model].ref, models[read.model].identity, read) for read in leaf.inputs)
+            key = leaf.out, leaf.op, leaf.base, inputs
             job.recall(self._memory.setdefault(key, {}))
         return job
 

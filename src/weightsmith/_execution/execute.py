@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import Finding, ParameterError
 from weightsmith._execution.distance import Moved, distance_by_layer
-from weightsmith._execution.options import RunOptions
+from weightsmith._execution.history import past_run, remember
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import (
     NO_CALLBACKS,
@@ -25,7 +26,6 @@ from weightsmith._execution.run import (
     finished_steps,
     kept_products,
     reports_of,
-    resources_of,
     run_plan,
     staged,
 )
@@ -79,6 +79,8 @@ def execute(
     found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
     kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()
+    if helpers is None and not stages and not merged.resumed and merged.plan is prepared.plan:
+        remember(past_run(merged.plan, options, merged.read_bytes + merged.written_bytes, merged.seconds))
     return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weightsmith._base.options import option, option_record
 from weightsmith._files.remote import STREAM_CACHE_BYTES
+
+if TYPE_CHECKING:
+    from weightsmith._engine.resources import Resources
+    from weightsmith._plans import Plan
 
 WRITING = ("merge", "moe", "plan", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "run")
 LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
@@ -54,7 +59,13 @@ class RunOptions:
         commands=(*WRITING, "statistics", "auto"),
         group="Advanced",
     )
-    card: bool = option(True, "--card/--no-card", "Write README.md, a model card", setting=True)
+    card: bool = option(
+        True,
+        "--card/--no-card",
+        "Write README.md, a model card",
+        setting=True,
+        brief=(),
+    )
     report: str | None = option(
         None,
         "--report FILE",
@@ -103,6 +114,7 @@ class RunOptions:
         commands=RUNNING,
         group="Resources",
         setting=True,
+        brief=(),
     )
     evaluate: str | None = option(
         None,
@@ -120,9 +132,16 @@ class RunOptions:
         more="See [pushing](#pushing-to-the-hub).",
         group="Remote",
     )
-    public: bool = option(False, "--public", "Create the Hub model as public; otherwise it is private", group="Remote")
+    public: bool = option(
+        False, "--public", "Create the Hub model as public; otherwise it is private", group="Remote", brief=()
+    )
     commit_message: str | None = option(
-        None, "--commit-message TEXT", "Commit message on the Hub", unset="the plan's title", group="Remote"
+        None,
+        "--commit-message TEXT",
+        "Commit message on the Hub",
+        unset="the plan's title",
+        group="Remote",
+        brief=(),
     )
     ray: str | None = option(
         None,
@@ -131,4 +150,24 @@ class RunOptions:
         more="`auto` is this machine's cluster, or a new one; `local` is a new one. Inputs and output are in a shared folder "
         "or a bucket: [several machines](scale.md).",
         group="Remote",
+        brief=("run",),
+    )
+
+
+def resources_of(plan: Plan, options: RunOptions) -> Resources:
+    """The engine's resources for a plan, by the options for threads (default: all available processors) and memory."""
+    from weightsmith._engine.resources import Resources, processors
+    from weightsmith._engine.schedule import RESIDENT_BYTES
+    from weightsmith._engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
+
+    threads, memory = options.threads or processors(), options.max_memory_bytes
+    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
+    return Resources(
+        threads,
+        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
+        resident,
+        options.device,
+        ALIGNED_BYTES if memory is None else 0,
+        None if memory is None else resident,
+        options.stream_cache_bytes,
     )

@@ -9,13 +9,14 @@ from pathlib import Path
 from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterError
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import named
-from weightsmith._base.report import check_page
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.page import PAGE_NAME
 from weightsmith._outputs.local.unfinished import remove_published
 from weightsmith._outputs.places import place_of
 from weightsmith._plans import Plan
 from weightsmith.abc.output import Place
+
+PAGE_NAME = "report.html"
+"""The page of a run, in its output."""
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
@@ -39,6 +40,8 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
     """
     place = place_of(out)
     if options.report is not None and (beside := page_beside(out, options.report)) is not None:
+        from weightsmith._base.report import check_page
+
         check_page(beside)
     is_folder = place.capabilities.publication == "rename"
     if options.ray is not None and not place.capabilities.parts:

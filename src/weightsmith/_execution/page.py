@@ -13,6 +13,7 @@ from weightsmith._base.report.charts import curves, heat_map, picture
 from weightsmith._base.text import size
 from weightsmith._engine.products import ProductReport
 from weightsmith._execution.distance import Moved, share_of
+from weightsmith._execution.output import PAGE_NAME as PAGE_NAME
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.model import OUTSIDE, Place, place_of
 from weightsmith._plans import PLAIN, Plan
@@ -20,8 +21,6 @@ from weightsmith._plans import PLAIN, Plan
 _TENSORS = "tensors"
 _MOVED, _BY_LAYER = "Distance from the base", "Distance by layer"
 
-PAGE_NAME = "report.html"
-MAX_PAGE_BYTES = 2 << 20
 """Approximate limit of a page with its pictures, for 10,000 tensors."""
 MOVED_NAME, BY_LAYER_NAME = "distance.svg", "distance_by_layer.svg"
 PICTURES = f"""

@@ -19,7 +19,7 @@ from weightsmith._base.text import duration, size
 from weightsmith._execution.distance import Moved, distance_by_layer
 from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
-from weightsmith._execution.options import RunOptions
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import check_options, check_output, models_read, page_beside
 from weightsmith._execution.page import Squares, merge_report
 from weightsmith._methods.jobs.requires import usable_device
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.resources import Resources
     from weightsmith._engine.results import Results
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
@@ -376,26 +375,6 @@ def staged(
             )
 
         yield staging, go
-
-
-def resources_of(plan: Plan, options: RunOptions) -> Resources:
-    """The engine's resources, by the options for threads (default: all available processors) and memory."""
-    from weightsmith._engine.resources import Resources
-    from weightsmith._engine.schedule import RESIDENT_BYTES
-    from weightsmith._engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
-
-    threads = options.threads or Resources().workers
-    memory = options.max_memory_bytes
-    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
-    return Resources(
-        threads,
-        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
-        resident,
-        options.device,
-        ALIGNED_BYTES if memory is None else 0,
-        None if memory is None else resident,
-        options.stream_cache_bytes,
-    )
 
 
 def _download(prepared: Prepared, request: RunRequest) -> None:

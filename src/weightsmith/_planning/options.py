@@ -77,13 +77,14 @@ class RecipeOptions:
         unset="only if the gate mode runs the base on the prompts",
         commands=("moe", "plan"),
         group="Output",
+        brief=("moe",),
     )
     quantize: str | None = option(
         None,
         "--quantize FORMAT",
-        "Quantised format of the output, such as fp8-dynamic",
+        "Quantised format of the output; `weightsmith quantize --list` lists them",
         choices="_features.quantisation.formats:FORMATS",
-        more="`weightsmith quantize --list` lists the formats: [quantised checkpoints](quantize.md).",
+        more="See [quantised checkpoints](quantize.md).",
         commands=("merge", "moe", "plan", "quantize"),
         spelled={"quantize": "format"},
         required=("quantize",),
@@ -97,6 +98,7 @@ class RecipeOptions:
         least=1,
         more="See [merging adapters](lora.md#merging-adapters).",
         commands=ADAPTERS,
+        brief=(),
     )
     adapter_space: str = option(
         "core",

@@ -102,26 +102,26 @@ class ProductContext:
 
         Values are those of the tensor as stored, converted to float32 tile by tile, so no further memory is needed.
         """
-        specs = self._specs
+        specs = self.specs
         self.make({name: WholeTensor(specs[name], array) for name, array in arrays.items()})
 
     def load(self, names: Iterable[str]) -> dict[str, Floats]:
         """Whole tensors, as `fill` makes them, in new arrays."""
-        specs = self._specs
+        specs = self.specs
         arrays = {name: np.empty(specs[name].shape, np.float32) for name in names}
         self.fill(arrays)
         return arrays
 
     def rows(self, name: str, numbers: Sequence[int]) -> Floats:
         """Some rows of a matrix [R, C]: float32 [len(numbers), C]. numbers: ascending, each once."""
-        spec = self._specs[name]
+        spec = self.specs[name]
         values = np.empty((len(numbers), spec.shape[1]), np.float32)
         self.make({name: SomeRows(spec, np.array(numbers, np.int64), values)})
         return values
 
     def largest(self, names: Sequence[str]) -> Floats:
         """The largest magnitude of each of some tensors: float32 [len(names)]. NaN does not count. Reads tile by tile."""
-        specs = self._specs
+        specs = self.specs
         targets = {name: Largest(specs[name]) for name in names}
         self.make(targets)
         return np.array([targets[name].largest for name in names], np.float32)
@@ -136,7 +136,8 @@ class ProductContext:
         return folder
 
     @property
-    def _specs(self) -> Mapping[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors of `product.steps`, by name."""
         return {step.out.name: step.out for step in self.product.steps}
 
 

@@ -212,9 +212,9 @@ def test_a_layer_runs_once_for_its_scales_and_the_next_layer(
     alone: list[int] = []
     run = states.run
 
-    def noted(bench: ProductContext, work: LayerWork, given: Any) -> Arrays:
+    def noted(context: ProductContext, work: LayerWork, given: Any) -> Arrays:
         alone.append(work.layer)
-        return run(bench, work, given)
+        return run(context, work, given)
 
     monkeypatch.setattr(states, "run", noted)
     quantise(llama, tmp_path / "out", given_for(tmp_path, kv_cache=kv_cache or None), name="fp8-static")

@@ -115,7 +115,7 @@ def test_what_it_cannot_do_is_one_error(tmp_path: Path, monkeypatch: pytest.Monk
     with prepared_for(folder, full(tmp_path)) as prepared:
         with pytest.raises(FormatError, match="it does not measure every weight"):
             followed(prepared, {p.name: [np.zeros((2, 2))] for p in prepared.plan.products if p.op == "measured_blocks"})
-        monkeypatch.setattr(running, "budget", lambda bench: 30_000)
+        monkeypatch.setattr(running, "budget", lambda context: 30_000)
         with pytest.raises(ParameterError, match=r"the Hessians of layer 0 take .* and the limit is") as caught:
             execute(prepared, tmp_path / "out", RunOptions())
     assert "--measure proxy" in str(caught.value)

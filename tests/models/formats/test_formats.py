@@ -13,8 +13,9 @@ from tests.cli_help import CONFIG
 from tests.mini import write_checkpoint
 from tests.plugin_help import installed
 from weightsmith._base.errors import UnknownName
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._execution.identity import work_identity
-from weightsmith._models.formats import NAMES, Encoding, StoredFormat, broken, find_encoding, formats, installed_code
+from weightsmith._models.formats import NAMES, Encoding, StoredFormat, broken, find_encoding, formats, installed_code, opening
 from weightsmith.testing import EncodingTests, StoredFormatTests
 
 WRITTEN = {each.name: each for each in formats() if each.writes}
@@ -104,3 +105,21 @@ def test_another_version_of_a_format_is_other_work(tmp_path: Path) -> None:
 
 def _model(folder: Path) -> Path:
     return write_checkpoint(folder, {"a.weight": np.ones((2, 2), np.float32)}, CONFIG)
+
+
+def test_no_format_stores_tensors_that_are_surely_plain() -> None:
+    names = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "lm_head.weight", "weight.bias")
+    specs = {name: TensorSpec(name, DTYPES[dtype], (8, 8)) for name in names for dtype in ("F64", "F32", "F16", "BF16")}
+    assert opening.surely_plain({"model_type": "llama"}, specs)
+    for each in formats():
+        assert not each.recognises({"model_type": "llama"}, specs), each.name
+        for suffix in each.marks:
+            assert not any(name.endswith(suffix) for name in specs), (each.name, suffix)
+
+
+@pytest.mark.parametrize("changed", [{"quantization_config": {"quant_method": "gptq"}}, "q.qweight", "I32", "F8_E4M3"])
+def test_what_may_be_stored_otherwise_is_not_surely_plain(changed: object) -> None:
+    name = changed if changed == "q.qweight" else "q.weight"
+    dtype = changed if isinstance(changed, str) and changed in DTYPES else "BF16"
+    config = changed if isinstance(changed, dict) else {}
+    assert not opening.surely_plain(config, {str(name): TensorSpec(str(name), DTYPES[dtype], (8, 8))})

@@ -22,7 +22,8 @@ from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._planning.planner.inputs import number_models
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._planning.planner.statistics import own_texts
-from weightsmith._planning.recipe import parse, schema
+from weightsmith._planning.recipe import parse
+from weightsmith._planning.recipe.schema import schema
 from weightsmith._plans import Plan, PlanDraft, plan_from_json
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20

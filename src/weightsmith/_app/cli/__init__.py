@@ -11,7 +11,6 @@
     mergekit_flags.py  mergekit's flags: accepted, passed on or refused
     answers.py         other programs' commands and options: what to type here
     help.py manual.py  help pages, and the man page
-    summary.py         totals of a plan
     failures.py exits.py    errors to messages and exit codes
 
 numpy, numba, yaml and the rest are imported inside the commands, so that `--help` answers at once.

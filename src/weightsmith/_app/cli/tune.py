@@ -39,9 +39,10 @@ def tune(
 ) -> None:
     """Find the values of a recipe that suit a text best.
 
-    Write {tune: [0, 1]} in place of a number, or {choice: [ties, dare_ties]} in place of another value. Candidates are
-    merged in memory, and not written. OUT is the recipe with the best values; its page says whether the gain holds on other
-    text. Trials are kept beside it: if interrupted, run the same command again to resume.
+    Give at least one --text, or a --command. Write {tune: [0, 1]} in place of a number, or {choice: [ties, dare_ties]} in
+    place of another value. Candidates are merged in memory, not written. OUT is the recipe with the best values; its page
+    says whether the gain holds on other text. Trials are kept beside it: if interrupted, run the same command again to
+    resume.
 
     Examples:
         weightsmith tune recipe.yml tuned.yml --text mine.txt --budget 200

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Literal
 
 from weightsmith._activations.rows import BUILT_IN
-from weightsmith._app.cli.summary import summarise
 from weightsmith._app.studio.draft import MAX_CHARACTERS, NO_BASE, NO_MODEL, as_text
 from weightsmith._app.studio.places import Places
 from weightsmith._app.studio.words import Mend, PageError, said
@@ -25,6 +24,7 @@ from weightsmith._base.errors import (
 from weightsmith._base.files import expand_user
 from weightsmith._base.text import count
 from weightsmith._execution.options import RunOptions
+from weightsmith._execution.summary import summarise
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._methods.user_files import names_file
@@ -108,7 +108,7 @@ def check(text: str, places: Places) -> Checked:
     return Checked(
         tuple(_note("warning", "", finding, as_text(text)) for finding in found.warnings),
         found,
-        summary.file_bytes,
+        summary.write_bytes,
         summary.memory.peak_bytes,
     )
 

@@ -17,7 +17,7 @@ from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_n
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?)?", re.IGNORECASE | re.ASCII)
 
 GROUPS = (
-    *("Options", "Recipe", "Ranks", "Modules", "Token rows", "Texts", "Command", "Search"),
+    *("Options", "Texts", "Command", "Search", "Recipe", "Ranks", "Modules", "Token rows"),
     *("Output", "Quantisation", "Resources", "Remote", "Advanced", "General"),
 )
 """Headings of options in help texts, in this order. A heading that is not listed stands after the first."""
@@ -50,7 +50,7 @@ class Option:
     group     heading in help texts, one of `GROUPS`
     help      one sentence without its full stop; `name` in backticks is another option. The choices follow in brackets
     more      further sentences, for the docs only; Markdown
-    unset     the default in words, if it is None
+    unset     the default in words, if it is None; by function, "" for the others, if it differs
     choices   the values allowed; "module:NAME" below `weightsmith` for a list of a feature
     plugins   the entry points whose names are allowed too: "weightsmith.approximations"
     replaced  values that other programs have and we lack, with what to use instead
@@ -59,6 +59,7 @@ class Option:
     commands  functions whose commands have its flag
     spelled   its keyword in functions with another name for it
     required  functions that require it
+    brief     functions whose `--help` lists it; None: all. `--help-all` lists it everywhere
     setting   a user may set it once, in a file or in the environment; of `RunOptions` only
     """
 
@@ -69,7 +70,7 @@ class Option:
     help: str
     group: str
     more: str = ""
-    unset: str = ""
+    unset: str | Mapping[str, str] = ""
     choices: tuple[Any, ...] | str = ()
     plugins: str = ""
     replaced: Mapping[str, str] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Option:
     commands: Collection[str] = ()
     spelled: Mapping[str, str]
     required: Collection[str] = ()
+    brief: Collection[str] | None = None
     setting: bool = False
 
     @property
@@ -109,6 +111,10 @@ class Option:
             return self.choices
         module, _, name = self.choices.partition(":")
         return tuple(getattr(import_module(f"weightsmith.{module}"), name))
+
+    def is_brief(self, command: str) -> bool:
+        """Whether the `--help` of a function's command lists it."""
+        return self.group != "Advanced" if self.brief is None else command in self.brief
 
     def keyword(self, command: str = "") -> str:
         """Its keyword in a function."""
@@ -140,12 +146,13 @@ class Option:
         listed = f" ({' or '.join([*first, shown[-1]])})" if shown else ""
         return re.sub(r"`(\w+)`", lambda found: spell(found[1]), f"{self.help}{listed}.")
 
-    def default_text(self) -> str:
+    def default_text(self, command: str = "") -> str:
         """The default in words; "" if that is nothing."""
+        unset = self.unset if isinstance(self.unset, str) else self.unset.get(command, self.unset[""])
         if self.type is bool and self.default is not None and "/" in self.usage:
             return self.spellings()[-1].split("/")[not self.default].lstrip("-")
         if self.default is None or self.type in (bool, tuple, Mapping):
-            return self.unset
+            return unset
         shown = self.default / 10**9 if self.nbytes else self.default
         return f"{shown:g}GB" if self.nbytes else f"{shown:g}" if isinstance(shown, float) else str(shown)
 
@@ -302,8 +309,8 @@ def option(default: object, usage: str, help: str, **facts: Any) -> Any:
 _OPTIONS: dict[type[Any], Mapping[str, Option]] = {}
 
 
-def option_record(*commands: str, group: str) -> Callable[[type[Record]], type[Record]]:
-    """Register a dataclass of options, and list them in its docstring. commands, group: those of options that name none."""
+def option_record(*commands: str, group: str, brief: Collection[str] | None = None) -> Callable[[type[Record]], type[Record]]:
+    """Register a dataclass of options, and list them in its docstring. commands, group, brief: of options that name none."""
 
     def register(record: type[Record]) -> type[Record]:
         hints, found = get_type_hints(record), dict[str, Option]()
@@ -313,7 +320,7 @@ def option_record(*commands: str, group: str) -> Callable[[type[Record]], type[R
                 name=each.name,
                 hint=hints[each.name],
                 default=default,
-                **{"commands": commands, "group": group, **each.metadata},
+                **{"commands": commands, "group": group, "brief": brief, **each.metadata},
             )
         _OPTIONS[record] = found
         lines = [f"    {name:<20} {each.sentence(str)}" for name, each in found.items()]

@@ -290,7 +290,7 @@ def _compute(context: ProductContext) -> Arrays:
         return results
 
     with one_thread(), ThreadPoolExecutor(context.threads) as pool:
-        return [array for pairs in pool.map(make, work.modules) for array in pairs]
+        return [array for arrays in pool.map(make, work.modules) for array in arrays]
 
 
 def _cores(module: Adapted, factors: Sequence[tuple[Tensor, Tensor]]) -> list[npt.NDArray[np.float32]]:

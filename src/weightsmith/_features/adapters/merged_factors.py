@@ -99,7 +99,7 @@ def _compute(context: ProductContext) -> Arrays:
         factors = [torch.cat(a), torch.stack(b, 2).flatten(1)]
         if module.scaled:
             factors = [a[0], *as_dora(module, a[0], b[0])]
-        return [stored(name) for name in factors], np.sum(kept, axis=0)
+        return [stored(factor) for factor in factors], np.sum(kept, axis=0)
 
     with one_thread(), ThreadPoolExecutor(context.threads) as pool:
         results = list(pool.map(make, work.modules, work.ranks))

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError, noting
 from weightsmith._base.groups import grouped
@@ -18,14 +17,13 @@ from weightsmith._features.adapters.factors import Form, Target
 from weightsmith._features.adapters.placing import Places
 from weightsmith._features.adapters.single_files import check_files
 from weightsmith._methods.base import BaseRole
-from weightsmith._models.checkpoint import Checkpoint, locate
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import Parameter, Stacked
 from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
-from weightsmith._models.lora.opening import is_adapter as holds_adapter
 from weightsmith._models.sources.memory import StateDict
-from weightsmith._planning.planner.inputs import asking, at, open_models
+from weightsmith._planning.planner.inputs import asking, at, is_adapter, open_models
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import Read, Step
 
@@ -215,17 +213,6 @@ class _Specs(StateDict):
     def __init__(self, specs: Sequence[TensorSpec], where: str) -> None:
         super().__init__({}, where)
         self.specs = {spec.name: spec for spec in specs}
-
-
-def is_adapter(ref: ModelRef) -> bool:
-    """Whether a model is a local folder with an adapter in it, or a file of factors."""
-    if ref.lora is not None:
-        return False
-    try:
-        place = locate(ref.path, ref.revision or None)
-    except WeightsmithError:
-        return False
-    return isinstance(place, Path) and holds_adapter(place)
 
 
 # ---- What the adapters have factors of, and what they save whole.

@@ -37,7 +37,7 @@ class ExtractSettings:
         least=1,
         group="Ranks",
     )
-    sv_epsilon: float = option(0.0, "--sv-epsilon S", "Drop singular values up to this size", least=0, group="Ranks")
+    sv_epsilon: float = option(0.0, "--sv-epsilon S", "Drop singular values up to this size", least=0, group="Ranks", brief=())
     exact: bool = option(
         False,
         "--exact",
@@ -62,6 +62,7 @@ class ExtractSettings:
         "--save-module NAME",
         "Save modules with this name whole, if they differ (repeatable)",
         more="NAME is the end of the module's name.",
+        brief=(),
     )
     distribute_scale: bool = option(
         True,
@@ -75,6 +76,7 @@ class ExtractSettings:
         "--skip-undecomposable",
         "Leave out norms, embedding and head",
         more="Otherwise tensors that cannot be decomposed are saved whole.",
+        brief=(),
     )
     layout: str = option(
         "peft",

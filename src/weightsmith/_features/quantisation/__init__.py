@@ -14,9 +14,12 @@ calibration/ products that quantise layer by layer, for what a text makes of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._planning.planner import Assembled
+
+if TYPE_CHECKING:  # the options of this package are imported with it, by every command
+    from weightsmith._planning.planner import Assembled
 
 
 def quantised(assemble: Callable[[], Assembled], name: str | None, settings: QuantizeSettings) -> Assembled:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from weightsmith._base.options import option, option_record
 
 
-@option_record("merge", "moe", "plan", "quantize", group="Quantisation")
+@option_record("merge", "moe", "plan", "quantize", group="Quantisation", brief=("quantize",))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeSettings:
     """Settings of quantised formats. Each format names those that it reads; any other is an error."""
@@ -43,10 +43,20 @@ class QuantizeSettings:
         more="The file is txt, jsonl or parquet; `none` rounds to nearest. See [calibration](calibration.md).",
     )
     calibration_rows: int | None = option(
-        None, "--calibration-rows N", "Number of rows of calibration text", unset="at most 128", least=1
+        None,
+        "--calibration-rows N",
+        "Number of rows of calibration text",
+        unset="at most 128",
+        least=1,
+        brief=(),
     )
     calibration_tokens: int | None = option(
-        None, "--calibration-tokens N", "Tokens in each row of calibration text", unset="512", least=1
+        None,
+        "--calibration-tokens N",
+        "Tokens in each row of calibration text",
+        unset="512",
+        least=1,
+        brief=(),
     )
     calibration_dtype: str | None = option(
         None,
@@ -55,6 +65,7 @@ class QuantizeSettings:
         more="`bfloat16` is [faster](calibration.md#faster-forward-passes) on processors that multiply it.",
         unset="float32",
         choices=("float32", "bfloat16"),
+        brief=(),
     )
     measure: str | None = option(
         None,
@@ -63,9 +74,17 @@ class QuantizeSettings:
         more="`full` is ExLlamaV2's measurement, which is slow.",
         unset="proxy",
         choices=("proxy", "full"),
+        brief=(),
     )
-    measurement: str | None = option(None, "--measurement FILE", "EXL2 only: choose bits from this measurement.json", path=True)
-    uniform: bool = option(False, "--uniform", "EXL2 only: use the same bits for every weight")
+    measurement: str | None = option(
+        None, "--measurement FILE", "EXL2 only: choose bits from this measurement.json", path=True, brief=()
+    )
+    uniform: bool = option(
+        False,
+        "--uniform",
+        "EXL2 only: use the same bits for every weight",
+        brief=(),
+    )
     imatrix: str | None = option(None, "--imatrix FILE", "GGUF only: importance matrix of weightsmith or llama.cpp", path=True)
     tensor_types: tuple[str, ...] = option(
         (),
@@ -78,6 +97,7 @@ class QuantizeSettings:
         "--mmproj/--no-mmproj",
         "GGUF only: write a model's vision half to OUT/mmproj.gguf",
         more="See [models for images](gguf.md#models-for-images).",
+        brief=(),
     )
     group_size: int | None = option(
         None, "--group-size N", "Number of weights that share a scale", unset="the format's", least=1
@@ -89,6 +109,7 @@ class QuantizeSettings:
         unset="no scales",
         choices=("fp8",),
         more="They need a calibration text. See [the KV cache](quantize.md#the-kv-cache).",
+        brief=(),
     )
     engine: str | None = option(
         None,

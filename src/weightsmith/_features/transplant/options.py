@@ -35,17 +35,20 @@ class TransplantSettings:
         "-w, --weight-scheme SCHEME",
         "common_interpolation only: weights of the neighbours",
         choices=("distance_proportional", "barycentric", "least_squares"),
+        brief=(),
     )
     cosine_similarity: bool = option(
         False,
         "-c/-nc, --cosine-similarity/--no-cosine-similarity",
         "common_interpolation only: choose neighbours by angle, not by distance",
+        brief=(),
     )
     subword_method: str = option(
         "mean",
         "-s, --subword-method METHOD",
         "subword and hybrid only: combination of the pieces",
         choices=("mean", "sum", "weighted_mean", "first_last"),
+        brief=(),
     )
     prefix_match: str = option(
         "no",
@@ -53,6 +56,7 @@ class TransplantSettings:
         "Use the row of a missing token's longest known prefix",
         more="TABLE is where: both tables (yes), or one of them.",
         choices=TABLES,
+        brief=(),
     )
     byte_match: str = option(
         "yes",
@@ -60,13 +64,32 @@ class TransplantSettings:
         "Use the row of <0x41> for A, and the reverse",
         more="TABLE is where: both tables (yes), or one of them.",
         choices=TABLES,
+        brief=(),
     )
-    magikarp: bool = option(False, "--magikarp", "Approximate poorly trained tokens too", more="They are not used for others.")
-    match_norms: bool = option(False, "--match-norms", "Scale new rows to the norm predicted from shared tokens")
+    magikarp: bool = option(
+        False, "--magikarp", "Approximate poorly trained tokens too", more="They are not used for others.", brief=()
+    )
+    match_norms: bool = option(
+        False,
+        "--match-norms",
+        "Scale new rows to the norm predicted from shared tokens",
+        brief=(),
+    )
     new_vocab_noise: float | None = option(
-        None, "-nvn, --new-vocab-noise S", "Standard deviation of noise added to new rows", unset="no noise", least=0
+        None,
+        "-nvn, --new-vocab-noise S",
+        "Standard deviation of noise added to new rows",
+        unset="no noise",
+        least=0,
+        brief=(),
     )
-    new_vocab_scale: float | None = option(None, "-nvs, --new-vocab-scale F", "Factor of new rows", unset="1")
+    new_vocab_scale: float | None = option(
+        None,
+        "-nvs, --new-vocab-scale F",
+        "Factor of new rows",
+        unset="1",
+        brief=(),
+    )
     seed: int = option(0, "--seed N", "Seed of random rows and noise")
     max_shard_bytes: int | None = option(
         None, "--max-shard-size SIZE", "Maximum size of a weight file", unset="5GB", least=1, group="Output"

@@ -11,6 +11,7 @@ To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES`; 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 from weightsmith._base.errors import Finding, PluginError, UnknownName, nearest
@@ -42,6 +43,12 @@ def formats() -> tuple[StoredFormat, ...]:
     return (*_ours(), *(each for each in _installed().values() if isinstance(each, StoredFormat)))
 
 
+def each_format() -> Iterator[StoredFormat]:
+    """As `formats`, each imported when it is reached: most models are stored by the first."""
+    yield from map(FORMATS.get, FORMATS.own)
+    yield from (each for each in _installed().values() if isinstance(each, StoredFormat))
+
+
 def _ours() -> tuple[StoredFormat, ...]:
     return tuple(map(FORMATS.get, FORMATS.builtin))
 
@@ -60,6 +67,8 @@ def installed_code() -> tuple[str, ...]:
 def _installed() -> dict[str, StoredFormat | Finding]:
     """The formats that installed packages bring, or why they cannot be used."""
     found: dict[str, StoredFormat | Finding] = {}
+    if not FORMATS.brought:
+        return found
     taken = {encoding.name for each in _ours() for encoding in each.encodings}
     for name in FORMATS.brought:
         try:
@@ -90,16 +99,15 @@ def find_encoding(name: str) -> Encoding:
     >>> find_encoding("exl2 5@0.1/g128+4@0.9/g64").params.bits
     (5, 4)
     """
-    known = encodings()
-    if name in known:
-        return known[name]
     try:
-        found = next((made for each in formats() if (made := each.parse(name)) is not None), None)
+        for each in each_format():
+            named = next((encoding for encoding in each.encodings if encoding.name == name), None)
+            if (found := named or each.parse(name)) is not None:
+                return found
     except ValueError:
         family, _, setting = name.partition(" ")
         raise UnknownName(f"encoding '{family}' has no setting '{setting}'") from None
-    if found is not None:
-        return found
+    known = encodings()
     details = tuple(f"{each.where}: {each.what}" for each in broken())
     fix = f"write one of {', '.join(known)}"
     raise UnknownName(f"unknown encoding '{name}'{nearest(name, known)}", details=details, fix=fix)

@@ -40,8 +40,6 @@ from weightsmith._planning.recipe.records import TextRef as TextRef
 from weightsmith._planning.recipe.records import Tokenizer as Tokenizer
 from weightsmith._planning.recipe.records import TokenRule as TokenRule
 from weightsmith._planning.recipe.records import Upcycling as Upcycling
-from weightsmith._planning.recipe.schema import moe_schema as moe_schema
-from weightsmith._planning.recipe.schema import schema as schema
 from weightsmith._planning.recipe.tuning import Tunable as Tunable
 from weightsmith._planning.recipe.values import SCHEDULED as SCHEDULED
 from weightsmith._planning.recipe.values import Entry as Entry

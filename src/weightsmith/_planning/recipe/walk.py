@@ -131,15 +131,14 @@ class Walker(Walk):
         return misuse.meant
 
     def is_parameter(self, name: str, where: str) -> bool:
-        if name in self.parameter_names:
+        misuse = elsewhere(name, None)
+        if (name not in RETIRED and name not in HARMLESS and not misuse) or name in self.parameter_names:
             return True
         if name in RETIRED:
             what, fix = RETIRED[name]
             self.misused(what, where, fix, ParameterError)
         elif name in HARMLESS:
             self.warn(HARMLESS[name], where, "Remove it.")
-        elif misuse := elsewhere(name, None):
+        elif misuse:
             self._misuse(misuse, where)
-        else:
-            return True
         return False

@@ -18,9 +18,8 @@ from weightsmith._base.options import lists_options, read_options
 from weightsmith._engine.local import run
 from weightsmith._engine.resources import Workload
 from weightsmith._engine.unwritten import MemoryOutput
-from weightsmith._execution.options import RunOptions
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
-from weightsmith._execution.run import resources_of
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream

@@ -19,7 +19,7 @@ class EvaluateSettings:
         None,
         "--rows N",
         "Number of rows of each text, from its beginning",
-        unset="all, at most 512; tune: at most 24, or 16 with a report text",
+        unset={"": "all, at most 512", "tune": "at most 24, or 16 with a report text"},
         least=1,
     )
     tokens: int | None = option(
@@ -40,6 +40,7 @@ class EvaluateSettings:
         unset="in the last line, alone",
         more="In what the command prints, or in a file that it writes into `{output}`. A minus before them changes the sign.",
         group="Command",
+        brief=(),
     )
     command_timeout: str | None = option(
         None,
@@ -47,8 +48,9 @@ class EvaluateSettings:
         "End the command after this time, such as 90s, 30m or 2h",
         unset="no limit",
         group="Command",
+        brief=(),
     )
-    shell: bool = option(False, "--shell", "Run the command by a shell, for pipes and variables", group="Command")
+    shell: bool = option(False, "--shell", "Run the command by a shell, for pipes and variables", group="Command", brief=())
     work: str | None = option(
         None,
         "--work FOLDER",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -30,6 +30,7 @@ from weightsmith._planning.planner.match import ModelNames
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import COPY, Block, Read, Step
+from weightsmith._plans.summary import ConfigChange, config_changes
 
 
 @contextmanager
@@ -207,29 +208,6 @@ NAMES_ONLY = frozenset({"_name_or_path", "transformers_version", "torch_dtype", 
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """One key of a JSON file, `text_config.num_hidden_layers`, in two models; None where it is absent."""
-
-    key: str
-    old: Any
-    new: Any
-
-
-def changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[Change]:
-    """The keys in which two configs differ; lists are compared whole.
-
-    >>> [str(c.key) for c in changes({"a": 1, "b": {"c": [1], "d": 0}}, {"a": 1, "b": {"c": [1, 1], "d": 0}})]
-    ['b.c']
-    """
-    for key in dict.fromkeys([*old, *new]):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from changes(before, after, f"{path}{key}.")
-        elif before != after or type(before) is not type(after):
-            yield Change(f"{path}{key}", before, after)
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizerDifference:
     """What two tokenizers differ in.
 
@@ -259,8 +237,8 @@ class FileDifference:
     templates    the chat templates, "" for none; None if they are equal
     """
 
-    config: tuple[Change, ...]
-    generation: tuple[Change, ...]
+    config: tuple[ConfigChange, ...]
+    generation: tuple[ConfigChange, ...]
     tokenizer: TokenizerDifference | None
     templates: tuple[str, str] | None
 
@@ -276,8 +254,8 @@ def compare_files(a: Checkpoint, b: Checkpoint, vocabularies: tuple[Vocabulary |
     templates = template_of(a.folder, a.files), template_of(b.folder, b.files)
     before, after = (settings_of(model.folder, model.files, GENERATION) for model in (a, b))
     return FileDifference(
-        tuple(changes(a.config or {}, b.config or {})),
-        tuple(changes(before, after)),
+        tuple(config_changes(a.config or {}, b.config or {})),
+        tuple(config_changes(before, after)),
         _compare_tokenizers(*vocabularies),
         None if templates[0] == templates[1] else templates,
     )

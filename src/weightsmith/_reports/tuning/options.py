@@ -20,7 +20,11 @@ class TuneSettings:
         path=True,
     )
     report_command: str | None = option(
-        None, "--report-command COMMAND", "Program that judges the result, once, at the end", unset="that of --command"
+        None,
+        "--report-command COMMAND",
+        "Program that judges the result, once, at the end",
+        unset="that of --command",
+        brief=(),
     )
     budget: int = option(100, "--budget N", "Number of candidates to try", least=1)
     time: str | None = option(
@@ -53,4 +57,5 @@ class TuneSettings:
         unset="bfloat16 on processors that multiply it, else float32",
         choices=("float32", "bfloat16"),
         more="[`gradient`](tune.md#what-it-costs) uses float32 by default. The result is always judged in float32.",
+        brief=(),
     )

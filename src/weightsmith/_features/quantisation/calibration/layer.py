@@ -91,7 +91,7 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
 
     routed = any("experts" in name.split(".") for name in stage)
     last = [site_of(name) for name in stage if not routed and name.split(".")[-2] in _LAST]
-    factors = common.Factors(budget(rows.bench))
+    factors = common.Factors(budget(rows.context))
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         with common.located(f"{site}, {rows.base.label}"):
@@ -101,7 +101,7 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
                     hessian = finish(site)
                     for name in own:
                         weight = rows.layer.linear(name).weight.detach().cpu().numpy()
-                        found[name] = common.quantise_plainly(weight, stage[name], hessian, rows.bench.threads)
+                        found[name] = common.quantise_plainly(weight, stage[name], hessian, rows.context.threads)
                 return
             sort = not any(common.keeps_order(stage[name]) for name in own)
             prepared = factors.prepare(inputs, site, finish, sort=sort)
@@ -120,7 +120,7 @@ def _give(rows: LayerRows, stage: Mapping[str, str], made: Mapping[str, Arrays])
         shape = tuple(rows.layer.linear(name).weight.shape)
         common.set_weight(rows.layer, name, common.dequantise(made[name], stage[name], shape))
 
-    with workers(rows.bench.threads, "cpu") as pool:
+    with workers(rows.context.threads, "cpu") as pool:
         list(pool.map(give, stage))
 
 

@@ -80,7 +80,7 @@ def _prepared(rows: LayerRows, layer: int, weights: list[str], span: tuple[float
     from weightsmith._activations.running import budget
     from weightsmith._activations.sums import use_sums
 
-    limit = budget(rows.bench)
+    limit = budget(rows.context)
     widths = {site_of(name): int(rows.layer.linear(name).in_features) for name in weights}
     nbytes = sum(4 * width**2 for width in widths.values())
     if nbytes > limit:

@@ -13,7 +13,7 @@ from weightsmith._features.mixture.assembly import Assembly, Donor
 from weightsmith._plans import PlanDraft, Product
 
 
-def bench_of(
+def context_of(
     donor: Donor, assembly: Assembly, progress: Callable[[object], None] | None = None, *, cancelled: bool = False
 ) -> ProductContext:
     """What a product that reads all tensors of a donor works with; the products of merges on the way are made.
