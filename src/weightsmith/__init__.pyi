@@ -9,10 +9,13 @@ from weightsmith._app.api import quantize as quantize
 from weightsmith._app.api import run as run
 from weightsmith._app.api import statistics as statistics
 from weightsmith._app.api import transplant_tokenizer as transplant_tokenizer
+from weightsmith._app.demo import demo_models as demo_models
+from weightsmith._app.goals import goals as goals
 from weightsmith._base.errors import Busy as Busy
 from weightsmith._base.errors import CannotResume as CannotResume
 from weightsmith._base.errors import CheckpointError as CheckpointError
 from weightsmith._base.errors import Corrupt as Corrupt
+from weightsmith._base.errors import Finding as Finding
 from weightsmith._base.errors import FormatError as FormatError
 from weightsmith._base.errors import LayerError as LayerError
 from weightsmith._base.errors import MethodError as MethodError
@@ -41,12 +44,14 @@ from weightsmith._base.report import Report as Report
 from weightsmith._engine.local import Progress as Progress
 from weightsmith._execution.memory import merge_state_dicts as merge_state_dicts
 from weightsmith._execution.run import Merged as Merged
+from weightsmith._methods import methods as methods
 from weightsmith._methods.signature import Bounds as Bounds
 from weightsmith._methods.signature import PerModel as PerModel
 from weightsmith._methods.user import block_method as block_method
 from weightsmith._methods.user import tensor_method as tensor_method
 from weightsmith._models.checkpoint import Checkpoint as Checkpoint
 from weightsmith._models.checkpoint import open_checkpoint as open_checkpoint
+from weightsmith._outputs.places import find_unfinished as find_unfinished
 from weightsmith._outputs.places import verify as verify
 from weightsmith._outputs.save import save_file as save_file
 from weightsmith._outputs.save import save_model as save_model
@@ -60,6 +65,7 @@ from weightsmith._reports.auto.write import OwnText as OwnText
 from weightsmith._reports.auto.write import write as write
 from weightsmith._reports.evaluate.measure import evaluate as evaluate
 from weightsmith._reports.evaluate.values import Evaluation as Evaluation
+from weightsmith._reports.judge import Judge as Judge
 from weightsmith._reports.look.comparison import Comparison as Comparison
 from weightsmith._reports.look.diff import diff as diff
 from weightsmith._reports.look.difference import Difference as Difference

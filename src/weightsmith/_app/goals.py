@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -108,6 +108,17 @@ GOALS = {
     "bake": Goal("bake a LoRA adapter, the model, into its base (passthrough)", 1, 1, "needed", _bake, adapter=True),
     "experts": Goal("a mixture of experts of dense models (weightsmith moe)", 2, None, "first", _experts),
 }
+
+
+def goals() -> Mapping[str, Goal]:
+    """Recipes to begin with, by name: those of `weightsmith init`.
+
+    `goals()[name].recipe(models, base)` is the recipe as YAML; `words` says in a line what it is for.
+
+    >>> print(goals()["average"].recipe(["fr", "de"]).splitlines()[1])
+    merge_method: linear
+    """
+    return GOALS
 
 
 def quoted(text: str) -> str:

@@ -132,3 +132,17 @@ def _widest(alike: Iterable[Parameter]) -> Parameter:
         optional=True,
         ignored="",
     )
+
+
+def find_method(name: str) -> Method:
+    """The merge method of this name, weightsmith's or an installed package's. Raises UnknownMethod, MethodError."""
+    return get(name)
+
+
+def methods() -> tuple[Method, ...]:
+    """The merge methods: weightsmith's, in the order of the docs, then those of installed packages that work.
+
+    >>> [method.name for method in methods()][:2]
+    ['linear', 'task_arithmetic']
+    """
+    return (*all_methods(), *installed_methods()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from weightsmith._methods.base import BaseRole, Method, Parameter, Scope
 
@@ -63,6 +64,37 @@ def default(parameter: Parameter, *, markdown: bool = False) -> str:
 def doc(parameter: Parameter) -> str:
     """What a parameter does, and why it may do nothing."""
     return f"{parameter.doc} No effect: {parameter.ignored}." if parameter.ignored else parameter.doc
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterText:
+    """A parameter in words. scope: what one value of it is for."""
+
+    name: str
+    values: str
+    default: str
+    scope: str
+    doc: str
+
+
+@dataclass(frozen=True, slots=True)
+class MethodText:
+    """A method's inputs and parameters in words. inputs: how many models, and whether there is a base."""
+
+    inputs: str
+    parameters: tuple[ParameterText, ...]
+
+
+def describe_method(method: Method) -> MethodText:
+    """What a method takes, in words.
+
+    >>> from weightsmith.plugin import find_method
+    >>> describe_method(find_method("ties")).inputs
+    '1 or more besides the base; base_model is needed, and takes no parameters of its own'
+    """
+    inputs = f"{models(method)}{'' if method.base == 'input' else ' besides the base'}; {BASES[method.base]}"
+    parameters = (ParameterText(p.name, values(p), default(p), SCOPES[p.scope], doc(p)) for p in method.parameters)
+    return MethodText(inputs, tuple(parameters))
 
 
 def example_recipe(

@@ -386,7 +386,8 @@ def test_a_changed_product_is_refused(llama: Path, tmp_path: Path) -> None:
         for key, value, problem in (
             ("encoding", "int8", "there is no scale of activations for weights stored as int8"),
             ("weights", (), "its arrays are not those of its settings"),
-            ("cache", "", "its arrays are not those of its settings"),
+            ("attention", "", "there is no such cache"),
+            ("cache", "int4", "there is no such cache"),
             ("layer", 7, "there is no layer 7"),
             ("states", "other", "it does not need what its settings name"),
         ):

@@ -94,32 +94,32 @@ def _to_json(method: Method) -> dict[str, Any]:
 
 def _show(method: Method) -> None:
     from weightsmith._methods.base import FAMILIES
-    from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
+    from weightsmith._methods.describe import describe_method
 
     # A plug-in may have written it.
     result(f"{heading(printable(method.name))}: {printable(method.title)}")
     result()
     say(_lines(method.summary.strip()) if columns(sys.stdout) is None else printable(" ".join(method.summary.split())))
     result()
-    inputs = f"{models(method)}{'' if method.base == 'input' else ' besides the base'}"
+    described = describe_method(method)
     for label, text in (
         ("family", FAMILIES[method.family]),
         ("formula", method.formula),
         ("use", " ".join(method.use.split())),
         ("passes", " ".join(method.passes.split())),
         ("source", method.source),
-        ("models", f"{inputs}; {BASES[method.base]}"),
+        ("models", described.inputs),
     ):
         if text:
             show_fact(label, _lines(text), 8)
     if method.parameters:
         section("parameters")
-        for p in method.parameters:
-            facts = f"{values(p)}; {'' if p.required else 'default '}{default(p)}; for {SCOPES[p.scope]}"
+        for parameter, p in zip(method.parameters, described.parameters, strict=True):
+            facts = f"{p.values}; {'' if parameter.required else 'default '}{p.default}; for {p.scope}"
             name = printable(p.name)
             lines = wrapped(f"{name}: {printable(facts)}", columns(sys.stdout))
             result(heading(name) + lines[len(name) :])
-            result(wrapped(f"    {printable(doc(p))}", columns(sys.stdout), ""))
+            result(wrapped(f"    {printable(p.doc)}", columns(sys.stdout), ""))
     if method.example:
         section("example")
         result(_lines(method.example.rstrip()))

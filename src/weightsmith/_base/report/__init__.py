@@ -18,8 +18,7 @@ from weightsmith._base.report.blocks import Mark as Mark
 from weightsmith._base.report.blocks import Pictures as Pictures
 from weightsmith._base.report.blocks import Table as Table
 from weightsmith._base.report.blocks import heat_maps as heat_maps
-from weightsmith._base.report.html import chart_style as chart_style
-from weightsmith._base.report.html import charts_html as charts_html
+from weightsmith._base.report.html import chart_files as chart_files
 from weightsmith._base.report.html import check_page as check_page
 from weightsmith._base.report.html import to_html as to_html
 from weightsmith._base.report.report import Report as Report

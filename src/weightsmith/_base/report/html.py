@@ -93,7 +93,7 @@ def to_html(report: Report) -> str:
             f'<html lang="en"><head><meta charset="utf-8">{GENERATOR}{__version__}">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title><style>{_asset('page.css')}{_asset('charts.css')}{style()}</style></head><body><main>",
+            f"<title>{title}</title><style>{_asset('page.css')}{chart_files()['charts.css']}</style></head><body><main>",
             *_head(report),
             *_charts(report.blocks, charts),
             *(
@@ -114,7 +114,7 @@ def to_html(report: Report) -> str:
 
 
 def charts_html(report: Report) -> tuple[str, list[dict[str, Any]]]:
-    """The heat maps and curves of a page, for a page with `chart_style` and `charts.js`; and their JSON, in order."""
+    """The heat maps and curves of a report as HTML, and the JSON of each, in order."""
     charts = [block for block in report.blocks if isinstance(block, HeatMap | Curves)]
     return "".join(_charts(report.blocks, charts)), [_plain_values(chart.to_json()) for chart in charts]
 
@@ -132,9 +132,9 @@ def in_cell(report: Report) -> str:
     return f'<iframe {kept_apart} title="{safe(report.title)}" style="{look}" srcdoc="{escape(to_html(report))}"></iframe>'
 
 
-def chart_style() -> str:
-    """The CSS of charts."""
-    return _asset("charts.css") + style()
+def chart_files() -> dict[str, str]:
+    """The style and the script of `Report.charts`: `charts.css` and `charts.js`."""
+    return {"charts.css": _asset("charts.css") + style(), "charts.js": _asset("charts.js")}
 
 
 @cache

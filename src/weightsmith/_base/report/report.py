@@ -59,6 +59,10 @@ class Report:
         """One HTML document, which needs no network, no other file and no server."""
         return html.to_html(self)
 
+    def charts(self) -> tuple[str, list[dict[str, Any]]]:
+        """The heat maps and curves as HTML, for a page that has the `chart_files`; and the JSON of each, in order."""
+        return html.charts_html(self)
+
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write `to_html`, whole or not at all. An earlier report of that name is replaced.
 

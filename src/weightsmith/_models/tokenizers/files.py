@@ -18,7 +18,7 @@ from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Added, Voc
 
 MAX_TEMPLATE_BYTES = 1 << 20
 TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATES: Mapping[str, str] = {
+CHAT_TEMPLATES: Mapping[str, str] = {
     path.stem: path.read_text("utf-8") for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))
 }
 """Chat templates that a recipe can name. Each writes the format that its family of models was trained on."""
@@ -75,7 +75,7 @@ def template_of(folder: Path, files: Sequence[str]) -> str:
 def choose_template(asked: str, templates: Sequence[str], folder: Path, where: str) -> tuple[str, Path | None]:
     """The template that a recipe asks for; and the file that it is from, if it names one.
 
-    asked      `auto`, one of `TEMPLATES`, a path, or Jinja
+    asked      `auto`, one of `CHAT_TEMPLATES`, a path, or Jinja
     templates  of the models, in the recipe's order
     folder     that relative paths start from
 
@@ -86,17 +86,17 @@ def choose_template(asked: str, templates: Sequence[str], folder: Path, where: s
         if not counts:
             return "", None
         return max(counts, key=lambda template: (counts[template], -templates.index(template))), None
-    if asked in TEMPLATES:
-        return TEMPLATES[asked].strip(), None
+    if asked in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[asked].strip(), None
     if "{" in asked or "\n" in asked:
         return asked.strip(), None
     path = folder / expand_user(asked)
     with contextlib.suppress(OSError, ValueError):
         if path.is_file():
             return read_bounded(path, MAX_TEMPLATE_BYTES).decode("utf-8", "replace").strip(), path
-    what = f"there is no chat template {asked!r}{nearest(asked, ['auto', *TEMPLATES])}, and no such file"
+    what = f"there is no chat template {asked!r}{nearest(asked, ['auto', *CHAT_TEMPLATES])}, and no such file"
     raise UnknownName(
-        what, where=where, fix=f"Write auto, {', '.join(TEMPLATES)}, the path of a file, or Jinja text with {{{{ }}}}."
+        what, where=where, fix=f"Write auto, {', '.join(CHAT_TEMPLATES)}, the path of a file, or Jinja text with {{{{ }}}}."
     )
 
 

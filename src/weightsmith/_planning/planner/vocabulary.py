@@ -45,7 +45,7 @@ from weightsmith._models.tokenizers import (
 )
 from weightsmith._models.tokenizers.convert import REPLACED, Converted, convert
 from weightsmith._models.tokenizers.files import (
-    TEMPLATES,
+    CHAT_TEMPLATES,
     choose_template,
     json_bytes,
     move_ids,
@@ -528,7 +528,7 @@ class VocabularyPlanner:
         template, path = choose_template(asked, templates, self.folder, where)
         found.named = () if path is None else (path,)
         if asked == "auto" and not template:
-            fix = f"name one: {', '.join(TEMPLATES)}; or leave the line out"
+            fix = f"name one: {', '.join(CHAT_TEMPLATES)}; or leave the line out"
             found.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
             return
         made = Companions(self.labels, self.opened, self.donor, found.files)

@@ -20,6 +20,7 @@ from weightsmith._planning.recipe.load import Template as Template
 from weightsmith._planning.recipe.load import Written as Written
 from weightsmith._planning.recipe.load import copy_of as copy_of
 from weightsmith._planning.recipe.load import load as load
+from weightsmith._planning.recipe.load import load_recipe as load_recipe
 from weightsmith._planning.recipe.load import parse as parse
 from weightsmith._planning.recipe.load import read_template as read_template
 from weightsmith._planning.recipe.misuse import HARMLESS as HARMLESS

@@ -214,6 +214,16 @@ def load(
     return _build(written, command or kind or "merge", lenient, parameter_names)
 
 
+def load_recipe(source: Source) -> Loaded:
+    """A recipe of `merge` as values, and all its problems. Opens nothing that it names; see `load`.
+
+    >>> soup = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]}
+    >>> [str(model) for model in load_recipe(soup).models]
+    ['a']
+    """
+    return load(source, "merge")
+
+
 def parse(
     text: str, filename: str, *, lenient: bool = False, parameter_names: Collection[str] = ()
 ) -> tuple[Recipe | None, list[WeightsmithError]]:

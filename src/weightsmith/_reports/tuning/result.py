@@ -78,6 +78,11 @@ class Tuning(Reported):
         """The values of the recipe that was written."""
         return next(trial.values for trial in self.trials if trial.number == self.best)
 
+    @property
+    def totals(self) -> Mapping[str, Score]:
+        """The scores of `judged`, on all texts of the report together."""
+        return {name: total(scores) for name, scores in self.judged.items()}
+
     @cached_property
     def changes(self) -> Mapping[str, Change]:
         """How much better the tuned recipe is on the text of the report, by what it is compared with."""

@@ -64,6 +64,7 @@ def tune(
     report_text: GivenText = (),
     reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     progress: bool | Meter = True,
+    on_trial: Scored = lambda _trial, _loss: None,
     **options: Unpack[TuneKeywords],
 ) -> Tuning:
     """Find the values of a recipe with which the merge predicts texts best, and write the recipe with them.
@@ -75,7 +76,9 @@ def tune(
                  config names, or `command`
     report_text  the same, to judge the result on; none: the last third of the rows of each text
     reference    for `objective="kl"`: a model, or one for each text
-    progress     True: a bar in terminals and notebooks, False: none
+    progress     True: a bar in terminals and notebooks, False: none; or a `Meter`
+    on_trial     called with each trial when it is made, or found in the journal, and with its objective; None if it was not
+                 scored on all rows
     options      see `weightsmith._base.options`: `RecipeOptions`, `EvaluateSettings`, `TuneSettings` and `RunOptions`
 
     No candidate is written. The same call with the same seed makes the same trials, and resumes after a crash or a
@@ -98,7 +101,7 @@ def tune(
         given = {**files.paths, "reference": [os.fspath(model) for model in models], **options}
         planning, texts, settings, running = read_options("tune", given, *kinds)
         with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
-            found = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown)
+            found = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown, on_trial)
         return replace(found, texts=files.named(found.texts), report_texts=files.named(found.report_texts))
 
 
