@@ -24,21 +24,21 @@ from weightsmith._features.quantisation.calibration.plan import (
     unused,
 )
 from weightsmith._features.quantisation.engines import engine_findings
-from weightsmith._features.quantisation.exl2.blocks import BlockParams, Sublayer
-from weightsmith._features.quantisation.exl2.measurement import (
+from weightsmith._features.quantisation.measurement import (
     Measured,
     errors_of,
     measurement_json,
     products_for,
     read_measurement,
 )
-from weightsmith._features.quantisation.exl2.model import Model, notes, prepare_model, store
-from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
+from weightsmith._features.quantisation.optimise import Candidate, choose
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.quantisation.target import read_target
-from weightsmith._features.quantisation.unfused import DEFAULT_HEAD_BITS
+from weightsmith._models.formats.exl2.blocks import BlockParams, Sublayer
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import ELSEWHERE
+from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
+from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays

@@ -17,7 +17,7 @@ from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
 from weightsmith._features.quantisation.calibration.plan import Chain
-from weightsmith._features.quantisation.exl2.blocks import BlockParams, Sublayer
+from weightsmith._models.formats.exl2.blocks import BlockParams, Sublayer
 from weightsmith._models.formats.exl2.layout import params_from_json
 from weightsmith._models.structure.configs import finite_number
 from weightsmith._plans import Product
