@@ -17,8 +17,17 @@ from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETT
 from weightsmith._features.quantisation.engines import engine_findings
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
-from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate, config_entry
-from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction, differences, loader_config
+from weightsmith._models.formats.exl3.layout import (
+    ARCHITECTURES,
+    BLOCK,
+    RATES,
+    VERSION,
+    Rate,
+    config_entry,
+    contradiction,
+    differences,
+    loader_config,
+)
 from weightsmith._models.formats.exl3.writing import Exl3
 from weightsmith._models.formats.unfused import (
     DEFAULT_HEAD_BITS,

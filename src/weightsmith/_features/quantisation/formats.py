@@ -17,7 +17,7 @@ from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanE
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import assignment, named, option_error, read_options
 from weightsmith._features.quantisation import exl2, exl3, gguf
-from weightsmith._features.quantisation.base import Format
+from weightsmith._features.quantisation.base import Format, check_target, read_target
 from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
@@ -28,7 +28,6 @@ from weightsmith._features.quantisation.calibration.plan import (
 )
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
 from weightsmith._planning.options import RecipeOptions
