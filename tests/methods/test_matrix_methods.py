@@ -429,6 +429,7 @@ dtype: bfloat16
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_whole_merge_is_the_same_with_little_memory_and_any_threads(tmp_path: Path) -> None:
     make_models(tmp_path)
@@ -439,6 +440,7 @@ def test_a_whole_merge_is_the_same_with_little_memory_and_any_threads(tmp_path: 
         assert (again.out / "model.safetensors").read_bytes() == (first.out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_steps_after_a_merge_apply_and_keep_to_the_memory(tmp_path: Path) -> None:
     make_models(tmp_path)

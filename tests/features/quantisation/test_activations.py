@@ -221,6 +221,7 @@ def test_a_layer_runs_once_for_its_scales_and_the_next_layer(
     assert alone == ([0] if kv_cache else [])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8-static", "nvfp4", "int8", "w4a16"])
 def test_the_bytes_depend_on_neither_threads_nor_interruptions(

@@ -133,6 +133,7 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_bytes_depend_on_the_seed_and_the_text_and_not_on_threads(llama: Path, tmp_path: Path) -> None:
     given = settings(tmp_path)
@@ -388,6 +389,7 @@ weightsmith.quantize(*sys.argv[1:3], "exl2", **given)
 """
 
 
+@pytest.mark.process
 @pytest.mark.cpu
 @pytest.mark.slow
 def test_killed_and_run_again_it_gives_the_same_bytes(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,6 +608,7 @@ weightsmith.quantize(*sys.argv[1:3], "w4a16", threads=2, progress=False, **given
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer takes 13 MB as float32, and its Hessians 11. A process of its own has no memory that other tests left behind."""

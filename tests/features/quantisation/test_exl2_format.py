@@ -159,6 +159,7 @@ def test_the_actual_bits_are_those_of_the_files(model: Path) -> None:
     assert config_of("q")["quantization_config"]["bits"] == pytest.approx(8 * size / weights, abs=1e-4)
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 def test_it_loads_in_transformers(model: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -218,6 +218,7 @@ def test_the_factor_is_that_of_the_inverse() -> None:
     np.testing.assert_allclose(factor.T @ factor @ damped, np.eye(200), atol=1e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_factor_of_several_blocks_is_that_of_the_inverse_on_any_number_of_threads() -> None:
     features = 2 * INVERTED + 70
@@ -290,6 +291,7 @@ def test_a_weight_that_is_read_gives_the_same_bytes(hessian: bool) -> None:
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found.arrays, expected.arrays, strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_threads() -> None:
     import torch

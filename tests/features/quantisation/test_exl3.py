@@ -258,6 +258,7 @@ def test_the_factor_is_that_of_the_rotated_hessian() -> None:
     assert np.abs(inner * (1 - blocks)).max() < 1e-3 * np.abs(inner).max()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_threads_do_not_change_a_matrix() -> None:
     weight, hessian = weight_of(1100, 128), inputs_of(128)

@@ -80,6 +80,7 @@ def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_p
                 layer.get_submodule(m).weight.data = weight
 
 
+@pytest.mark.matrix
 def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
     folder, given = save_model(tmp_path / "m", "mixtral"), full(tmp_path)
     one, two = (quantise(folder, tmp_path / f"{threads}", given, threads=threads).out for threads in (1, 2))

@@ -88,6 +88,7 @@ def test_a_block_that_predictions_do_not_depend_on_gets_the_fewest_bits(tmp_path
     assert chosen["model.layers.1.self_attn.q_proj.weight"] in {f"exl2 {option['q']}" for option in ATTENTION[6:]}
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("few_options")
 def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
     folder, given = save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=False)

@@ -83,6 +83,7 @@ def test_scores_of_layers_are_those_of_their_gradients(tmp_path: Path, monkeypat
     assert weights == 2 * 7
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_scores_do_not_depend_on_threads_and_are_of_some_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scored, "TOKENS", 40)

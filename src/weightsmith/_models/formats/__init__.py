@@ -50,12 +50,12 @@ def formats() -> tuple[StoredFormat, ...]:
 
 def each_format() -> Iterator[StoredFormat]:
     """As `formats`, each imported when it is reached: most models are stored by the first."""
-    yield from map(FORMATS.get, FORMATS.own)
+    yield from map(FORMATS.get, FORMATS.builtin)
     yield from (each for each in _installed().values() if isinstance(each, StoredFormat))
 
 
 def _ours() -> tuple[StoredFormat, ...]:
-    return tuple(map(FORMATS.get, FORMATS.own))
+    return tuple(map(FORMATS.get, FORMATS.builtin))
 
 
 def broken() -> tuple[Finding, ...]:

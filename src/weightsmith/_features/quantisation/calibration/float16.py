@@ -46,7 +46,7 @@ class LargestStateWork(LayerWork):
 
 
 def _largest(bench: ProductContext) -> Arrays:
-    from weightsmith._outputs.local.products import release_pages
+    from weightsmith._files.mapped import release_pages
 
     work = LargestStateWork.of(bench.product)
     [states] = bench.arrays(work.states)

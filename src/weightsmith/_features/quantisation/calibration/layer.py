@@ -179,7 +179,7 @@ class QuantisedStatesWork(LayerWork):
 def _compute_states(bench: ProductContext) -> Arrays:
     import torch
 
-    from weightsmith._outputs.local.products import release_pages
+    from weightsmith._files.mapped import release_pages
 
     work = QuantisedStatesWork.of(bench.product)
     specs = {step.out.name: step.out for step in bench.product.steps}
