@@ -3,7 +3,7 @@
     q, k, v   of the attention            q_proj, k_proj, v_proj; wq, wk, wv; query, key, value; …
     gate, up  of a gated MLP or expert    gate_proj, up_proj; w1, w3 (Mixtral's); gate_linear, up_linear; …
 
-A new spelling is one line here. (llama.cpp's names are in `formats/gguf/families.py`.)
+A new spelling is one line here. (llama.cpp's names are in `formats/gguf/tensors.py`.)
 """
 
 from __future__ import annotations
