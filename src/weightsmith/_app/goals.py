@@ -102,7 +102,9 @@ experts:
 
 
 GOALS = {
-    "combine": Goal("one model with the skills of several fine-tunes of one base (task_arithmetic)", 2, None, "needed", _combine),
+    "combine": Goal(
+        "one model with the skills of several fine-tunes of one base (task_arithmetic)", 2, None, "needed", _combine
+    ),
     "add": Goal("add what fine-tunes learnt to their base (task_arithmetic)", 1, None, "needed", _add),
     "blend": Goal("a model on the way from one to another (slerp)", 2, 2, "none", _blend),
     "average": Goal("the mean of fine-tunes, or of checkpoints of a run (linear)", 2, None, "none", _average),
