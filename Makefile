@@ -3,9 +3,11 @@
 #
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured: 3 minutes on two cores, then
 #                  2.4 GB in build/
-#   make test      the tests; the last line names the programs whose tests were left out
+#   make test      every behaviour once: 4 minutes on two cores; the last line names what was left out, and how to run it
+#   make test-all  these, then all others: `test-second` (more formats, families and methods, whole processes, readers, servers,
+#                  pages), `test-sweeps`, `dist` and `site`
+#   make test-second   the tests that `make test` leaves out, but for the sweeps
 #   make browser   Chromium for the tests of pages: says what it runs. Nothing else installs anything outside the clone
-#   make test-fast     the tests that take less than a tenth of a second each: a minute, three when kernels are not compiled yet
 #   make test-sweeps   stacks of every model type of transformers, as it loads them, every case of every method
 #   make test-gpu      the tests, with torch computing on an NVIDIA GPU what it computes on the CPU otherwise
 #   make test-python   the kernels as plain Python, not compiled
@@ -47,7 +49,7 @@ MERGEKIT_VENV := benchmarks/.venv-mergekit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test browser test-fast test-sweeps test-gpu test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit environment clean help
+.PHONY: demo test test-second test-all browser test-sweeps test-gpu test-python mutants fuzz attacks check lint types format docs site gallery dist bench bench-toy bench-methods bench-moe mergekit environment clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -57,13 +59,21 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py $(DEMO_OPTIONS)
 
 test: $(VENV)/.test $(VENV)/.readers
-	$(BIN)/python -m pytest $(WORKERS) $(TEST_OPTIONS)
+	$(BIN)/python -m pytest $(WORKERS) -m 'not second and not sweep' $(TEST_OPTIONS)
+
+test-second: $(VENV)/.test $(VENV)/.readers
+	$(BIN)/python -m pytest $(WORKERS) -m 'second and not sweep' $(TEST_OPTIONS)
+
+# One after the other also with -j: each takes all cores.
+test-all:
+	$(MAKE) test
+	$(MAKE) test-second
+	$(MAKE) test-sweeps
+	$(MAKE) dist
+	$(MAKE) site
 
 browser: $(VENV)/.test
 	@scripts/browser.sh $(BIN)/python
-
-test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest $(WORKERS) -m 'not slow and not sweep' $(TEST_OPTIONS)
 
 test-sweeps: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS)
@@ -83,7 +93,7 @@ attacks: $(VENV)/.test
 	$(BIN)/python scripts/attacks.py stores $(ATTACKS_OPTIONS)
 
 fuzz: $(VENV)/.test
-	$(BIN)/python scripts/fuzz.py $(FUZZ_OPTIONS)
+	$(BIN)/python -m scripts.fuzz $(FUZZ_OPTIONS)
 
 check: lint types
 

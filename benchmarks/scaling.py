@@ -23,12 +23,14 @@ from typing import Any, NoReturn
 
 from benchmarks.bench import WORK
 from benchmarks.planning import NAMES, Mixture, recipes
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import PARTS_PER_SLOT, share_out
 from weightsmith._execution.distributed.work import Answer, Order, Share, _open, do
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 
 
 @dataclass(frozen=True, slots=True)

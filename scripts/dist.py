@@ -66,7 +66,7 @@ def require(names: list[str], wanted: tuple[str, ...], archive: Path) -> None:
 
 
 def check_metadata(wheel: Path) -> None:
-    """End unless the wheel's metadata say what the project is."""
+    """End unless the wheel's metadata say what the project is. It has no URLs while the repository has no address."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
@@ -76,7 +76,7 @@ def check_metadata(wheel: Path) -> None:
         *([] if metadata["Version"] == version else [f"version {metadata['Version']}"]),
         *([] if metadata["License-Expression"] == "Apache-2.0" else ["no license expression"]),
         *([] if metadata["Description-Content-Type"] == "text/markdown" else ["the description is not Markdown"]),
-        *(f"no URL {name}" for name in {"Homepage", "Changelog", "Issues"} - urls),
+        *(f"no URL {name}" for name in {"Homepage", "Changelog", "Issues"} - urls if urls),
     ]
     if problems:
         sys.exit(f"{wheel.name}: {problems}")

@@ -17,8 +17,6 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 import weightsmith
-from weightsmith._base.pages import write_page
-from weightsmith._reports.look.pages import difference_page
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH, HEIGHT = 1120, 860
@@ -29,10 +27,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, default=Path("build/demo/models"), help="folder with the demo's models")
     os.chdir(parser.parse_args().models)
-    page = difference_page(weightsmith.diff("base", "fr"))
+    page = weightsmith.diff("base", "fr").report()
     program = shutil.which("chromium") or shutil.which("google-chrome")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        path = write_page(Path(folder) / "report.html", page)
+        path = page.write(Path(folder) / "report.html")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         shown = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         shown.goto(path.as_uri())

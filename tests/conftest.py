@@ -8,6 +8,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -58,16 +59,30 @@ def pytest_configure(config: pytest.Config) -> None:
         _locks = str(Path(config.option.basetemp).parent)
 
 
-def njit_once(function: FunctionType, called_by_kernel: bool) -> Any:
+SECOND_RING = {"matrix", "process", "reader", "repository", "store"}
+"""Marks of tests that `make test` leaves to `make test-all`; pyproject.toml says what each is."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give the tests of the second ring one mark, by which they are chosen.
+
+    `matrix("a", "b-*")` is not for the cases whose ids are, or are like, one of these.
+    """
+    case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    for mark in item.iter_markers():
+        if mark.name in SECOND_RING and not any(fnmatchcase(case, pattern) for pattern in mark.args):
+            item.add_marker("second")
+
+
+def njit_once(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:
     """A kernel that two workers need is compiled by one of them. The other waits, and finds it in the cache."""
-    made = _njit(function, called_by_kernel)
-    folder = compiler.cache_folder()
-    if called_by_kernel or made is function or not folder:
+    made = _njit(function, called_by_kernel, digest)
+    if called_by_kernel or made is function or not (digest and compiler.cache_folder()):
         return made
     compile_ = made.compile
 
     def compile_once(*given: Any) -> Any:
-        with Path(_locks, f"{Path(folder).name}.{function.__module__}.{function.__qualname__}.lock").open("w") as file:
+        with Path(_locks, f"{function.__module__}.{function.__qualname__}.{digest}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return compile_(*given)
 

@@ -1,4 +1,4 @@
-"""The last line of a run: the programs and packages whose tests were skipped, and where to read how to get them.
+"""The last line of a run: whether the second ring was left out, and the programs and packages whose tests were skipped.
 
 A test that needs a program or a package is skipped with the reason `needs NAME`, or `needs NAME: detail`. Every NAME has a row
 in the table of CONTRIBUTING.md, unless the `test` extra installs it. Other reasons say why a case does not apply; they are
@@ -29,20 +29,23 @@ def missing(reasons: Iterable[str]) -> Counter[str]:
     return Counter(next(filter(None, match.groups())) for match in found if match)
 
 
-def last_line(reasons: Iterable[str]) -> str:
+def last_line(reasons: Iterable[str], *, is_first_ring: bool = False) -> str:
     """Empty if nothing was missing.
 
     >>> last_line(["needs vLLM", "needs Chromium", "needs vLLM"])
     'not run: 2 tests of vLLM, 1 of Chromium (make browser). How to get them: CONTRIBUTING.md, "Programs that tests need"'
+    >>> last_line([], is_first_ring=True)
+    'not run: the second ring (make test-all)'
     """
     counts = missing(reasons).most_common()
-    if not counts:
+    named = [f"{count} of {name}" + (f" ({_COMMANDS[name]})" if name in _COMMANDS else "") for name, count in counts]
+    if counts:
+        number, rest = named[0].split(" ", 1)
+        named[0] = f"{number} {'test' if number == '1' else 'tests'} {rest}"
+    ring = ["the second ring (make test-all)"] if is_first_ring else []
+    if not (ring or named):
         return ""
-    named = [f"of {name} ({_COMMANDS[name]})" if name in _COMMANDS else f"of {name}" for name, _ in counts]
-    (first, *others) = (f"{count} {name}" for (_, count), name in zip(counts, named, strict=True))
-    number, rest = first.split(" ", 1)
-    first = f"{number} {'test' if number == '1' else 'tests'} {rest}"
-    return f"not run: {', '.join([first, *others])}. How to get them: {PAGE}"
+    return f"not run: {', '.join([*ring, *named])}" + (f". How to get them: {PAGE}" if named else "")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -52,6 +55,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, Any, Any]:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(session.config, "workerinput"):
         skipped = (report.longrepr for report in reporter.stats.get("skipped", ()))
-        if line := last_line(place_and_reason[2] for place_and_reason in skipped if isinstance(place_and_reason, tuple)):
+        reasons = [place_and_reason[2] for place_and_reason in skipped if isinstance(place_and_reason, tuple)]
+        if line := last_line(reasons, is_first_ring="not second" in session.config.option.markexpr):
             reporter.write_line(line)
     return result

@@ -12,7 +12,7 @@ import pytest
 
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import PlanError, WeightsmithError
-from weightsmith._base.options import RecipeOptions
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Plan, prepare
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

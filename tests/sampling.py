@@ -1,4 +1,4 @@
-"""Long parametrisations: a run of all tests takes a sample of them, `make test-sweeps` the others."""
+"""Long parametrisations: the first ring takes a sample of them; the second ring, or `make test-sweeps`, the others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 
-def sampled(values: Iterable[Any], sample: Collection[Any], name: Callable[[Any], str] = str) -> list[Any]:
-    """Parameters; those that are not in the sample have the mark `sweep`. name: of one, for its id"""
-    return [pytest.param(each, marks=() if each in sample else pytest.mark.sweep, id=name(each)) for each in values]
+def sampled(
+    values: Iterable[Any], sample: Collection[Any], name: Callable[[Any], str] = str, *, others: str = "sweep"
+) -> list[Any]:
+    """Parameters; those that are not in the sample have the mark `others`. name: of one, for its id"""
+    mark = getattr(pytest.mark, others)
+    return [pytest.param(each, marks=() if each in sample else mark, id=name(each)) for each in values]

@@ -23,16 +23,17 @@ from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
 from tests.plugin_help import installed, package
 from weightsmith._base.errors import OutputExists, PlanError, StoreError, Unsupported
-from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import Encoding, StoredFormat
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
 from weightsmith.testing import EncodingTests, MethodCase, MethodTests, OutputCase, OutputTests, StoredFormatTests
+
+pytestmark = pytest.mark.repository
 
 Text = Callable[[str], str]
 Page = Callable[[str, str], types.ModuleType]
@@ -66,6 +67,27 @@ def files(file_of: Text, monkeypatch: pytest.MonkeyPatch) -> Page:
         return module
 
     return made
+
+
+@pytest.mark.slow
+def test_the_pages_program(files: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models, recipes, out = (tmp_path / name for name in ("models", "recipes", "out"))
+    for folder in (models, recipes, out):
+        folder.mkdir()
+    base, french, _ = weightsmith.demo_models(models)
+    goal = weightsmith.goals()["average"]
+    (recipes / "a.yml").write_text(goal.recipe([str(base), str(french)]))
+    (recipes / "b.yml").write_text(goal.recipe([str(base), str(tmp_path)]))
+    (recipes / "c.yml").write_text(goal.recipe([str(base), str(models / "none")]))
+    (recipes / "d.yml").write_text(goal.recipe([str(base), str(french)]).replace("linear", "evil.py:blend"))
+    verdicts = files("adding-a-program.md", "nightly").merge_all(recipes, models, out)
+    assert [verdict.startswith("Merged with weightsmith") for verdict in verdicts] == [True]
+    assert {path.name for path in out.iterdir() if not path.name.startswith(".")} == {"a", "a.html"}
+    said = capsys.readouterr().out
+    assert "100 %" in said
+    assert "b.yml: not in" in said
+    assert "d.yml: it names a Python file" in said
+    assert "^^^" in said
 
 
 class TestThePagesMethod(MethodTests):

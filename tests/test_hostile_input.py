@@ -24,9 +24,9 @@ from tests.sampling import sampled
 from tests.work import steps
 from weightsmith._base.errors import FormatError, NotFound, OutputExists, PlanError, StoreError, WeightsmithError, legible
 from weightsmith._base.files import open_regular
-from weightsmith._base.options import RecipeOptions
 from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._files import state_pickle
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._plans import plan_from_json
 
 LINEAR = {"merge_method": "linear", "models": [{"model": name, "parameters": {"weight": 0.5}} for name in ("a", "b")]}

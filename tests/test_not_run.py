@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.not_run import PAGE, missing
+
+pytestmark = pytest.mark.repository
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -41,6 +44,27 @@ def test_the_last_line_names_what_was_not_run(tmp_path: Path, workers: int) -> N
     *_, before, last = ran.stdout.splitlines()
     assert "1 passed, 5 skipped" in before
     assert last == f"not run: 3 tests of vLLM, 1 of no_such_package. How to get them: {PAGE}"
+
+
+@pytest.mark.parametrize("ring", ["not second and not sweep", "second and not sweep", ""])
+def test_the_last_line_of_the_first_ring_names_the_second(tmp_path: Path, ring: str) -> None:
+    (tmp_path / "test_x.py").write_text("def test_a(): ...")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "tests.not_run", "-p", "no:cacheprovider", "-m", ring]
+    ran = subprocess.run(
+        [*command, "-c", "/dev/null", "--rootdir", tmp_path, tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    said = ran.stdout.splitlines()[-1] == "not run: the second ring (make test-all)"
+    assert said == ring.startswith("not second"), ran.stdout
+
+
+def test_the_rings_are_those_of_the_makefile() -> None:
+    """Each mark of the second ring is explained, and both rings together are all tests but the sweeps."""
+    from tests.conftest import SECOND_RING
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert {*SECOND_RING, "second"} < {mark.partition(":")[0] for mark in settings["markers"]}
+    rules = re.findall(r"^(test\S*):.*\n\t.*-m '([^']*)'", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert dict(rules).items() >= {"test": "not second and not sweep", "test-second": "second and not sweep"}.items()
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import pytest
 
 from tests.script_help import load
 
+pytestmark = pytest.mark.repository
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -54,7 +56,7 @@ def test_a_long_sentence_is_found_and_two_short_ones_are_not() -> None:
 
 
 def test_code_and_addresses_are_not_read() -> None:
-    assert found("Use `--max-spool`, and [the page](what-travels.md).") == []
+    assert found("Use `--stream-cache`, and [the page](what-travels.md).") == []
     assert found("`if not given` is a phrase.") == []
     assert found("--quantize FORMAT, or weightsmith quantize --list") == []
     assert found(f"{'name, ' * 31}last") == []
@@ -73,14 +75,7 @@ def test_a_page_is_read_by_paragraph_entry_and_cell(tmp_path: Path, monkeypatch:
 def test_messages_help_texts_and_public_docstrings_are_read() -> None:
     texts = list(script().source_texts())
     places = {each.place for each in texts}
-    assert "src/weightsmith/_base/options/records.py" in places
+    assert "src/weightsmith/_execution/options.py" in places
     assert any(each.text == "Number of threads" for each in texts), "a help text"
     assert any("no such folder or file" in each.text for each in texts), "a message"
     assert any(each.text.startswith("Merge checkpoints into a new folder") for each in texts), "a docstring"
-
-
-def test_what_is_known_may_only_fall() -> None:
-    two = [*script().problems(script().Text("a.md", 1, "if not given, nothing but"))]
-    assert script().over(two, {"a.md": 2}) == []
-    assert script().over(two, {"a.md": 1}) == two
-    assert script().over(two, {}) == two

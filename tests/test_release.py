@@ -21,6 +21,8 @@ import weightsmith
 from tests.script_help import load
 from weightsmith._outputs.local.area import STAGING_SUFFIX
 
+pytestmark = pytest.mark.repository
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -31,7 +33,8 @@ def dist() -> ModuleType:
 
 
 def wheel(folder: Path, **changed: str) -> Path:
-    fields = {"Version": "0.1.0", "License-Expression": "Apache-2.0", "Description-Content-Type": "text/markdown"} | changed
+    fields = {"Version": "0.1.0", "License-Expression": "Apache-2.0", "Description-Content-Type": "text/markdown"}
+    fields |= {name: value for name, value in changed.items() if name != "urls"}
     urls = "".join(f"Project-URL: {name}, https://example.org\n" for name in ("Homepage", "Changelog", "Issues"))
     path = folder / "weightsmith-0.1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:

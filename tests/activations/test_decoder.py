@@ -14,17 +14,17 @@ import pytest
 import torch
 import transformers
 
-from tests.bench_help import bench_of
 from tests.cli_help import run_process
+from tests.context_help import context_of
 from tests.mini import write_checkpoint
 from tests.zoo import HEADS, SIZES
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.forward import Decoder, _Bfloat16, _Memory, build
 from weightsmith._base.errors import Unsupported, WeightsmithError
-from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
 from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import assemble
 from weightsmith._plans import Made
 from weightsmith.abc.product import Cancelled
@@ -82,6 +82,7 @@ def whole_forward(folder: Path) -> list[tuple[list[torch.Tensor], list[torch.Ten
     return found
 
 
+@pytest.mark.matrix("llama*", "gemma3*")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_states_are_those_of_the_whole_forward_however_prompts_are_batched(tmp_path: Path, name: str) -> None:
@@ -90,7 +91,7 @@ def test_states_are_those_of_the_whole_forward_however_prompts_are_batched(tmp_p
         for batch_tokens in (1, 20, 1000):  # one by one; two or three together, padded; all together
             decoder = decoder_of(donor)
             layers = 0
-            for states in decoder.states(bench_of(donor, assembly), PROMPTS, batch_tokens=batch_tokens):
+            for states in decoder.states(context_of(donor, assembly), PROMPTS, batch_tokens=batch_tokens):
                 assert states.index == layers
                 layers += 1
                 for k, (entering, mlp_input) in enumerate(expected):
@@ -104,7 +105,7 @@ def test_states_are_those_of_the_whole_forward_however_prompts_are_batched(tmp_p
 def test_all_layers_share_the_memory_of_one(tmp_path: Path, device: str) -> None:
     save_model(tmp_path / "m", CONFIGS["llama"]())
     with donor_of(tmp_path / "m") as (donor, assembly):
-        memory = _Memory(bench_of(donor, assembly), device)
+        memory = _Memory(context_of(donor, assembly), device)
         found = set()
         for i in range(2):
             name = f"model.layers.{i}.mlp.up_proj.weight"
@@ -118,7 +119,7 @@ def test_all_layers_share_the_memory_of_one(tmp_path: Path, device: str) -> None
 def test_one_decoder_can_be_run_twice(tmp_path: Path) -> None:
     save_model(tmp_path / "m", CONFIGS["llama"]())
     with donor_of(tmp_path / "m") as (donor, assembly):
-        decoder, source = decoder_of(donor), bench_of(donor, assembly)
+        decoder, source = decoder_of(donor), context_of(donor, assembly)
         first = [s.mlp_input[1] for s in decoder.states(source, PROMPTS)]
         second = [s.mlp_input[1] for s in decoder.states(source, PROMPTS)]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -128,7 +129,7 @@ def test_embeddings_are_the_rows_of_the_table(tmp_path: Path) -> None:
     save_model(tmp_path / "m", CONFIGS["llama"]())
     table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).model.embed_tokens.weight
     with donor_of(tmp_path / "m") as (donor, assembly):
-        found = decoder_of(donor).embeddings(bench_of(donor, assembly), PROMPTS)
+        found = decoder_of(donor).embeddings(context_of(donor, assembly), PROMPTS)
     for ids, own in zip(PROMPTS, found, strict=True):
         assert torch.equal(own, table[torch.tensor(ids)])
 
@@ -161,7 +162,7 @@ def test_a_base_that_is_merged_on_the_way_has_the_states_of_the_merge(tmp_path: 
     with closing(assemble(recipe, RecipeOptions())) as assembled:
         assembly = Assembly(Made("test"))
         donor = assembly.merge(assembled)
-        for states in decoder_of(donor).states(bench_of(donor, assembly), PROMPTS):
+        for states in decoder_of(donor).states(context_of(donor, assembly), PROMPTS):
             for k, (_, mlp_input) in enumerate(expected):
                 torch.testing.assert_close(states.mlp_input[k], mlp_input[states.index], rtol=1e-5, atol=5e-6)
 
@@ -180,10 +181,10 @@ def test_a_merge_on_the_way_can_be_stopped(tmp_path: Path) -> None:
         assembly = Assembly(Made("test"))
         donor = assembly.merge(assembled)
         with pytest.raises(KeyboardInterrupt):
-            bench_of(donor, assembly, stop)
-        bench = bench_of(donor, assembly, cancelled=True)
+            context_of(donor, assembly, stop)
+        context = context_of(donor, assembly, cancelled=True)
         with pytest.raises(Cancelled):
-            bench.rows("model.embed_tokens.weight", [0])
+            context.rows("model.embed_tokens.weight", [0])
 
 
 # ---- memory
@@ -196,7 +197,7 @@ import sys
 from pathlib import Path
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._features.mixture.assembly import Assembly
-from tests.activations.test_decoder import bench_of
+from tests.activations.test_decoder import context_of
 from tests.activations.test_decoder import decoder_of
 from weightsmith._plans import Made
 import transformers.models.llama.modeling_llama
@@ -210,7 +211,7 @@ def run(folder):
     with open_checkpoint(Path(folder)) as checkpoint:
         assembly = Assembly(Made("test"))
         donor = assembly.checkpoint(checkpoint, "base")
-        for states in decoder_of(donor).states(bench_of(donor, assembly), [[1, 2, 3, 4], [5, 6]]):
+        for states in decoder_of(donor).states(context_of(donor, assembly), [[1, 2, 3, 4], [5, 6]]):
             pass
 
 run(sys.argv[1])   # a tiny model: all code is loaded and warm
@@ -243,6 +244,7 @@ def write_large(folder: Path) -> int:
     return sum(t.nbytes for t in tensors.values())
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.timeout(300)

@@ -23,9 +23,10 @@ from weightsmith._activations.model import array_name, input_of, result_of, stat
 from weightsmith._activations.statistics import STATISTICS, fisher, gram
 from weightsmith._base.errors import CheckpointError, PlanError, UnknownName
 from weightsmith._base.installation import install
-from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, plan_from_json
@@ -33,7 +34,7 @@ from weightsmith._plans.statistics import StatisticRequest
 from weightsmith.abc.product import Arrays, ProductContext
 
 Found = dict[str, npt.NDArray[Any]]
-KINDS = tuple(STATISTICS.own)
+KINDS = tuple(STATISTICS.builtin)
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +160,7 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
                 assert_near(both[:, x.shape[1] :], whole.slope_moments(weight.removesuffix(".weight")))
 
 
+@pytest.mark.matrix("llama", "gemma3", "mixtral")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name != "biased"])
 def test_statistics_of_every_family_are_those_of_float64(family: str, tmp_path: Path) -> None:
@@ -219,6 +221,7 @@ def test_each_expert_has_the_statistics_of_the_tokens_that_reach_it(tmp_path: Pa
     assert min(reached) < max(reached)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_statistics_are_the_same_for_any_threads_and_memory(tmp_path: Path) -> None:
     recipe, given = models_of(tmp_path, "mixtral"), settings(tmp_path)
@@ -243,9 +246,9 @@ def test_what_is_made_with_a_statistic_is_as_if_computed_alone(
     def noted(module: Any, name: str) -> None:
         compute = getattr(module, name)
 
-        def run(bench: ProductContext, *more: Any) -> Arrays:
-            made.append(bench.product.name.partition(": ")[2])
-            return compute(bench, *more)
+        def run(context: ProductContext, *more: Any) -> Arrays:
+            made.append(context.product.name.partition(": ")[2])
+            return compute(context, *more)
 
         monkeypatch.setattr(module, name, run)
 
@@ -367,7 +370,7 @@ def test_packages_that_are_missing_are_those_of_a_calibration(
     packages: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with prepare(models_of(tmp_path)) as prepared:
-        monkeypatch.setattr("weightsmith._activations.packages.find_spec", lambda name: None if name in packages else name)
+        monkeypatch.setattr("weightsmith._base.installation.find_spec", lambda name: None if name in packages else name)
         with pytest.raises(PlanError, match=rf"Run {re.escape(install('calibration'))}\.") as caught:
             requests_for(prepared, settings(tmp_path), ("gram",), 0)
     assert all(name in str(caught.value) for name in packages)

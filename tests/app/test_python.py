@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import types
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +210,14 @@ def test_results_have_a_short_repr_and_an_html_one(plain: dict[str, Any], tmp_pa
     for start, result in results.items():
         assert repr(result).startswith(start)
         assert len(repr(result)) < 150 + len(str(tmp_path))
-        html = result._repr_html_()
-        assert "<table>" in html
-        assert "<b>:" not in html.replace("<p><b>", "")
-        assert len(html) < 20_000
-    assert "&lt;b&gt;" in results["<Inspection of ./<b>: "]._repr_html_()
+        frame = result._repr_html_()
+        assert frame.startswith("<iframe sandbox=")
+        assert frame.count("<") == 2
+        assert "./<b>" not in result.report().to_html()
+        assert result.report().to_html() in unescape(frame)
+        assert len(frame) < 100_000
+    assert "&amp;lt;b&amp;gt;" in results["<Inspection of ./<b>: "]._repr_html_()
+    assert "Merged with weightsmith" in results[f"<Merged {tmp_path / 'out'}: 6 tensors, 400 bytes in "].report().verdict
 
 
 # ---- options

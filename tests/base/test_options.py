@@ -15,16 +15,26 @@ from typer.main import get_command
 
 import weightsmith
 from tests.cli_help import Cli, cli
+from weightsmith._activations.options import StatisticsSettings
 from weightsmith._app.cli.app import make_app
 from weightsmith._base import options
 from weightsmith._base.errors import PlanError
-from weightsmith._base.options import Option, keywords
+from weightsmith._base.options import Option
 from weightsmith._base.options.option import read_options
 from weightsmith._base.tensors import DTYPES, DType
-from weightsmith._features.quantisation.exl2.blocks import HEAD
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._features.quantisation.formats import FORMATS
-from weightsmith._features.quantisation.unfused import PLAIN_HEAD
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.transplant.approximations import APPROXIMATIONS
+from weightsmith._features.transplant.options import TransplantSettings
+from weightsmith._models.formats.exl2.blocks import HEAD
+from weightsmith._models.formats.unfused import PLAIN_HEAD
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._reports import keywords
+from weightsmith._reports.auto.options import AutoSettings, WriteSettings
+from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.tuning.options import TuneSettings
 
 __all__ = ["cli"]
 
@@ -34,23 +44,23 @@ CASES = pytest.mark.parametrize(
     ("record", "option"), EVERY, ids=[f"{record.__name__}.{option.name}" for record, option in EVERY]
 )
 KEYWORDS = {
-    options.RecipeOptions: keywords.RecipeKeywords,
-    options.QuantizeSettings: keywords.QuantizeKeywords,
-    options.ExtractSettings: keywords.ExtractKeywords,
-    options.TransplantSettings: keywords.TransplantKeywords,
-    options.EvaluateSettings: keywords.EvaluateKeywords,
-    options.StatisticsSettings: keywords.StatisticsKeywords,
-    options.WriteSettings: keywords.WriteKeywords,
-    options.AutoSettings: keywords.AutoKeywords,
-    options.TuneSettings: keywords.TuneKeywords,
-    options.RunOptions: keywords.RunKeywords,
+    RecipeOptions: keywords.RecipeKeywords,
+    QuantizeSettings: keywords.QuantizeKeywords,
+    ExtractSettings: keywords.ExtractKeywords,
+    TransplantSettings: keywords.TransplantKeywords,
+    EvaluateSettings: keywords.EvaluateKeywords,
+    StatisticsSettings: keywords.StatisticsKeywords,
+    WriteSettings: keywords.WriteKeywords,
+    AutoSettings: keywords.AutoKeywords,
+    TuneSettings: keywords.TuneKeywords,
+    RunOptions: keywords.RunKeywords,
 }
 
 
 PARAMETERS = {
-    options.EvaluateSettings: ("text",),
-    options.TuneSettings: ("report_text", "reference"),
-    options.AutoSettings: ("text",),
+    EvaluateSettings: ("text",),
+    TuneSettings: ("report_text", "reference"),
+    AutoSettings: ("text",),
 }
 """Options that are parameters of their function."""
 
@@ -63,7 +73,11 @@ def flags_of(command: str) -> dict[str, Any]:
 def section(command: str) -> str:
     """What docs/cli.md says of a command."""
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
-    return text.partition(f"<!-- options of {command}:begin -->")[2].partition(":end -->")[0]
+    listed = text.partition(f"<!-- options of {command}:begin -->")[2].partition(":end -->")[0]
+    shared = [title for title in ("recipes", "quantised formats", "runs") if f"[{title}](#options-of-" in listed]
+    return "\n".join(
+        [listed, *(row for title in shared for row in section(title).splitlines() if f"`{command}`" in row.split(" | ")[-1])]
+    )
 
 
 # ---- every option is everywhere
@@ -205,7 +219,7 @@ OUT_OF_RANGE = [
     ("transplant_tokenizer", "k", "0", 0, "must be at least 1, not 0"),
     ("transplant_tokenizer", "prefix_match", "both", "both", "must be one of no, yes, embed, lm_head, not 'both'"),
     ("statistics", "rows", "0", 0, "must be at least 1, not 0"),
-    ("run", "max_spool_bytes", "0", 0, "must be at least 1, not 0"),
+    ("run", "stream_cache_bytes", "0", 0, "must be at least 1, not 0"),
 ]
 
 
@@ -227,9 +241,9 @@ def test_a_wrong_value_has_one_message_on_the_command_line_and_in_python(
 
 
 def test_all_that_is_wrong_is_said_at_once_and_before_the_recipe_is_read(cli: Cli) -> None:
-    ran = cli("merge", "no such recipe.yml", "out", "--threads", "0", "--bits", "x", "--push", "org/m", "--max-spool", "1XB")
+    ran = cli("merge", "no such recipe.yml", "out", "--threads", "0", "--bits", "x", "--push", "org/m", "--stream-cache", "1XB")
     assert ran.code == 2
-    assert re.findall(r"error\[parameter\]: (\S+)", ran.err) == ["--bits", "--threads", "--max-spool"]
+    assert re.findall(r"error\[parameter\]: (\S+)", ran.err) == ["--bits", "--threads", "--stream-cache"]
     assert ran.err.endswith("Nothing was written. (3 problems)\n")
 
 
@@ -240,12 +254,12 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
 
 def test_values_are_read_as_the_record_has_them() -> None:
     texts = {"out_dtype": "bfloat16", "max_shard_bytes": "1.5GB", "settings": ["a.b=[1, x]", "c=2"], "lenient": True}
-    (planning,) = read_options("merge", texts, options.RecipeOptions, text=True)
+    (planning,) = read_options("merge", texts, RecipeOptions, text=True)
     assert (planning.out_dtype, planning.max_shard_bytes, planning.lenient) == (DTYPES["BF16"], 1_500_000_000, True)
     assert planning.settings == {"a.b": [1, "x"], "c": 2}
-    (extracted,) = read_options("extract_lora", {"include": ["a", "b"], "energy": 1}, options.ExtractSettings)
+    (extracted,) = read_options("extract_lora", {"include": ["a", "b"], "energy": 1}, ExtractSettings)
     assert (extracted.include, extracted.energy) == (("a", "b"), 1)
-    (settings,) = read_options("quantize", {"calibration": Path("a/text.txt")}, options.QuantizeSettings)
+    (settings,) = read_options("quantize", {"calibration": Path("a/text.txt")}, QuantizeSettings)
     assert settings.calibration == "a/text.txt"
 
 

@@ -15,9 +15,9 @@ import pytest
 import weightsmith
 from tests.cli_help import make_models, run_process
 from weightsmith._base.errors import StoreError
-from weightsmith._base.options import RunOptions
 from weightsmith._execution import identity
 from weightsmith._execution.identity import facts, program_digest, program_files, work_identity
+from weightsmith._execution.options import RunOptions
 from weightsmith._planning.planner import prepare
 from weightsmith._planning.planner.build import Prepared
 
@@ -47,7 +47,7 @@ def identified(recipe: Any, device: str = "cpu", **options: Any) -> str:
 
 
 def opened(recipe: Any, **options: Any) -> Prepared:
-    from weightsmith._base.options import RecipeOptions
+    from weightsmith._planning.options import RecipeOptions
 
     return prepare(recipe, RecipeOptions(**options))
 
@@ -85,12 +85,13 @@ def test_an_option_that_decides_bytes_changes_the_identity(option: dict[str, Any
         assert identified(DARE, **option) != identified(DARE)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_same_recipe_has_the_same_identity_in_another_process(here: Path) -> None:
     (here / "ties.yml").write_text(json.dumps(TIES) + "\n")
     code = """
 from weightsmith._execution.identity import work_identity
-from weightsmith._base.options import RecipeOptions
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
 with prepare("ties.yml", RecipeOptions()) as prepared:
     print(work_identity(prepared.plan, prepared.inputs, "cpu"))
@@ -122,7 +123,7 @@ def test_a_changed_input_changes_the_identity_and_the_reason_names_it(here: Path
     [("seed", {"seed": 1}), ("max_shard_bytes", {"max_shard_bytes": 100}), ("dtypes of the output", {"out_dtype": "float32"})],
 )
 def test_the_reason_names_the_option_that_differs(name: str, other: dict[str, Any]) -> None:
-    from weightsmith._base.options import output_dtype
+    from weightsmith._planning.options import output_dtype
 
     other = other | ({"out_dtype": output_dtype(other["out_dtype"])} if "out_dtype" in other else {})
     with opened(DARE) as one, opened(DARE, **other) as two:
@@ -135,7 +136,7 @@ def test_the_reason_names_the_option_that_differs(name: str, other: dict[str, An
 
 OTHERWISE: dict[str, Any] = {
     "threads": 3, "max_memory_bytes": 400_000_000, "overwrite": True, "fsync": False, "card": False, "report": "page.html",
-    "allow_nonfinite": True, "device": "cpu:0", "keep_stages": True, "stream": True, "max_spool_bytes": 1_000_000,
+    "allow_nonfinite": True, "device": "cpu:0", "keep_stages": True, "stream": True, "stream_cache_bytes": 1_000_000,
 }  # fmt: skip
 NOT_HERE = {"resume", "push", "public", "commit_message", "ray", "evaluate", "staging"}
 """These discard work, or need the Hub, a cluster or a model that transformers runs."""

@@ -12,7 +12,7 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
-from weightsmith._base.pages.values import written
+from weightsmith._base.report.blocks import written
 from weightsmith._execution.page import BY_LAYER_NAME, MOVED_NAME, PAGE_NAME
 
 LAYERS = 3

@@ -68,32 +68,6 @@ def test_compiled_kernels_are_kept_where_numba_keeps_its_own_else_in_the_users_c
         assert Path(compiler.cache_folder.__wrapped__()).parent == folder
 
 
-def test_kernels_of_other_versions_are_removed_a_month_after_their_last_use(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
-    old, recent, linked = (tmp_path / f"kernels-{digit * 16}" for digit in "abc")
-    others = [tmp_path / name for name in ("kernels-mine", f"kernels-{'A' * 16}", f"kernels-{'d' * 17}", "other", "elsewhere")]
-    for folder in (old, recent, *others):
-        (folder / "sub").mkdir(parents=True)
-        (folder / "sub" / "kernel.nbc").touch()
-    (old / "link").symlink_to(tmp_path / "elsewhere")
-    linked.symlink_to(tmp_path / "elsewhere")
-    file = tmp_path / f"kernels-{'e' * 16}"
-    file.touch()
-    now = time.time()
-    for path, days in [(recent, 29), *((path, 31) for path in (old, file, linked, *others))]:
-        os.utime(path, (now - days * 86_400,) * 2, follow_symlinks=False)
-    ours = Path(compiler.cache_folder.__wrapped__())
-    assert sorted(tmp_path.iterdir()) == sorted([ours, recent, linked, file, *others])
-    assert all((folder / "sub" / "kernel.nbc").exists() for folder in (recent, *others))
-    os.utime(ours, (0, 0))
-    os.utime(recent, (0, 0))
-    compiler.cache_folder.__wrapped__()
-    assert ours.stat().st_mtime >= now - 1
-    assert recent.exists()  # they are looked for only when a folder is new
-
-
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where kernels are kept."""
@@ -141,6 +115,7 @@ print(count_varying(models, np.full(3, DTYPES["F32"].code), 2, np.zeros((2, 2), 
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @compiled
 def test_a_kernel_from_the_cache_needs_little_of_numba(tmp_path: Path) -> None:
@@ -163,17 +138,16 @@ def test_a_kernel_whose_file_is_damaged_is_compiled_again(left: int, kept: Path)
 
 
 @compiled
-@pytest.mark.parametrize("name", ["write", "makedirs"])
-def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(name: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(internals.serialize, "dumps"), (Path, "write_bytes"), (Path, "replace")])
+def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
+    owner: Any, name: str, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_args: object, **_more: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     one_more = again()
     with monkeypatch.context() as patched:
-        if name == "write":
-            patched.setattr(internals.serialize, "dumps", full)
-        else:
-            patched.setattr(os, "makedirs", full)
+        patched.setattr(owner, name, full)
         assert one_more(1) == 2
     assert files(kept) == []
 
@@ -319,24 +293,20 @@ def test_a_thread_that_was_left_begins_no_kernel() -> None:
 
 @pytest.mark.slow
 @compiled
-def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Without it, numba takes "" for the folder now and then, and the cache lands where the user is.
     seen = set()
 
-    def function(_x: int) -> None:
-        """To be compiled."""
+    class Function:
+        def enable_caching(self) -> None:
+            for _ in range(3):
+                time.sleep(0.0005)
+                seen.add(compiler.config.CACHE_DIR)
 
-    def look(_function: Any) -> None:
-        for _ in range(3):
-            time.sleep(0.0005)
-            seen.add(compiler.config.CACHE_DIR)
-
-    monkeypatch.setattr(internals, "Cache", look)
-    monkeypatch.setattr(compiler, "cache_folder", lambda: "ours")
     monkeypatch.setattr(compiler.config, "CACHE_DIR", "before")
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: compiler.njit(function, called_by_kernel=False), range(64)))
-    assert seen == {"ours"}
+        list(pool.map(lambda _: compiler._use_own_cache(Function(), tmp_path / "own"), range(64)))
+    assert seen == {str(tmp_path / "own")}
     assert compiler.config.CACHE_DIR == "before"
 
 
@@ -348,6 +318,7 @@ print(any(seen))
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @compiled
 def test_progress_says_that_kernels_are_compiled_in_the_first_run_alone(tmp_path: Path) -> None:

@@ -259,9 +259,10 @@ def test_a_method_of_an_installed_package_needs_no_leave(package: Any, work: Pat
 @pytest.mark.slow
 def test_installed_methods_are_listed_and_shown(package: Any, cli: Cli) -> None:
     ran = cli("methods")
-    lines = {line.split()[0]: line for line in ran.out.split("\n\n")[0].splitlines()[1:]}
+    lines = {line.split()[0]: line for part in ran.out.split("\n\n")[:-1] for line in part.splitlines()[1:]}
     assert lines["halves"].endswith("a method of the user's own")
     assert set(lines) == {*methods.NAMES, "halves"}
+    assert list(lines).index("halves") == list(lines).index("linear") + 2  # it needs no base, so it is an average
     assert "nothing is a function, not a merge method" in ran.err
     assert "brought 1.0: the merge method lost cannot be loaded" in ran.err
     shown = cli("methods", "halves").out
@@ -416,6 +417,7 @@ def mixed(models: Any, base: Any, out: Any, w: PerModel[float], t: float) -> Non
     out[:] = base + t * w @ (models - base) + 1e-3 * models.mean()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_same_bytes_for_any_tiles_and_threads_whatever_the_function_does(shape: tuple[int, ...], tmp_path: Path) -> None:

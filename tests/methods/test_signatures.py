@@ -121,6 +121,7 @@ def test_rules_get_typed_values() -> None:
 
     @merge_method(
         **texts,
+        family="average",
         check=lambda w, t: str(look(w=w, t=t)),
         copies=lambda w: look(w=w),
         needs=lambda t: look(t=t),
@@ -237,3 +238,10 @@ def load(file: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_method_is_of_a_family_that_lists_know() -> None:
+    texts = dict.fromkeys(("title", "summary", "use", "passes", "source", "formula", "example"), "text")
+    with pytest.raises(MethodError) as caught:
+        merge_method(**texts, family="sparce")  # type: ignore[arg-type]
+    assert str(caught.value).startswith("'sparce' is no family of methods (did you mean 'sparse'?)")

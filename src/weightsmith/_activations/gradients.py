@@ -41,9 +41,9 @@ TOKENS_AT_ONCE = 64
 """Whose predictions are held in memory: as many numbers as the vocabulary has tokens, for each."""
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    work = GradientWork.of(bench.product)
-    return _of_head(bench, work) if work.layer == work.base.layers else _of_layer(bench, work)
+def _compute(context: ProductContext) -> Arrays:
+    work = GradientWork.of(context.product)
+    return _of_head(context, work) if work.layer == work.base.layers else _of_layer(context, work)
 
 
 def _head(product: Product) -> TensorSpec | None:
@@ -52,23 +52,23 @@ def _head(product: Product) -> TensorSpec | None:
     return next((spec for is_one in (is_head, is_embedding) for spec in specs if is_one(spec)), None)
 
 
-def _of_head(bench: ProductContext, work: GradientWork) -> Arrays:
+def _of_head(context: ProductContext, work: GradientWork) -> Arrays:
     """The gradients of what leaves the last layer."""
     import torch
 
     from weightsmith._activations.running import decoder_of, rows_of_states
 
-    rows = rows_of_states(bench, work, 0, 0, back=True)
-    [gradients] = bench.create()
-    head = _head(bench.product)
+    rows = rows_of_states(context, work, 0, 0, back=True)
+    [gradients] = context.create()
+    head = _head(context.product)
     assert head is not None
     numbers = np.empty(head.shape, np.float32)
-    bench.fill({head.name: numbers})
+    context.fill({head.name: numbers})
     weight = torch.from_numpy(numbers).to(rows.device)
     decoder = decoder_of(work.base)
     cap = decoder.logit_cap
-    ids = None if work.text is None else rows_of(work.text, bench.folder(work.base.model), head.shape[0], work.bos)
-    with decoder.final_norm(bench, rows.device) as norm:
+    ids = None if work.text is None else rows_of(work.text, context.folder(work.base.model), head.shape[0], work.bos)
+    with decoder.final_norm(context, rows.device) as norm:
 
         def gradient(numbered: NumberedRow) -> Tensor:
             row, hidden = numbered
@@ -127,17 +127,17 @@ def _of_logits(final: Tensor, head: Tensor, cap: float | None, given: Tensor) ->
         return (of_logits if slope is None else of_logits.mul_(slope)) @ head
 
 
-def _of_layer(bench: ProductContext, work: GradientWork) -> Arrays:
+def _of_layer(context: ProductContext, work: GradientWork) -> Arrays:
     """The gradients of what enters a layer, and what is kept of those of its linear layers."""
     import torch
 
     from weightsmith._activations.running import layer_rows
     from weightsmith._activations.sums import Outputs
-    from weightsmith._outputs.local.products import release_pages
+    from weightsmith._files.mapped import release_pages
 
-    leaving = bench.arrays(work.gradients)[0]
-    gradients, norms, squares = bench.create()
-    with layer_rows(bench, work, 0, 0.3, back=True) as rows:
+    leaving = context.arrays(work.gradients)[0]
+    gradients, norms, squares = context.create()
+    with layer_rows(context, work, 0, 0.3, back=True) as rows:
         outputs = Outputs(rows.layer, work.weights)
 
         def run(numbered: NumberedRow) -> list[Floats]:
@@ -168,20 +168,20 @@ def _of_layer(bench: ProductContext, work: GradientWork) -> Arrays:
     return [gradients, norms, squares]
 
 
-def made_beside(bench: ProductContext, layer: LayerWork, leaving: str) -> Floats | None:
+def made_beside(context: ProductContext, layer: LayerWork, leaving: str) -> Floats | None:
     """An array for the gradients of what enters a layer, if they are to be computed, of no weights, and nobody has.
 
     leaving  the product of those of what leaves it
     """
 
     def same(product: Product) -> bool:
-        if product.op != "gradients" or product.steps != bench.product.steps:
+        if product.op != "gradients" or product.steps != context.product.steps:
             return False
         work = GradientWork.of(product)
         own = GradientWork(layer.base, layer.packages, layer.layer, layer.states, leaving, work.weights, work.seed)
         return work == own and not work.weights
 
-    found = bench.also(same)
+    found = context.also(same)
     return None if found is None else found[0]
 
 

@@ -18,9 +18,9 @@ from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
-from weightsmith._methods.jobs.matrix import one_thread
+from weightsmith._base.one_thread import one_thread
+from weightsmith._files.mapped import release_pages
 from weightsmith._methods.jobs.requires import usable_device
-from weightsmith._outputs.local.products import release_pages
 from weightsmith.abc.product import Floats, ProductContext
 
 WORK_BYTES = 4 << 30
@@ -50,10 +50,10 @@ def _decoder(text: str) -> Decoder:
     return found
 
 
-def device_of(bench: ProductContext) -> str:
+def device_of(context: ProductContext) -> str:
     """The torch device. Raises PlanError for one that cannot be used."""
     try:
-        return usable_device(bench.device)
+        return usable_device(context.device)
     except ParameterError as error:
         raise PlanError([error]) from error
 
@@ -63,9 +63,9 @@ def on_cpu(device: str) -> bool:
     return str(torch.device(device).type) == "cpu"
 
 
-def budget(bench: ProductContext) -> int:
+def budget(context: ProductContext) -> int:
     """The bytes that the sums of a product may take, and what is computed of them likewise: half of its memory each."""
-    return WORK_BYTES if bench.memory_bytes is None else bench.memory_bytes // 2
+    return WORK_BYTES if context.memory_bytes is None else context.memory_bytes // 2
 
 
 @contextmanager
@@ -93,15 +93,15 @@ class PhaseProgress:
 
     UNITS = 1000
 
-    def __init__(self, bench: ProductContext, base: Base, layer: int, first: float, last: float) -> None:
-        self._bench = bench
+    def __init__(self, context: ProductContext, base: Base, layer: int, first: float, last: float) -> None:
+        self._context = context
         self._total = base.layers * self.UNITS
         self._start = (layer + first) * self.UNITS
         self._span = (last - first) * self.UNITS
 
     def __call__(self, share: float) -> None:
         """share: how much of this product is done, 0 … 1. Raises Cancelled."""
-        self._bench.progress(min(self._total, round(self._start + share * self._span)), self._total)
+        self._context.progress(min(self._total, round(self._start + share * self._span)), self._total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Rows:
     states  float32 [rows, tokens, hidden]
     """
 
-    bench: ProductContext
+    context: ProductContext
     base: Base
     states: Floats
     device: str
@@ -120,7 +120,7 @@ class Rows:
     def batches(self, span: tuple[float, float] = (0, 1)) -> Iterator[list[NumberedRow]]:
         """The rows, some at a time, as tensors of their own. span: of the product's progress."""
         first, last = span
-        size = max(self.bench.threads, ROWS_AT_ONCE)
+        size = max(self.context.threads, ROWS_AT_ONCE)
         for start in range(0, len(self.states), size):
             self.progress(first + (last - first) * start / len(self.states))
             numbers = range(start, min(start + size, len(self.states)))
@@ -129,7 +129,7 @@ class Rows:
 
     def each(self, function: Callable[[NumberedRow], T]) -> Iterator[list[T]]:
         """What a function makes of each row, on any thread: in order, some at a time."""
-        with workers(self.bench.threads, self.device) as pool:
+        with workers(self.context.threads, self.device) as pool:
             for rows in self.batches():
                 yield list(pool.map(function, rows))
 
@@ -169,20 +169,20 @@ class LayerRows(Rows):
         array[row] = found.cpu().numpy()
 
 
-def rows_of_states(bench: ProductContext, work: LayerWork, first: float, last: float, *, back: bool = False) -> Rows:
+def rows_of_states(context: ProductContext, work: LayerWork, first: float, last: float, *, back: bool = False) -> Rows:
     """The rows that enter a layer, or the head.
 
     first, last  the part of the layer's progress that this product takes
     back         whether the phase goes from the last layer to the first
     """
-    [states] = bench.arrays(work.states)
+    [states] = context.arrays(work.states)
     number = max(work.base.layers - 1 - work.layer, 0) if back else work.layer
-    return Rows(bench, work.base, states, device_of(bench), PhaseProgress(bench, work.base, number, first, last))
+    return Rows(context, work.base, states, device_of(context), PhaseProgress(context, work.base, number, first, last))
 
 
 @contextmanager
 def layer_rows(
-    bench: ProductContext,
+    context: ProductContext,
     work: LayerWork,
     first: float,
     last: float,
@@ -191,7 +191,7 @@ def layer_rows(
     given: Mapping[str, Tensor] | None = None,
 ) -> Iterator[LayerRows]:
     """A layer with the rows that enter it. given: weights to use instead of the model's, by name; else as `rows_of_states`."""
-    rows = rows_of_states(bench, work, first, last, back=back)
+    rows = rows_of_states(context, work, first, last, back=back)
     decoder = decoder_of(work.base)
-    with decoder.layer(work.layer, bench, rows.states.shape[1], rows.device, given) as layer:
-        yield LayerRows(rows.bench, rows.base, rows.states, rows.device, rows.progress, work.layer, layer)
+    with decoder.layer(work.layer, context, rows.states.shape[1], rows.device, given) as layer:
+        yield LayerRows(rows.context, rows.base, rows.states, rows.device, rows.progress, work.layer, layer)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations import gradients, states
-from weightsmith._activations.sites import by_site
 from weightsmith._activations.states import FORWARD
 from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._activations.work import StatisticWork
 from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.statistic import Statistic
@@ -31,14 +31,14 @@ def shapes_of(
     return {key: statistic.shape(*shapes[own[0]]) for key, own in keys_of(statistic, weights).items()}
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
     from weightsmith._activations.sums import Forward, use_sums
-    from weightsmith._outputs.local.products import release_pages
+    from weightsmith._files.mapped import release_pages
 
-    work = StatisticWork.of(bench.product)
+    work = StatisticWork.of(context.product)
     statistic = find_statistic(work.kind)
-    arrays = bench.create()
+    arrays = context.create()
     places = dict(zip(keys_of(statistic, work.weights), arrays, strict=True))
 
     def keep(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
@@ -47,9 +47,9 @@ def _compute(bench: ProductContext) -> Arrays:
                 places[key][...] = found
                 release_pages(places[key])
 
-    leaving = bench.arrays(work.gradients)[0] if statistic.gradients else None
-    beside = gradients.made_beside(bench, work, work.gradients) if statistic.gradients else states.made_beside(bench, work)
-    with layer_rows(bench, work, 0, 0.7 if beside is None else 1, back=statistic.gradients) as rows:
+    leaving = context.arrays(work.gradients)[0] if statistic.gradients else None
+    beside = gradients.made_beside(context, work, work.gradients) if statistic.gradients else states.made_beside(context, work)
+    with layer_rows(context, work, 0, 0.7 if beside is None else 1, back=statistic.gradients) as rows:
         use_sums(rows, work.weights, keep, statistic, forward=Forward(leaving=leaving, beside=beside))
     return arrays
 

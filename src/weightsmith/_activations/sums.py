@@ -20,9 +20,9 @@ from torch import Tensor
 
 from weightsmith._activations.decoder.forward import Layer
 from weightsmith._activations.running import LayerRows, NumberedRow, budget, processors, workers
-from weightsmith._activations.sites import by_site
 from weightsmith._activations.statistics.gram import STATISTIC as GRAM
-from weightsmith._outputs.local.products import release_pages
+from weightsmith._files.mapped import release_pages
+from weightsmith._models.structure.projections import by_site
 from weightsmith.abc.product import Floats
 from weightsmith.abc.statistic import Statistic
 
@@ -95,7 +95,7 @@ class Inputs:
     @property
     def threads(self) -> int:
         """Threads of the run."""
-        return self._rows.bench.threads
+        return self._rows.context.threads
 
     def keys(self, site: str) -> list[str]:
         """What the inputs of a site are given under: its own name, and those of weights with scales; with gradients, all."""
@@ -261,9 +261,9 @@ def use_sums(
         site: sum(width * int(np.prod(statistic.shape(*shape))) for shape in every.shapes(site).values())
         for site in every.sites
     }
-    parts = batches(sizes, budget(rows.bench))
+    parts = batches(sizes, budget(rows.context))
     share = (span[1] - span[0]) / max(1, len(parts))
-    with workers(rows.bench.threads, rows.device) as pool, processors(rows.bench.threads, rows.device, pool) as others:
+    with workers(rows.context.threads, rows.device) as pool, processors(rows.context.threads, rows.device, pool) as others:
         for number, sites in enumerate(parts):
             first = span[0] + number * share
             own = [weight for site in sites for weight in every.sites[site]]

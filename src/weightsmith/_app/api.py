@@ -6,22 +6,27 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from weightsmith._base.options import (
-    ExtractSettings,
-    QuantizeSettings,
-    RecipeOptions,
-    RunOptions,
-    StatisticsSettings,
-    TransplantSettings,
-    lists_options,
-    read_options,
-)
-from weightsmith._base.options.keywords import (
+from weightsmith._activations.options import StatisticsSettings
+from weightsmith._base.options import lists_options, read_options
+from weightsmith._execution.distributed import execute
+from weightsmith._execution.execute import execute_part
+from weightsmith._execution.options import RunOptions
+from weightsmith._execution.progress import Meter, callbacks, watched_meter
+from weightsmith._execution.run import Callbacks, Merged
+from weightsmith._features.adapters.options import ExtractSettings
+from weightsmith._features.any_recipe import assemble_merge, prepare_any
+from weightsmith._features.quantisation import quantised
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._features.transplant.options import TransplantSettings
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._planning.recipe import Source
+from weightsmith._plans import Plan
+from weightsmith._reports.keywords import (
     ExtractKeywords,
     Keywords,
     PlanKeywords,
@@ -29,14 +34,6 @@ from weightsmith._base.options.keywords import (
     StatisticsKeywords,
     TransplantKeywords,
 )
-from weightsmith._execution.distributed import execute
-from weightsmith._execution.execute import execute_part
-from weightsmith._execution.progress import callbacks, watched_meter
-from weightsmith._execution.run import Callbacks, Merged
-from weightsmith._features.any_recipe import assemble_merge, prepare_any
-from weightsmith._features.quantisation import quantised
-from weightsmith._planning.recipe import Source
-from weightsmith._plans import Plan
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
@@ -65,7 +62,7 @@ def merge(
     recipe: Source,
     out: str | os.PathLike[str],
     *,
-    progress: Callable[[Progress], None] | bool = True,
+    progress: Watching = True,
     rechecking: Callable[[int, int], None] | None = None,
     **options: Unpack[Keywords],
 ) -> Merged:
@@ -73,7 +70,8 @@ def merge(
 
     recipe      path of a YAML file, YAML text, a mapping, or a list of mappings: recipes that use each other's results
     out         output folder, or an address: s3://, gs://, az://, hf://org/name[@branch]; created only when complete
-    progress    called about ten times per second from this thread; True: a bar in terminals and notebooks, False: none
+    progress    called about ten times per second from this thread, or a `Meter`; True: a bar in terminals and notebooks, False:
+                none
     rechecking  called with (bytes done, total bytes) while the finished tensors of an interrupted run are verified
 
     Raises PlanError for problems with the recipe, the models and the options; nothing of this run is then on disk. Raises
@@ -211,7 +209,7 @@ def transplant_tokenizer(
     >>> weightsmith.transplant_tokenizer("model", "donor", "out").plan.vocabulary["rows"]  # doctest: +SKIP
     49152
     """
-    from weightsmith._features.transplant import prepare_transplant
+    from weightsmith._features.transplant.plan import prepare_transplant
 
     settings, running = read_options("transplant_tokenizer", options, TransplantSettings, RunOptions)
     return _make(lambda: prepare_transplant(model, donor, settings), "copying", out, running, progress, rechecking)
@@ -286,7 +284,7 @@ def _make(
     doing: str,
     out: str | os.PathLike[str],
     running: RunOptions,
-    progress: Callable[[Progress], None] | bool,
+    progress: Watching,
     rechecking: Callable[[int, int], None] | None,
 ) -> Merged:
     """Plan, run and publish. doing: the verb of the work, for the progress bar."""
@@ -298,14 +296,14 @@ def _make(
 @contextmanager
 def _watched(
     doing: str,
-    progress: Callable[[Progress], None] | bool,
+    progress: Watching,
     rechecking: Callable[[int, int], None] | None,
     out: str | os.PathLike[str],
     running: RunOptions,
 ) -> Iterator[Callbacks]:
     """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks. out: whose result is evaluated."""
-    if progress is True:
-        with watched_meter() as shown:
+    if progress is True or isinstance(progress, Meter):
+        with watched_meter() if progress is True else nullcontext(progress) as shown:
             show, recheck, waiting, uploading = callbacks(shown, doing)
             yield Callbacks(show, rechecking or recheck, waiting, uploading, _evaluator(running, out, shown))
     else:

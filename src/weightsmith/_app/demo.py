@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,12 @@ dtype: bfloat16
 """
 
 
-def make_models(folder: Path) -> None:
-    """Write the base, the fine-tunes and `recipe.yml` into an existing folder."""
+def demo_models(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Write three tiny models with random weights into an existing folder: `base`, `french` and `german`; and `recipe.yml`.
+
+    Returns their folders, the base first. Raises OSError.
+    """
+    folder = Path(folder)
     rng = np.random.default_rng(0)
     base = {name: _random(rng, shape) for name, shape in _shapes().items()}
     _write(folder / "base", base)
@@ -51,6 +56,7 @@ def make_models(folder: Path) -> None:
         _write(folder / name, tuned)
     places = {name: _quoted(folder / name) for name in ("base", *TUNED)}
     (folder / "recipe.yml").write_text(RECIPE.format(**places), encoding="utf-8")
+    return tuple(folder / name for name in places)
 
 
 def _quoted(path: Path) -> str:

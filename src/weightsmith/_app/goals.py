@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -38,13 +38,14 @@ def _entries(models: Sequence[str], *more: str) -> str:
 
 
 def _combine(models: Sequence[str], base: str) -> str:
-    return f"""# One model with the skills of several fine-tunes of one base: TIES, https://arxiv.org/abs/2306.01708
-merge_method: ties
+    return f"""# One model with the skills of several fine-tunes of one base: the mean of their changes, with a strength.
+# `weightsmith auto` measures this and other merges, and writes the best.
+merge_method: task_arithmetic
 base_model: {base}    # the model that all the others were tuned from
 models:
 {_entries(models, "parameters: {weight: 1.0}    # its share; the shares are divided by their sum")}parameters:
-  density: 0.5    # share of each model's changes that is kept, the largest; 1 keeps all
-  lambda: 1.0     # strength of the merged changes; less is closer to the base
+  normalize: true
+  lambda: 1.0     # strength: 1 is the plain mean. Compare 1.2 and 1.5 with `weightsmith eval`
 dtype: bfloat16
 """
 
@@ -101,13 +102,26 @@ experts:
 
 
 GOALS = {
-    "combine": Goal("one model with the skills of several fine-tunes of one base (ties)", 2, None, "needed", _combine),
+    "combine": Goal(
+        "one model with the skills of several fine-tunes of one base (task_arithmetic)", 2, None, "needed", _combine
+    ),
     "add": Goal("add what fine-tunes learnt to their base (task_arithmetic)", 1, None, "needed", _add),
     "blend": Goal("a model on the way from one to another (slerp)", 2, 2, "none", _blend),
     "average": Goal("the mean of fine-tunes, or of checkpoints of a run (linear)", 2, None, "none", _average),
     "bake": Goal("bake a LoRA adapter, the model, into its base (passthrough)", 1, 1, "needed", _bake, adapter=True),
     "experts": Goal("a mixture of experts of dense models (weightsmith moe)", 2, None, "first", _experts),
 }
+
+
+def goals() -> Mapping[str, Goal]:
+    """Recipes to begin with, by name: those of `weightsmith init`.
+
+    `goals()[name].recipe(models, base)` is the recipe as YAML; `words` says in a line what it is for.
+
+    >>> print(goals()["average"].recipe(["fr", "de"]).splitlines()[1])
+    merge_method: linear
+    """
+    return GOALS
 
 
 def quoted(text: str) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.options import SPOOL_BYTES
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
 from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
+from weightsmith._files.remote import STREAM_CACHE_BYTES
 from weightsmith._plans import Product, Step
 from weightsmith.abc.output import Finished
 
@@ -26,7 +26,7 @@ class Resources:
     product_bytes   that a product that computes may hold besides its arrays; None: no limit
     resident_bytes  that methods of whole matrices may hold; a matrix that needs more is merged alone
     device          for products that compute and for whole matrices, as torch names it, or auto
-    spool_bytes     on disk, for bytes of remote files
+    cache_bytes     on disk, for bytes of remote files
     """
 
     threads: int = 0
@@ -35,7 +35,7 @@ class Resources:
     device: str = "cpu"
     aligned_bytes: int = ALIGNED_BYTES
     product_bytes: int | None = None
-    spool_bytes: int = SPOOL_BYTES
+    cache_bytes: int = STREAM_CACHE_BYTES
 
     @property
     def workers(self) -> int:

@@ -12,8 +12,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import Finding, ParameterError
-from weightsmith._base.options import RunOptions
 from weightsmith._execution.distance import Moved, distance_by_layer
+from weightsmith._execution.history import past_run, remember
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import (
     NO_CALLBACKS,
@@ -26,7 +27,6 @@ from weightsmith._execution.run import (
     finished_steps,
     kept_products,
     reports_of,
-    resources_of,
     run_plan,
     staged,
 )
@@ -38,7 +38,7 @@ from weightsmith._plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.products import Report
+    from weightsmith._engine.products import ProductReport
     from weightsmith.abc.output import Built
 
 PRODUCTS_LABEL = "products-alone"
@@ -79,6 +79,8 @@ def execute(
     found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
     kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()
+    if helpers is None and not stages and not merged.resumed and merged.plan is prepared.plan:
+        remember(past_run(merged.plan, options, merged.read_bytes + merged.written_bytes, merged.seconds))
     return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
 
 
@@ -157,7 +159,7 @@ def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOpt
 
 def make_product(
     prepared: Prepared, name: str, options: RunOptions, progress: Callable[[Progress], None] | None = None
-) -> Report | None:
+) -> ProductReport | None:
     """Compute one product of a plan and its dependencies in memory. Returns its report; writes nothing."""
     products = prepared.plan.products_for((), {name})
     return reports_of(products, _run_unwritten(prepared, (), products, options, progress).results).get(name)
@@ -181,9 +183,8 @@ def _run_unwritten(
     options: RunOptions,
     progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
-    from weightsmith._engine.local import run
+    from weightsmith._engine.local import DiscardedOutput, run
     from weightsmith._engine.resources import Workload
-    from weightsmith._engine.unwritten import DiscardedOutput
 
     check_computable(prepared)
     if options.stream:

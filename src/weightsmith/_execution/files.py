@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.options import RunOptions
 from weightsmith._execution.distance import Moved, to_json
-from weightsmith._execution.page import MAX_PAGE_BYTES, MOVED_NAME, PICTURES, Squares, report_files
+from weightsmith._execution.options import RunOptions
 from weightsmith._files.containers import PEFT, SAFETENSORS
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.lora.adapter import CONFIG_NAME
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Plan
 from weightsmith._version import __version__
 
 if TYPE_CHECKING:
-    from weightsmith._engine.products import Report
+    from weightsmith._engine.products import ProductReport
+    from weightsmith._execution.page import Squares
 
 
 RECIPE_NAME = "recipe.yml"
+_MAX_PAGE_BYTES = 2 << 20
 
-_CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: CONFIG_NAME}
+_CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: "adapter_config.json"}
 """Container → the file of `Plan.config`, if it is one."""
 
 
@@ -35,7 +35,7 @@ def other_bytes(plan: Plan, donor: Checkpoint, options: RunOptions) -> int:
     """Approximate size of all files except weights: carried files, the recipe (also in the card), the report, and others."""
     carried = sum(path.stat().st_size for name in plan.carried if (path := donor.folder / name).is_file())
     carried += sum(map(len, plan.files.values()))
-    page = 0 if options.report is None else MAX_PAGE_BYTES
+    page = 0 if options.report is None else _MAX_PAGE_BYTES
     return carried + len(json.dumps(plan.config)) + 2 * len(plan.recipe.encode()) + (64 << 10) + page
 
 
@@ -45,7 +45,7 @@ def other_files(
     repo: str,
     squares: Squares,
     distance: tuple[Moved, ...],
-    reports: Mapping[str, Report],
+    reports: Mapping[str, ProductReport],
     found: Sequence[Finding],
     options: RunOptions,
 ) -> dict[str, bytes | Path]:
@@ -64,12 +64,16 @@ def other_files(
         files[_CONFIG_NAMES[plan.container]] = (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
     if plan.follows_recipe:
         files[RECIPE_NAME] = plan.recipe.encode()
+    pictures = ""
     if options.report is not None:
-        files |= report_files(plan, name, squares, distance, reports.values(), found)
+        from weightsmith._execution.page import MOVED_NAME, PICTURES, merge_report, report_files
+
+        files |= report_files(merge_report(plan, name, squares, distance, reports.values(), found))
+        pictures = PICTURES if MOVED_NAME in files else ""
     if options.card:
         from weightsmith._execution.cards import model_card
 
-        sections = [PICTURES if MOVED_NAME in files else "", *(report.section() for report in reports.values())]
+        sections = [pictures, *(report.section() for report in reports.values())]
         text = model_card(plan, name, distance, "".join(sections), inputs=prepared.inputs, repo=repo)
         files[CARD_NAME] = text.encode(errors="replace")
     for report in reports.values():

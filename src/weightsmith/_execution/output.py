@@ -8,9 +8,8 @@ from pathlib import Path
 
 from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterError
 from weightsmith._base.files import expand_user
-from weightsmith._base.options import RunOptions, named
-from weightsmith._base.pages import check_page
-from weightsmith._execution.page import PAGE_NAME
+from weightsmith._base.options import named
+from weightsmith._execution.options import RunOptions
 from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.claim import JOURNAL
@@ -19,6 +18,9 @@ from weightsmith._outputs.places import place_of
 from weightsmith._outputs.staging import staged_path
 from weightsmith._plans import Plan
 from weightsmith.abc.output import Target
+
+PAGE_NAME = "report.html"
+"""The page of a run, in its output."""
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
@@ -43,6 +45,8 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
     """
     place = place_of(out)
     if options.report is not None and (beside := page_beside(out, options.report)) is not None:
+        from weightsmith._base.report import check_page
+
         check_page(beside)
     is_folder = place.publication == "rename"
     if options.ray is not None and not place.parts:

@@ -7,20 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.pages import Code, Column, Curves, Facts, HeatMap, Page, Table, heat_maps, to_html
-from weightsmith._base.pages.svg import curves, heat_map, picture
-from weightsmith._base.pages.values import Block, Mark, Value, finite_or_mark, written
+from weightsmith._base.report import Code, Column, Curves, Facts, HeatMap, Report, Table, heat_maps
+from weightsmith._base.report.blocks import Block, Mark, Value, finite_or_mark, written
+from weightsmith._base.report.charts import curves, heat_map, picture
 from weightsmith._base.text import size
-from weightsmith._engine.products import Report
+from weightsmith._engine.products import ProductReport
 from weightsmith._execution.distance import Moved, share_of
+from weightsmith._execution.output import PAGE_NAME as PAGE_NAME
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.model import OUTSIDE, Place, place_of
 from weightsmith._plans import PLAIN, Plan
 
 _TENSORS = "tensors"
+_MOVED, _BY_LAYER = "Distance from the base", "Distance by layer"
 
-PAGE_NAME = "report.html"
-MAX_PAGE_BYTES = 2 << 20
 """Approximate limit of a page with its pictures, for 10,000 tensors."""
 MOVED_NAME, BY_LAYER_NAME = "distance.svg", "distance_by_layer.svg"
 PICTURES = f"""
@@ -39,10 +39,15 @@ Squares = Mapping[str, tuple[float, float]]
 """Tensor → squared Frobenius norms of its delta and of its base."""
 
 
-def report_files(
-    plan: Plan, name: str, squares: Squares, distance: tuple[Moved, ...], reports: Iterable[Report], found: Sequence[Finding]
-) -> dict[str, bytes]:
-    """The report of a plan that was run, as a page; and two of its pictures for the model card, if there is a base.
+def merge_report(
+    plan: Plan,
+    name: str,
+    squares: Squares,
+    distance: tuple[Moved, ...],
+    reports: Iterable[ProductReport],
+    found: Sequence[Finding],
+) -> Report:
+    """The report of a plan that was run.
 
     name      name of the output
     distance  distance from the base: in total, then by layer; () without a base
@@ -51,8 +56,12 @@ def report_files(
     """
     structure = analyse([step.out for step in plan.steps], plan.config)
     places = {step.out.name: place_of(structure, step.out.name) for step in plan.steps}
-    maps, lines = _moved_maps(places, squares), _moved_curves(distance)
-    blocks: list[Block] = [*maps, *lines, _facts(plan), _tensors(plan, places, squares)]
+    blocks: list[Block] = [
+        *_moved_maps(places, squares),
+        *_moved_curves(distance),
+        _facts(plan),
+        _tensors(plan, places, squares),
+    ]
     if plan.dropped:
         rows = tuple((plan.models[d.model].ref, d.tensor, d.reason) for d in plan.dropped)
         blocks.append(Table("Not in the output", (Column("model"), Column("tensor"), Column("reason")), rows))
@@ -69,10 +78,16 @@ def report_files(
     numbers = [("distance from the base", written(distance[0].share, "share"))] if known else []
     numbers += [("tensors", f"{len(plan.steps):,}"), ("size", size(plan.nbytes))]
     refs = tuple((f"{i + 1}", model.ref) for i, model in enumerate(plan.models))
-    page = Page(name, tuple(summary), tuple(blocks), {}, tuple(numbers), refs)
-    files = {PAGE_NAME: to_html(page).encode(errors="replace")}
-    if maps and lines:
-        files |= {MOVED_NAME: picture(heat_map(maps[0])), BY_LAYER_NAME: picture(curves(lines[0]))}
+    return Report(name, tuple(summary), tuple(blocks), {}, tuple(numbers), refs)
+
+
+def report_files(report: Report) -> dict[str, bytes]:
+    """The page of `merge_report`; and two of its pictures for the model card, if there is a base."""
+    files = {PAGE_NAME: report.to_html().encode(errors="replace")}
+    moved = next((block for block in report.blocks if isinstance(block, HeatMap) and block.title.startswith(_MOVED)), None)
+    by_layer = next((block for block in report.blocks if isinstance(block, Curves) and block.title == _BY_LAYER), None)
+    if moved is not None and by_layer is not None:
+        files |= {MOVED_NAME: picture(heat_map(moved)), BY_LAYER_NAME: picture(curves(by_layer))}
     return files
 
 
@@ -81,7 +96,7 @@ def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
     about = "Frobenius norm of merged - base over that of the base, of all tensors of a part in a layer together."
     placed = [(place, name) for name, place in places.items()]
     share = partial(_share, squares)
-    return heat_maps("Distance from the base", placed, share, "share", about, scale="log", detail=_TENSORS, name=str)
+    return heat_maps(_MOVED, placed, share, "share", about, scale="log", detail=_TENSORS, name=str)
 
 
 def _moved_curves(distance: tuple[Moved, ...]) -> list[Curves]:
@@ -93,7 +108,7 @@ def _moved_curves(distance: tuple[Moved, ...]) -> list[Curves]:
     if not stacks:
         return []
     lines = tuple((stack, tuple(values)) for stack, values in stacks.items())
-    return [Curves("Distance by layer", lines, "layer", "‖merged - base‖ / ‖base‖", "share", first=0)]
+    return [Curves(_BY_LAYER, lines, "layer", "‖merged - base‖ / ‖base‖", "share", first=0)]
 
 
 def _share(squares: Squares, names: Sequence[str]) -> float | Mark:

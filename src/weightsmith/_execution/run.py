@@ -8,22 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
-from weightsmith._base.options import RunOptions
-from weightsmith._base.pages import write_html
-from weightsmith._base.pages.values import safe
+from weightsmith._base.report import Report, Reported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._execution.distance import Moved, distance_by_layer
 from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import check_options, check_output, models_read, page_beside
-from weightsmith._execution.page import PAGE_NAME, report_files
+from weightsmith._execution.page import Squares, merge_report
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
@@ -34,13 +33,12 @@ from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.output import OutputSpec, Target
-from weightsmith.abc.product import Report
+from weightsmith.abc.product import ProductReport
 
 if TYPE_CHECKING:
     import numpy as np
 
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.resources import Resources
     from weightsmith._engine.results import Results
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Merged(NamedTensors):
+class Merged(NamedTensors, Reported):
     """The result of `merge` and of every other function that writes a model.
 
     Use it in place of the model's path: `weightsmith.diff("base", merged)`. Use it like a read-only dict of tensors:
@@ -66,6 +64,7 @@ class Merged(NamedTensors):
     reports        reports of products, by name: where a router routes the prompts
     url            of the model's page on the Hub, or ""
     stages         folders with the results of other recipes, if they are kept
+    distances      tensor → squared norms of its delta and of its base, for those that have one
     """
 
     out: Path | Target
@@ -76,10 +75,11 @@ class Merged(NamedTensors):
     seconds: float
     distance: tuple[Moved, ...]
     warnings: tuple[Finding, ...]
-    reports: Mapping[str, Report] = field(default_factory=dict)
+    reports: Mapping[str, ProductReport] = field(default_factory=dict)
     url: str = ""
     stages: tuple[Path, ...] = ()
     fetched_bytes: int = 0
+    distances: Squares = field(default_factory=dict)
 
     def __fspath__(self) -> str:
         return os.fspath(self.out)
@@ -87,13 +87,9 @@ class Merged(NamedTensors):
     def __repr__(self) -> str:
         return f"<Merged {self.out}: {len(self.plan.steps):,} tensors, {size(self.nbytes)} in {duration(self.seconds)}>"
 
-    def _repr_html_(self) -> str:
-        moved = f"{self.distance[0].share:.3g} of its norm" if self.distance else ""
-        rows = [("output", str(self.out)), ("tensors", f"{len(self.plan.steps):,}"), ("size", size(self.nbytes))]
-        rows += [("time", duration(self.seconds)), ("distance from the base", moved), ("page", self.url)]
-        rows += [("warning", str(finding)) for finding in self.warnings]
-        cells = "".join(f"<tr><th>{safe(name)}</th><td>{safe(text)}</td></tr>" for name, text in rows if text)
-        return f"<table>{cells}</table>"
+    def report(self) -> Report:
+        name = PurePosixPath(str(self.out)).name
+        return merge_report(self.plan, name, self.distances, self.distance, self.reports.values(), self.warnings)
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +117,7 @@ class Merged(NamedTensors):
         return self._opened.read(name, rows)
 
 
-class Evaluated(Report, Protocol):
+class Evaluated(ProductReport, Protocol):
     """The numbers of an evaluation of the output."""
 
     @property
@@ -187,7 +183,7 @@ class Following:
     prepared: Prepared
     arrays: Mapping[str, Arrays] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
-    reports: Mapping[str, Report] = field(default_factory=dict)
+    reports: Mapping[str, ProductReport] = field(default_factory=dict)
     measurement: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)
     source: Prepared | None = None
@@ -307,8 +303,7 @@ def run_plan(
         published = staging.publish({**provenance(plan, distance), **measured, **following.more, **more}, fsync=options.fsync)
         found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
     if beside is not None:
-        pages = report_files(plan, place.name, outcome.distances, distance, reports.values(), shown)
-        write_html(beside, pages[PAGE_NAME])
+        merge_report(plan, place.name, outcome.distances, distance, reports.values(), shown).write(beside)
     message = options.commit_message or plan.made.title
     url = place.url if hub is None else push(hub, place.local, public=options.public, message=message)
     return Merged(
@@ -323,6 +318,7 @@ def run_plan(
         reports=reports,
         url=url,
         fetched_bytes=outcome.fetched_bytes + helped.fetched_bytes,
+        distances=outcome.distances,
     )
 
 
@@ -389,26 +385,6 @@ def staged(
         yield staging, go
 
 
-def resources_of(plan: Plan, options: RunOptions) -> Resources:
-    """The engine's resources, by the options for threads (default: all available processors) and memory."""
-    from weightsmith._engine.resources import Resources
-    from weightsmith._engine.schedule import RESIDENT_BYTES
-    from weightsmith._engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
-
-    threads = options.threads or Resources().workers
-    memory = options.max_memory_bytes
-    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
-    return Resources(
-        threads,
-        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
-        resident,
-        options.device,
-        ALIGNED_BYTES if memory is None else 0,
-        None if memory is None else resident,
-        options.max_spool_bytes,
-    )
-
-
 def _download(prepared: Prepared, request: RunRequest) -> None:
     """Download missing files of Hub models, after checking that the output can be written."""
     if request.options.stream:
@@ -466,7 +442,7 @@ def finished_steps(
     return finished_steps(plan, staging, results, allow_nonfinite, steps) if again and staging.redo(again) else done
 
 
-def reports_of(products: Iterable[Product], results: Results) -> dict[str, Report]:
+def reports_of(products: Iterable[Product], results: Results) -> dict[str, ProductReport]:
     from weightsmith._engine.products import find_kind
 
     found = {}

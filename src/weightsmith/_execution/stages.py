@@ -23,6 +23,7 @@ from weightsmith._base.errors import (
     WeightsmithError,
 )
 from weightsmith._execution.identity import work_identity
+from weightsmith._execution.options import resources_of
 from weightsmith._execution.output import check_options, check_output, sibling
 from weightsmith._execution.run import (
     MEASUREMENT,
@@ -32,7 +33,6 @@ from weightsmith._execution.run import (
     RunRequest,
     kept_products,
     protected_paths,
-    resources_of,
     run_plan,
     staged,
 )

@@ -20,10 +20,11 @@ import numpy as np
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.work import EmbeddingWork
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, Unsupported
-from weightsmith._base.options import RunOptions, named, option_error
+from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import size, status
 from weightsmith._execution.identity import work_identity
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import sibling
 from weightsmith._execution.run import EVALUATION, Following, RunRequest, run_plan
 from weightsmith._features.quantisation.formats import followed, target_of, unquantised

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from weightsmith._base.errors import WeightsmithError
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, find_option, named, option_error
-from weightsmith._features.adapters.opening import is_adapter
+from weightsmith._base.options import find_option, named, option_error
 from weightsmith._features.quantisation import quantised
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Assembled, Prepared
 from weightsmith._planning.planner.build import assemble_recipe, assemble_source
+from weightsmith._planning.planner.inputs import is_adapter
 from weightsmith._planning.recipe import Recipe, Source, Surgery, Upcycling
 
 

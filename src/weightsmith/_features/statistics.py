@@ -6,10 +6,12 @@ import os
 from dataclasses import replace
 
 from weightsmith._activations.model import input_of, prefix_of, statistic_products, text_for
+from weightsmith._activations.options import StatisticsSettings
 from weightsmith._activations.statistics import STATISTICS
 from weightsmith._activations.stored import RECORD, ModelRecord, record_of
 from weightsmith._base.errors import PlanError, WeightsmithError, nearest, undoing
-from weightsmith._base.options import RecipeOptions, StatisticsSettings, option_error
+from weightsmith._base.options import option_error
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Assembled, Prepared
 from weightsmith._planning.planner.build import assemble
 from weightsmith._planning.recipe import copy_of

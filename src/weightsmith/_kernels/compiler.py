@@ -1,14 +1,14 @@
 """numba, as kernels are compiled with it; imported when the first one is called.
 
 numba's own cache looks at a function's file alone. A kernel that calls another, or uses its constants, would go on with the old
-one after that file changed, and write past the end of a buffer. Here any change to any kernel is a new cache. The folder is
-`$NUMBA_CACHE_DIR`, else `~/.cache/weightsmith`, else none: then kernels are compiled at each start. A run that creates
-a new cache removes those that no run has used for 30 days.
+one after that file changed, and write past the end of a buffer. Here each kernel is kept under the digest of all that decides
+its machine code (`identity`): after a change that kernel and its callers are compiled again, and nothing else. The folder is
+`kernels` in `$NUMBA_CACHE_DIR`, else in `~/.cache/weightsmith`, else none: then kernels are compiled at each start. What no run
+has used for 30 days is removed when a new kernel is kept.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -25,6 +25,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, ParameterError, first_line
 from weightsmith._base.installation import cache_home, install_package
 from weightsmith._base.text import warn
+from weightsmith._kernels.identity import compiler_digest, digest_of
 from weightsmith._kernels.watch import watch
 
 with warnings.catch_warnings(record=True) as _unread:
@@ -62,75 +63,79 @@ def internals() -> ModuleType | None:
     return None
 
 
-_FOLDER = re.compile("kernels-[0-9a-f]{16}")
-_UNUSED_SECONDS = 30 * 86_400
-
-
 @cache
 def cache_folder() -> str:
     """Where compiled kernels are kept; "" when there is nowhere to write."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    sources.append(Path(__file__).parents[1] / "_base" / "tensors.py")  # the codes of the dtypes
-    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     try:
-        home = config.CACHE_DIR or cache_home()
-        folder = Path(home) / f"kernels-{digest}"
-        is_new = not folder.exists()
+        folder = Path(config.CACHE_DIR or cache_home()) / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):
-            os.utime(folder)  # the time of its last use
-        if is_new:
-            _remove_unused(folder.parent)
     except (OSError, RuntimeError):  # RuntimeError: no HOME, and no such user
         return ""
     return str(folder) if os.access(folder, os.W_OK) else ""
 
 
-def _remove_unused(home: Path) -> None:
-    """Remove the caches that no run has used for 30 days. Ends silently at an error: another run may remove them too."""
-    with suppress(OSError), os.scandir(home) as entries:
+_KEPT = re.compile(r"[\w.<>]+\.[0-9a-f]{32}(\.nbc(\.[0-9a-f]{32})?)?")
+"""A kernel, one that a run was about to write, and the folder of one that numba keeps."""
+
+_UNUSED_SECONDS = 30 * 86_400
+
+
+@cache
+def remove_unused(folder: str) -> None:
+    """Remove, once in each process, what no run has used for 30 days. Ends silently at an error: another may remove it too."""
+    with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            if _KEPT.fullmatch(entry.name) and not entry.is_symlink():
                 about = entry.stat(follow_symlinks=False)
                 if about.st_uid == os.getuid() and about.st_mtime < time.time() - _UNUSED_SECONDS:
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                    if entry.is_dir():
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
+                        Path(entry.path).unlink()
 
 
-_setting_folder = threading.Lock()
-"""Held while numba's cache folder, which is one for the process, is ours: two threads would restore each other's."""
-
-
-def njit(function: FunctionType, called_by_kernel: bool) -> Any:
+def njit(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:
     """numba's njit of a kernel. called_by_kernel: only kernels will call it, and it becomes a part of them.
 
-    With a numba that was not tested it is compiled by itself, and kept in numba's own cache, in our folder: that one is
-    another after any change of any kernel.
+    It is kept under its digest; without one it is not. With a numba that was not tested it is compiled by itself.
     """
     inside = internals()
-    folder = "" if called_by_kernel else cache_folder()
-    options: dict[str, Any] = {}
+    folder = cache_folder() if digest else ""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     if inside is not None:
         # What makes a function callable from Python and from C takes as long to compile as a small kernel.
-        options = {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
-        if called_by_kernel:
-            options["pipeline_class"] = inside.CompilerForCallers
+        options |= {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
     numba_njit: Any = numba.njit
-    made = numba_njit(nogil=True, error_model="numpy", **options)(function)
+    pipeline = {"pipeline_class": inside.CompilerForCallers} if inside is not None and called_by_kernel else {}
+    made = numba_njit(**options, **pipeline)(function)
     if called_by_kernel or made is function:  # with NUMBA_DISABLE_JIT
         return made
     if folder:
-        with _setting_folder, suppress(RuntimeError):  # nowhere to write after all
-            before = config.CACHE_DIR
-            config.CACHE_DIR = folder
-            try:
-                if inside is None:
-                    made.enable_caching()
-                else:
-                    made._cache = inside.Cache(function)
-            finally:
-                config.CACHE_DIR = before
+        base = Path(folder, f"{function.__module__}.{function.__qualname__}")
+        made_by = digest, compiler_digest(), sorted(options.items())
+        if inside is None:
+            _use_own_cache(made, Path(f"{base}.{digest_of(made_by)}"))
+        else:
+            made._cache = inside.Cache(base, (made_by, inside.own_digest()), partial(remove_unused, folder))
     made.compile = watch.entered()(made.compile)
     return made
+
+
+_setting_folder = threading.Lock()
+"""Held while numba's cache folder, which is one for the process, is a kernel's: two threads would restore each other's."""
+
+
+def _use_own_cache(made: Any, folder: Path) -> None:
+    """Have numba keep a function in this folder, in its own way."""
+    with _setting_folder, suppress(RuntimeError, OSError):  # nowhere to write after all
+        remove_unused(str(folder.parent))
+        before = config.CACHE_DIR
+        config.CACHE_DIR = str(folder)
+        try:
+            made.enable_caching()
+            os.utime(folder)  # the time of its last use
+        finally:
+            config.CACHE_DIR = before
 
 
 def _listen() -> None:

@@ -7,9 +7,12 @@ Imported for releases that were tested. Where the import fails, and for other re
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,6 +25,9 @@ import numba.core.compiler_machinery
 import numba.core.runtime
 import numba.core.serialize
 import numba.core.typed_passes
+import numba.core.types
+
+from weightsmith._kernels.identity import digest_of, function_digest
 
 caching: Any = numba.core.caching
 serialize: Any = numba.core.serialize
@@ -30,51 +36,24 @@ compiler: Any = numba.core.compiler
 machinery: Any = numba.core.compiler_machinery
 lowering: Any = numba.core.typed_passes
 runtime: Any = numba.core.runtime
+types: Any = numba.core.types
 
 
-class _File:
-    """The cache of a kernel: one file for each signature.
+class Cache(caching.NullCache):  # type: ignore[misc]
+    """The cache of a kernel, in place of numba's: one file for each signature.
 
     numba keeps an index of all signatures instead. If two processes write it at the same time, it may map a signature to the
-    code of another one, and every later run fails. A kernel whose file here is damaged or unreadable is compiled again.
+    code of another one, and every later run fails. A kernel whose file here is damaged or unreadable is compiled again, and a
+    disk that is full costs nothing but the time for that.
     """
 
-    def __init__(self, folder: str, base: str, stamp: object) -> None:
-        self._base = Path(folder) / base
-        self._made_by = numba.__version__, stamp
+    def __init__(self, base: Path, made_by: object, before_first_save: Callable[[], None]) -> None:
+        """base: how the files' paths begin. made_by: what decides the code, beside the types and the processor; by its repr."""
+        self._base = base
+        self._made_by = made_by
+        self._before_first_save = before_first_save
 
-    def load(self, key: object) -> Any:
-        """What was saved; None if it is missing or damaged."""
-        try:
-            found = self._path(key).read_bytes()
-        except OSError:
-            return None
-        digest, data = found[:32], found[32:]
-        return pickle.loads(data) if hashlib.sha256(data).digest() == digest else None
-
-    def save(self, key: object, data: object) -> None:
-        """Keep it. Raises OSError."""
-        packed = serialize.dumps(data)
-        unfinished = self._path(key, f".{uuid.uuid4().hex}")
-        try:
-            unfinished.write_bytes(hashlib.sha256(packed).digest() + packed)
-            unfinished.replace(self._path(key))
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-    def _path(self, key: object, end: str = "") -> Path:
-        digest = hashlib.sha256(repr((self._made_by, key)).encode()).hexdigest()[:32]
-        return self._base.with_name(f"{self._base.name}.{digest}.nbc{end}")
-
-
-class Cache(caching.FunctionCache):  # type: ignore[misc]
-    """numba's cache of a function, with a `_File`. A disk that is full costs nothing but the time to compile again."""
-
-    def __init__(self, function: FunctionType) -> None:
-        super().__init__(function)
-        self._cache_file = _File(self._cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp())
-
-    def load_overload(self, signature: object, target: Any) -> Any:
+    def load_overload(self, signature: Any, target: Any) -> Any:
         """Load saved machine code.
 
         numba would first import everything it can compile, scipy included, which takes half a second at each start.
@@ -82,12 +61,47 @@ class Cache(caching.FunctionCache):  # type: ignore[misc]
         Machine code needs only numba's runtime, which allocates its arrays. The compiler imports the rest when it runs.
         """
         runtime.rtsys.initialize(target)
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(signature, target)
-
-    def save_overload(self, signature: object, data: object) -> None:
+        path = self._path(signature, target.codegen())
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
         with suppress(OSError):
-            super().save_overload(signature, data)
+            os.utime(path)  # the time of its last use
+        digest, data = content[:32], content[32:]
+        if hashlib.sha256(data).digest() != digest:
+            return None
+        try:
+            return compiler.CompileResult._rebuild(target, *pickle.loads(data))
+        except (AttributeError, ImportError):  # it names a class that has moved
+            return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        """Keep what was compiled."""
+        if result.library.has_dynamic_globals:  # addresses of this process
+            return
+        self._before_first_save()
+        path = self._path(signature, result.codegen)
+        unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        with suppress(OSError):
+            data = serialize.dumps(result._reduce())
+            try:
+                unfinished.write_bytes(hashlib.sha256(data).digest() + data)
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+    def _path(self, signature: Any, codegen: Any) -> Path:
+        types_and_processor = [described(one) for one in getattr(signature, "args", signature)], codegen.magic_tuple()
+        return self._base.with_name(f"{self._base.name}.{digest_of(self._made_by, types_and_processor)}.nbc")
+
+
+def described(kind: Any) -> object:
+    """A type of numba as text. That of a named tuple says nothing of its fields' names, by which a kernel takes them."""
+    if not isinstance(kind, types.BaseTuple):
+        return str(kind)
+    record = f"{kind.instance_class.__module__}: {kind.fields}" if isinstance(kind, types.BaseNamedTuple) else ""
+    return str(kind), record, [described(one) for one in kind]
 
 
 class _CodeForCallers(codegen.JITCodeLibrary):  # type: ignore[misc]
@@ -129,3 +143,11 @@ class CompilerForCallers(compiler.CompilerBase):  # type: ignore[misc]
         passes.passes = [(_LoweringForCallers if one is lowering.NativeLowering else one, why) for one, why in passes.passes]
         passes.finalize()
         return [passes]
+
+
+@cache
+def own_digest() -> str:
+    """Of what is done here in place of numba's own steps."""
+    own = _CodeForCallers, _LoweringForCallers, CompilerForCallers
+    methods = [method for one in own for method in vars(one).values() if isinstance(method, FunctionType)]
+    return digest_of([function_digest(method, {name: name for name in method.__globals__}) for method in methods])

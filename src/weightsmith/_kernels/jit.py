@@ -27,6 +27,8 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
+from weightsmith._kernels.identity import UnknownIdentityError, function_digest
+
 F = TypeVar("F")
 
 
@@ -88,8 +90,20 @@ class Kernel:
                 }
                 function = FunctionType(self.function.__code__, {**self.function.__globals__, **bound})
                 function.__qualname__ += "_" + "".join("01"[on] for on in setting)  # its files in the cache are named so
-                self._by_setting[setting] = njit(function, called_by_kernel)
+                self._by_setting[setting] = njit(function, called_by_kernel, "" if called_by_kernel else self.digest(given))
             return self._by_setting[setting]
+
+    def digest(self, given: Mapping[str, Collection[int]]) -> str:
+        """What tells the code of the variant for these values from any other; "" if nothing can: see `identity`."""
+        try:
+            return self._digest(given)
+        except UnknownIdentityError:
+            return ""
+
+    def _digest(self, given: Mapping[str, Collection[int]]) -> str:
+        given = {**given, **self._known}
+        bound = {name: used.on(given) if isinstance(used, Switch) else used._digest(given) for name, used in self._uses()}
+        return function_digest(self.function, bound)
 
     @cached_property
     def _switches(self) -> tuple[Switch, ...]:

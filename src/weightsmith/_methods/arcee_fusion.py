@@ -9,6 +9,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="take only what changed most",
+    family="sparse",
     summary="""Takes over from the other model only the weights with an important change. The importance of a weight is the
 size of its change times the divergence of its row, where each row counts as a distribution (softmax). A weight is important
 if it lies above the median by 1.5 times the interquartile range. The quartiles are exact, over all elements. mergekit draws a

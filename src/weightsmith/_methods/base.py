@@ -5,7 +5,7 @@ From these records come the registry, `weightsmith methods`, the docs pages, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 ParameterType = Literal["float", "int", "bool", "str"]
 Scope = Literal["model", "tensor"]
 BaseRole = Literal["required", "optional", "input"]
+Family = Literal["average", "sphere", "delta", "sparse", "spectral", "data", "copy"]
+
+FAMILIES: Mapping[Family, str] = {
+    "average": "Averages: one point between the models",
+    "sphere": "Along the sphere: keeps the length of the weights",
+    "delta": "Task vectors: adds what fine-tunes learnt to their base",
+    "sparse": "Sparse task vectors: drops or elects changes before adding them",
+    "spectral": "Singular vectors: merges directions of whole matrices",
+    "data": "With a text: weighs layers by what goes through them",
+    "copy": "Copies: layers as they are",
+}
+"""What the families of methods do, in the order in which they are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,7 @@ class Method:
 
     name        as written in `merge_method:`
     title       a few words
+    family      the kind of method, under which lists show it
     summary     what it does, as text for the docs page
     use         when to use it and when not
     passes      how often it reads its inputs, and what for
@@ -115,6 +128,7 @@ class Method:
 
     name: str
     title: str
+    family: Family
     summary: str
     use: str
     passes: str
@@ -130,7 +144,7 @@ class Method:
     copies: Callable[[Sequence[Parameters]], bool] = lambda models: False
     needs: Callable[[Parameters], bool] = lambda shared: False
     product: Callable[[Sequence[tuple[Step, Settings]]], Product | None] = lambda merged: None
-    ignored: Callable[[Parameters], bool] = lambda own: False
+    ignored: Callable[[Parameters], bool] = lambda parameters_of_model: False
     keeps_base: Callable[[Parameters, Role], bool] = lambda shared, role: False
     elementwise: Callable[[Parameters], bool] = lambda shared: False
     on_device: Callable[[Parameters], bool] = lambda shared: False

@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="drop the largest and the smallest deltas, then sum",
+    family="sparse",
     summary="""Drops the `gamma` largest elements of each delta, which are often outliers. Keeps the next `density` of the
 delta, and zeroes the small rest. Exactly ⌊gamma · n⌋ elements are dropped and ⌊density · n⌋ kept: at least one is kept, and
 fewer are dropped if too few would be left. mergekit ranks within the tensor. The paper ranks within each row (`scope: row`),
@@ -20,7 +21,7 @@ strength (lambda 0.2 for eight models), so tune `lambda`.""",
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
     formula="δᵢ = the gamma·n largest of (Wᵢ - base) dropped, the next density·n kept;  out = base + λ Σ wᵢδᵢ",
-    example=example_recipe("breadcrumbs", each="{weight: 0.6, density: 0.9, gamma: 0.01}"),
+    example=example_recipe("breadcrumbs", per_model="{weight: 0.6, density: 0.9, gamma: 0.01}"),
     check=family.check_normalize,
     needs=family.of_the_model,
     product=family.model_thresholds,

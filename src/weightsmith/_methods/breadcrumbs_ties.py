@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="drop the largest and smallest deltas, then sign election",
+    family="sparse",
     summary="""Masks deltas as breadcrumbs does, then elects signs as TIES does. As in mergekit, the deltas that agree are
 summed; `normalize: true` averages them.""",
     use="Like breadcrumbs, for models that contradict each other.",
@@ -17,7 +18,7 @@ summed; `normalize: true` averages them.""",
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
     formula="δᵢ as breadcrumbs;  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
-    example=example_recipe("breadcrumbs_ties", each="{weight: 0.6, density: 0.9, gamma: 0.01}"),
+    example=example_recipe("breadcrumbs_ties", per_model="{weight: 0.6, density: 0.9, gamma: 0.01}"),
     needs=family.of_the_model,
     product=family.model_thresholds,
 )

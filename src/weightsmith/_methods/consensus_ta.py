@@ -14,6 +14,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="task arithmetic, only where enough models contribute",
+    family="sparse",
     summary="""Adds the weighted deltas as task arithmetic does, but keeps a position of the sum only where at least `k`
 models stand out from the rest. Positions that matter to one model alone, or to none, keep the base. `k: 0` is task
 arithmetic; `k: 1` drops what matters to no model. It needs no statistics, so it is as fast as task arithmetic. λ is about 0.3
@@ -23,7 +24,7 @@ too little; use task_arithmetic.""",
     passes="One: the result is written as the inputs are read.",
     source="Wang et al. 2024, Localizing Task Information (TALL-masks), section 5, https://arxiv.org/abs/2405.07813",
     formula="Δ = Σ wᵢδᵢ;  mᵢ = |wᵢδᵢ| > thresholdᵢ · |Δ - wᵢδᵢ|;  out = base + λ Δ where Σ mᵢ ≥ k",
-    example=example_recipe("consensus_ta", each="{threshold: 0.4}", shared="{k: 2, lambda: 0.7}"),
+    example=example_recipe("consensus_ta", per_model="{threshold: 0.4}", shared="{k: 2, lambda: 0.7}"),
     elementwise=always,
 )
 def consensus_ta(

@@ -48,8 +48,8 @@ def step_of(deltas: Sequence[Any], slopes: Any, outputs: Any, inputs: Any, direc
 
 def _basis(vectors: Any) -> Any:
     """An orthonormal basis of what the columns span: [rows, rank]."""
-    found = column_basis(vectors)
-    return found[:, found.any(0)]
+    basis = column_basis(vectors)
+    return basis[:, basis.any(0)]
 
 
 def _divided(core: Any, moments: Any, damping: float) -> Any:
@@ -66,6 +66,7 @@ def _divided(core: Any, moments: Any, damping: float) -> Any:
 
 @matrix_method(
     title="step in the core of the fine-tunes",
+    family="data",
     summary="""Improves a merge on a text. The base is the merge, and the text is run through it. The weight of each linear
 layer takes one step that makes the text likelier. The step stays within the directions in which the fine-tunes differ from the
 model that they were trained from: the leading `directions` left and right singular vectors of each. With three models, these

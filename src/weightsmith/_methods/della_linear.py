@@ -14,12 +14,13 @@ def _check(weight: family.Floats, normalize: bool, density: family.Floats, epsil
 
 @merge_method(
     title="drop by magnitude rank, then sum",
+    family="sparse",
     summary="Masks and rescales as della does, then sums the weighted deltas without an election.",
     use="Like della, for models that seldom contradict each other. Results depend on the seed.",
     passes="One, or two with `rescale: l1`: norms, then the result. Ranks elements in every row.",
     source="Deep et al. 2024, DELLA-Merging, section 3.1, https://arxiv.org/abs/2406.11617",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢⱼ ~ Bernoulli(density - ε + 2ε rank/(n - 1))",
-    example=example_recipe("della_linear", each="{weight: 0.6, density: 0.5, epsilon: 0.1}"),
+    example=example_recipe("della_linear", per_model="{weight: 0.6, density: 0.5, epsilon: 0.1}"),
     check=_check,
 )
 def della_linear(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from weightsmith._methods.base import BaseRole, Method, Parameter, Scope
 
@@ -65,10 +66,41 @@ def doc(parameter: Parameter) -> str:
     return f"{parameter.doc} No effect: {parameter.ignored}." if parameter.ignored else parameter.doc
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterText:
+    """A parameter in words. scope: what one value of it is for."""
+
+    name: str
+    values: str
+    default: str
+    scope: str
+    doc: str
+
+
+@dataclass(frozen=True, slots=True)
+class MethodText:
+    """A method's inputs and parameters in words. inputs: how many models, and whether there is a base."""
+
+    inputs: str
+    parameters: tuple[ParameterText, ...]
+
+
+def describe_method(method: Method) -> MethodText:
+    """What a method takes, in words.
+
+    >>> from weightsmith.plugin import find_method
+    >>> describe_method(find_method("ties")).inputs
+    '1 or more besides the base; base_model is needed, and takes no parameters of its own'
+    """
+    inputs = f"{models(method)}{'' if method.base == 'input' else ' besides the base'}; {BASES[method.base]}"
+    parameters = (ParameterText(p.name, values(p), default(p), SCOPES[p.scope], doc(p)) for p in method.parameters)
+    return MethodText(inputs, tuple(parameters))
+
+
 def example_recipe(
     method: str,
     *,
-    each: str | Sequence[str] = "",
+    per_model: str | Sequence[str] = "",
     shared: str = "",
     models: Sequence[str] = ("fr", "de"),
     base: str = "base",
@@ -76,7 +108,7 @@ def example_recipe(
 ) -> str:
     """A recipe that merges fine-tunes by a method.
 
-    each    parameters of every model, as a YAML mapping; a sequence: one for each
+    per_model  parameters of every model, as a YAML mapping; a sequence: one for each
     shared  parameters of the merge
     texts   each model is measured on a text of its own
 
@@ -89,7 +121,7 @@ def example_recipe(
     dtype: bfloat16
     """
     lines = [f"merge_method: {method}", *([f"base_model: ./{base}"] if base else []), "models:"]
-    for model, own in zip(models, [each] * len(models) if isinstance(each, str) else each, strict=True):
+    for model, parameters in zip(models, [per_model] * len(models) if isinstance(per_model, str) else per_model, strict=True):
         lines += [f"  - model: ./{model}", *([f"    text: {model}.txt"] if texts else [])]
-        lines += [f"    parameters: {own}"] if own else []
+        lines += [f"    parameters: {parameters}"] if parameters else []
     return "\n".join([*lines, *([f"parameters: {shared}"] if shared else []), "dtype: bfloat16", ""])

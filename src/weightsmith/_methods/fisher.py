@@ -17,6 +17,7 @@ KIND = "fisher"
 
 @merge_method(
     title="Fisher-weighted mean",
+    family="data",
     summary="""Averages the deltas weight by weight. A model counts by its Fisher information: how much its predictions on its
 own text depend on the weight. This is the mean square of the gradients of the model's log-probabilities, for labels drawn
 from its own predictions. The recipe names the texts. `floor` keeps the ratio of two tiny numbers from deciding. All other

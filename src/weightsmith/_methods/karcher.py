@@ -37,6 +37,7 @@ def karcher_coefficients(gram: np.ndarray, max_iter: int, tol: float) -> np.ndar
 
 @merge_method(
     title="mean on the sphere",
+    family="sphere",
     summary="""Computes the mean of any number of models in the geometry of the sphere. Each tensor is one long vector. The
 mean direction is the point from which the arcs to all models cancel; for two models it is slerp with t = 0.5. All models
 count the same, including a base_model, and the length is the mean of their lengths. The angles between fine-tunes of one base

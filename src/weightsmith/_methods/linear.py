@@ -14,6 +14,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="weighted average",
+    family="average",
     summary="""Computes the weighted average of two or more checkpoints ("model soups"). Robust and cheap. Use it for
 checkpoints of one training run, or for fine-tunes of one base that do not disagree. With `normalize: false`, weights may be
 negative or have any sum. A base_model is an input like the others, and needs a weight of its own.""",
@@ -24,7 +25,7 @@ diluted.""",
     source="Wortsman et al. 2022, Model soups, https://arxiv.org/abs/2203.05482",
     formula="out = Σ wᵢ Wᵢ / Σ wᵢ   (without the division if normalize is false)",
     base="input",
-    example=example_recipe("linear", each=("{weight: 0.6}", "{weight: 0.4}"), base=""),
+    example=example_recipe("linear", per_model=("{weight: 0.6}", "{weight: 0.4}"), base=""),
     check=check_normalize,
     elementwise=always,
 )

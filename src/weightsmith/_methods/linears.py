@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 matrix_method = partial(
     merge_method,
+    family="spectral",
     passes="Two: every matrix is read whole, decomposed, then written.",
     on_device=True,
     otherwise="averaged",

@@ -12,6 +12,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="each model's largest deltas, averaged where they overlap",
+    family="sparse",
     summary="""Keeps the largest share `density` of each model's deltas, ranked over all its tensors, and adds them to the
 base. Where the deltas of several models overlap, they are averaged, without an election. By default, embeddings and output
 heads are copied from the base and do not count in the ranking, as in the authors' code; `embeddings: true` merges them too.
@@ -23,7 +24,7 @@ for one model: it only weakens it.""",
     source="He et al. 2024, Localize-and-Stitch, section 3, https://arxiv.org/abs/2408.13656; for language models "
     "He et al. 2025, MergeBench, https://arxiv.org/abs/2505.10833",
     formula="δᵢ = the density · N largest of model i;  out = base + λ Σ wᵢδᵢ / (number of models with a δᵢ there)",
-    example=example_recipe("localize_and_stitch", each="{density: 0.1}"),
+    example=example_recipe("localize_and_stitch", per_model="{density: 0.1}"),
     needs=family.of_the_model,
     product=family.model_thresholds,
     keeps_base=lambda role, embeddings: role == "vocabulary" and not embeddings,

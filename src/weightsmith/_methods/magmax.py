@@ -10,6 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="the largest delta at each position",
+    family="sparse",
     summary="""Takes, at each position, the delta of the model that changed it most. Among equal deltas, the later model wins.
 For models trained one after the other on different tasks.""",
     use="""For models fine-tuned one after the other. With unrelated skills, it adds up the largest changes of every model:

@@ -36,6 +36,7 @@ def stock_coefficients(gram: np.ndarray, *, pooled: bool) -> np.ndarray:
 
 @merge_method(
     title="closer to the base the less the fine-tunes agree",
+    family="delta",
     summary="""Interpolates between the base and the average of at least two fine-tunes of it. The angle between the
 fine-tunes sets the distance: deltas that point the same way are kept, and orthogonal deltas fall back to the base. There is
 no weight to choose. It works best on runs that differ in seed, data order or learning rate. The paper defines one angle

@@ -43,6 +43,7 @@ def _check(weight: Sequence[float], normalize_weights: bool, karcher_steps: int)
 
 @merge_method(
     title="weighted mean of directions",
+    family="sphere",
     summary="""Spherical interpolation of any number of weighted models, or of their task vectors if there is a base_model. As
 in mergekit, this is the normalised mean (nlerp). The tangent-space step that mergekit takes after it has no length, because
 the tangents at that mean cancel. For two models of equal length and weight, it is slerp with t = 0.5. In general the true
@@ -56,7 +57,9 @@ different directions. For models that lie close together, it is linear.""",
     source="mergekit, multislerp; Karcher 1977, Riemannian center of mass and mollifier smoothing, for the steps",
     formula="uᵢ = Wᵢ/|Wᵢ|;  out = |Σ wᵢ |Wᵢ|| · Σ wᵢuᵢ / |Σ wᵢuᵢ|;  with a base: base + the same of the Wᵢ - base",
     base="optional",
-    example=example_recipe("multislerp", each=("{weight: 0.5}", "{weight: 0.3}", "{weight: 0.2}"), models=("fr", "de", "py")),
+    example=example_recipe(
+        "multislerp", per_model=("{weight: 0.5}", "{weight: 0.3}", "{weight: 0.2}"), models=("fr", "de", "py")
+    ),
     check=_check,
 )
 def multislerp(
@@ -73,7 +76,7 @@ def multislerp(
         weights = weights / weights.sum()
 
     def solve(gram: np.ndarray) -> np.ndarray:
-        found = multislerp_coefficients(gram, weights, eps=eps, steps=karcher_steps)
-        return np.concatenate([[1.0 - found.sum()], found]) if matrix.base else found
+        coefficients = multislerp_coefficients(gram, weights, eps=eps, steps=karcher_steps)
+        return np.concatenate([[1.0 - coefficients.sum()], coefficients]) if matrix.base else coefficients
 
     return GramJob(matrix, solve, deltas=matrix.base)

@@ -29,6 +29,7 @@ def inverse_norm_coefficients(gram: np.ndarray, weights: np.ndarray, factor: flo
 
 @merge_method(
     title="inverse norms as weights",
+    family="delta",
     summary="""Averages the deltas of any number of fine-tunes. In each tensor, a delta counts by the inverse of its Frobenius
 norm, so every delta contributes the same length and the longest does not drown the others. `lambda` scales the mean. These
 are NAN's weights; with `lambda` 1 they sum to 1.""",

@@ -11,6 +11,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="move towards the other model where the two are close",
+    family="delta",
     summary="""Takes the other model where the two differ by at most `t`. Elsewhere, the base moves towards the other model by
 `t`. In other words, it adds the delta clipped to ±t. Use it to add a trace of one model to another; its author used t =
 0.0001.""",

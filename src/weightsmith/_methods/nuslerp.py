@@ -51,6 +51,7 @@ def each_nuslerp(gram: np.ndarray, t: float, *, deltas: bool) -> np.ndarray:
 
 @merge_method(
     title="spherical interpolation with weights",
+    family="sphere",
     summary="""Spherical interpolation of two weighted models (t = w₂ / (w₁ + w₂)). With a base_model, which must not be one
 of the two, the task vectors are interpolated and added to the base. `nuslerp_flatten: false` interpolates vector by vector:
 the rows of each matrix with `nuslerp_row_wise: true`, its columns otherwise. mergekit 0.1.5 does the opposite of what its
@@ -63,7 +64,7 @@ their length. It merges two models only: for more, use multislerp or karcher."""
     base="optional",
     min_models=2,
     max_models=2,
-    example=example_recipe("nuslerp", each="{weight: 0.5}", base=""),
+    example=example_recipe("nuslerp", per_model="{weight: 0.5}", base=""),
 )
 def nuslerp(
     matrix: Matrix,

@@ -12,6 +12,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="copy tensors unchanged, or scaled",
+    family="copy",
     summary="""Takes each tensor from the one model that is listed for it. With `slices`, it stacks layers of one or several
 models into a deeper model ("frankenmerge", depth up-scaling). Without `scale`, and if the dtype stays the same, bytes are
 copied and never decoded. A scale of 0 on `o_proj` and `down_proj` makes a duplicated layer the identity at first.""",

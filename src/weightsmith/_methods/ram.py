@@ -13,6 +13,7 @@ Epsilon = Annotated[float, "A delta is active where it is larger than this.", Bo
 
 @merge_method(
     title="keep what only one model changed, average what several did",
+    family="delta",
     summary="""For models trained by reinforcement learning, whose deltas are sparse. Plain averaging dilutes what only one of
 them has changed. Where one model alone is active, its delta is kept whole. Where several are, the deltas of the active models
 are averaged. bf16 weights change by more than 1e-5 or not at all unless they are tiny, so `epsilon` seldom matters.""",

@@ -34,6 +34,7 @@ def _activity(merged: Sequence[tuple[Step, Settings]]) -> Product:
 
 @merge_method(
     title="ram, with unique deltas strengthened over the whole model",
+    family="delta",
     summary="""RAM+ as published: RAM, with the delta of a model that is active alone multiplied by λᵢ. Unique and shared
 positions are counted over the whole model. Takes a pass over all tensors before the merge. `rescale` is 1.05 in the authors'
 code, and 1.2 in their examples.""",

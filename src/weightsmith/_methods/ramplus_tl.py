@@ -15,6 +15,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="ram, with unique deltas strengthened tensor by tensor",
+    family="delta",
     summary="""RAM, with the delta of a model that is active alone multiplied by λᵢ. A model that shares more of its changes
 loses more by averaging, so its own part is strengthened more. Positions are counted within each tensor, as in mergekit. With
 the defaults, λᵢ is at most 1.02. `ramplus` is the authors' form.""",

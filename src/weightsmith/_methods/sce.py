@@ -12,6 +12,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="select by variance, calculate shares, erase minority signs",
+    family="sparse",
     summary="""Selects the share `select_topk` of positions at which the models differ most. Each model gets a share by the
 energy (mean square) of its delta there. The deltas that have the sign of their sum are then averaged by these shares.
 mergekit changes only the selected positions (`select_applies_to: update`, the default). In the authors' code, the selection

@@ -31,6 +31,7 @@ def slerp_coefficients(gram: np.ndarray, t: float, *, lerp_above: float) -> np.n
 
 @merge_method(
     title="spherical interpolation of two models",
+    family="sphere",
     summary="""Moves from the base (t = 0) to the other model (t = 1) along the arc between them, where each tensor is one
 long vector. Fine-tunes of one base lie so close together (cos > 0.9995) that this is plain linear interpolation for most
 tensors. `t` may be a gradient over the layers and differ by filter, which is its most common use.""",

@@ -15,6 +15,7 @@ from weightsmith.abc.job import Job, Matrix
 
 @merge_method(
     title="sum of task vectors",
+    family="delta",
     summary="""Adds the weighted task vectors (fine-tune minus base) of any number of fine-tunes to their base. A negative
 weight removes what a fine-tune learned; a weight above 1 extrapolates. Of all methods, it most reliably improves on the base
 for language models. `lambda` scales the sum and is the parameter to tune.""",
@@ -24,7 +25,7 @@ models need the common base.""",
     passes="One: the result is written as the inputs are read.",
     source="Ilharco et al. 2022, Editing models with task arithmetic, https://arxiv.org/abs/2212.04089",
     formula="out = base + λ Σ wᵢ (Wᵢ - base)   (divided by Σ wᵢ if normalize)",
-    example=example_recipe("task_arithmetic", each="{weight: 0.6}"),
+    example=example_recipe("task_arithmetic", per_model="{weight: 0.6}"),
     check=check_normalize,
     elementwise=always,
 )

@@ -28,6 +28,7 @@ def _check(
 
 @merge_method(
     title="any combination of mask, rescaling and sign election",
+    family="sparse",
     summary="""Combines the parts of all methods of the family. Choose which part of each delta is kept (`sparsify`, `scope`,
 `density`) and how the loss is made up for (`rescale`). Then choose how signs are elected (`elect`) and how the models are
 combined (`combine`). The defaults are task_arithmetic; ties is `{sparsify: magnitude, elect: sum, combine: mean}`. With
@@ -39,7 +40,9 @@ others, use the named method, which they recognise.""",
     source="after Ilharco et al. 2022 (https://arxiv.org/abs/2212.04089) and the pages of the methods it covers",
     formula="out = base + λ combineᵢ( elect( wᵢ · rescale( sparsify(Wᵢ - base) ) ) )",
     example=example_recipe(
-        "task_vectors", each="{density: 0.3}", shared="{sparsify: magnitude, scope: row, elect: count, combine: disjoint_mean}"
+        "task_vectors",
+        per_model="{density: 0.3}",
+        shared="{sparsify: magnitude, scope: row, elect: count, combine: disjoint_mean}",
     ),
     check=_check,
     needs=lambda scope, sparsify: family.of_the_model(scope) and sparsify in _ROWS,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsmith._base.errors import Finding, legible
@@ -24,6 +25,8 @@ from weightsmith._plans.codec import OMITTED, encode
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from weightsmith._plans.summary import Summary
 
 Value = bool | int | float | str
 Parameters = Mapping[str, Value | None]
@@ -54,6 +57,9 @@ PLAIN = "plain"
 
 PRODUCTS = -1
 """`Read.model` of a product's array."""
+
+_SUMMARY = "weightsmith._execution.summary"
+"""Makes summaries. It needs the engine and the models, which import this module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +429,24 @@ class Plan:
         """The position of every output byte."""
         specs = [out for step in self.steps for out in step.outs]
         return CONTAINERS[self.container](specs, self.max_shard_bytes, self.naming, self.header, self.mmproj)
+
+    def summary(self, *, allow_code: bool = False, **options: Any) -> Summary:
+        """What a run of the plan reads, transfers, holds and writes, and about how long it takes. Reads headers only.
+
+        options     those of `weightsmith.run`: the memory depends on the number of threads
+        allow_code  as for `weightsmith.run`
+
+        Raises PlanError if the models are not those of the plan, or not there.
+
+        >>> plan = weightsmith.plan("ties.yml")  # doctest: +SKIP
+        >>> print(plan.summary(threads=2))  # doctest: +SKIP
+        tensors   290
+        write     2.2 GB
+        read      up to 13.2 GB (inputs of 6.6 GB, read up to 2 times)
+        memory    184 MB at most, with 2 threads
+        """
+        summary: Summary = import_module(_SUMMARY).summary_of(self, options, allow_code=allow_code)
+        return summary
 
     @property
     def nbytes(self) -> int:

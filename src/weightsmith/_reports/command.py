@@ -21,8 +21,9 @@ from typing import IO, Any
 
 from weightsmith._base.errors import NonFinite, WeightsmithError
 from weightsmith._base.files import read_bounded
-from weightsmith._base.options import EvaluateSettings, named, option_error
+from weightsmith._base.options import named, option_error
 from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._reports.evaluate.options import EvaluateSettings
 
 MODEL = "{model}"
 """Stands for the folder of the model in a command."""

@@ -22,7 +22,7 @@ from weightsmith.abc.product_targets import Floats as Floats
 from weightsmith.abc.product_targets import Largest, SomeRows, Target, WholeTensor
 
 if TYPE_CHECKING:
-    from weightsmith._base.pages.values import Block
+    from weightsmith._base.report.blocks import Block
 
 Arrays = Sequence[npt.NDArray[Any]]
 """One array for each of `Product.outs`, with its dtype and shape."""
@@ -95,36 +95,36 @@ class ProductContext:
     arrays: Callable[[str], Arrays]
     create: Callable[[], Arrays]
     progress: Callable[[int, int], None]
-    also: Callable[[Callable[[Product], bool]], Arrays | None] = lambda _wanted: None
+    also: Callable[[Callable[[Product], bool]], Arrays | None] = lambda _fits: None
 
     def fill(self, arrays: Mapping[str, Floats]) -> None:
         """Fill C-contiguous arrays with whole tensors. arrays: by the names of `product.steps`, with the tensor's shape.
 
         Values are those of the tensor as stored, converted to float32 tile by tile, so no further memory is needed.
         """
-        specs = self._specs
+        specs = self.specs
         self.make({name: WholeTensor(specs[name], array) for name, array in arrays.items()})
 
     def load(self, names: Iterable[str]) -> dict[str, Floats]:
         """Whole tensors, as `fill` makes them, in new arrays."""
-        specs = self._specs
+        specs = self.specs
         arrays = {name: np.empty(specs[name].shape, np.float32) for name in names}
         self.fill(arrays)
         return arrays
 
     def rows(self, name: str, numbers: Sequence[int]) -> Floats:
         """Some rows of a matrix [R, C]: float32 [len(numbers), C]. numbers: ascending, each once."""
-        spec = self._specs[name]
-        found = np.empty((len(numbers), spec.shape[1]), np.float32)
-        self.make({name: SomeRows(spec, np.array(numbers, np.int64), found)})
-        return found
+        spec = self.specs[name]
+        values = np.empty((len(numbers), spec.shape[1]), np.float32)
+        self.make({name: SomeRows(spec, np.array(numbers, np.int64), values)})
+        return values
 
     def largest(self, names: Sequence[str]) -> Floats:
         """The largest magnitude of each of some tensors: float32 [len(names)]. NaN does not count. Reads tile by tile."""
-        specs = self._specs
+        specs = self.specs
         targets = {name: Largest(specs[name]) for name in names}
         self.make(targets)
-        return np.array([targets[name].found for name in names], np.float32)
+        return np.array([targets[name].largest for name in names], np.float32)
 
     def folder(self, model: int) -> Path:
         """The folder of `plan.models[model]`. Raises CheckpointError if one of `product.files` has changed."""
@@ -136,11 +136,12 @@ class ProductContext:
         return folder
 
     @property
-    def _specs(self) -> Mapping[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors of `product.steps`, by name."""
         return {step.out.name: step.out for step in self.product.steps}
 
 
-class Report(Protocol):
+class ProductReport(Protocol):
     """What a product reports to the user, besides its arrays."""
 
     def files(self) -> Mapping[str, bytes]:
@@ -177,7 +178,7 @@ class ProductKind:
     doing: str
     reduce: Callable[[Product], StreamingReduction] | None = None
     compute: Callable[[ProductContext], Arrays] | None = None
-    report: Callable[[Product, Arrays], Report | None] = lambda product, arrays: None
+    report: Callable[[Product, Arrays], ProductReport | None] = lambda product, arrays: None
     check: Callable[[Product], str] = lambda product: ""
     serves: Callable[[Product, Product], bool] = lambda product, other: set(other.models) <= set(product.models)
     reads: Callable[[Product], Sequence[Path]] = lambda product: ()

@@ -56,7 +56,7 @@ OPTIONS = {
     "merge linear.yml out --upload me/x": "--push org/name",
     "merge linear.yml out --token hf_x": "HF_TOKEN",
     "merge linear.yml out -t 4": "--threads N",
-    "merge linear.yml out --help-all": "--help",
+    "merge linear.yml out --man": "--help-all",
     "inspect a -o x.html": "--report FILE.html",
     "quantize a out --format gguf": "gguf-q4_k_m",
     "quantize a out --format fp8": "write one of fp8-dynamic, fp8-static, fp8-block",

@@ -21,6 +21,7 @@ main()
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_demo_needs_no_torch_and_says_what_to_do_next(tmp_path: Path) -> None:
     ran = run_process("demo", code=_WITHOUT_TORCH, cwd=tmp_path)
@@ -39,9 +40,9 @@ def test_the_models_of_the_demo_are_those_that_transformers_builds(tmp_path: Pat
     import torch
     import transformers
 
-    from weightsmith._app.demo import make_models
+    from weightsmith._app.demo import demo_models
 
-    make_models(tmp_path)
+    demo_models(tmp_path)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
@@ -51,11 +52,12 @@ def test_the_models_of_the_demo_are_those_that_transformers_builds(tmp_path: Pat
         assert model(**tokenizer(text, return_tensors="pt")).logits.isfinite().all()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_models_of_the_demo_can_become_gguf(cli: Cli, tmp_path: Path) -> None:
-    from weightsmith._app.demo import make_models
+    from weightsmith._app.demo import demo_models
 
-    make_models(tmp_path)
+    demo_models(tmp_path)
     ran = cli("quantize", tmp_path / "base", tmp_path / "gguf", "--format", "gguf-f16", "--quiet")
     assert ran.code == 0, ran.err
     assert (tmp_path / "gguf/model.gguf").is_file()

@@ -43,6 +43,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert ran.err.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [("merge", "--help"), ("--version",)])
 def test_help_of_a_command_imports_nothing_heavy(args: tuple[str, ...]) -> None:
@@ -51,6 +52,7 @@ def test_help_of_a_command_imports_nothing_heavy(args: tuple[str, ...]) -> None:
     assert ran.err.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_what_counts_as_heavy_is_seen_when_it_is_loaded() -> None:
     ran = run_process("methods", code="import numpy\n" + _LOADED)
@@ -77,13 +79,15 @@ def test_the_help_names_every_command_and_every_exit_code(cli: Cli) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_and_its_options_are_in_the_docs(cli: Cli, command: str) -> None:
-    ran = cli(command, "--help")
+    ran = cli(command, "--help-all")
     assert ran.code == 0
     usage, description = ran.out.splitlines()[0], ran.out.splitlines()[2]
     assert usage.startswith(f"Usage: weightsmith {command} ")
     assert len(description) > 20
     docs = DOCS.read_text()
     section = docs[docs.index(f"## weightsmith {command}") :].split("\n## ")[0]
+    for anchor in re.findall(r"\(#options-of-([\w-]+)\)", section):
+        section += docs[docs.index(f"## Options of {anchor.replace('-', ' ')}") :].split("\n## ")[0]
     options = {name for option in _options(command) for name in (*option.opts, *option.secondary_opts)}
     assert {"--verbose"} <= options
     for option in options - {"-v", "--verbose"}:
@@ -92,7 +96,19 @@ def test_every_command_has_help_and_its_options_are_in_the_docs(cli: Cli, comman
 
 
 def _options(command: str) -> list[Any]:
-    return [each for each in PROGRAM.commands[command].params if each.param_type_name == "option"]
+    return [each for each in PROGRAM.commands[command].params if each.param_type_name == "option" and not each.hidden]
+
+
+def test_help_shows_what_most_people_need_and_help_all_the_rest(cli: Cli) -> None:
+    brief, whole = (re.findall(r"^  (?:-\w, )?(--[\w-]+)", cli("merge", flag).out, re.M) for flag in ("--help", "--help-all"))
+    assert "--help-all" in brief
+    assert len(brief) <= 24
+    hidden = {*whole} - {*brief}
+    assert {*brief} - {*whole} == {"--help-all"}
+    assert {"--out-dtype", "--quantize", "--overwrite"} <= {*brief}
+    assert {"--bits", "--fsync", "--stream-cache"} <= hidden
+    assert f"Show all options, {len(hidden)} more." in cli("merge", "--help").out
+    assert "--help-all" not in cli("schema", "--help").out  # it has nothing more to show
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -143,7 +159,7 @@ def test_no_line_of_help_is_wider_than_the_terminal(columns: int) -> None:
 
 @pytest.mark.slow
 def test_help_is_a_command_too(cli: Cli) -> None:
-    assert cli("help", "merge").out == cli("merge", "--help").out
+    assert cli("help", "merge").out == cli("merge", "--help-all").out
     assert cli("help").out == cli("--help").out
     ran = cli("help", "mrege")
     assert (ran.code, ran.out) == (2, "")

@@ -10,20 +10,23 @@ import yaml
 
 from tests.cli_help import LINEAR, Cli, cli
 from weightsmith._methods import NAMES, all_methods, get
-from weightsmith._planning.recipe import moe_schema, schema
+from weightsmith._methods.base import FAMILIES
+from weightsmith._planning.recipe.schema import moe_schema, schema
 
 __all__ = ["cli"]
 
 
-def test_all_methods_are_listed_a_line_each_that_fits_80_columns(cli: Cli) -> None:
+def test_all_methods_are_listed_by_family_a_line_each_that_fits_80_columns(cli: Cli) -> None:
     ran = cli("methods")
     assert ran.code == 0
-    table, hint = ran.out.split("\n\n")
-    lines = {line.split()[0]: line for line in table.splitlines()[1:]}
-    assert tuple(lines) == NAMES
-    for name, line in lines.items():
-        assert get(name).title in line
-        assert len(line) <= 80
+    *tables, hint = ran.out.split("\n\n")
+    assert [table.splitlines()[0].strip() for table in tables] == list(FAMILIES.values())
+    for family, table in zip(FAMILIES, tables, strict=True):
+        lines = {line.split()[0]: line for line in table.splitlines()[1:]}
+        assert tuple(lines) == tuple(name for name in NAMES if get(name).family == family)
+        for name, line in lines.items():
+            assert get(name).title in line
+            assert len(line) <= 80
     assert "weightsmith methods NAME" in hint
 
 
@@ -32,6 +35,7 @@ def test_json_has_the_parameters_of_all_methods_or_of_one(cli: Cli) -> None:
     found = {method["name"]: method for method in json.loads(cli("methods", "--json").out)}
     assert tuple(found) == NAMES
     assert json.loads(cli("methods", "ties", "--json").out) == found["ties"]
+    assert (found["ties"]["family"], found["consensus_ta"]["family"]) == ("sparse", "sparse")
     density = next(p for p in found["ties"]["parameters"] if p["name"] == "density")
     assert (density["default"], density["minimum"], density["maximum"]) == (1.0, 0, 1)
 

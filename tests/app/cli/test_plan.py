@@ -18,10 +18,11 @@ from tests.cli_help import LINEAR, Cli, cli, environment, run_process, work
 from tests.methods.test_post_steps import make_recipe
 from tests.mini import write_checkpoint
 from weightsmith import merge, open_checkpoint
-from weightsmith._app.cli.summary import changes, short
+from weightsmith._app.cli.plan import short
 from weightsmith._app.cli.work import Work
 from weightsmith._base.errors import UnknownName
 from weightsmith._plans import plan_from_json
+from weightsmith._plans.summary import config_changes
 
 __all__ = ["cli", "work"]
 
@@ -166,7 +167,7 @@ def test_colour_is_for_terminals_whose_user_wants_it() -> None:
 
 
 def test_a_change_of_type_in_the_config_is_a_change() -> None:
-    assert [(c.key, c.old, c.new) for c in changes({"a": 1, "b": {"x": 0}}, {"a": True, "b": {}})] == [
+    assert [(c.key, c.old, c.new) for c in config_changes({"a": 1, "b": {"x": 0}}, {"a": True, "b": {}})] == [
         ("a", 1, True),
         ("b.x", 0, None),
     ]

@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "quantize": (["a", "OUT", "--format", "fp8-dynamic"], "The output is complete: "),
     "dequantize": (["quantised", "OUT"], "The output is complete: "),
     "extract-lora": (["a", "b", "OUT", "--max-rank", "2"], "The output is complete: "),
-    "transplant-tokenizer": (["model", "donor", "OUT", "--approximation", "zero"], "The output is complete: "),
+    "transplant-tokenizer": (["model", "donor", "OUT", "--approximation", "mean"], "The output is complete: "),
     "run": (["plan.json", "OUT"], "The output is complete: "),
     "verify": (["done"], ""),
     "init": (["OUT.yml", "--preset", "ties-paper"], "Recipe written: "),
@@ -57,7 +57,7 @@ from weightsmith._app.cli.app import make_app
 make_app()  # imports the modules of all commands
 import weightsmith._features.adapters.extract, weightsmith._execution.distributed, weightsmith._execution
 import weightsmith._kernels.compiler
-import weightsmith._reports.look.pages, weightsmith._planning.planner.reopen, weightsmith._features.transplant.plan
+import weightsmith._reports.look.reports, weightsmith._planning.planner.reopen, weightsmith._features.transplant.plan
 import gc, weightsmith
 
 for quantize in (None, "fp8-dynamic"):  # numba takes a second before its first kernel
@@ -149,6 +149,7 @@ def test_the_table_has_every_command() -> None:
     assert names == {*COMMANDS, "studio", "eval", "auto", "tune", "statistics", "write"}
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_result_that_cannot_be_printed_is_said_on_stderr_with_a_code_of_its_own(
@@ -168,6 +169,7 @@ def test_a_result_that_cannot_be_printed_is_said_on_stderr_with_a_code_of_its_ow
     assert not wrong
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_stderr_that_cannot_be_written_stops_nothing(ran: dict[str, tuple[int, str, str]]) -> None:

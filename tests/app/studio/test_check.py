@@ -89,7 +89,7 @@ def test_nothing_outside_is_read(root: Path, places: Places, monkeypatch: pytest
     def read(*given: object) -> None:
         raise AssertionError("planned")
 
-    monkeypatch.setattr(weightsmith._app.studio.check, "prepare_any", read)
+    monkeypatch.setattr(weightsmith, "plan", read)
     text = text.replace("{secret}", str(root / "secret")).replace("{base}", str(root / "models" / "base"))
     found = check(text, places)
     refused = ("outside the folders", "runs no code")

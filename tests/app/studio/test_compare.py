@@ -10,14 +10,14 @@ import pytest
 
 import weightsmith
 from tests.app.studio.models import make, recipe
-from weightsmith._app.studio import compare
-from weightsmith._app.studio.compare import Asked
+from weightsmith import Unsupported
 from weightsmith._app.studio.places import Places
-from weightsmith._base.errors import Unsupported
+from weightsmith._app.studio.tasks import Asked, available, compare, tried
+from weightsmith._reports import judge
 
 TEXT = "The three most important things about this program are what it reads, what it writes and how fast it is. " * 3
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not compare.available(), reason="needs torch and transformers")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not available(), reason="needs torch and transformers")]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,10 @@ def by_transformers(folder: Path) -> tuple[float, str]:
     return perplexity, tokenizer.decode(written, skip_special_tokens=True)
 
 
+@pytest.mark.reader
 def test_numbers_are_those_of_transformers_on_the_folder(root: Path, places: Places) -> None:
     folder = root / "models" / "fr"
-    (found,) = compare.compare([str(folder)], places, Asked("The", TEXT, 8))
+    (found,) = compare([str(folder)], places, Asked("The", TEXT, 8))
     perplexity, continuation = by_transformers(folder)
     assert found.perplexity == pytest.approx(perplexity, rel=1e-5)
     assert found.continuation == continuation
@@ -55,7 +56,7 @@ def test_numbers_are_those_of_transformers_on_the_folder(root: Path, places: Pla
 
 def test_an_adapter_is_compared_as_it_is_merged(root: Path, places: Places) -> None:
     base, adapter = root / "models" / "base", root / "models" / "adapters" / "py"
-    plain, tuned = compare.compare([str(base), f"{base}+{adapter}"], places, Asked("The", TEXT, 8))
+    plain, tuned = compare([str(base), f"{base}+{adapter}"], places, Asked("The", TEXT, 8))
     assert (plain.problem, tuned.problem) == ("", "")
     assert plain.perplexity != tuned.perplexity
     assert plain.perplexity == pytest.approx(tuned.perplexity, rel=0.5)
@@ -70,27 +71,27 @@ def test_what_cannot_be_run_is_said_and_the_others_are_run(root: Path, places: P
     (own / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "evil.Config"}}))
     (own / "evil.py").write_text("raise SystemExit('run')")
     names = [str(own), str(root / "secret"), str(root / "models" / "adapters" / "py"), str(root / "models" / "de")]
-    found = list(compare.compare(names, places, Asked("The", "", 8)))
+    found = list(compare(names, places, Asked("The", "", 8)))
     assert "brings code of its own" in found[0].problem
     assert "outside the folders" in found[1].problem
     assert found[2].problem
     assert (found[3].problem, found[3].perplexity) == ("", None)
-    monkeypatch.setattr(compare, "BYTES_PER_WEIGHT", 1 << 40)
-    (large,) = compare.compare([str(root / "models" / "de")], places, Asked("The", "", 8))
+    monkeypatch.setattr(judge, "BYTES_PER_WEIGHT", 1 << 40)
+    (large,) = compare([str(root / "models" / "de")], places, Asked("The", "", 8))
     assert "this machine has" in large.problem
     with pytest.raises(Unsupported, match="too much"):
-        list(compare.compare(names, places, Asked("x" * 200_000)))
+        list(compare(names, places, Asked("x" * 200_000)))
 
 
 def test_a_merge_in_memory_is_the_merge_that_is_written(root: Path, places: Places) -> None:
     """Numbers of `tried` against transformers on the folder that a merge writes."""
     text, out = recipe(root), root / "out" / "written"
-    found = compare.tried(text, places, Asked("The", TEXT, 8))
+    found = tried(text, places, Asked("The", TEXT, 8))
     assert found.problem == ""
     weightsmith.merge(text, out, progress=False)
     perplexity, continuation = by_transformers(out)
     assert found.perplexity == pytest.approx(perplexity, rel=1e-5)
     assert found.continuation == continuation
-    (base,) = compare.compare([str(root / "models" / "base")], places, Asked("", TEXT))
+    (base,) = compare([str(root / "models" / "base")], places, Asked("", TEXT))
     assert found.perplexity != base.perplexity
-    assert "outside the folders" in compare.tried(text.replace("models/fr", "secret"), places, Asked("The")).problem
+    assert "outside the folders" in tried(text.replace("models/fr", "secret"), places, Asked("The")).problem

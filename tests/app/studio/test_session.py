@@ -21,18 +21,19 @@ from tests.app.studio.models import make, recipe
 from tests.cli_help import run_process
 from tests.output_help import tree
 from weightsmith import open_checkpoint, preview
-from weightsmith._app.studio import compare, show
+from weightsmith._app.studio import show
+from weightsmith._app.studio.check import PageError
 from weightsmith._app.studio.kept import Kept, Run
 from weightsmith._app.studio.places import Places
 from weightsmith._app.studio.session import Session, listed_methods
-from weightsmith._app.studio.tasks import MAX_SWEEP
-from weightsmith._app.studio.words import PageError
+from weightsmith._app.studio.tasks import MAX_SWEEP, Asked, available, tried
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, ParameterError, PlanError, Unsupported
-from weightsmith._base.pages.values import written
+from weightsmith._base.report.blocks import written
 from weightsmith._methods import NAMES, all_methods
-from weightsmith._reports.look.nonfinite import NonFinite
+from weightsmith._methods.base import FAMILIES
 from weightsmith._reports.look.preview import GroupPreview, Preview
 from weightsmith._reports.look.preview import Kept as Survives
+from weightsmith._reports.look.surveys import NonFinite
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\"'${alert(1)}{{constructor}}"
 SECONDS = 60.0
@@ -257,8 +258,9 @@ def test_models_are_listed_with_what_they_are(root: Path, session: Session) -> N
 def test_every_method_is_in_a_family() -> None:
     found = listed_methods()
     assert {each["name"] for each in found} == set(NAMES)
-    assert {each["family"] for each in found} == set(show.FAMILIES)
+    assert {each["family"] for each in found} == set(FAMILIES)
     known = {each["name"]: each["family"] for each in found}
+    assert known["consensus_ta"] == "sparse"  # it masks, whatever its title says
     assert (known["linear"], known["slerp"], known["ties"], known["tsv_m"], known["regmean"]) == (
         "average",
         "sphere",
@@ -337,7 +339,7 @@ def test_what_may_not_be_read_is_not_merged_tried_swept_or_looked_at(root: Path,
         session.close()
 
 
-@pytest.mark.skipif(not compare.available(), reason="needs torch and transformers")
+@pytest.mark.skipif(not available(), reason="needs torch and transformers")
 def test_a_try_and_its_limits(root: Path, session: Session) -> None:
     write(session, recipe(root))
     base = f"{root}/models/base"
@@ -352,7 +354,7 @@ def test_a_try_and_its_limits(root: Path, session: Session) -> None:
     assert shown["html"].count("<tr>") == 3
     run = session.kept.runs[-1]
     assert (run.kind, list(run.numbers)) == ("try", ["perplexity of the merge", f"perplexity of {base}"])
-    merge = compare.tried(recipe(root), session.places, compare.Asked("", "The three most important things"))
+    merge = tried(recipe(root), session.places, Asked("", "The three most important things"))
     assert run.numbers["perplexity of the merge"] == f"{merge.perplexity:.4g}"
 
 
@@ -370,7 +372,7 @@ def test_a_sweep_previews_each_value(root: Path, session: Session) -> None:
             session.tasks.sweep(session.text, wrong, model, values, "", "")
 
 
-@pytest.mark.skipif(not compare.available() or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
+@pytest.mark.skipif(not available() or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
 def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> None:
     choice = random.Random(1)
     words = "the most important things about this program are what it reads and writes and how fast".split()
@@ -416,7 +418,7 @@ def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> 
     assert "Stopped" in finished(session)["html"]
 
 
-@pytest.mark.skipif(not compare.available() or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
+@pytest.mark.skipif(not available() or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
 def test_a_text_that_is_too_short_is_said_before_a_search(root: Path, session: Session) -> None:
     write(session, recipe(root))
     path, model = ["models", 0, "parameters", "weight"], f"{root}/models/fr"
@@ -539,13 +541,13 @@ def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     plan: Any = type("P", (), {"recipe": HOSTILE})()
     found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan)
     run = Run(1, "try", 1.0, HOSTILE, HOSTILE, numbers={HOSTILE: HOSTILE})
-    sample = compare.Sample(HOSTILE, HOSTILE, 2.0)
+    sample = show.Sample(HOSTILE, HOSTILE, 2.0)
     shown = [
         followed(session, "notes", write(session, text))["html"],
         show.preview(found)[0],
-        show.samples([sample, compare.Sample(HOSTILE, problem=HOSTILE)], HOSTILE),
+        show.samples([sample, show.Sample(HOSTILE, problem=HOSTILE)], HOSTILE),
         show.sweep(
-            HOSTILE, [show.Swept(0.5, found, sample), show.Swept(0.6, found, compare.Sample(HOSTILE, problem=HOSTILE))], HOSTILE
+            HOSTILE, [show.Swept(0.5, found, sample), show.Swept(0.6, found, show.Sample(HOSTILE, problem=HOSTILE))], HOSTILE
         ),
         show.two_runs(run, replace(run, recipe=f"{HOSTILE}\n{HOSTILE}")),
         show.error(ParameterError(HOSTILE, where=HOSTILE, details=[HOSTILE], fix=HOSTILE)),

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import weightsmith
-from weightsmith._app.studio import compare, show, words
-from weightsmith._app.studio.words import Mend, PageError, is_for_terminals, said
+from weightsmith._app.cli.app import COMMANDS
+from weightsmith._app.studio import check, show, tasks
+from weightsmith._app.studio.check import Mend, PageError, is_for_terminals, said
 from weightsmith._base.errors import Finding, OutputExists, ParameterError, PlanError, SyntaxProblem
 from weightsmith._base.options import assignment, named
 from weightsmith._base.options.option import option_records, options_of
@@ -48,6 +49,10 @@ def test_every_next_step_is_one_that_the_page_has() -> None:
         assert not is_for_terminals(said(Finding("it is wrong", fix=fix)).finding.fix), fix
 
 
+def test_the_page_knows_every_command() -> None:
+    assert check.COMMANDS == {name for name in COMMANDS if name}
+
+
 def test_options_in_messages_are_named_by_their_words() -> None:
     names = {name for record in option_records() for name in options_of(record)}
     assert len(names) > 50
@@ -64,7 +69,7 @@ def test_what_needs_no_change_has_none() -> None:
         Finding("it needs torch", fix="run pip install 'weightsmith[moe]'"),
         Finding("name a folder that weightsmith wrote", "./a"),
     ):
-        assert said(finding) == words.Said(finding)
+        assert said(finding) == check.Said(finding)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_a_model_that_cannot_be_tried_says_so_in_the_pages_words() -> None:
     def load() -> Judge:
         raise ParameterError("its rows are too long", fix=f"write shorter rows: {assignment('tokens', 128)}")
 
-    found = compare._sample("./models/fr", load, compare.Asked("The"))
+    found = tasks._sample("./models/fr", load, tasks.Asked("The"))
     assert "its rows are too long" in found.problem
     assert "--" not in found.problem
 

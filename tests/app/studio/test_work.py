@@ -44,19 +44,19 @@ def test_a_merge_ends_with_its_report(root: Path) -> None:
 @pytest.mark.slow
 def test_cancelled_work_is_kept_and_resumed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, out, seen = Work(), root / "out" / "cancelled", list[Status]()
-    whole = weightsmith._app.studio.work._Watching.progress
+    whole = weightsmith._app.studio.work._Watching.show
 
-    def progress(self: Any, progress: Any) -> None:
-        if progress.tensors > 3:  # some are finished
+    def show_reading(self: Any, reading: Any) -> None:
+        if reading.detail and int(reading.detail.split()[0]) > 3:  # some are finished
             work.cancel()
-        whole(self, progress)
+        whole(self, reading)
         seen.append(work.status)
 
     def one_at_a_time(*given: Any, **options: Any) -> Any:
         return weightsmith.merge(*given, **options, threads=1)
 
     monkeypatch.setattr(weightsmith._app.studio.work, "merge", one_at_a_time)
-    monkeypatch.setattr(weightsmith._app.studio.work._Watching, "progress", progress)
+    monkeypatch.setattr(weightsmith._app.studio.work._Watching, "show", show_reading)
     monkeypatch.setattr("threading.Thread.join", _often(threading.Thread.join))
     work.start(recipe(root), out)
     assert work.wait().state in ("cancelled", "done")
@@ -65,7 +65,7 @@ def test_cancelled_work_is_kept_and_resumed(root: Path, monkeypatch: pytest.Monk
     assert "are kept" in show.status(work.status)
     assert not out.exists()
     assert unfinished(out)
-    monkeypatch.setattr(weightsmith._app.studio.work._Watching, "progress", whole)
+    monkeypatch.setattr(weightsmith._app.studio.work._Watching, "show", whole)
     work.start(recipe(root), out)
     done = work.wait()
     assert done.state == "done"

@@ -19,16 +19,20 @@ from tests.execution.distributed.threads import Died, Threads
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import memory, spool
 from weightsmith._base.errors import ParameterError, StoreError, WorkerLost
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import share_out
 from weightsmith._execution.distributed.work import Share
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.bucket import BucketTarget
 from weightsmith._outputs.staging import Staging
+from weightsmith._planning.options import RecipeOptions
 from weightsmith.abc.output import Built
+
+pytestmark = pytest.mark.store
 
 __all__ = ["memory", "spool"]
 

@@ -21,17 +21,19 @@ from tests.execution.test_run import files
 from tests.mini import write_checkpoint
 from tests.output_help import open_staging
 from weightsmith._base.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import few_files, is_portable, part_count, share_out
 from weightsmith._execution.distributed.work import Share
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import staged_plan, staging_folder
 from weightsmith._outputs.local.locks import is_held
 from weightsmith._outputs.staging import Staging
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._plans.parts import parts_of as plan_parts
 from weightsmith.abc.output import OutputSpec, Target
 
@@ -198,7 +200,7 @@ def test_a_slow_part_is_done_by_a_second_worker_and_the_first_answer_counts(
 ) -> None:
     weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
     monkeypatch.setattr(driver, "SLOW_SECONDS", 0.2)
-    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 1)  # the first worker finds nothing
+    monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 1)  # the first worker finds nothing
     go_on = threading.Event()
 
     def before(share: Share) -> None:
@@ -316,7 +318,7 @@ def test_locks_that_other_machines_do_not_see_are_an_error_before_a_tensor_is_wr
 def test_a_worker_that_does_not_see_the_folder_is_an_error(
     here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 0.2)
     own_disk = tmp_path_factory.mktemp("other")
     workers = Threads(1)
     begin = workers.begin

@@ -19,13 +19,17 @@ from tests.cases import swept
 from tests.execution.distributed.processes import PART_BYTES, Processes, environment
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, server, spool
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import share_out
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
+
+pytestmark = pytest.mark.process
 
 __all__ = ["front", "moto", "new_server", "ports", "server", "spool"]
 

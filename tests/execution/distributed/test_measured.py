@@ -13,11 +13,12 @@ from tests.execution.distributed.threads import Threads
 from tests.models.lora.test_lora import DOWN, INNER, H, Q, adapter, base, factors
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import memory, spool
-from weightsmith._base.options import ExtractSettings, RunOptions
 from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
 from weightsmith._execution.distributed.driver import share_out
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.adapters.extract import prepare_extraction
+from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._planning.planner import Prepared
 
 pytest.importorskip("torch")

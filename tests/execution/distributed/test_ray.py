@@ -26,6 +26,8 @@ from weightsmith._execution.distributed import on_ray
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.locks import is_held
 
+pytestmark = pytest.mark.process
+
 __all__ = ["front", "moto", "new_server", "ports", "spool"]
 
 TIES = """merge_method: ties
@@ -121,7 +123,7 @@ LISTENING = """
 import json, os
 from pathlib import Path
 from weightsmith._execution.distributed.on_ray import RayWorkers
-from weightsmith._base.options import RunOptions
+from weightsmith._execution.options import RunOptions
 with RayWorkers.connect(RunOptions(ray="local")) as workers:
     import psutil
     import ray

@@ -22,10 +22,10 @@ from tests.cli_help import Cli, cli
 from tests.mini import as_bytes, write_checkpoint
 from tests.models.lora.test_lora import BF16, DOWN, INNER, LLAMA, TOKENS, H, P, Q, adapter, base, base_tensors, factors, normal
 from weightsmith._base.errors import FormatError, OutputExists, PlanError, WeightsmithError
-from weightsmith._base.options import ExtractSettings
 from weightsmith._features.adapters import factors as factors_module
 from weightsmith._features.adapters.extract import prepare_extraction
 from weightsmith._features.adapters.factors import KIND, FactorWork
+from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._outputs.local.area import StagingArea, staging_folder
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import plan_from_json
@@ -151,6 +151,7 @@ def test_a_matrix_is_released_with_its_factors(tmp_path: Path, monkeypatch: pyte
     assert (len(counts), max(counts)) == (14, 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]

@@ -11,8 +11,8 @@ import pytest
 
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import PlanError
-from weightsmith._base.options import RecipeOptions
 from weightsmith._features.mixture.build import prepare_moe
+from weightsmith._planning.options import RecipeOptions
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,7 @@ from tests.cli_help import Cli, cli
 from tests.features.mixture.test_gates import models, recipe_of, told
 from weightsmith._app.api import moe
 from weightsmith._app.cli.mergekit_flags import MOE_FLAGS
-from weightsmith._base.pages.svg import heat_map, picture
+from weightsmith._base.report.charts import heat_map, picture
 from weightsmith._features.mixture.routing.report import Group, Routing, runs
 
 __all__ = ["cli", "models"]
@@ -32,7 +32,7 @@ def test_tokens_go_to_the_largest_logits_and_of_equal_ones_to_the_first() -> Non
     report = report_of([[3, 1, 2], [0, 5, 4], [1, 1, 1], [0, -1, 2]], Group(2, False, 4))
     np.testing.assert_array_equal(report.first[0, 0], [0.5, 0.25, 0.25])
     np.testing.assert_array_equal(report.sent[0, 0], [0.75, 0.5, 0.75])
-    np.testing.assert_array_equal(report.own(report.sent), [[0.75]])
+    np.testing.assert_array_equal(report.of_own_expert(report.sent), [[0.75]])
 
 
 def test_an_expert_that_gets_all_and_one_that_gets_nothing_are_warned_of() -> None:

@@ -21,11 +21,12 @@ from tests.calibration_help import changed, interrupted, prepared_for, quantise,
 from weightsmith._activations import states
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, PlanError
-from weightsmith._base.options import QuantizeSettings, RunOptions
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration.activations import shared_site
 from weightsmith._features.quantisation.calibration.weights import by_weight
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith.abc.product import Arrays, ProductContext
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -211,15 +212,16 @@ def test_a_layer_runs_once_for_its_scales_and_the_next_layer(
     alone: list[int] = []
     run = states.run
 
-    def noted(bench: ProductContext, work: LayerWork, given: Any) -> Arrays:
+    def noted(context: ProductContext, work: LayerWork, given: Any) -> Arrays:
         alone.append(work.layer)
-        return run(bench, work, given)
+        return run(context, work, given)
 
     monkeypatch.setattr(states, "run", noted)
     quantise(llama, tmp_path / "out", given_for(tmp_path, kv_cache=kv_cache or None), name="fp8-static")
     assert alone == ([0] if kv_cache else [])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8-static", "nvfp4", "int8", "w4a16"])
 def test_the_bytes_depend_on_neither_threads_nor_interruptions(
@@ -385,7 +387,8 @@ def test_a_changed_product_is_refused(llama: Path, tmp_path: Path) -> None:
         for key, value, problem in (
             ("encoding", "int8", "there is no scale of activations for weights stored as int8"),
             ("weights", (), "its arrays are not those of its settings"),
-            ("cache", "", "its arrays are not those of its settings"),
+            ("attention", "", "there is no such cache"),
+            ("cache", "int4", "there is no such cache"),
             ("layer", 7, "there is no layer 7"),
             ("states", "other", "it does not need what its settings name"),
         ):

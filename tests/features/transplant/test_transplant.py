@@ -18,8 +18,8 @@ from tests.mini import write_checkpoint
 from tests.plugin_help import installed
 from tests.tokenizer_help import OTHER_TEXT, files, trained, write
 from weightsmith._base.errors import FormatError, PlanError, PluginError, WeightsmithError
-from weightsmith._base.options import APPROXIMATIONS
 from weightsmith._features.transplant.approximations import find_approximation
+from weightsmith._features.transplant.options import APPROXIMATIONS
 from weightsmith._plans import plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -126,14 +126,15 @@ def test_a_transplant_to_itself_is_the_identity(tmp_path: Path, rows: int) -> No
 
 def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same_role(tmp_path: Path) -> None:
     own, donor = pair(tmp_path)
-    made = transplant(own, donor, tmp_path / "out", approximation="zero", report=tmp_path / "out/report.html")
+    made = transplant(own, donor, tmp_path / "out", approximation="mean", report=tmp_path / "out/report.html")
     rows, before, ids, old = table(made.out), table(own), vocabulary(donor), vocabulary(own)
     assert rows.shape == (len(ids), WIDTH)
     special = {"<|begin|>": "<s>", "<|end|>": "</s>"}
+    average = before.astype(np.float64).mean(0).astype(np.float32).astype(before.dtype)
     missing = 0
     for token, number in ids.items():
         source = old.get(special.get(token, token))
-        assert rows[number].tobytes() == (b"\0" * WIDTH * 2 if source is None else before[source].tobytes()), token
+        assert rows[number].tobytes() == (average if source is None else before[source]).tobytes(), token
         missing += source is None
     assert missing > 20
     summary = made.plan.vocabulary
@@ -145,7 +146,7 @@ def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same
     assert json.loads((made.out / "generation_config.json").read_text())["eos_token_id"] == size - 1
     assert (made.out / "tokenizer.json").read_bytes() == (donor / "tokenizer.json").read_bytes()
     report: Any = made.reports["rows of missing tokens"]
-    assert len(report.made) == missing
+    assert len(report.rows) == missing
     content = (made.out / "report.html").read_text().partition('id="content">')[2].partition("</script>")[0]
     (shown,) = (each for each in json.loads(content)["tables"] if each["title"] == "Missing tokens")
     assert (shown["rows"], shown["data"][2]) == (missing, {"same": "approximated"})
@@ -157,7 +158,7 @@ def test_a_donor_may_have_the_name_of_a_word_of_recipes(tmp_path: Path, monkeypa
     own, donor = pair(tmp_path)
     donor.rename(tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    made = transplant(own, name, tmp_path / "out", approximation="zero")
+    made = transplant(own, name, tmp_path / "out", approximation="mean")
     assert (made.out / "tokenizer.json").read_bytes() == (tmp_path / name / "tokenizer.json").read_bytes()
     assert table(made.out).shape[0] == len(vocabulary(tmp_path / name))
 
@@ -176,6 +177,7 @@ def test_transformers_loads_the_result_and_generates(tmp_path: Path) -> None:
     assert loaded.generate(input_ids=text["input_ids"], max_new_tokens=3, do_sample=False).shape[1] > text["input_ids"].shape[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APPROXIMATIONS)
 def test_every_approximation_makes_finite_rows_of_both_tables(tmp_path: Path, name: str) -> None:
@@ -228,7 +230,7 @@ def test_a_plan_runs_from_its_json_and_a_wrong_one_does_not(tmp_path: Path) -> N
     assert again is not None
     assert (again.out / "model.safetensors").read_bytes() == (made.out / "model.safetensors").read_bytes()
     assert not (again.out / "recipe.yml").exists()  # the command's settings are no recipe
-    for change in ({"missing": [10**6]}, {"own": [10**6]}, {"kind": "other"}, {"cols": [7, 24]}, {"cols": [WIDTH, 0]}):
+    for change in ({"missing": [10**6]}, {"model_rows": [10**6]}, {"kind": "other"}, {"cols": [7, 24]}, {"cols": [WIDTH, 0]}):
         data = json.loads(json.dumps(made.plan.to_json()))
         data["products"][0]["settings"]["tables"][0].update(change)
         with pytest.raises((PlanError, FormatError)):
@@ -262,6 +264,8 @@ def test_a_tokenizer_alone_is_enough_where_no_embeddings_are_needed(tmp_path: Pa
     ("options", "said"),
     [
         ({"approximation": "opm"}, "(did you mean 'omp'?), not 'opm'"),
+        ({"approximation": "stb"}, "must be one of omp, hybrid, common_interpolation, subword, landmark_pca, mp_rope, mean, "),
+        ({"approximation": "stb"}, "not 'stb': use landmark_pca or omp"),
         ({"weight_scheme": "best"}, "must be one of distance_proportional, barycentric, least_squares, not 'best'"),
         ({"k": 0}, "must be at least 1, not 0"),
         ({"prefix_match": "embedding"}, "must be one of no, yes, embed, lm_head"),
@@ -281,15 +285,16 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_prefixes_serve_where_they_are_allowed(tmp_path: Path) -> None:
     own, donor = pair(tmp_path, head=True)
-    made = transplant(own, donor, tmp_path / "out", approximation="zero", prefix_match="embed")
+    made = transplant(own, donor, tmp_path / "out", approximation="mean", prefix_match="embed")
     rows, heads, ids, old = table(made.out), table(made.out, "lm_head.weight"), vocabulary(donor), vocabulary(own)
-    before = table(own)
+    before, head = table(own), table(own, "lm_head.weight")
+    average = head.astype(np.float64).mean(0).astype(np.float32).astype(head.dtype)
     missing = [token for token in ids if token not in old and token.isascii() and token[0] in old and token[:2] != "<|"]
     assert len(missing) > 20
     for token in missing:
         prefix = next(token[:n] for n in range(len(token) - 1, 0, -1) if token[:n] in old)
         assert rows[ids[token]].tobytes() == before[old[prefix]].tobytes()
-        assert not heads[ids[token]].astype(np.float32).any()
+        assert heads[ids[token]].tobytes() == average.tobytes()
 
 
 @pytest.mark.slow

@@ -112,6 +112,7 @@ def needed(name: str, models: list[dict[str, bytes]]) -> int:
     return sum(chosen) + sum(array.nbytes for tensor, array in arrays[0].items() if ".layers." not in tensor)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", [1, pytest.param(4, marks=pytest.mark.sweep)])
 def test_hundreds_of_faults_change_no_byte(
@@ -182,7 +183,7 @@ def test_a_result_of_another_recipe_reads_its_models_once(tmp_path: Path) -> Non
     weightsmith.merge(staged(*local), tmp_path / "expected", fsync=False, progress=False)
     with serve(served(models)) as site:
         places = [f"{site.url}/m{k}" for k in range(3)]
-        done = weightsmith.merge(staged(*places), tmp_path / "out", fsync=False, progress=False, max_spool_bytes=1)
+        done = weightsmith.merge(staged(*places), tmp_path / "out", fsync=False, progress=False, stream_cache_bytes=1)
     assert content(tmp_path / "out") == content(tmp_path / "expected")
     assert done.fetched_bytes == sum(own["w"].nbytes for own in tensors)
 

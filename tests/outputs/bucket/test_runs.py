@@ -41,6 +41,8 @@ from weightsmith._files.remote import retries
 from weightsmith._outputs import bucket
 from weightsmith._outputs.bucket import BucketTarget
 
+pytestmark = pytest.mark.store
+
 __all__ = ["cli"]
 
 HIDDEN, INNER, LAYERS = 64, 128, 3

@@ -23,8 +23,8 @@ from tests.fork_help import Forked, forked_cli
 from tests.output_help import tree
 from tests.outputs.bucket.test_runs import MODELS, RECIPES
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, ParameterError, PushFailed, StoreError
-from weightsmith._base.options import RecipeOptions, RunOptions
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import assemble_merge
@@ -34,6 +34,9 @@ from weightsmith._outputs.hub.repository import Content, HubRepository
 from weightsmith._outputs.local.place import LocalTarget
 from weightsmith._outputs.staging import Staging
 from weightsmith._outputs.weight_files import FILLED, UPLOADS, StreamedFiles
+from weightsmith._planning.options import RecipeOptions
+
+pytestmark = pytest.mark.store
 
 __all__ = ["cli"]
 

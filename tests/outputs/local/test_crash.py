@@ -19,6 +19,8 @@ from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.place import LocalTarget
 from weightsmith._outputs.places import verify
 
+pytestmark = pytest.mark.process
+
 CALLS = ("mkdir", "rename", "unlink", "rmdir", "write", "pwrite", "ftruncate", "fsync", "fdatasync")
 
 

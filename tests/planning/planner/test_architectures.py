@@ -10,8 +10,8 @@ import pytest
 
 from tests import architectures
 from weightsmith._base.errors import LayerError, PlanError, ShapeError
-from weightsmith._base.options import RecipeOptions
 from weightsmith._models.structure import Stack
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
 
 pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import pytest
 import weightsmith
 from tests import plan_help
 from weightsmith._base.errors import ParameterError, PlanError
-from weightsmith._base.options import RecipeOptions
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Plan, prepare
 from weightsmith._planning.planner.build import bind
 

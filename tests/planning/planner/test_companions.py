@@ -263,7 +263,7 @@ def test_a_mixture_takes_what_its_base_lacks(make: Make, model: str) -> None:
 def test_a_transplant_lists_what_its_output_lacks(make: Make) -> None:
     make("model", trained(), {"chat_template.jinja": TEMPLATE})
     make("donor", trained(text=OTHER_TEXT), {"generation_config.json": "{}", "preprocessor_config.json": "{}"}, seed=1)
-    from weightsmith._base.options import TransplantSettings
+    from weightsmith._features.transplant.options import TransplantSettings
     from weightsmith._features.transplant.plan import prepare_transplant
 
     with prepare_transplant("model", "donor", TransplantSettings(approximation="mean")) as prepared:

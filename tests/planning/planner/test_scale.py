@@ -15,16 +15,16 @@ import pytest
 from tests import plan_help
 from tests.plan_help import plan
 from tests.work import steps
-from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import plan_from_json
 
 LAYERS, EXPERTS = 30, 56
 MEASURE = """
 import json, resource, sys
-from weightsmith._base.options import RecipeOptions
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
 found = []
 for recipe in sys.argv[1:]:
@@ -80,6 +80,7 @@ def measure(*recipes: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_ten_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> None:
     specs = names()
@@ -170,6 +171,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_plans_and_refusals_do_not_depend_on_the_order_of_hashes(tmp_path: Path) -> None:
     path = recipe(tmp_path)

@@ -15,14 +15,15 @@ import weightsmith
 from tests.cli_help import Cli
 from tests.plan_help import model
 from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
-from weightsmith._base.options import RecipeOptions
 from weightsmith._features.quantisation.calibration.plan import without_measuring
 from weightsmith._methods import all_methods
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._planning.planner.inputs import number_models
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._planning.planner.statistics import own_texts
-from weightsmith._planning.recipe import parse, schema
+from weightsmith._planning.recipe import parse
+from weightsmith._planning.recipe.schema import schema
 from weightsmith._plans import Plan, PlanDraft, plan_from_json
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20

@@ -7,12 +7,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from weightsmith._planning.recipe import load, moe_schema
+from weightsmith._planning.recipe import load
 from weightsmith._planning.recipe.grammar import LEVELS
 from weightsmith._planning.recipe.kinds import Key, Kind
 from weightsmith._planning.recipe.moe_grammar import MOE_LEVELS
 from weightsmith._planning.recipe.nodes import from_python
 from weightsmith._planning.recipe.parameters import MODEL_PARAMETERS, PARAMETERS
+from weightsmith._planning.recipe.schema import moe_schema
 from weightsmith._planning.recipe.single import METHOD_NAME
 from weightsmith._planning.recipe.walk import Walker
 

@@ -15,8 +15,8 @@ import weightsmith
 from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import OutputExists, ParameterError, PlanError, StoreError
-from weightsmith._base.options import WriteSettings
 from weightsmith._execution.progress import Silent
+from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.auto.writer import Sampling, draw
 from weightsmith._reports.evaluate.opening import opened, prepare_named
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_rows_longer_than_the_model_takes_are_refused(folder: Path) -> None:
-    from weightsmith._base.options import RunOptions
+    from weightsmith._execution.options import RunOptions
     from weightsmith._reports.auto.write import writer
 
     with prepare_named(folder) as prepared:

@@ -24,11 +24,10 @@ import weightsmith
 from tests.calibration_help import TEXT, changed, save_model
 from tests.cli_help import Cli, cli, run_process
 from weightsmith._base.errors import CannotResume, NonFinite, ParameterError, PlanError, StoreError
-from weightsmith._base.pages.terminal import show_page
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
 from weightsmith._reports.evaluate import working
-from weightsmith._reports.evaluate.pages import evaluation_page
+from weightsmith._reports.evaluate.pages import evaluation_report
 from weightsmith.abc.product import Arrays
 
 __all__ = ["cli"]
@@ -102,11 +101,11 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
     assert left(work) == []
     again = weightsmith.evaluate(*models[::2], text=["t.txt", "u.txt"], tokens=32, progress=False, threads=1)
     assert again.totals[1].loss == found.totals[2].loss
-    page = evaluation_page(found)
+    page = evaluation_report(found)
     assert page.summary == found.reading
     assert len(page.blocks) == 1 + 3 + 3 + 1  # settings; all texts and each; the layers of all but the reference; the command
     capsys.readouterr()
-    show_page(page)
+    page.show()
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if line.startswith("layer")] == []  # a row for each layer of each model
     assert shown.rstrip().endswith(page.summary[-1])
@@ -350,7 +349,7 @@ def test_the_errors_of_layers_are_those_of_transformers(work: Path) -> None:
     assert found.layers[0] is None
     assert found.layers[1] is not None
     np.testing.assert_allclose(found.layers[1], wanted, rtol=1e-5)
-    [table] = [block for block in evaluation_page(found).blocks if getattr(block, "title", "") == "Layers of b"]
+    [table] = [block for block in evaluation_report(found).blocks if getattr(block, "title", "") == "Layers of b"]
     assert len(table.rows) == 2
     assert found.to_json()["layers"][1] == list(found.layers[1])
     assert weightsmith.evaluate("a", text="t.txt", progress=False).layers == (None,)
@@ -407,7 +406,7 @@ def test_a_command_measures_folders_as_they_are_and_recipes_as_they_would_be_wri
     both = json.loads(ran.out)
     assert both["measured"] == [1, 1]
     assert len(both["totals"]) == 2
-    page = evaluation_page(found)
+    page = evaluation_report(found)
     assert f"--command {shlex.quote(command)} --metric here" in str(page.blocks[-1])
     with pytest.raises(ParameterError, match="a reference is for texts"):
         weightsmith.evaluate("a", command=command, reference="b", progress=False)

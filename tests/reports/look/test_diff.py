@@ -13,7 +13,7 @@ import weightsmith
 from tests.mini import write_checkpoint
 from tests.reports.look.models import LAYERS, TOKENS, changed, is_linear, low_rank, save, trained, weights
 from weightsmith._base.errors import PlanError, UnknownName
-from weightsmith._base.pages import Mark
+from weightsmith._base.report import Mark
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._plans import COPY, Product, Read, Step
 from weightsmith._reports.look.differences import KIND, VALUES, differences
@@ -77,6 +77,7 @@ def test_layers_parts_and_the_total_are_sums_of_tensors(base: Path, tmp_path: Pa
     assert found.total.changed_share == pytest.approx((a != b).mean())
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_result_does_not_depend_on_threads(base: Path, tmp_path: Path) -> None:
     other = changed(tmp_path / "b", trained)

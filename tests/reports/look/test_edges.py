@@ -16,11 +16,11 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
-from weightsmith._base.pages import HeatMap, Mark, to_html
-from weightsmith._base.pages.svg import heat_map
-from weightsmith._reports.look.nonfinite import NonFinite
-from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page, preview_page
-from weightsmith._reports.look.values import TensorDifference
+from weightsmith._base.report import HeatMap, Mark, to_html
+from weightsmith._base.report.charts import heat_map
+from weightsmith._reports.look.difference import TensorDifference
+from weightsmith._reports.look.reports import comparison_report, difference_report, inspection_report, preview_report
+from weightsmith._reports.look.surveys import NonFinite
 
 __all__ = ["cli"]
 
@@ -373,7 +373,7 @@ def test_task_vectors_are_compared_in_the_finite_tensors(folders: tuple[Path, Pa
     assert mine.reading[0].startswith("The base has NaN in")
     assert any(f"leave {total.tensors - total.measured} tensors out" in text for text in mine.reading)
     json.dumps(mine.to_json(), allow_nan=False)
-    text = to_html(comparison_page(mine))
+    text = to_html(comparison_report(mine))
     assert "contains NaN and infinities" in text
 
 
@@ -397,14 +397,14 @@ def test_statistics_are_of_the_finite_elements(folders: tuple[Path, Path], which
             assert own.norm == pytest.approx(norm(finite), rel=1e-9, abs=0)
             assert own.deviation == pytest.approx(finite.std(), rel=1e-6, abs=0)
     json.dumps(mine.to_json(), allow_nan=False)
-    to_html(inspection_page(mine))
+    to_html(inspection_report(mine))
 
 
 def test_a_constant_has_no_deviation(tmp_path: Path) -> None:
     mine = weightsmith.inspect(save(tmp_path / "m", {UP: np.full((300, 70), 0.1, np.float32)}), stats=True, progress=False)
     assert mine.statistics is not None
     assert mine.statistics[0].deviation == 0
-    page = inspection_page(mine)
+    page = inspection_report(mine)
     (peak,) = (block for block in page.blocks if isinstance(block, HeatMap) and block.title == "Largest element")
     assert peak.values == ((Mark.UNDEFINED,),)
 
@@ -441,7 +441,7 @@ def test_a_preview_says_where_the_merge_stops_and_measures_the_rest(tmp_path: Pa
         assert kept.survives == pytest.approx(float(np.square(least).sum() / np.square(d).sum()), rel=1e-4)
         assert kept.apart == pytest.approx(norm(m - d) / norm(d), rel=1e-4)
         assert kept.against == pytest.approx((d * m < 0).sum() / (d != 0).sum(), abs=1e-3)
-    page = preview_page(mine)
+    page = preview_report(mine)
     x, y = (block for block in page.blocks if isinstance(block, HeatMap) and block.title.startswith("What survives"))
     assert x.span == y.span == (0.0, 1.0)
     assert y.values[0][:3] == (Mark.NAN, Mark.INFINITE, Mark.SAME)
@@ -454,7 +454,7 @@ def test_a_preview_says_where_the_merge_stops_and_measures_the_rest(tmp_path: Pa
 
 
 def test_a_page_has_one_mark_for_each_reason_and_no_number_that_is_none(found: weightsmith.Difference) -> None:
-    page = difference_page(found)
+    page = difference_report(found)
     moved, ranks = (block for block in page.blocks if isinstance(block, HeatMap))
     for case, i in zip(CASES, range(len(CASES)), strict=True):
         tensor, cell, rank = tensor_of(found, case), moved.values[0][i], ranks.values[0][i]

@@ -11,9 +11,9 @@ import pytest
 
 import weightsmith
 from tests.reports.look.models import LAYERS, changed, is_linear, low_rank, save, weights
-from weightsmith._base.pages import Curves, HeatMap, Mark, Page, Table, to_html
-from weightsmith._base.pages.values import written
-from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page, preview_page
+from weightsmith._base.report import Curves, HeatMap, Mark, Report, Table, to_html
+from weightsmith._base.report.blocks import written
+from weightsmith._reports.look.reports import comparison_report, difference_report, inspection_report, preview_report
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def weights_of(folder: Path) -> dict[str, np.ndarray]:
         return {name: model.read(name) for name in model.specs}
 
 
-def maps(page: Page) -> dict[str, HeatMap]:
+def maps(page: Report) -> dict[str, HeatMap]:
     return {block.title: block for block in page.blocks if isinstance(block, HeatMap)}
 
 
-def table(page: Page, name: str) -> Table:
+def table(page: Report, name: str) -> Table:
     (found,) = (block for block in page.blocks if isinstance(block, Table) and name in (block.name, block.title))
     return found
 
@@ -38,7 +38,7 @@ def table(page: Page, name: str) -> Table:
 @pytest.mark.slow
 def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
     found = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
-    page = difference_page(found)
+    page = difference_report(found)
     assert page.summary == found.reading
     moved, ranks = maps(page).values()
     assert (moved.prefix, moved.columns) == ("model.layers.", tuple(map(str, range(LAYERS))))
@@ -61,7 +61,7 @@ def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
 
 
 def test_equal_models_have_no_heat_map(base: Path) -> None:
-    page = difference_page(weightsmith.diff(base, base, progress=False))
+    page = difference_report(weightsmith.diff(base, base, progress=False))
     assert maps(page) == {}
     assert "The same weights" in to_html(page)
 
@@ -70,7 +70,7 @@ def test_equal_models_have_no_heat_map(base: Path) -> None:
 def test_nan_is_no_colour_and_no_error(base: Path, tmp_path: Path) -> None:
     tensors = weights()
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
-    page = difference_page(weightsmith.diff(base, save(tmp_path / "b", tensors), progress=False))
+    page = difference_report(weightsmith.diff(base, save(tmp_path / "b", tensors), progress=False))
     moved = maps(page)["How far the weights moved"]
     assert moved.values[moved.rows.index("mlp.up_proj")][:3] == (Mark.SAME, Mark.NAN, Mark.SAME)
     assert to_html(page).count("<td class=m-nan>") == 2  # the distance and the rank
@@ -80,10 +80,10 @@ def test_nan_is_no_colour_and_no_error(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_inspection_with_and_without_statistics(base: Path) -> None:
-    plain = inspection_page(weightsmith.inspect(base, progress=False))
+    plain = inspection_report(weightsmith.inspect(base, progress=False))
     assert maps(plain) == {}
     assert len(table(plain, "tensors").rows) == len(weights())
-    page = inspection_page(weightsmith.inspect(base, stats=True, progress=False))
+    page = inspection_report(weightsmith.inspect(base, stats=True, progress=False))
     deviation = maps(page)["Standard deviation"]
     own = weights()["model.layers.2.self_attn.q_proj.weight"].astype(np.float64)
     assert deviation.values[deviation.rows.index("self_attn.q_proj")][2] == pytest.approx(own.std(), rel=1e-6)
@@ -96,7 +96,7 @@ def test_an_inspection_with_and_without_statistics(base: Path) -> None:
 def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
     models = [changed(tmp_path / name, low_rank(4, seed)) for seed, name in enumerate("xyz")]
     found = weightsmith.diff(*models, base=base, progress=False)
-    page = comparison_page(found)
+    page = comparison_report(found)
     conflicts = maps(page)["Conflicts of signs"]
     cosine = maps(page)["Cosine of A and C"]
     for tensor in found.tensors:
@@ -119,7 +119,7 @@ def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
     ]
     recipe = {"merge_method": "task_arithmetic", "base_model": str(base), "models": models}
     found = weightsmith.preview(recipe, progress=False)
-    page = preview_page(found, {"write_bytes": 1})
+    page = preview_report(found, {"write_bytes": 1})
     x, y = maps(page)["What survives of A"], maps(page)["What survives of B"]
     kept = dict(found.cells)
     for place, group in kept.items():
@@ -137,7 +137,7 @@ def test_the_numbers_of_a_report_are_those_that_torch_computes(base: Path, tmp_p
     """The first screen's, a map's, and the histogram and the singular values of the drawer, from the page's own data."""
     torch = pytest.importorskip("torch")
     found = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
-    page = difference_page(found)
+    page = difference_report(found)
     a, b = (
         {name: torch.from_numpy(x.astype(np.float64)) for name, x in weights_of(folder).items()}
         for folder in (base, tmp_path / "b")
@@ -175,7 +175,9 @@ def test_what_a_config_says_is_written_as_json(base: Path, tmp_path: Path) -> No
     other = save(tmp_path / "b", weights())
     config = json.loads((other / "config.json").read_text()) | {"tie_word_embeddings": None, "use_cache": True, "name": "x"}
     (other / "config.json").write_text(json.dumps(config))
-    rows = {row[0]: row[2] for row in table(difference_page(weightsmith.diff(base, other, progress=False)), "config.json").rows}
+    rows = {
+        row[0]: row[2] for row in table(difference_report(weightsmith.diff(base, other, progress=False)), "config.json").rows
+    }
     assert (rows["use_cache"], rows["name"]) == ("true", "x")
 
 
@@ -183,7 +185,7 @@ def test_the_verdict_of_an_inspection_names_nan_first(tmp_path: Path) -> None:
     tensors = weights()
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     tensors["model.layers.2.mlp.up_proj.weight"][0, :2] = np.inf
-    page = inspection_page(weightsmith.inspect(save(tmp_path / "m", tensors), stats=True, progress=False))
+    page = inspection_report(weightsmith.inspect(save(tmp_path / "m", tensors), stats=True, progress=False))
     assert page.summary[0] == "The weights have NaN in 1 element of 1 tensor and infinities in 2 elements of 1 tensor."
     assert [name for name, _ in page.numbers] == ["parameters", "weight files", "layers"]
     assert maps(page)["Standard deviation"].values[maps(page)["Standard deviation"].rows.index("mlp.up_proj")][1:3] == (

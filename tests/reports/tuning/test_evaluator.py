@@ -16,8 +16,8 @@ import weightsmith
 from weightsmith._activations.decoder.forward import _multiplying
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NonFinite, PlanError
-from weightsmith._base.options import RecipeOptions
 from weightsmith._engine.resources import Resources
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.tuning.candidates import Candidates
@@ -160,6 +160,7 @@ def test_thresholds_are_found_once_for_all_weights(work: Path, monkeypatch: pyte
     assert passes[1] == passes[3] == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_losses_do_not_depend_on_threads_or_on_other_rows(work: Path) -> None:
     with Candidates("r.yml", RecipeOptions()) as recipe:
@@ -291,3 +292,23 @@ def test_settings_that_one_file_leaves_out_are_those_of_transformers(work: Path)
             with prepare_named(name) as named:
                 fitting[name] = evaluator.fits(named.plan)
     assert fitting == {"fewer": True, "other": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+def test_another_model_of_the_same_shape_has_thresholds_of_its_own(work: Path, scope: str) -> None:
+    text = f"""merge_method: ties
+base_model: a
+models: [{{model: {{choice: [b, c]}}, parameters: {{weight: 1, density: 0.3}}}}]
+parameters: {{scope: {scope}}}
+"""
+    Path("r.yml").unlink()
+    Path("r.yml").write_text(text)
+    with Candidates("r.yml", RecipeOptions(seed=3)) as recipe:
+        one = opened("r.yml", recipe.prepare(recipe.start))
+        evaluator, rows = Evaluator(one, Resources(threads=1)), rows_of(one)
+        for name in ("b", "c", "b"):
+            prepared = recipe.prepare((name,))
+            candidate = Candidate.of(prepared.plan, prepared.inputs)
+            found, _ = evaluator.losses(candidate, rows)
+            assert np.array_equal(found, Evaluator(one, Resources(threads=1)).losses(candidate, rows)[0])

@@ -9,7 +9,7 @@ import pytest
 
 import weightsmith
 from weightsmith._base.errors import PlanError, WeightsmithError
-from weightsmith._base.options import RecipeOptions
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import read_template
 from weightsmith._reports.tuning.candidates import Candidates
 from weightsmith._reports.tuning.evolve import evolution

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.reports.tuning.test_evaluator import STAGES, rows_of
-from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.resources import Resources
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.evaluate.opening import opened
 from weightsmith._reports.tuning.candidates import Candidates
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator
@@ -80,6 +80,7 @@ def test_slopes_of_a_divergence(work: Path) -> None:
     np.testing.assert_allclose(found, differences, rtol=0.02, atol=0.02 * max(map(abs, differences)))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [60_000, 0])
 def test_slopes_depend_neither_on_threads_nor_on_memory(work: Path, budget: int) -> None:

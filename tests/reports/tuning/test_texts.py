@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weightsmith._base.errors import PlanError
-from weightsmith._base.options import RecipeOptions
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.evaluate.opening import Opened, opened
 from weightsmith._reports.tuning.candidates import Candidates
 from weightsmith._reports.tuning.texts import NARROWEST, Texts, fit, read_texts

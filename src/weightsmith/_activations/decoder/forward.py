@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weightsmith._activations.decoder import Arithmetic, Base
+from weightsmith._activations.decoder import Arithmetic, Base, WeightSource
 from weightsmith._activations.decoder.unfused import put_back, unfuse
 from weightsmith._base.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._engine.products import ProductContext
 from weightsmith._models.structure.roles import role_of
 
 BATCH_TOKENS = 2048
@@ -88,13 +87,13 @@ class Decoder:
         names = [[f"{self._base.prefix}{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(self._layers)]
         return [sum(self._specs[name].nbytes for name in own) for own in names]
 
-    def embeddings(self, source: ProductContext, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    def embeddings(self, source: WeightSource, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The stored embeddings of the tokens of each prompt: float32 [tokens, hidden]."""
         table, place = self._rows(source, prompts)
         return [table[[place[token] for token in ids]] for ids in prompts]
 
     def states(
-        self, source: ProductContext, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
+        self, source: WeightSource, prompts: Sequence[Sequence[int]], *, device: str = "cpu", batch_tokens: int = BATCH_TOKENS
     ) -> Iterator[LayerStates]:
         """Yield each layer's inputs for the prompts.
 
@@ -115,7 +114,7 @@ class Decoder:
                 with _loaded(layer, weights, memory):
                     yield self._run(i, layer, batches, len(prompts))
 
-    def embedded(self, source: ProductContext, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    def embedded(self, source: WeightSource, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """What enters the first layer, for rows of token ids without padding: float32 [tokens, hidden] each."""
         with torch.no_grad():
             place = self._embed(source, rows, "cpu")
@@ -124,7 +123,7 @@ class Decoder:
                 yield record(self._body, self._layers, input_ids=found)[0][0]
 
     def pull_embedded(
-        self, source: ProductContext, rows: Sequence[Sequence[int]], leaving: Tensor, vocabulary: int
+        self, source: WeightSource, rows: Sequence[Sequence[int]], leaving: Tensor, vocabulary: int
     ) -> dict[str, Tensor]:
         """Return the gradients of the embedding, and of other weights before the first layer, by stored name.
 
@@ -155,7 +154,7 @@ class Decoder:
 
     @contextmanager
     def layer(
-        self, i: int, source: ProductContext, tokens: int, device: str = "cpu", given: Mapping[str, Tensor] | None = None
+        self, i: int, source: WeightSource, tokens: int, device: str = "cpu", given: Mapping[str, Tensor] | None = None
     ) -> Iterator[Layer]:
         """Layer i with its weights, for rows of so many tokens.
 
@@ -166,9 +165,9 @@ class Decoder:
         """
         given = given or {}
         layer, prefix = self._layers[i], f"{self._base.prefix}{i}."
-        shapes = {step.out.name: step.out.shape for step in source.product.steps}
-        outs = [step.out for step in source.product.steps] if self._base.arithmetic == "bfloat16" else []
-        narrow = {out.name for out in outs if role_of(out) == "linear"}
+        shapes = {name: spec.shape for name, spec in source.specs.items()}
+        narrowing = source.specs.values() if self._base.arithmetic == "bfloat16" else ()
+        narrow = {spec.name for spec in narrowing if role_of(spec) == "linear"}
         with _Weightless():
             names, replaced = unfuse(layer, prefix, shapes)
         try:
@@ -198,14 +197,14 @@ class Decoder:
     @contextmanager
     def head(
         self,
-        source: ProductContext,
+        source: WeightSource,
         device: str = "cpu",
         given: Mapping[str, Tensor] | None = None,
         arithmetic: Arithmetic = "float32",
     ) -> Iterator[Callable[..., Tensor]]:
         """The norm and the head: states, float32 [tokens, hidden] → logits, float32 [tokens, vocabulary]. Thread-safe.
 
-        source  supplies weights, which must be among its steps
+        source  supplies weights, all that the head has
         given   `head_weights` to use instead of the source's, by stored name
         arithmetic  dtype in which the head multiplies, whatever that of the layers. In bfloat16 it has no gradients. A second
                     argument of what this gives, int64 [tokens], then names the token of each state whose logit is found in
@@ -218,7 +217,7 @@ class Decoder:
         names, ready = self.head_weights, given or {}
         shapes = {name: tuple(tensor.shape) for name, tensor in ready.items()}
         if given is None:
-            shapes = {step.out.name: step.out.shape for step in source.product.steps}
+            shapes = {name: spec.shape for name, spec in source.specs.items()}
         if wrong := _wrong_shapes({own: tuple(self._whole.get_parameter(name).shape) for name, own in names.items()}, shapes):
             raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=f"check its config.json{self._base.instead}")
         self._to(device)
@@ -257,13 +256,13 @@ class Decoder:
         return bool(getattr(self._body.config, "tie_word_embeddings", False))
 
     @contextmanager
-    def final_norm(self, source: ProductContext, device: str = "cpu") -> Iterator[Any]:
+    def final_norm(self, source: WeightSource, device: str = "cpu") -> Iterator[Any]:
         """The norm after the last layer, whose output enters the head: a module, with its weights."""
         norm = self._body.norm
         with _loaded(norm, {name: self._name(f"norm.{name}") for name, _ in norm.named_parameters()}, _Memory(source, device)):
             yield norm
 
-    def _rows(self, source: ProductContext, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
+    def _rows(self, source: WeightSource, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
         """The embedding rows of all tokens in the prompts, and the row index of each token."""
         used = sorted({token for ids in prompts for token in ids})
         rows = torch.from_numpy(source.rows(self._name(self._embedding), used))
@@ -273,13 +272,13 @@ class Decoder:
         """The model's name for a parameter of the body."""
         return f"{self._owner}.{parameter}" if self._owner else parameter
 
-    def _begin(self, source: ProductContext, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
+    def _begin(self, source: WeightSource, batches: Sequence[_Batch], prompts: Sequence[Sequence[int]], device: str) -> None:
         """Embed every batch and record the arguments of every layer, by running the body without its layers."""
         place = self._embed(source, prompts, device)
         for batch in batches:
             batch.record(self._body, self._layers, place)
 
-    def _embed(self, source: ProductContext, prompts: Sequence[Sequence[int]], device: str) -> dict[int, int]:
+    def _embed(self, source: WeightSource, prompts: Sequence[Sequence[int]], device: str) -> dict[int, int]:
         """Give the body the embedding rows of these tokens, and all else it needs outside its layers. Returns token → row."""
         table, place = self._rows(source, prompts)
         module = self._body.get_submodule(self._embedding.removesuffix(".weight"))
@@ -630,7 +629,7 @@ def _batches(prompts: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[li
 class _Memory:
     """Buffers for weights, reused for the next layer: freeing and allocating takes longer than filling them."""
 
-    def __init__(self, source: ProductContext, device: str) -> None:
+    def __init__(self, source: WeightSource, device: str) -> None:
         self._source = source
         self._device = "cpu" if torch.device(device).type == "cpu" else device
         self._free: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}

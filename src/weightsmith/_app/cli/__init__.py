@@ -5,12 +5,12 @@
     studio.py methods.py schema.py init.py clean.py doctor.py demo.py
                        one command each, quantize.py two
     presets/           the recipes of the papers
-    options.py         shared arguments, and flags made from the records of `weightsmith._base.options`
+    options.py         shared arguments, and flags made from the records of the features' `options.py`
+    configuration.py   what a user sets once, in a file or in the environment
     work.py            the frame of a command: status line, errors, progress bar, result
     mergekit_flags.py  mergekit's flags: accepted, passed on or refused
     answers.py         other programs' commands and options: what to type here
     help.py manual.py  help pages, and the man page
-    summary.py         totals of a plan
     failures.py exits.py    errors to messages and exit codes
 
 numpy, numba, yaml and the rest are imported inside the commands, so that `--help` answers at once.

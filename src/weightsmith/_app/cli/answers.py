@@ -94,7 +94,7 @@ OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("--shard-size", "--max-shard", "--split-max-size"), "use --max-shard-size SIZE, such as 5GB"),
     **dict.fromkeys(("-q", "-s", "--silent", "--no-progress"), "use --quiet"),
     **dict.fromkeys(("--debug", "--trace"), "use --verbose"),
-    **dict.fromkeys(("--help-all", "--man"), "use --help"),
+    **dict.fromkeys(("--man",), "use --help-all"),
     **dict.fromkeys(("--resume", "--continue"), "repeat the command that was interrupted: it resumes by itself"),
 }
 """Option → the next step. Only for options that the command does not have."""

@@ -10,7 +10,8 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
 from weightsmith._app.cli.work import working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import AutoSettings, RunOptions
+from weightsmith._execution.options import RunOptions
+from weightsmith._reports.auto.options import AutoSettings
 
 
 @options.expand
@@ -39,10 +40,9 @@ def auto(
     with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         from weightsmith._execution.progress import meter
         from weightsmith._reports.auto.auto import find_merge
-        from weightsmith._reports.auto.page import auto_page
         from weightsmith._reports.auto.pool import Models
 
         with meter(quiet=quiet) as shown:
             result = find_merge(Models(base, tuple(fine_tunes)), out, settings, running, shown)
         wrote(f"The output is complete: {printable(str(result.out))}")
-        work.present(auto_page(result))
+        work.present(result.report())

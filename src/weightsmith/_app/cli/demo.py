@@ -66,12 +66,12 @@ def demo(
 
 def _run(target: Path, *, quiet: bool, as_json: bool) -> None:
     from weightsmith._app.api import merge
-    from weightsmith._app.demo import make_models
+    from weightsmith._app.demo import demo_models
     from weightsmith._outputs.places import verify
 
     began = time.monotonic()
     target.mkdir()
-    make_models(target)
+    demo_models(target)
     status("compiling kernels, the first time only, and merging")
     merged = merge(target / "recipe.yml", target / "merged", report=target / "report.html", fsync=False)
     status("verifying")

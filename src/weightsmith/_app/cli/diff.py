@@ -9,7 +9,7 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import working
-from weightsmith._base.options import RunOptions
+from weightsmith._execution.options import RunOptions
 
 
 @options.expand
@@ -45,12 +45,9 @@ def diff(
     with working("reading the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter
         from weightsmith._reports.look.diff import diff as compare
-        from weightsmith._reports.look.pages import comparison_page, difference_page
-        from weightsmith._reports.look.values import Difference
 
         with meter(quiet=quiet) as shown:
             how: dict[str, Any] = {} if base is None else {"base": base}
             how |= {"tensors": tensors or (), "threads": running.threads, "stream": running.stream, "progress": shown}
             found = compare(*models, **how)
-        page = difference_page(found) if isinstance(found, Difference) else comparison_page(found)
-        work.present(page, details=bool(tensors))
+        work.present(found.report(), details=bool(tensors))

@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import typer
 
 from weightsmith._app.cli import options
+from weightsmith._app.cli.configuration import FILE, in_force, user_file
 from weightsmith._app.cli.exits import Exit
 from weightsmith._app.cli.failures import failures
 from weightsmith._base.errors import printable
 from weightsmith._base.installation import reinstall
-from weightsmith._base.options.configuration import FILE, in_force, user_file
 from weightsmith._base.text import show_fact, show_json, size, status_line
 from weightsmith._version import __version__
 

@@ -8,7 +8,8 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import working
-from weightsmith._base.options import EvaluateSettings, RunOptions
+from weightsmith._execution.options import RunOptions
+from weightsmith._reports.evaluate.options import EvaluateSettings
 
 
 @options.expand
@@ -45,8 +46,7 @@ def evaluate(
     with working(doing, quiet=quiet, as_json=as_json, page=report, resumes=True) as work:
         from weightsmith._execution.progress import meter
         from weightsmith._reports.evaluate.measure import evaluation, named
-        from weightsmith._reports.evaluate.pages import evaluation_page
 
         with meter(quiet=quiet) as shown:
             found = evaluation(named(models, reference), reference is not None, settings, running, shown)
-        work.present(evaluation_page(found))
+        work.present(found.report())

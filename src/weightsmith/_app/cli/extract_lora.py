@@ -8,8 +8,9 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import show_warnings, working
-from weightsmith._base.options import ExtractSettings, RunOptions
 from weightsmith._base.text import count, result, show_json, show_table
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.adapters.options import ExtractSettings
 
 if TYPE_CHECKING:
     from weightsmith._execution.run import Merged

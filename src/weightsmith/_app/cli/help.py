@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from weightsmith._app.cli import answers
@@ -211,7 +212,7 @@ class Command(_Plain, TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         """Typer's hook for `--help`."""
-        return page_of(self, ctx.command_path).lines(terminal_width())
+        return page_of(self, ctx.command_path, brief=True).lines(terminal_width())
 
     def usage_line(self, name: str) -> str:
         """Its usage, for messages."""
@@ -224,6 +225,16 @@ class Group(_Plain, TyperGroup):
     def get_help(self, ctx: Any) -> str:
         """Typer's hook for `--help`."""
         return overview(self, ctx.command_path).lines(terminal_width())
+
+
+HELP_ALL = "--help-all"
+
+
+def show_all(context: Any, is_asked: bool) -> None:
+    """Typer's hook for `--help-all`: print the whole help of a command, and end."""
+    if is_asked and not context.resilient_parsing:
+        typer.echo(page_of(context.command, context.command_path).lines(terminal_width()))
+        raise typer.Exit
 
 
 def _keep_text(parameter: Any) -> None:
@@ -245,14 +256,16 @@ def _keep_text(parameter: Any) -> None:
     parameter.process_value = process
 
 
-def page_of(command: Any, name: str) -> HelpPage:
-    """The help of a command."""
+def page_of(command: Any, name: str, *, brief: bool = False) -> HelpPage:
+    """The help of a command. brief: without the options that few need."""
     summary, text, examples = _parts(command.help)
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     usage = " ".join(["[OPTIONS]", *map(_place, arguments)])
     listed = Rows("Arguments", tuple((_argument(each), _meaning(each)) for each in arguments))
     notes = (command.epilog,) if command.epilog else ()
-    return HelpPage(name, usage, summary, text, examples, (*([listed] if arguments else []), *_options(command)), notes)
+    return HelpPage(
+        name, usage, summary, text, examples, (*([listed] if arguments else []), *_options(command, brief=brief)), notes
+    )
 
 
 def overview(group: Any, name: str) -> HelpPage:
@@ -275,12 +288,21 @@ def _parts(text: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     return summary, tuple(more), tuple(line.strip() for line in examples.splitlines() if line.strip())
 
 
-def _options(command: Any) -> list[Rows]:
-    shown = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+def _options(command: Any, *, brief: bool = False) -> list[Rows]:
+    options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+    shown = [each for each in options if not brief or _is_brief(command, each.name)]
     groups = grouped((each.rich_help_panel or GROUPS[0], (_names(each), _meaning(each))) for each in shown)
-    groups.setdefault(GROUPS[-1], []).append(("-h, --help", "Show this help."))
+    general = groups.setdefault(GROUPS[-1], [])
+    general.append(("-h, --help", "Show this help."))
+    if len(shown) < len(options):
+        general.append((HELP_ALL, f"Show all options, {len(options) - len(shown)} more."))
     order = [GROUPS[0], *(name for name in groups if name not in GROUPS), *GROUPS[1:]]
     return [Rows(name, tuple(groups[name])) for name in order if name in groups]
+
+
+def _is_brief(command: Any, name: str) -> bool:
+    option = getattr(command.callback, "flags", {}).get(name)
+    return option is None or option.is_brief(command.callback.__name__)
 
 
 def _names(option: Any) -> str:

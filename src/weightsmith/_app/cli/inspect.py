@@ -8,7 +8,7 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import working
-from weightsmith._base.options import RunOptions
+from weightsmith._execution.options import RunOptions
 
 
 @options.expand
@@ -37,10 +37,9 @@ def inspect(
     with working("reading the model's headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter
         from weightsmith._reports.look.inspect import inspect as look
-        from weightsmith._reports.look.pages import inspection_page
 
         with meter(quiet=quiet or not stats) as shown:
             found = look(
                 model, tensors=tensors or (), stats=stats, threads=running.threads, stream=running.stream, progress=shown
             )
-        work.present(inspection_page(found), details=bool(tensors))
+        work.present(found.report(), details=bool(tensors))

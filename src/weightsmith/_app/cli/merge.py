@@ -7,7 +7,9 @@ import typer
 from weightsmith._app.cli import options
 from weightsmith._app.cli.mergekit_flags import answer
 from weightsmith._app.cli.work import show_warnings, working
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 
 
 @options.expand

@@ -31,7 +31,7 @@ def methods(
     ] = "",
     as_json: options.Json = False,
 ) -> None:
-    """List the merge methods, or describe one.
+    """List the merge methods by family, or describe one.
 
     The list includes methods of installed packages. A description has parameters with defaults, formula, source and an
     example.
@@ -42,6 +42,7 @@ def methods(
     """
     with failures(as_json=as_json):
         from weightsmith._methods import all_methods, get, installed_methods
+        from weightsmith._methods.base import FAMILIES
 
         if as_json:
             shown = (replace(get(name), name=name),) if name else (*all_methods(), *installed_methods()[0])
@@ -54,8 +55,11 @@ def methods(
             return
         installed, broken = installed_methods()
         found = (*all_methods(), *installed)
-        show_table(("method", ""), [(m.name, m.title) for m in found])
-        say("\nTo describe a method: weightsmith methods NAME")
+        longest = max(len(method.name) for method in found)
+        for family, words in FAMILIES.items():
+            show_table(("", words), [(m.name.ljust(longest), m.title) for m in found if m.family == family])
+            result()
+        say("To describe a method: weightsmith methods NAME")
         for error in broken:
             warn(error.finding)
 
@@ -66,6 +70,7 @@ def _to_json(method: Method) -> dict[str, Any]:
     return {
         "name": method.name,
         "title": method.title,
+        "family": method.family,
         "models": models(method),
         "base": method.base,
         "formula": method.formula,
@@ -88,31 +93,33 @@ def _to_json(method: Method) -> dict[str, Any]:
 
 
 def _show(method: Method) -> None:
-    from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
+    from weightsmith._methods.base import FAMILIES
+    from weightsmith._methods.describe import describe_method
 
     # A plug-in may have written it.
     result(f"{heading(printable(method.name))}: {printable(method.title)}")
     result()
     say(_lines(method.summary.strip()) if columns(sys.stdout) is None else printable(" ".join(method.summary.split())))
     result()
-    inputs = f"{models(method)}{'' if method.base == 'input' else ' besides the base'}"
+    described = describe_method(method)
     for label, text in (
+        ("family", FAMILIES[method.family]),
         ("formula", method.formula),
         ("use", " ".join(method.use.split())),
         ("passes", " ".join(method.passes.split())),
         ("source", method.source),
-        ("models", f"{inputs}; {BASES[method.base]}"),
+        ("models", described.inputs),
     ):
         if text:
             show_fact(label, _lines(text), 8)
     if method.parameters:
         section("parameters")
-        for p in method.parameters:
-            facts = f"{values(p)}; {'' if p.required else 'default '}{default(p)}; for {SCOPES[p.scope]}"
+        for parameter, p in zip(method.parameters, described.parameters, strict=True):
+            facts = f"{p.values}; {'' if parameter.required else 'default '}{p.default}; for {p.scope}"
             name = printable(p.name)
             lines = wrapped(f"{name}: {printable(facts)}", columns(sys.stdout))
             result(heading(name) + lines[len(name) :])
-            result(wrapped(f"    {printable(doc(p))}", columns(sys.stdout), ""))
+            result(wrapped(f"    {printable(p.doc)}", columns(sys.stdout), ""))
     if method.example:
         section("example")
         result(_lines(method.example.rstrip()))

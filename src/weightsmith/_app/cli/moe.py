@@ -11,8 +11,10 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.mergekit_flags import answer
 from weightsmith._app.cli.plan import show_plan
 from weightsmith._app.cli.work import Work, show_warnings, working
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.text import result, show_json, show_table, warn
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 
 if TYPE_CHECKING:
     from weightsmith._features.mixture.routing.report import RoutingReport

@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
+from weightsmith._app.cli.configuration import in_force
 from weightsmith._app.cli.failures import failures, show_tracebacks
+from weightsmith._app.cli.help import HELP_ALL, show_all
 from weightsmith._base.errors import SyntaxProblem, printable
 from weightsmith._base.files import is_folder
-from weightsmith._base.options import Option, find_option, option_records, options_of, read_options
-from weightsmith._base.options.configuration import in_force
+from weightsmith._base.options import Option, find_option, is_option_record, options_of, read_options
 from weightsmith._base.text import note
 
 _OUT = "Folder to create, or s3://BUCKET/PREFIX, gs://, az://, hf://ORG/NAME[@BRANCH]"
@@ -35,6 +36,7 @@ Verbose = Annotated[
     bool,
     typer.Option("-v", "--verbose", help="Show tracebacks and the settings in force.", rich_help_panel="General"),
 ]
+HelpAll = Annotated[bool, typer.Option(HELP_ALL, callback=show_all, is_eager=True, hidden=True)]
 PageFile = Annotated[
     Path | None,
     typer.Option(
@@ -78,10 +80,10 @@ def check_order(recipe: str, out: str) -> None:
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:
     """Make a command of a function whose parameters are option records: each option that it has becomes a flag."""
-    name, kinds = function.__name__, tuple(option_records())
+    name = function.__name__
     parameters, flags, made = [], dict[str, Option](), dict[str, type[Any]]()
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        if parameter.annotation in kinds:
+        if is_option_record(parameter.annotation):
             made[parameter.name] = parameter.annotation
             own = [each for each in options_of(parameter.annotation).values() if name in each.commands]
             flags |= {each.keyword(name): each for each in own}
@@ -112,7 +114,7 @@ def common(function: Callable[..., None]) -> Callable[..., None]:
     """A command with the options that every command has."""
 
     @wraps(function)
-    def command(*, verbose: bool, **given: Any) -> None:
+    def command(*, verbose: bool, help_all: bool, **given: Any) -> None:  # help_all ends the program before
         set_verbose(verbose)
         with failures(as_json=given.get("as_json", False), usage=True):
             found = in_force()
@@ -128,8 +130,11 @@ def common(function: Callable[..., None]) -> Callable[..., None]:
                 note(f"{each.setting.key} = {printable(str(each.value))} ({printable(each.source)})")
         function(**given)
 
-    own = inspect.signature(function, eval_str=True).parameters.values()
-    _sign(command, [*own, inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)])
+    shared = {"verbose": Verbose, "help_all": HelpAll}
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind) for name, kind in shared.items()
+    ]
+    _sign(command, [*inspect.signature(function, eval_str=True).parameters.values(), *flags])
     return command
 
 
@@ -154,7 +159,7 @@ def _parameter(option: Option, command: str) -> inspect.Parameter:
     required = command in option.required
     default: Any = inspect.Parameter.empty if required else option.default if is_flag and not option.setting else None
     help = option.sentence(lambda name: find_option(name).flag(command))
-    if default_text := option.default_text():
+    if default_text := option.default_text(command):
         help += f" [default: {default_text}]"
     flag = typer.Option(
         *option.spellings(command),

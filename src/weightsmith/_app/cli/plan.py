@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,14 +14,17 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.mergekit_flags import answer
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.text import count, fact, heading, result, say, section, show_json, show_table, size
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._plans.summary import reading_text, time_text
 
 if TYPE_CHECKING:
-    from weightsmith._app.cli.summary import Summary
     from weightsmith._files.remote.ahead import TransferEstimate
     from weightsmith._planning.planner import Prepared
     from weightsmith._plans import Plan, Step
+    from weightsmith._plans.summary import Summary
 
 _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
@@ -82,15 +86,11 @@ def plan(
 
 def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     """Show a plan as text or as JSON."""
-    from weightsmith._app.cli.summary import summarise
     from weightsmith._execution.stages import check_computable
+    from weightsmith._execution.summary import summarise
 
     if as_json:
         check_computable(prepared)
-    if running.stream:
-        from weightsmith._planning.planner.prepared import stream
-
-        stream(prepared.inputs)
     summary = summarise(prepared, running)
     if as_json:
         show_json(_to_json(prepared.plan, summary), exact=True)
@@ -113,7 +113,20 @@ def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
 
 
 def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
-    shards = plan.layout.shards
+    _show_models(plan, summary)
+    _show_output(plan, summary)
+    _show_cost(summary, max_memory)
+    _show_tensors(summary)
+    if summary.changes and not summary.measured:
+        section("config.json")
+        show_table(("key", "was", "becomes"), [(c.key, short(c.old), short(c.new)) for c in summary.changes])
+    if plan.vocabulary is not None:
+        _vocabulary(plan.vocabulary)
+    _show_files(plan)
+
+
+def _show_models(plan: Plan, summary: Summary) -> None:
+    """What is merged, and what must be there first."""
     fact("method", plan.made.name)
     for i, model in enumerate(plan.models):
         fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
@@ -122,86 +135,77 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
         how = f"written first, because {stage.why}" if stage.why else "computed on the fly"
         fact("stage", f"{stage.name}: {stage.method} of {', '.join(stage.models)}; {nbytes}, {how}")
     for i, text in enumerate(summary.texts):
-        read = f"{count(text.rows, 'row')} of {text.tokens:,} tokens of {text.text}, through {text.model}"
-        read = read if text.rows else f"{text.model}, earlier: {text.text}"
-        fact("" if i else "measured", f"{read}: {', '.join(text.kinds)}, {size(text.nbytes)}")
+        rows = f"{count(text.rows, 'row')} of {text.tokens:,} tokens of {text.text}, through {text.model}"
+        measured = rows if text.rows else f"{text.model}, earlier: {text.text}"
+        fact("" if i else "measured", f"{measured}: {', '.join(text.kinds)}, {size(text.nbytes)}")
     if summary.texts:
         fact("disk", f"{size(summary.product_bytes)} at most, beside the output, for one layer's statistics at a time")
     if summary.downloads:
-        nbytes = size(sum(d.nbytes for d in summary.downloads))
-        fact(
-            "download", f"{nbytes} in {count(len(summary.downloads), 'file')}, before the merge begins; only headers were read"
-        )
+        files = count(len(summary.downloads), "file")
+        fact("download", f"{size(summary.download_bytes)} in {files}, before the merge begins; only headers were read")
     if summary.transfer.needed_bytes:
         fact("stream", _transfer(summary.transfer))
-    files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
-    if summary.measured:
-        fact("measured", "first: that decides how weights are stored, the sizes and config.json")
-        target = ((plan.then or {}).get("settings") or {}).get("target")
-        if target is not None:
-            most = str(target).rpartition("=")[2]
-            fact("target", f"then sizes are tried until KL on the text of --evaluate is at most {most}")
-        about = f"about {size(summary.out_bytes)}" if summary.out_bytes else "sizes follow from the measurement"
-        fact("output", f"{count(summary.tensors, 'tensor')}, {about}")
-    else:
-        fact("output", f"{count(summary.tensors, 'tensor')}, {size(summary.out_bytes)}, in {files}")
-    times = f" (inputs of {size(summary.input_bytes)}, read up to {summary.passes} times)" if summary.passes > 1 else ""
-    least = "; more when it is quantised then" if summary.measured else ""
-    fact("read", f"{'up to ' if times else ''}{size(summary.read_bytes)}{times}{least}")
+
+
+def _show_output(plan: Plan, summary: Summary) -> None:
+    tensors, shards = count(summary.tensors, "tensor"), plan.layout.shards
+    if not summary.measured:
+        files = count(len(shards), "file") + (f" of at most {size(plan.max_shard_bytes)}" if len(shards) > 1 else "")
+        fact("output", f"{tensors}, {size(summary.out_bytes)}, in {files}")
+        return
+    fact("measured", "first: that decides how weights are stored, the sizes and config.json")
+    target = ((plan.then or {}).get("settings") or {}).get("target")
+    if target is not None:
+        most = str(target).rpartition("=")[2]
+        fact("target", f"then sizes are tried until KL on the text of --evaluate is at most {most}")
+    about = f"about {size(summary.out_bytes)}" if summary.out_bytes else "sizes follow from the measurement"
+    fact("output", f"{tensors}, {about}")
+
+
+def _show_cost(summary: Summary, max_memory: int | None) -> None:
+    fact("read", f"{reading_text(summary)}{'; more when it is quantised then' if summary.measured else ''}")
     if summary.survey_bytes:
         fact("", f"{size(summary.survey_bytes)} of it before the first tensor is merged, for statistics of the whole model")
     if not summary.measured:
-        fact("write", size(summary.file_bytes))
+        fact("write", size(summary.write_bytes))
     memory = summary.memory
     over = "; this is the minimum" if max_memory is not None and memory.peak_bytes > max_memory else ""
     fact("memory", f"{size(memory.peak_bytes)} at most, with {count(memory.threads, 'thread')}{over}")
-    if memory.calibrates:
-        layer = f"{size(summary.measuring_bytes)} for " if summary.texts else ""
-        what = "measurement: torch, transformers, " if summary.texts else "calibration: torch, transformers, "
-        more = "a layer in float32 and its statistics" if summary.texts else "a layer in float32 and its inputs"
-        fact("", f"plus the {what}{layer}{more}")
+    if memory.calibrates and summary.texts:
+        layer = f"{size(summary.measuring_bytes)} for a layer in float32 and its statistics"
+        fact("", f"plus the measurement: torch, transformers, {layer}")
+    elif memory.calibrates:
+        fact("", "plus the calibration: torch, transformers, a layer in float32 and its inputs")
+    if summary.time is not None:
+        fact("time", time_text(summary.time))
+
+
+def _show_tensors(summary: Summary) -> None:
     section("output tensors by op")
-    ops = [(t.op, f"{t.tensors:,}", "" if summary.measured else size(t.nbytes)) for t in summary.ops]
+    ops = [(op.op, f"{op.tensors:,}", "" if summary.measured else size(op.nbytes)) for op in summary.ops]
     show_table(("op", "tensors", "" if summary.measured else "bytes"), ops, right={1, 2})
     if summary.stored:
         section("storage of tensors")
-        show_table(
-            ("stored as", "tensors", "bytes", "reason", "first tensor"),
-            [(_stored_as(s.encoding), f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored],
-            right={1, 2},
-        )
+        stored = [(_stored_as(s.encoding), f"{s.tensors:,}", size(s.nbytes), s.why, s.first) for s in summary.stored]
+        show_table(("stored as", "tensors", "bytes", "reason", "first tensor"), stored, right={1, 2})
     if summary.kinds:
         section("size by kind of tensor" + (" (about)" if summary.measured else ""))
-        show_table(
-            ("kind", "tensors", "bytes", "bits a number"),
-            [(k.kind, f"{k.tensors:,}", size(k.nbytes), f"{8 * k.nbytes / max(1, k.elements):.2f}") for k in summary.kinds],
-            right={1, 2, 3},
-        )
+        kinds = [(k.kind, f"{k.tensors:,}", size(k.nbytes), f"{8 * k.nbytes / max(1, k.elements):.2f}") for k in summary.kinds]
+        show_table(("kind", "tensors", "bytes", "bits a number"), kinds, right={1, 2, 3})
     section("modules")
-    rows = [
-        (
-            m.name,
-            f"{m.tensors:,}",
-            ", ".join(f"{stack.prefix}0 to {stack.layers - 1}" for stack in m.stacks),
-            ", ".join(m.aliases),
-        )
-        for m in summary.modules
+    stacks = [", ".join(f"{stack.prefix}0 to {stack.layers - 1}" for stack in module.stacks) for module in summary.modules]
+    modules = [
+        (module.name, f"{module.tensors:,}", layers, ", ".join(module.aliases))
+        for module, layers in zip(summary.modules, stacks, strict=True)
     ]
-    show_table(("module", "tensors", "layers", "also called"), rows, right={1})
+    show_table(("module", "tensors", "layers", "also called"), modules, right={1})
     if summary.dropped:
         section("not in the output")
-        show_table(
-            ("tensors", "model", "reason", "first tensor"),
-            [(f"{d.tensors:,}", d.model, d.reason, d.first) for d in summary.dropped],
-            right={0},
-        )
-    if summary.changes and not summary.measured:
-        from weightsmith._app.cli.summary import short
+        dropped = [(f"{d.tensors:,}", d.model, d.reason, d.first) for d in summary.dropped]
+        show_table(("tensors", "model", "reason", "first tensor"), dropped, right={0})
 
-        section("config.json")
-        show_table(("key", "was", "becomes"), [(c.key, short(c.old), short(c.new)) for c in summary.changes])
-    if plan.vocabulary is not None:
-        _vocabulary(plan.vocabulary)
+
+def _show_files(plan: Plan) -> None:
     if plan.files:
         section("written")
         say(printable(", ".join(plan.files)))
@@ -221,7 +225,7 @@ def _transfer(transfer: TransferEstimate) -> str:
     again = transfer.network_bytes - transfer.needed_bytes
     if not again:
         return f"{text}; later passes read the disk cache"
-    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--max-spool)"
+    return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--stream-cache)"
 
 
 def _vocabulary(found: Mapping[str, Any]) -> None:
@@ -250,37 +254,24 @@ def _to_json(plan: Plan, summary: Summary) -> dict[str, Any]:
         },
         "hash": plan.hash,
         "files": [{"name": s.name, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in shards],
-        "summary": {
-            "tensors": summary.tensors,
-            "measured_first": summary.measured,
-            "bytes": summary.out_bytes,
-            "write_bytes": None if summary.measured else summary.file_bytes,
-            "input_bytes": summary.input_bytes,
-            "read_bytes_at_most": None if summary.measured else summary.read_bytes,
-            "survey_bytes": summary.survey_bytes,
-            "download_bytes": sum(d.nbytes for d in summary.downloads),
-            "stream": asdict(summary.transfer),
-            "peak_memory_bytes": summary.memory.peak_bytes,
-            "calibrates": summary.memory.calibrates,
-            "product_bytes": summary.product_bytes,
-            "measuring_bytes": summary.measuring_bytes,
-            "threads": summary.memory.threads,
-            "downloads": _records(summary.downloads),
-            "stages": _records(summary.stages),
-            "texts": _records(summary.texts),
-            "ops": _records(summary.ops),
-            "stored": _records(summary.stored),
-            "kinds": _records(summary.kinds),
-            "modules": _records(summary.modules),
-            "dropped": _records(summary.dropped),
-            "config_changes": _records(summary.changes),
-        },
+        "summary": summary.to_json(),
     }
 
 
-def _records(found: Sequence[Any]) -> list[dict[str, Any]]:
-    """Records as JSON: their fields, and `bytes` for `nbytes`."""
-    return [{"bytes" if name == "nbytes" else name: value for name, value in asdict(each).items()} for each in found]
+def short(value: Any, length: int = 60) -> str:
+    """A config value on one line.
+
+    >>> short([1] * 40, 12)
+    '[1, 1, ... 40 items'
+    """
+    if value is None:
+        return "-"
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= length:
+        return text
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"{text[:6].rstrip()} ... {len(value)} items"
+    return f"{text[: max(1, length - 4)].rstrip()}..."
 
 
 def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:

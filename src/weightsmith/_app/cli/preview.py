@@ -9,7 +9,9 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import show_warnings, working
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 
 
 @options.expand
@@ -33,24 +35,20 @@ def preview(
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
-        from weightsmith._app.cli.summary import summarise
         from weightsmith._execution.progress import meter
+        from weightsmith._execution.summary import summarise
         from weightsmith._features.any_recipe import prepare_any
-        from weightsmith._planning.planner.prepared import stream
-        from weightsmith._reports.look.pages import preview_page
         from weightsmith._reports.look.preview import preview_of
 
         with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings(), check=True) as prepared:
             show_warnings(prepared)
-            if running.stream:
-                stream(prepared.inputs)
             summary = summarise(prepared, running)
             with meter(quiet=quiet) as shown:
                 found = preview_of(prepared, full=full, threads=running.threads, progress=shown)
             costs = {
                 "read_bytes_at_most": summary.read_bytes,
-                "write_bytes": summary.file_bytes,
+                "write_bytes": summary.write_bytes,
                 "peak_memory_bytes": summary.memory.peak_bytes,
                 "threads": summary.memory.threads,
             }
-            work.present(preview_page(found, costs))
+            work.present(found.report(costs))

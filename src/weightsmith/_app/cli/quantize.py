@@ -9,8 +9,10 @@ import typer
 from weightsmith._app.cli import options
 from weightsmith._app.cli.plan import show_plan
 from weightsmith._app.cli.work import show_warnings, working
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.text import show_table
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
 
 
 def _list(asked: bool) -> None:

@@ -10,8 +10,8 @@ import typer
 from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
 from weightsmith._app.cli.work import show_warnings, working
-from weightsmith._base.options import RunOptions
 from weightsmith._base.text import say
+from weightsmith._execution.options import RunOptions
 
 
 def parse_part(text: str) -> tuple[int, int]:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from weightsmith._activations.options import StatisticsSettings
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import show_warnings, working
-from weightsmith._base.options import RunOptions, StatisticsSettings
+from weightsmith._execution.options import RunOptions
 
 
 @options.expand

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from weightsmith._app.cli.failures import failures
-from weightsmith._base.text import status_line
+from weightsmith._base.text import end_status, status_line
 
 
 def studio(
@@ -46,4 +46,4 @@ def studio(
         from weightsmith._app.studio.places import Places
         from weightsmith._app.studio.server import launch
 
-        launch(Places.of(folders or ["."], out, hub=hub), host=host, port=port, browser=browser)
+        launch(Places.of(folders or ["."], out, hub=hub), host=host, port=port, browser=browser, started=end_status)

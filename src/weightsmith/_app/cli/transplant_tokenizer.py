@@ -8,8 +8,9 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.work import show_warnings, working
-from weightsmith._base.options import RunOptions, TransplantSettings
 from weightsmith._base.text import result, say, show_json, show_table
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.transplant.options import TransplantSettings
 
 if TYPE_CHECKING:
     from weightsmith._features.transplant.report import Transplant
@@ -42,7 +43,7 @@ def transplant_tokenizer(
     """
     options.check_out(out, plan=plan_only)
     with working("reading the models' headers and tokenizers", out=out, quiet=quiet, as_json=as_json) as work:
-        from weightsmith._features.transplant import prepare_transplant
+        from weightsmith._features.transplant.plan import prepare_transplant
         from weightsmith._features.transplant.rows import NAME
 
         with prepare_transplant(model, donor, settings) as prepared:

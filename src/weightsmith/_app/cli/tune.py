@@ -11,8 +11,11 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
 from weightsmith._app.cli.work import tuning_interrupted, working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import EvaluateSettings, RecipeOptions, RunOptions, TuneSettings
 from weightsmith._base.text import say
+from weightsmith._execution.options import RunOptions
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.tuning.options import TuneSettings
 
 
 @options.expand
@@ -36,9 +39,10 @@ def tune(
 ) -> None:
     """Find the values of a recipe that suit a text best.
 
-    Write {tune: [0, 1]} in place of a number, or {choice: [ties, dare_ties]} in place of another value. Candidates are
-    merged in memory, and not written. OUT is the recipe with the best values; its page says whether the gain holds on other
-    text. Trials are kept beside it: if interrupted, run the same command again to resume.
+    Give at least one --text, or a --command. Write {tune: [0, 1]} in place of a number, or {choice: [ties, dare_ties]} in
+    place of another value. Candidates are merged in memory, not written. OUT is the recipe with the best values; its page
+    says whether the gain holds on other text. Trials are kept beside it: if interrupted, run the same command again to
+    resume.
 
     Examples:
         weightsmith tune recipe.yml tuned.yml --text mine.txt --budget 200
@@ -49,12 +53,11 @@ def tune(
         "reading the models' headers", out=out, quiet=quiet, as_json=as_json, page=page, told=tuning_interrupted
     ) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.tuning.report import tuning_page
         from weightsmith._reports.tuning.tune import tuned
 
         with meter(quiet=quiet) as shown:
             found = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)
         wrote(f"The recipe is complete: {printable(str(found.out))}")
-        work.present(tuning_page(found))
+        work.present(found.report())
         if work.shows:
             say(f"Recipe written: {printable(str(found.out))}")

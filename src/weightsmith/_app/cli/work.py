@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._base.errors import Finding, printable
-from weightsmith._base.options import RunOptions
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
+from weightsmith._execution.options import RunOptions
 
 if TYPE_CHECKING:
-    from weightsmith._base.pages import Page
+    from weightsmith._base.report import Report
     from weightsmith._execution.run import Callbacks, Merged
     from weightsmith._planning.planner import Prepared
     from weightsmith._plans import Plan
@@ -90,19 +90,15 @@ class Work:
         elif not self.quiet:
             say(_summary(merged))
 
-    def present(self, page: Page, *, details: bool = False) -> None:
-        """Show a page as JSON or on the terminal, and write it. details: see `show_page`."""
+    def present(self, report: Report, *, details: bool = False) -> None:
+        """Show a report as JSON or on the terminal, and write its page. details: see `Report.show`."""
         if self.page is not None:
-            from weightsmith._base.pages import write_page
-
-            write_page(self.page, page)
+            report.write(self.page)
             wrote(f"Page written: {printable(str(self.page))}")
         if self.as_json:
-            show_json(page.data)
+            show_json(report.to_json())
         elif not self.quiet:
-            from weightsmith._base.pages.terminal import show_page
-
-            show_page(page, details=details)
+            report.show(details=details)
 
 
 @contextmanager
@@ -129,7 +125,7 @@ def working(
         if quiet or not is_terminal(sys.stderr):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
         if page is not None:
-            from weightsmith._base.pages import check_page
+            from weightsmith._base.report import check_page
 
             check_page(page)
         yield work

@@ -10,8 +10,9 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
 from weightsmith._app.cli.work import working
 from weightsmith._base.errors import printable
-from weightsmith._base.options import RunOptions, WriteSettings
 from weightsmith._base.text import count, say, show_json
+from weightsmith._execution.options import RunOptions
+from weightsmith._reports.auto.options import WriteSettings
 
 
 @options.expand

@@ -5,16 +5,12 @@ The text of the recipe is the document. Every control edits it in place and is d
     places.py    the folders that may be read and written
     edits.py     edits of a recipe's text in place
     draft.py     a recipe as controls, and the edits that controls make
-    check.py     problems of a recipe, by line and column
-    work.py      one merge at a time: progress, cancel, resume
-    compare.py   continuations and perplexities, with transformers; a recipe's result is merged in memory
+    check.py     problems of a recipe, by line and column, in the page's words, with the controls that mend them
+    work.py      the state that the page shows; one merge at a time: progress, cancel, resume
     kept.py      recipe and runs on disk
-    board.py     the state that the page shows
-    words.py     errors in the page's words, with the controls that mend them
     show.py      values as HTML
-    example.py   the demo's models, made among the results
     tasks.py     tries, sweeps, searches, comparisons: one at a time
-    session.py   the actions of the page; threads that check and preview the recipe, and watch the merge
+    session.py   the actions of the page; threads that check and preview the recipe, and watch the merge; the demo's models
     server.py    access control and routes. The only module that imports Starlette
 
     studio.html, studio.css    the page
@@ -23,6 +19,8 @@ The text of the recipe is the document. Every control edits it in place and is d
     mix.js       models, strips, methods, the recipe's text
     result.js    preview, try, sweep, runs, reports
     studio.js    redraws what changed; actions of the buttons, and why one cannot be used
+
+It imports public names of weightsmith only, as a program of its own would.
 
 Input from browsers is untrusted. Every function that uses a model or an output name checks it against `Places`. Code from
 recipes and models is never executed.

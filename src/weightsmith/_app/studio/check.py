@@ -1,40 +1,43 @@
-"""What is wrong with a recipe, by line and column, before anything is read but headers."""
+"""What is wrong with a recipe, by line and column, before anything is read but headers; errors as the page says them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Literal
 
-from weightsmith._activations.rows import BUILT_IN
-from weightsmith._app.cli.summary import summarise
-from weightsmith._app.studio.draft import MAX_CHARACTERS, NO_BASE, NO_MODEL, as_text
-from weightsmith._app.studio.places import Places
-from weightsmith._app.studio.words import Mend, PageError, said
-from weightsmith._base.errors import (
+import weightsmith
+from weightsmith import (
     CheckpointError,
     Finding,
     MethodError,
     NotFound,
+    ParameterError,
+    Plan,
     PlanError,
     SyntaxProblem,
     WeightsmithError,
-    excerpt,
 )
-from weightsmith._base.files import expand_user
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, RunOptions
-from weightsmith._base.text import count
-from weightsmith._features.any_recipe import prepare_any
-from weightsmith._methods.user_files import names_file
-from weightsmith._models.tokenizers.files import TEMPLATES
-from weightsmith._planning.recipe import Input, ModelRef, Recipe, load
-from weightsmith._planning.recipe.references import parse_reference
-from weightsmith._plans import Plan
+from weightsmith._app.studio.draft import MAX_CHARACTERS, NO_BASE, NO_MODEL, as_text
+from weightsmith._app.studio.places import Places, expand_user
+from weightsmith.plugin import (
+    CHAT_TEMPLATES,
+    Input,
+    ModelRef,
+    Recipe,
+    count,
+    excerpt,
+    load_recipe,
+    names_file,
+    parse_reference,
+)
 
 _NAME = "<text>"
 """Under which the planner names the recipe in positions."""
-_NAMED = frozenset({"auto", *TEMPLATES})
+BUILT_IN = "built-in"
+"""The text that weightsmith has."""
+_NAMED = frozenset({"auto", *CHAT_TEMPLATES})
 
 
 Level = Literal["error", "warning", "open"]
@@ -99,14 +102,14 @@ class Checked:
 def check(text: str, places: Places) -> Checked:
     """Plan a recipe if it reads only what it may. Cost: reading headers; what takes longer, the merge checks."""
     try:
-        with prepare_any(allowed(text, places), RecipeOptions(check_loading=False), QuantizeSettings(), check=True) as prepared:
-            found, summary = prepared.plan, summarise(prepared, RunOptions())
+        plan = weightsmith.plan(allowed(text, places), check_loading=False)
+        summary = plan.summary()
     except WeightsmithError as error:
         return Checked(notes_of(error, text))
     return Checked(
-        tuple(_note("warning", "", finding, as_text(text)) for finding in found.warnings),
-        found,
-        summary.file_bytes,
+        tuple(_note("warning", "", finding, as_text(text)) for finding in plan.warnings),
+        plan,
+        summary.write_bytes,
         summary.memory.peak_bytes,
     )
 
@@ -129,7 +132,7 @@ def allowed(text: str, places: Places) -> str:
     if len(text) > MAX_CHARACTERS:
         what = f"the recipe has more than {MAX_CHARACTERS:,} characters"
         raise PlanError([SyntaxProblem(what, where=f"{_NAME}:1:1", fix="save the recipe, and merge it in a terminal")])
-    loaded = load(text, "merge")
+    loaded = load_recipe(text)
     recipe, refs, refused = loaded.recipe, list(loaded.models), list[WeightsmithError]()
     if isinstance(recipe, Recipe):
         every = [recipe, *(stage for stage in recipe.stages.values() if stage is not None)]
@@ -216,3 +219,137 @@ def model_allowed(name: str, places: Places) -> str:
     if problem is not None:
         raise PlanError([problem])
     return name
+
+
+# ---- Errors as the page says them: with its own controls in place of the command line's options.
+
+TEXT_FILE = "text.txt"
+"""The file that a text of the page is written to, in a folder that begins with `TEXT_FOLDER`."""
+TEXT_FOLDER = "tune-"
+NOTHING_WRITTEN = "Nothing was written."
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """A control of the page that mends a problem.
+
+    control  its name: a key of MENDS in studio.js
+    label    of the button
+    value    that the control is given; "" for none
+    """
+
+    control: str
+    label: str
+    value: str = ""
+
+
+class PageError(ParameterError):
+    """A problem that a control of the page mends."""
+
+    def __init__(self, what: str, mend: Mend, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix, state=NOTHING_WRITTEN)
+        self.mend = mend
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A finding in the page's words, and the controls that mend it."""
+
+    finding: Finding
+    mends: tuple[Mend, ...] = ()
+
+
+_IN_PLACE: Mapping[str, tuple[str, Mend]] = {
+    "--overwrite": ("tick `replace it` beside the name", Mend("overwrite", "Replace it")),
+    "--no-resume": ("tick `start over` beside the name", Mend("again", "Start over")),
+    "--tokens": ("use shorter rows", Mend("tokens", "Use rows of {} tokens")),
+    "weightsmith init": ("choose a base and models", Mend("models", "Choose models")),
+}
+"""What the page says for an option or a command, and the control that it has for it."""
+
+COMMANDS = frozenset(
+    (
+        *(
+            "auto",
+            "clean",
+            "demo",
+            "dequantize",
+            "diff",
+            "doctor",
+            "eval",
+            "extract-lora",
+            "init",
+            "inspect",
+            "merge",
+            "methods",
+        ),
+        *("moe", "plan", "preview", "quantize", "run", "schema", "statistics", "studio", "transplant-tokenizer", "tune"),
+        *("verify", "write"),
+    )
+)
+"""Of the command line."""
+
+_OPTION = re.compile(r"--[a-z][a-z-]*")
+_COMMAND = re.compile(r"`?weightsmith ([a-z-]+)")
+_SPELT = re.compile(r"(--[a-z][a-z-]*)((?: \S+)?) \((\w+)(?:=[^)]*)?\)|--([a-z][a-z-]*)")
+_OWN_FILE = re.compile(rf"[^\s'\"]*{TEXT_FOLDER}\w+/{TEXT_FILE}")
+_BETWEEN = re.compile(r"(?:[,;]? or |; |, and |\. )(?=\S)")
+
+
+def said(finding: Finding) -> Said:
+    """A finding in the page's words.
+
+    >>> said(Finding("the text has 2 rows", "/out/.studio/tune-ab/text.txt", fix="use shorter rows: --tokens 128 (tokens=128)"))
+    ... # doctest: +NORMALIZE_WHITESPACE
+    Said(finding=Finding(what='the text has 2 rows', where='your text', details=(), fix='Use shorter rows.'),
+         mends=(Mend(control='tokens', label='Use rows of 128 tokens', value='128'),))
+    >>> said(Finding("it exists", "out", fix="name another folder, or replace this one with --overwrite (overwrite=True)"))
+    ... # doctest: +NORMALIZE_WHITESPACE
+    Said(finding=Finding(what='it exists', where='out', details=(),
+                         fix='Name another folder, or tick `replace it` beside the name.'),
+         mends=(Mend(control='overwrite', label='Replace it', value=''),))
+    """
+    where = "" if _OPTION.match(finding.where) else _without_options(finding.where)
+    own = replace(
+        finding,
+        what=_without_options(finding.what),
+        where=where,
+        details=tuple(map(_without_options, finding.details)),
+        fix="",
+    )
+    fix = _OWN_FILE.sub("your text", finding.fix)
+    if not is_for_terminals(fix):
+        return Said(replace(own, fix=fix))
+    parts, mends = list[str](), list[Mend]()
+    for clause in _BETWEEN.split(fix.rstrip(".")):
+        if not is_for_terminals(clause):
+            parts.append(clause)
+            continue
+        name = next((name for name in _IN_PLACE if name in clause), None)
+        if name is not None:
+            words, mend = _IN_PLACE[name]
+            value = re.search(rf"{name} (\d+)", clause)
+            if "{}" not in mend.label or value is not None:
+                parts.append(words)
+                given = value[1] if value else ""
+                mends.append(Mend(mend.control, mend.label.format(given), given))
+    return Said(replace(own, fix=", or ".join(parts)), tuple(mends))
+
+
+def is_for_terminals(text: str) -> bool:
+    """Whether a text names options or commands of the command line.
+
+    >>> is_for_terminals("use --rows 4"), is_for_terminals("run `weightsmith init`"), is_for_terminals("what weightsmith wrote")
+    (True, True, False)
+    """
+    return bool(_OPTION.search(text)) or any(name in COMMANDS for name in _COMMAND.findall(text))
+
+
+def _without_options(text: str) -> str:
+    """A sentence that names options by their words, and a file of ours as what it is.
+
+    >>> _without_options("--report-text (report_text) is for texts")
+    'report text is for texts'
+    """
+    named = _SPELT.sub(lambda found: (found[3] or found[4]).replace("_", " ").replace("-", " ") + (found[2] or ""), text)
+    return _OWN_FILE.sub("your text", named)

@@ -7,16 +7,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightsmith import _methods as methods
-from weightsmith._app.goals import GOALS, Goal
+from weightsmith import WeightsmithError, goals
 from weightsmith._app.studio import edits
 from weightsmith._app.studio.edits import Path
-from weightsmith._base.errors import WeightsmithError
-from weightsmith._methods.base import Method, Parameter
-from weightsmith._methods.describe import doc
-from weightsmith._planning.recipe import Input, Parameters, Recipe, Scalar, Setting, load, numeric
+from weightsmith.plugin import (
+    Input,
+    Method,
+    Parameter,
+    Parameters,
+    Recipe,
+    Scalar,
+    Setting,
+    find_method,
+    load_recipe,
+    numeric,
+)
 
-GOALS_SHOWN: Mapping[str, Goal] = {name: goal for name, goal in GOALS.items() if name != "experts"}
+GOALS_SHOWN = {name: goal for name, goal in goals().items() if name != "experts"}
 """Recipes of mixtures have no controls."""
 MAX_CURVE_POINTS = 16
 """The most points of a gradient to show as a curve."""
@@ -101,7 +108,7 @@ def read(text: str) -> Draft:
     if recipe is None:
         return Draft(held="The recipe cannot be read yet.")
     try:
-        method = methods.get(recipe.merge_method)
+        method = find_method(recipe.merge_method)
     except WeightsmithError:
         return Draft(held=f"There is no method {recipe.merge_method!r}.")
     base = str(recipe.base_model or "")
@@ -124,7 +131,7 @@ def read(text: str) -> Draft:
 
 
 def _recipe(text: str) -> Recipe | None:
-    loaded = load(as_text(text)).recipe if len(text) <= MAX_CHARACTERS else None
+    loaded = load_recipe(as_text(text)).recipe if len(text) <= MAX_CHARACTERS else None
     return loaded if isinstance(loaded, Recipe) else None
 
 
@@ -149,7 +156,7 @@ def _control(p: Parameter, path: Path, model: str, own: Parameters, shared: Para
     low = p.minimum if p.minimum is not None else min([0.0, *numbers])
     high = p.maximum if p.maximum is not None else max([_WIDE, *numbers])
     main = bool(p.scope == "model" or p.required or setting is not None or p.name == "lambda")
-    return Control(path, model, p.name, p.kind, doc(p), value, low, high, p.choices, held, main, parts)
+    return Control(path, model, p.name, p.kind, p.doc, value, low, high, p.choices, held, main, parts)
 
 
 def _parts(p: Parameter, setting: Setting | None) -> tuple[tuple[str, float], ...]:
@@ -294,7 +301,7 @@ def _moved_model(text: str, edit: Mapping[str, Any]) -> str:
 def _with_method(text: str, name: str, on_base: Callable[[str, str], str]) -> str:
     """Another method; parameters that both have keep their values, others go, required ones are added."""
     try:
-        kind = methods.get(name)
+        kind = find_method(name)
     except WeightsmithError:
         return text
     text = edits.put(text, ("merge_method",), name)
@@ -338,7 +345,7 @@ def _with_base(text: str, name: str, on_base: Callable[[str, str], str]) -> str:
     for i, entry in enumerate(recipe.get("models") or []):
         model = _name(entry)
         bare = model.removeprefix(f"{old}+") if isinstance(old, str) else model
-        is_input = _known(recipe) and methods.get(recipe["merge_method"]).base == "input"
+        is_input = _known(recipe) and find_method(recipe["merge_method"]).base == "input"
         new = name if model == old and is_input else on_base(bare, name)
         if model != NO_MODEL and new != model:
             text = edits.put(text, ("models", i, "model"), new)
@@ -360,7 +367,7 @@ def _with_model(text: str, name: str, on_base: Callable[[str, str], str]) -> str
     if isinstance(last, Mapping) and last.get("parameters"):
         item["parameters"] = last["parameters"]
     text = edits.inserted(text, ("models",), item)
-    return _completed(text, methods.get(recipe["merge_method"])) if _known(recipe) else text
+    return _completed(text, find_method(recipe["merge_method"])) if _known(recipe) else text
 
 
 def _without_model(text: str, name: str, on_base: Callable[[str, str], str]) -> str:
@@ -380,7 +387,11 @@ _STRUCTURE: Mapping[str, Callable[[str, str, Callable[[str, str], str]], str]] =
 
 
 def _known(recipe: Mapping[str, Any]) -> bool:
-    return recipe.get("merge_method") in methods.NAMES
+    name = recipe.get("merge_method")
+    try:
+        return isinstance(name, str) and find_method(name) is not None
+    except WeightsmithError:
+        return False
 
 
 def _name(entry: object) -> str:

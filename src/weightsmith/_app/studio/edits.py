@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from weightsmith._planning.recipe.tuning import in_yaml, value_end
+from weightsmith.plugin import in_yaml, value_end
 
 Path = tuple[str | int, ...]
 

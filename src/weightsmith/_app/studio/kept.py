@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightsmith._app.studio.words import TEXT_FOLDER
-from weightsmith._base import strict_json
-from weightsmith._base.errors import Busy, FormatError, StoreError
-from weightsmith._plans.codec import decode_record
+from weightsmith import Busy, StoreError
+from weightsmith._app.studio.check import TEXT_FOLDER
+from weightsmith.plugin import parse_json
 
 FOLDER = ".studio"
 """In the folder of the results."""
@@ -223,16 +222,14 @@ class Kept:
         for left in self.folder.glob(f"{TEXT_FOLDER}*"):  # of searches that were killed
             shutil.rmtree(left, ignore_errors=True)
         for each in listed if isinstance(listed, list) else []:
-            try:
-                self.runs.append(decode_record(Run, each, "runs"))
-            except FormatError:  # of another version
-                continue
+            if (run := _decoded(each)) is not None:
+                self.runs.append(run)
 
     def _read(self, name: str) -> Any:
         try:
             path = self.folder / name
-            return strict_json.parse(path.read_bytes()) if path.stat().st_size <= _MAX_BYTES else None
-        except (OSError, strict_json.JsonError):
+            return parse_json(path.read_bytes()) if path.stat().st_size <= _MAX_BYTES else None
+        except (OSError, ValueError):
             return None
 
     def _write(self, name: str, text: str) -> None:
@@ -244,6 +241,22 @@ class Kept:
             part.replace(path)
         except OSError as error:
             raise _refused(error, path) from error
+
+
+_FIELDS = {"id": int, "kind": str, "when": float, "title": str, "recipe": str, "seconds": float, "report": bool, "model": str}
+
+
+def _decoded(value: object) -> Run | None:
+    """A run from JSON; None for one of another version."""
+    if not isinstance(value, dict) or set(value) != {*_FIELDS, "numbers"} or not isinstance(value["numbers"], dict):
+        return None
+    given: dict[str, Any] = {
+        name: float(value[name]) if kind is float and type(value[name]) is int else value[name]
+        for name, kind in _FIELDS.items()
+    }
+    fits = all(type(given[name]) is kind for name, kind in _FIELDS.items())
+    fits = fits and all(isinstance(text, str) for text in value["numbers"].values())
+    return Run(**given, numbers=value["numbers"]) if fits else None
 
 
 def _refused(error: OSError, path: Path) -> StoreError:

@@ -11,13 +11,8 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 
-from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
-from weightsmith._base.files import expand_user, real_path
-from weightsmith._files.copied import is_weights
-from weightsmith._files.remote.addresses import is_address
-from weightsmith._outputs.local.target import absolute, check_out
-from weightsmith._planning.planner.patterns import is_pattern
-from weightsmith._planning.recipe import ModelRef
+from weightsmith import CheckpointError, NotFound, ParameterError, WeightsmithError
+from weightsmith.plugin import ModelRef, check_out, is_pattern, is_weights
 
 RESULTS = "results"
 """Where results go: a folder of their own, beside no model of the user's."""
@@ -64,11 +59,11 @@ class Places:
         Raises NotFound for a folder that does not exist, ParameterError for an `out` that is an address, StoreError for one
         that cannot be created.
         """
-        if out is not None and is_address(os.fspath(out)):
+        if out is not None and "://" in os.fspath(out):
             raise ParameterError("results of the studio are written to a local folder", where="--out", fix="name a folder")
         found = [_existing(folder) for folder in folders]
         with _of_folder():
-            written = check_out(real_path(absolute(RESULTS if out is None else out)) / _ANY).parent
+            written = check_out(real_path(expand_user(RESULTS if out is None else out).absolute()) / _ANY).parent
         if not any(written.is_relative_to(folder) for folder in found):
             found.append(written)
         return cls(tuple(found), written, hub)
@@ -102,10 +97,10 @@ class Places:
 
     def _no_hub_model(self, ref: ModelRef) -> WeightsmithError | None:
         if not self.hub:
-            what = f"{ref.path} is not in the studio's folders, and the studio was started without the hub"
+            what = f"{ref.path} is not in the studio's folders, and the studio was started without the Hub"
             return NotFound(what, where=ref.where, fix="choose one of the models that the page lists")
         if not _HUB_ID.fullmatch(ref.path):
-            what = f"{ref.path} is neither a folder nor a hub id"
+            what = f"{ref.path} is neither a folder nor a Hub id"
             return NotFound(what, where=ref.where, fix="write org/name, or choose one of the models that the page lists")
         return None
 
@@ -164,6 +159,19 @@ def is_this_machine(host: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def expand_user(name: str | os.PathLike[str]) -> Path:
+    """The path that a name stands for: `~` is the home folder. What has no home (`~nobody/x`) is kept."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111  Path.expanduser raises where there is no home
+
+
+def real_path(path: Path) -> Path:
+    """The absolute path, with its links followed as far as they lead: a loop of links stays, as does an impossible name."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError:  # a NUL
+        return path.absolute()
 
 
 def reference(path: Path) -> str:

@@ -18,14 +18,11 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
+from weightsmith import ParameterError, StoreError, Unsupported, WeightsmithError
 from weightsmith._app.studio import draft, show
 from weightsmith._app.studio.places import Places, is_this_machine
 from weightsmith._app.studio.session import Session, listed_methods
-from weightsmith._base import strict_json
-from weightsmith._base.errors import ParameterError, StoreError, Unsupported, WeightsmithError
-from weightsmith._base.installation import install
-from weightsmith._base.pages import chart_style
-from weightsmith._base.text import end_status
+from weightsmith.plugin import FAMILIES, chart_files, install, parse_json
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -170,10 +167,7 @@ ASSETS = {
 @cache
 def asset(name: str) -> str:
     """A file of the page."""
-    if name == "charts.css":
-        return chart_style()
-    folder = "weightsmith._base.pages" if name == "charts.js" else "weightsmith._app.studio"
-    return (files(folder) / name).read_text(encoding="utf-8")
+    return chart_files().get(name) or (files("weightsmith._app.studio") / name).read_text(encoding="utf-8")
 
 
 def application(session: Session, ended: Callable[[], bool], *, names: Collection[str], token: str = "") -> App:
@@ -195,7 +189,7 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
 
     async def about(request: Request) -> Response:
         goals = [{"name": name, "words": goal.words} for name, goal in draft.GOALS_SHOWN.items()]
-        return JSONResponse({"methods": listed_methods(), "families": show.FAMILIES, "goals": goals})
+        return JSONResponse({"methods": listed_methods(), "families": FAMILIES, "goals": goals})
 
     async def report_of(request: Request) -> Response:
         found = await asyncio.to_thread(session.kept.report, request.path_params["number"])
@@ -229,7 +223,7 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
             if len(body) > MAX_BYTES:
                 return Response("too much", 413)
         try:
-            given = strict_json.parse(body)
+            given = parse_json(body)
             if not isinstance(given, dict):
                 raise ParameterError("the request is not a JSON object")
             found = await asyncio.to_thread(action, session, given)
@@ -337,12 +331,19 @@ _ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] =
 
 
 def launch(
-    places: Places, *, host: str = "127.0.0.1", port: int | None = None, browser: bool = False, token: str | None = None
+    places: Places,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    browser: bool = False,
+    token: str | None = None,
+    started: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve the page until Ctrl-C.
 
     host, port  127.0.0.1 is reached from this machine alone; port None: the first free one from 7860 on
     browser     open it
+    started     called before the address is printed
     token       required to open the page. None: no token on 127.0.0.1, else a new one, which is printed; "": no token
 
     If others can reach the page, nothing that exists is replaced or discarded. Nothing is asked of the network but models of
@@ -361,7 +362,7 @@ def launch(
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?{urlencode({'token': token})}" if token else "")
-    end_status()
+    started()
     print(f"The studio is at {address}\nPress Ctrl-C to stop it.", flush=True)
     if browser:
         webbrowser.open(address)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
+import shutil
 import threading
 import time
 from collections import deque
@@ -11,33 +13,41 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from weightsmith import _methods as methods
-from weightsmith._app.studio import compare, draft, example, show
-from weightsmith._app.studio.board import Board
-from weightsmith._app.studio.check import Checked, allowed, check, first_finding, model_allowed
-from weightsmith._app.studio.kept import Kept, Run
-from weightsmith._app.studio.places import Places, reference
-from weightsmith._app.studio.tasks import MAX_BUDGET, MAX_SWEEP, Tasks
-from weightsmith._app.studio.words import Mend, PageError, said
-from weightsmith._app.studio.work import Cancelled, Status, Work, unfinished
-from weightsmith._base.errors import (
-    NOTHING_WRITTEN,
+from weightsmith import (
     Busy,
     CannotResume,
+    OutputExists,
     ParameterError,
+    Preview,
+    Progress,
     StoreError,
     WeightsmithError,
+    demo_models,
+    inspect,
+    methods,
+    preview,
 )
-from weightsmith._base.text import duration, size
-from weightsmith._execution.page import PAGE_NAME
-from weightsmith._reports.look.inspect import inspect
-from weightsmith._reports.look.preview import Preview, preview
-
-if TYPE_CHECKING:
-    from weightsmith._engine.local import Progress
+from weightsmith._app.studio import draft, show
+from weightsmith._app.studio.check import (
+    NOTHING_WRITTEN,
+    Checked,
+    Mend,
+    PageError,
+    allowed,
+    check,
+    first_finding,
+    model_allowed,
+    said,
+)
+from weightsmith._app.studio.kept import Kept, Run
+from weightsmith._app.studio.places import Places, reference
+from weightsmith._app.studio.tasks import MAX_BUDGET, MAX_NEW_TOKENS, MAX_SWEEP, MAX_TEXT, Tasks, available
+from weightsmith._app.studio.work import PAGE_NAME, Board, Cancelled, Status, Work, unfinished
+from weightsmith.plugin import duration, size
 
 _TICK_SECONDS = 0.2
 _WRITE_SECONDS = 1.0
@@ -298,7 +308,7 @@ class Session:
 
     def example(self) -> None:
         """Make the demo's models among the results, if they are not there, and a recipe of them. Raises StoreError."""
-        recipe = example.make(self.places)
+        recipe = make_example(self.places)
         with self._changed:
             self.edit("example", self.kept.taken.get("example", 0) + 1, [{"kind": "text", "base": self.text, "text": recipe}])
         threading.Thread(target=self._list_models, daemon=True).start()
@@ -415,10 +425,10 @@ def _command(run: Run) -> str:
 def limits() -> dict[str, Any]:
     """What can be done here, and how much of it: the page says so before anything is sent."""
     return {
-        "can_run": compare.available(),
-        "can_tune": compare.available() and find_spec("cmaes") is not None,
-        "max_new_tokens": compare.MAX_NEW_TOKENS,
-        "max_characters": compare.MAX_CHARACTERS,
+        "can_run": available(),
+        "can_tune": available() and find_spec("cmaes") is not None,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "max_characters": MAX_TEXT,
         "max_sweep": MAX_SWEEP,
         "max_budget": MAX_BUDGET,
     }
@@ -438,10 +448,47 @@ def listed_methods() -> list[dict[str, str]]:
         {
             "name": method.name,
             "title": show.plain(method.title),
-            "family": family,
+            "family": method.family,
             "use": method.use,
             "html": show.about(method),
         }
-        for method in methods.all_methods()
-        for family in [show.family(method)]
+        for method in methods()
     ]
+
+
+# ---- Models to try the studio with: those of `weightsmith demo`, made among the results.
+
+_EXAMPLE = "demo"
+"""In the folder of the results."""
+_EXAMPLE_PART = ".demo.part"
+_EXAMPLE_MODELS = "base", "french", "german"
+
+
+def make_example(places: Places) -> str:
+    """Make the models unless they are there; a recipe of them. Raises StoreError, OutputExists for a folder of another kind."""
+    folder = places.out / _EXAMPLE
+    if not os.path.lexists(folder):
+        try:
+            _make_example(folder)
+        except OSError as error:
+            what = f"the example cannot be written: {error.strerror or error}"
+            raise StoreError(what, where=reference(folder), fix="free space, or make the folder writable") from error
+    if not all((folder / name / "config.json").is_file() for name in _EXAMPLE_MODELS):
+        raise OutputExists("there is another folder of this name", where=reference(folder), fix="rename it")
+    base, *others = (reference(folder / name) for name in _EXAMPLE_MODELS)
+    return draft.begin("combine", base, others)
+
+
+def _make_example(folder: Path) -> None:
+    """Make the models, all or none."""
+    part = folder.with_name(_EXAMPLE_PART)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        demo_models(part)
+        (part / "recipe.yml").unlink()  # its paths are those of the folder that it was made in
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

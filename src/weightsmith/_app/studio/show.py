@@ -12,22 +12,24 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from weightsmith._app.studio.check import Checked, Note, notes_of
-from weightsmith._app.studio.compare import Sample
+from weightsmith import Inspection, Preview, Report, WeightsmithError
+from weightsmith._app.studio.check import Checked, Mend, Note, notes_of
 from weightsmith._app.studio.kept import Run
 from weightsmith._app.studio.places import reference
-from weightsmith._app.studio.words import Mend
 from weightsmith._app.studio.work import Status, unfinished
-from weightsmith._base.errors import WeightsmithError, first_line
-from weightsmith._base.pages import Page, charts_html
-from weightsmith._base.pages.values import finite_or_mark, many, safe, written
-from weightsmith._base.text import count, duration, size
-from weightsmith._execution.progress import how_far
-from weightsmith._methods.base import Method
-from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
-from weightsmith._reports.look.inspect import Inspection
-from weightsmith._reports.look.pages import preview_page
-from weightsmith._reports.look.preview import GroupPreview, Preview
+from weightsmith.plugin import (
+    Method,
+    count,
+    describe_method,
+    duration,
+    finite_or_mark,
+    first_line,
+    how_far,
+    many,
+    safe,
+    size,
+    written,
+)
 
 _SHOWN = 20
 """Problems that are listed."""
@@ -128,16 +130,17 @@ def marked(text: str) -> str:
 
 def about(method: Method) -> str:
     """The documentation of a method: what `weightsmith methods NAME` says."""
-    inputs = f"{models(method)}{'' if method.base == 'input' else ' besides the base'}; {BASES[method.base]}"
+    described = describe_method(method)
     rows = "".join(
-        f"<tr><td><code>{safe(p.name)}</code></td><td>{safe(values(p))}</td><td>{safe(default(p))}</td>"
-        f"<td>{safe(SCOPES[p.scope])}</td><td>{marked(doc(p))}</td></tr>"
-        for p in method.parameters
+        f"<tr><td><code>{safe(p.name)}</code></td><td>{safe(p.values)}</td><td>{safe(p.default)}</td>"
+        f"<td>{safe(p.scope)}</td><td>{marked(p.doc)}</td></tr>"
+        for p in described.parameters
     )
     return (
         f"<div class='ws-about'><h3>{safe(method.name)}: {marked(method.title)}</h3><p>{marked(method.use)}</p>"
         f"<pre>{safe(method.formula)}</pre><details><summary>How it works, parameters, source</summary>"
-        f"<p>{marked(method.summary)}</p><p><b>Models</b> {safe(inputs)}.</p><p><b>Source</b> {marked(method.source)}</p>"
+        f"<p>{marked(method.summary)}</p><p><b>Models</b> {safe(described.inputs)}.</p>"
+        f"<p><b>Source</b> {marked(method.source)}</p>"
         "<div class='ws-scroll'><table><thead><tr><th>parameter</th><th>value</th><th>default</th><th>for</th><th></th></tr>"
         f"</thead><tbody>{rows}</tbody></table></div></details></div>"
     )
@@ -159,12 +162,12 @@ def card(found: Inspection) -> dict[str, Any]:
 
 def preview(found: Preview) -> tuple[str, list[dict[str, Any]]]:
     """What a merge will do: what survives of each model, warnings, heat maps and curves by layer; and the charts as JSON."""
-    html, charts = charts_html(preview_page(found))
+    html, charts = found.report().charts()
     warnings = "".join(f'<li class="ws-warning">{safe(sentence(finding.what))}</li>' for finding in found.warnings)
     share = written(finite_or_mark(found.total.share), "share")
     moved = f"<p class='ws-verdict'>The merge is <b>{share}</b> away from its base, {named(found.base)}.</p>"
     sample = f"<p class='ws-soft'>From a sample of {found.looked_at / max(1, found.elements):.1%} of the weights.</p>"
-    return f"{moved}{_bars(found.names, found.total)}<ul class='ws-notes'>{warnings}</ul>{html}{sample}", charts
+    return f"{moved}{_bars(found)}<ul class='ws-notes'>{warnings}</ul>{html}{sample}", charts
 
 
 def preview_numbers(found: Preview) -> dict[str, str]:
@@ -176,9 +179,9 @@ def preview_numbers(found: Preview) -> dict[str, str]:
     return numbers
 
 
-def _bars(names: Sequence[str], total: GroupPreview) -> str:
+def _bars(found: Preview) -> str:
     rows = []
-    for letter, name, kept in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", names, total.models, strict=False):
+    for letter, name, kept in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", found.names, found.total.models, strict=False):
         if kept is None or math.isnan(kept.survives):
             why = "does not differ from the base" if kept is not None and kept.norm == 0 else "cannot be measured"
             rows.append(f"<tr><th scope=row><b>{letter}</b> {named(name)}</th><td colspan=2>{why}</td></tr>")
@@ -257,6 +260,16 @@ def sample_numbers(found: Sequence[Sample]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """What one model did with a prompt and a text. problem: why it did nothing; "" if it did."""
+
+    model: str
+    continuation: str = ""
+    perplexity: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Swept:
     """One value of a sweep: its preview, and what the merge did with a prompt and a text."""
 
@@ -322,7 +335,7 @@ def _parameter(name: str) -> str:
     return f"{safe(what)}{of}{named(model)}" if of else safe(name)
 
 
-def verdict(found: Page) -> str:
+def verdict(found: Report) -> str:
     """What a report says first."""
     lines = "".join(f"<li>{safe(sentence)}</li>" for sentence in found.summary[1:])
     numbers = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(number)}</dd></div>" for name, number in found.numbers)
@@ -352,38 +365,6 @@ def recipe_diff(old: str, new: str) -> str:
 
 
 # ---- methods
-
-FAMILIES = {
-    "average": "Averages: one point between the models",
-    "sphere": "Along the sphere: keeps the length of the weights",
-    "delta": "Task vectors: adds what fine-tunes learnt to their base",
-    "sparse": "Sparse task vectors: drops or elects changes before adding them",
-    "spectral": "Singular vectors: merges directions of whole matrices",
-    "data": "With a text: weighs layers by what goes through them",
-    "copy": "Copies: layers as they are",
-}
-"""Families of merge methods, in the picker's order."""
-
-
-def family(method: Method) -> str:
-    """The family of a method, of `FAMILIES`; from what its record says."""
-    if method.min_models == 1 and method.max_models == 1 and method.base == "input":
-        return "copy"
-    if method.otherwise:
-        return "data" if _needs_text(method) else "spectral"
-    if re.search("spher|direction", method.title):
-        return "sphere"
-    if method.base == "required":
-        return "sparse" if re.search("sign|drop|largest|most|sparsity|mask", method.title) else "delta"
-    return "average"
-
-
-def _needs_text(method: Method) -> bool:
-    defaults = {p.name: p.default for p in method.parameters if p.default is not None}
-    try:
-        return bool(method.requires(defaults))
-    except KeyError:
-        return False
 
 
 def plain(text: str) -> str:

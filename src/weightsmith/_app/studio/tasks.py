@@ -1,52 +1,109 @@
-"""Long-running tasks that write no model: merges tried in memory, sweeps, searches, comparisons. One at a time, in a thread."""
+"""Long-running tasks that write no model: merges tried in memory with transformers, sweeps, searches, comparisons.
+
+One at a time, in a thread.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from weightsmith._activations.rows import TOKENS
-from weightsmith._activations.scored_rows import Cutter
-from weightsmith._app.studio import compare, draft, edits, show
-from weightsmith._app.studio.board import Board
-from weightsmith._app.studio.check import allowed, model_allowed
+from weightsmith import (
+    Busy,
+    Judge,
+    ParameterError,
+    Progress,
+    Unsupported,
+    WeightsmithError,
+    diff,
+    inspect,
+    preview,
+    tune,
+)
+from weightsmith._app.studio import draft, edits, show
+from weightsmith._app.studio.check import TEXT_FILE, TEXT_FOLDER, Mend, PageError, allowed, first_finding, model_allowed, said
 from weightsmith._app.studio.kept import Kept
 from weightsmith._app.studio.places import Places
-from weightsmith._app.studio.words import TEXT_FILE, TEXT_FOLDER, Mend, PageError
-from weightsmith._app.studio.work import Cancelled
-from weightsmith._base.errors import Busy, ParameterError
-from weightsmith._base.options import EvaluateSettings, QuantizeSettings, RecipeOptions, RunOptions, TuneSettings
-from weightsmith._base.pages import to_html
-from weightsmith._base.text import count
-from weightsmith._execution.progress import Meter, Reading
-from weightsmith._features.any_recipe import prepare_any
-from weightsmith._reports.evaluate.opening import opened
-from weightsmith._reports.look.diff import diff
-from weightsmith._reports.look.inspect import inspect
-from weightsmith._reports.look.pages import comparison_page, difference_page, inspection_page
-from weightsmith._reports.look.preview import preview
-from weightsmith._reports.tuning.journal import Trial
-from weightsmith._reports.tuning.report import tuning_page
-from weightsmith._reports.tuning.result import total
-from weightsmith._reports.tuning.texts import Fit, fit
-from weightsmith._reports.tuning.tune import tuned
-
-if TYPE_CHECKING:
-    from weightsmith._engine.local import Progress
+from weightsmith._app.studio.work import Board, Cancelled
+from weightsmith.plugin import Fit, Meter, Reading, RecipeTexts, count, first_line, install
 
 MAX_SWEEP = 9
 """Values of a sweep."""
 MAX_BUDGET = 1000
 """Candidates of a search."""
 
+MERGE = "the merge"
+"""The name of a recipe's result."""
+MAX_TEXT = 100_000
+"""The most characters of a text or a prompt."""
+MAX_NEW_TOKENS = 256
+MAX_MODELS = 12
+ROWS = 8
+"""Rows of the text to use, of 384 tokens each."""
 _BUTTONS: Mapping[str, str] = {"try": "Try", "sweep": "Sweep", "tune": "Tune", "look": "Compare"}
 """What begins each kind of task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The prompt to continue greedily, by `new_tokens` tokens, and the text for the perplexity. Either may be ""."""
+
+    prompt: str = ""
+    text: str = ""
+    new_tokens: int = 48
+
+    def check(self, models: int) -> None:
+        """Raise Unsupported for too much of anything, or without transformers."""
+        if not available():
+            raise Unsupported("trying needs torch and transformers", fix=f"run {install('moe')}")
+        long = max(len(self.prompt), len(self.text)) > MAX_TEXT
+        if models > MAX_MODELS or long or not 0 < self.new_tokens <= MAX_NEW_TOKENS:
+            what = f"at most {MAX_MODELS} models, {MAX_TEXT:,} characters and {MAX_NEW_TOKENS} new tokens"
+            raise Unsupported(f"too much to compare: {what}", fix="ask for less")
+
+
+def available() -> bool:
+    """Whether torch and transformers are installed."""
+    return find_spec("torch") is not None and find_spec("transformers") is not None
+
+
+def compare(models: Sequence[str], places: Places, asked: Asked) -> Iterator[show.Sample]:
+    """What each model does with a prompt and a text; one model in memory at a time, in float32.
+
+    models  as a recipe names them. Raises Unsupported; see `Asked.check`.
+    """
+    asked.check(len(models))
+    for name in models:
+        yield _sample(name, lambda name=name: Judge.of_model(model_allowed(name, places)), asked)  # type: ignore[misc]
+
+
+def tried(recipe: str, places: Places, asked: Asked, name: str = MERGE) -> show.Sample:
+    """What the result of a recipe does. It is merged in memory, and has the bytes of a written merge."""
+    asked.check(1)
+    return _sample(name, lambda: Judge.of_recipe(allowed(recipe, places)), asked)
+
+
+def _sample(name: str, load: Callable[[], Judge], asked: Asked) -> show.Sample:
+    try:
+        judge = load()
+        text = judge.continuation(asked.prompt, asked.new_tokens) if asked.prompt.strip() else ""
+        sample = show.Sample(name, text, judge.perplexity(asked.text, ROWS) if asked.text.strip() else None)
+        del judge
+    except WeightsmithError as error:
+        sample = show.Sample(name, problem=str(said(first_finding(error)).finding))
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # what transformers raises for such models
+        sample = show.Sample(name, problem=f"transformers cannot run it: {first_line(error)}")
+    gc.collect()
+    return sample
 
 
 class Tasks:
@@ -66,7 +123,7 @@ class Tasks:
         self.kept = kept
         self._add = add
         self._stored = stored
-        self._cutter: tuple[str, Cutter, int] | None = None
+        self._texts: tuple[str, RecipeTexts] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -88,16 +145,16 @@ class Tasks:
     def ask(self, recipe: str, models: Sequence[str], prompt: str, text: str, new_tokens: int) -> None:
         """Run the merge, in memory, and models to compare it with. Raises Unsupported, PlanError, Busy."""
         recipe = allowed(recipe, self.places)
-        asked = compare.Asked(prompt, text, new_tokens)
+        asked = Asked(prompt, text, new_tokens)
         asked.check(len(models) + 1)
         if not prompt.strip() and not text.strip():
             raise PageError("there is nothing to try it on", Mend("prompt", "Write a prompt"))
 
         def work() -> None:
-            began, found = time.monotonic(), list[compare.Sample]()
-            steps: list[tuple[str, Callable[[], compare.Sample]]] = [
-                (compare.MERGE, lambda: compare.tried(recipe, self.places, asked)),
-                *((name, lambda name=name: next(compare.compare([name], self.places, asked))) for name in models),
+            began, found = time.monotonic(), list[show.Sample]()
+            steps: list[tuple[str, Callable[[], show.Sample]]] = [
+                (MERGE, lambda: tried(recipe, self.places, asked)),
+                *((name, lambda name=name: next(compare([name], self.places, asked))) for name in models),
             ]
             for name, step in steps:
                 self.show("try", f"running {name}", show.samples(found, prompt))
@@ -110,7 +167,7 @@ class Tasks:
                 self._add("try", draft.read(recipe).method, recipe, time.monotonic() - began, numbers)
             self.show("try", "", html, running=False)
 
-        self._begin("try", work, compare.MERGE)
+        self._begin("try", work, MERGE)
 
     def sweep(self, recipe: str, path: Sequence[Any], model: str, values: Sequence[float], prompt: str, text: str) -> None:
         """Preview the recipe with several values of one parameter, and run the merges if there is a prompt or a text.
@@ -126,7 +183,7 @@ class Tasks:
             texts.append(draft.edited(recipe, change))
             if draft.read(texts[-1]).held or draft.control_at(recipe, list(path), model) is None:
                 raise ParameterError("this parameter cannot be swept", where=str(path), fix="choose another parameter")
-        asked = compare.Asked(prompt, text, 32)
+        asked = Asked(prompt, text, 32)
         runs = bool(prompt.strip() or text.strip())
         if runs:
             asked.check(1)
@@ -139,7 +196,7 @@ class Tasks:
                 if self._stop.is_set():
                     break
                 found = preview(allowed(each, self.places), stream=True, progress=self.stop_if_asked)
-                sample = compare.tried(each, self.places, asked) if runs else None
+                sample = tried(each, self.places, asked) if runs else None
                 rows.append(show.Swept(value, found, sample))
             if rows:
                 numbers = {"values": ", ".join(f"{row.value:g}" for row in rows)}
@@ -153,25 +210,22 @@ class Tasks:
 
         Raises ParameterError, PlanError: the recipe, or a model without a tokenizer.
         """
-        if not 0 < len(text) <= compare.MAX_CHARACTERS:
-            raise ParameterError(f"a text has up to {compare.MAX_CHARACTERS:,} characters", fix="write another")
-        cutter, positions = self._cutter_of(allowed(recipe, self.places))
-        if tokens is not None and not 2 <= tokens <= positions:
-            what = f"rows have from 2 to {positions:,} tokens, not {tokens:,}"
-            raise PageError(what, Mend("tokens", f"Use rows of {min(TOKENS, positions)} tokens", str(min(TOKENS, positions))))
+        if not 0 < len(text) <= MAX_TEXT:
+            raise ParameterError(f"a text has up to {MAX_TEXT:,} characters", fix="write another")
+        texts = self._texts_of(allowed(recipe, self.places))
+        if tokens is not None and not 2 <= tokens <= texts.positions:
+            what = f"rows have from 2 to {texts.positions:,} tokens, not {tokens:,}"
+            raise PageError(what, Mend("tokens", f"Use rows of {texts.tokens} tokens", str(texts.tokens)))
         with tempfile.TemporaryDirectory(prefix=TEXT_FOLDER) as folder:
             path = Path(folder) / TEXT_FILE
             path.write_text(text, encoding="utf-8")
-            return fit(cutter, positions, str(path), tokens)
+            return texts.fit(path, tokens)
 
-    def _cutter_of(self, recipe: str) -> tuple[Cutter, int]:
-        """What cuts texts for a recipe's result, and the most tokens of a row; kept for the next text."""
-        kept = self._cutter
-        if kept is None or kept[0] != recipe:
-            with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
-                found = opened("the merge", prepared)
-                self._cutter = kept = recipe, found.cutter, found.positions
-        return kept[1], kept[2]
+    def _texts_of(self, recipe: str) -> RecipeTexts:
+        """What cuts texts for a recipe's result; kept for the next text."""
+        if self._texts is None or self._texts[0] != recipe:
+            self._texts = recipe, RecipeTexts(recipe)
+        return self._texts[1]
 
     def tune(
         self,
@@ -189,7 +243,7 @@ class Tasks:
         Raises as `ask`; ParameterError, for a text that is too short too.
         """
         allowed(recipe, self.places)
-        if not ranges or not text.strip() or not 1 < budget <= MAX_BUDGET or len(text) > compare.MAX_CHARACTERS:
+        if not ranges or not text.strip() or not 1 < budget <= MAX_BUDGET or len(text) > MAX_TEXT:
             what = f"a search takes one parameter or more, a text, and from 2 to {MAX_BUDGET:,} candidates"
             raise PageError(what, Mend("text", "Write a text"), fix="choose parameters, and write a text")
         asked, names = recipe, list[str]()
@@ -211,20 +265,11 @@ class Tasks:
             with self.kept.scratch() as folder:
                 (folder / TEXT_FILE).write_text(text, encoding="utf-8")
                 shown = _Trials(self, names)
-                found = tuned(
-                    asked,
-                    str(folder / "tuned.yml"),
-                    RecipeOptions(),
-                    EvaluateSettings(text=(str(folder / TEXT_FILE),), tokens=tokens),
-                    TuneSettings(budget=budget),
-                    RunOptions(),
-                    shown,
-                    shown.add,
-                )
-                page = tuning_page(found)
-            perplexities = {name: f"{total(scores).perplexity:.4g}" for name, scores in found.judged.items()}
-            numbers = {f"perplexity of the {name}": value for name, value in perplexities.items()}
-            number = self._add("tune", ", ".join(names), found.recipe, time.monotonic() - began, numbers, to_html(page))
+                options: dict[str, Any] = {"budget": budget, "progress": shown, "on_trial": shown.add}
+                found = tune(asked, folder / "tuned.yml", text=folder / TEXT_FILE, tokens=tokens, **options)
+                page = found.report()
+            numbers = {f"perplexity of the {name}": f"{score.perplexity:.4g}" for name, score in found.totals.items()}
+            number = self._add("tune", ", ".join(names), found.recipe, time.monotonic() - began, numbers, page.to_html())
             html = show.verdict(page) + show.trials(names, shown.rows)
             self.show("tune", "", html, running=False, report=number)
 
@@ -240,12 +285,12 @@ class Tasks:
             began = time.monotonic()
             self.show("look", f"reading {', '.join(every)}", "")
             if len(every) > 2:
-                found = comparison_page(diff(*every[1:], base=every[0], progress=self.stop_if_asked))
+                found = diff(*every[1:], base=every[0], progress=self.stop_if_asked).report()
             elif len(every) == 2:
-                found = difference_page(diff(every[0], every[1], progress=self.stop_if_asked))
+                found = diff(every[0], every[1], progress=self.stop_if_asked).report()
             else:
-                found = inspection_page(inspect(every[0], stats=True, progress=False))
-            run = self._add("look", ", ".join(every), recipe, time.monotonic() - began, dict(found.numbers), to_html(found))
+                found = inspect(every[0], stats=True, progress=False).report()
+            run = self._add("look", ", ".join(every), recipe, time.monotonic() - began, dict(found.numbers), found.to_html())
             self.show("look", "", show.verdict(found), running=False, report=run)
             if len(every) == 2 and found.summary:
                 verdicts = self.board.get("verdicts") or {}
@@ -305,7 +350,7 @@ class _Trials(Meter):
         self._names = names
         self.rows: list[tuple[int, Sequence[Any], float | None]] = []
 
-    def add(self, trial: Trial, loss: float | None) -> None:
+    def add(self, trial: Any, loss: float | None) -> None:
         """Take a trial. loss: as the report has it."""
         self.rows.append((trial.number, trial.values, loss))
 

@@ -1,4 +1,4 @@
-"""One merge at a time, in a thread: started, watched, cancelled, resumed."""
+"""The state that the page shows; and one merge at a time, in a thread: started, watched, cancelled, resumed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,42 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from weightsmith._app.api import merge
-from weightsmith._base.errors import Busy
-from weightsmith._execution.page import PAGE_NAME
-from weightsmith._execution.progress import Meter, Rates, Reading, show_progress
-from weightsmith._outputs.local.area import staging_folder
+from weightsmith import Busy, Merged, find_unfinished, merge
+from weightsmith.plugin import Meter, Rates, Reading
 
-if TYPE_CHECKING:
-    from weightsmith._engine.local import Progress
-    from weightsmith._execution.run import Merged
+PAGE_NAME = "report.html"
+"""The report in the folder of a result."""
 
 State = Literal["idle", "running", "cancelled", "interrupted", "failed", "done"]
+
+
+class Board:
+    """Values with revisions. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._revision = 0
+        self._values: dict[str, tuple[int, Any]] = {}
+
+    def put(self, name: str, value: Any) -> None:
+        """Set a value. An equal value changes nothing."""
+        with self._lock:
+            if name in self._values and self._values[name][1] == value:
+                return
+            self._revision += 1
+            self._values[name] = (self._revision, value)
+
+    def get(self, name: str) -> Any:
+        """A value; None if there is none."""
+        with self._lock:
+            return self._values.get(name, (0, None))[1]
+
+    def since(self, revision: int) -> tuple[int, dict[str, Any]]:
+        """The revision now, and the values that were set after another one."""
+        with self._lock:
+            return self._revision, {name: value for name, (set_at, value) in self._values.items() if set_at > revision}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +121,7 @@ class Work:
             merged = merge(
                 recipe,
                 out,
-                progress=watching.progress,
-                rechecking=watching.rechecking,
+                progress=watching,
                 overwrite=overwrite,
                 resume=resume,
                 report=str(Path(out) / PAGE_NAME),
@@ -124,27 +146,19 @@ class _Watching(Meter):
         self._cancel = cancel
         self._rates = Rates(time.monotonic)
 
-    def progress(self, progress: Progress) -> None:
-        """Called about ten times a second."""
-        self._stop_if_asked()
-        show_progress(self, progress, "merging")
-
-    def rechecking(self, done: int, total: int) -> None:
-        """Called while finished tensors of an interrupted run are verified."""
-        self._stop_if_asked()
-        self.show(Reading("checking finished tensors", done, total, done))
-
     def _stop_if_asked(self) -> None:
         if self._cancel.is_set():
             raise Cancelled
 
     def show(self, reading: Reading) -> None:
-        """Keep it."""
+        """Keep it. Called about ten times a second."""
+        self._stop_if_asked()
         speed, left = self._rates.take(reading)
         self._update(doing=reading.label, reading=reading, speed=speed, left=left)
 
     def say(self, text: str) -> None:
         """Keep it."""
+        self._stop_if_asked()
         self._update(doing=text, reading=None)
 
     def close(self) -> None:
@@ -153,4 +167,4 @@ class _Watching(Meter):
 
 def unfinished(out: Path) -> bool:
     """Whether an interrupted merge into this folder can be resumed."""
-    return staging_folder(out).is_dir()
+    return out.parent.is_dir() and any(work.out == out for work in find_unfinished(str(out.parent)))

@@ -36,10 +36,10 @@ def _lines(command: str, record: type[Any], besides: tuple[str, ...]) -> Iterato
     for each in options_of(record).values():
         name = each.keyword(command)
         if command in each.commands and name not in besides:
-            line = f"    {name:<20} {_meaning(each)}"
+            line = f"    {name:<20} {_meaning(each, command)}"
             yield textwrap.fill(line, WIDTH, subsequent_indent=" " * 25, break_on_hyphens=False)
 
 
-def _meaning(option: Option) -> str:
-    default = option.default_text() if option.type is not bool else option.unset or str(option.default)
+def _meaning(option: Option, command: str) -> str:
+    default = option.default_text(command) if option.type is not bool else option.unset or str(option.default)
     return option.sentence(str) + (f" Default: {default}." if default else "")

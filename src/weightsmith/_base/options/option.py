@@ -17,10 +17,24 @@ from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DType, dtype_n
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?)?", re.IGNORECASE | re.ASCII)
 
 GROUPS = (
-    *("Options", "Recipe", "Ranks", "Modules", "Token rows", "Texts", "Command", "Search"),
+    *("Options", "Texts", "Command", "Search", "Recipe", "Ranks", "Modules", "Token rows"),
     *("Output", "Quantisation", "Resources", "Remote", "Advanced", "General"),
 )
 """Headings of options in help texts, in this order. A heading that is not listed stands after the first."""
+
+RECORDS = (
+    "_planning.options:RecipeOptions",
+    "_features.quantisation.options:QuantizeSettings",
+    "_execution.options:RunOptions",
+    "_features.adapters.options:ExtractSettings",
+    "_features.transplant.options:TransplantSettings",
+    "_reports.evaluate.options:EvaluateSettings",
+    "_activations.options:StatisticsSettings",
+    "_reports.auto.options:WriteSettings",
+    "_reports.auto.options:AutoSettings",
+    "_reports.tuning.options:TuneSettings",
+)
+"""Where the records of options are, below `weightsmith`. Of options with one name, messages name the first."""
 
 _LISTED = 12
 """Choices that a message lists."""
@@ -36,15 +50,17 @@ class Option:
     group     heading in help texts, one of `GROUPS`
     help      one sentence without its full stop; `name` in backticks is another option. The choices follow in brackets
     more      further sentences, for the docs only; Markdown
-    unset     the default in words, if it is None
+    unset     the default in words, if it is None; by function, "" for the others, if it differs
     choices   the values allowed; "module:NAME" below `weightsmith` for a list of a feature
     plugins   the entry points whose names are allowed too: "weightsmith.approximations"
+    replaced  values that other programs have and we lack, with what to use instead
     least, above, most    limits of a number: at least, more than, at most
     path      the value is a path: pathlib's are accepted too
     commands  functions whose commands have its flag
     spelled   its keyword in functions with another name for it
     required  functions that require it
-    setting   a user may set it once, in a file or in the environment (`configuration.py`)
+    brief     functions whose `--help` lists it; None: all. `--help-all` lists it everywhere
+    setting   a user may set it once, in a file or in the environment; of `RunOptions` only
     """
 
     name: str
@@ -54,9 +70,10 @@ class Option:
     help: str
     group: str
     more: str = ""
-    unset: str = ""
+    unset: str | Mapping[str, str] = ""
     choices: tuple[Any, ...] | str = ()
     plugins: str = ""
+    replaced: Mapping[str, str] = field(default_factory=dict)
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -64,6 +81,7 @@ class Option:
     commands: Collection[str] = ()
     spelled: Mapping[str, str]
     required: Collection[str] = ()
+    brief: Collection[str] | None = None
     setting: bool = False
 
     @property
@@ -93,6 +111,10 @@ class Option:
             return self.choices
         module, _, name = self.choices.partition(":")
         return tuple(getattr(import_module(f"weightsmith.{module}"), name))
+
+    def is_brief(self, command: str) -> bool:
+        """Whether the `--help` of a function's command lists it."""
+        return self.group != "Advanced" if self.brief is None else command in self.brief
 
     def keyword(self, command: str = "") -> str:
         """Its keyword in a function."""
@@ -124,12 +146,13 @@ class Option:
         listed = f" ({' or '.join([*first, shown[-1]])})" if shown else ""
         return re.sub(r"`(\w+)`", lambda found: spell(found[1]), f"{self.help}{listed}.")
 
-    def default_text(self) -> str:
+    def default_text(self, command: str = "") -> str:
         """The default in words; "" if that is nothing."""
+        unset = self.unset if isinstance(self.unset, str) else self.unset.get(command, self.unset[""])
         if self.type is bool and self.default is not None and "/" in self.usage:
             return self.spellings()[-1].split("/")[not self.default].lstrip("-")
         if self.default is None or self.type in (bool, tuple, Mapping):
-            return self.unset
+            return unset
         shown = self.default / 10**9 if self.nbytes else self.default
         return f"{shown:g}GB" if self.nbytes else f"{shown:g}" if isinstance(shown, float) else str(shown)
 
@@ -159,7 +182,9 @@ class Option:
             if len(family) > 1:
                 raise ValueError(f"{found!r} has several variants: write one of {', '.join(family)}")
             listed = ", ".join([*known[:_LISTED], *(["..."] if len(known) > _LISTED else [])])
-            raise ValueError(f"must be one of {listed}{nearest(str(found), known)}, not {found!r}")
+            hint = nearest(str(found), known) if found not in self.replaced else ""
+            instead = f": {self.replaced[found]}" if found in self.replaced else ""
+            raise ValueError(f"must be one of {listed}{hint}, not {found!r}{instead}")
         wrong = [
             f"{words} {limit:g}"
             for words, limit, holds in (
@@ -284,8 +309,8 @@ def option(default: object, usage: str, help: str, **facts: Any) -> Any:
 _OPTIONS: dict[type[Any], Mapping[str, Option]] = {}
 
 
-def option_record(*commands: str, group: str) -> Callable[[type[Record]], type[Record]]:
-    """Register a dataclass of options, and list them in its docstring. commands, group: those of options that name none."""
+def option_record(*commands: str, group: str, brief: Collection[str] | None = None) -> Callable[[type[Record]], type[Record]]:
+    """Register a dataclass of options, and list them in its docstring. commands, group, brief: of options that name none."""
 
     def register(record: type[Record]) -> type[Record]:
         hints, found = get_type_hints(record), dict[str, Option]()
@@ -295,7 +320,7 @@ def option_record(*commands: str, group: str) -> Callable[[type[Record]], type[R
                 name=each.name,
                 hint=hints[each.name],
                 default=default,
-                **{"commands": commands, "group": group, **each.metadata},
+                **{"commands": commands, "group": group, "brief": brief, **each.metadata},
             )
         _OPTIONS[record] = found
         lines = [f"    {name:<20} {each.sentence(str)}" for name, each in found.items()]
@@ -310,9 +335,16 @@ def options_of(record: type[Any]) -> Mapping[str, Option]:
     return _OPTIONS[record]
 
 
+def is_option_record(kind: object) -> bool:
+    """Whether this is a record of options."""
+    return kind in _OPTIONS
+
+
 def option_records() -> Iterator[type[Any]]:
-    """All records of options."""
-    yield from _OPTIONS
+    """All records of options, loaded one after another."""
+    for place in RECORDS:
+        module, _, name = place.partition(":")
+        yield getattr(import_module(f"weightsmith.{module}"), name)
 
 
 def find_option(name: str) -> Option:
@@ -321,7 +353,7 @@ def find_option(name: str) -> Option:
     >>> find_option("max_shard_bytes").named()
     '--max-shard-size (max_shard_bytes)'
     """
-    return next(own[name] for own in _OPTIONS.values() if name in own)
+    return next(options_of(record)[name] for record in option_records() if name in options_of(record))
 
 
 def named(*names: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from weightsmith._base.plugins import Plugins
 from weightsmith.abc.product import ProductContext as ProductContext
 from weightsmith.abc.product import ProductKind as ProductKind
-from weightsmith.abc.product import Report as Report
+from weightsmith.abc.product import ProductReport as ProductReport
 from weightsmith.abc.product import StreamingReduction as StreamingReduction
 
 OWN = {
@@ -20,24 +20,24 @@ OWN = {
     "magnitudes": "weightsmith._engine.products.magnitudes:KIND",
     "router": "weightsmith._features.mixture.routing.product:KIND",
     "neuron_order": "weightsmith._features.mixture.surgery.neurons:KIND",
-    "embedding": "weightsmith._activations.embedding:KIND",
-    "states": "weightsmith._activations.states:KIND",
+    "embedding": "weightsmith._activations.states:EMBEDDING",
+    "states": "weightsmith._activations.states:STATES",
     "gradients": "weightsmith._activations.gradients:KIND",
     "statistic": "weightsmith._activations.statistic:KIND",
     "stored_statistic": "weightsmith._activations.stored:KIND",
-    "given": "weightsmith._activations.given:KIND",
-    "embedded_rows": "weightsmith._activations.embedded_rows:KIND",
-    "sampled_states": "weightsmith._activations.sampled_states:KIND",
+    "given": "weightsmith._activations.states:GIVEN",
+    "embedded_rows": "weightsmith._activations.states:EMBEDDED_ROWS",
+    "sampled_states": "weightsmith._activations.states:SAMPLED_STATES",
     "losses": "weightsmith._activations.losses:KIND",
     "quantised_layer": "weightsmith._features.quantisation.calibration.layer:KIND",
-    "quantised_states": "weightsmith._features.quantisation.calibration.quantised_states:KIND",
+    "quantised_states": "weightsmith._features.quantisation.calibration.layer:STATES",
     "largest_state": "weightsmith._features.quantisation.calibration.float16:LAYER",
     "largest_states": "weightsmith._features.quantisation.calibration.float16:ALL",
     "activation_scales": "weightsmith._features.quantisation.calibration.activations:KIND",
     "measured_layer": "weightsmith._features.quantisation.calibration.measured:KIND",
     "scored_layer": "weightsmith._features.quantisation.calibration.scored:LAYER",
     "scored_vocabulary": "weightsmith._features.quantisation.calibration.scored:VOCABULARY",
-    "measured_blocks": "weightsmith._features.quantisation.calibration.measured_blocks:KIND",
+    "measured_blocks": "weightsmith._features.quantisation.calibration.measured:BLOCKS",
     "token_row": "weightsmith._features.quantisation.token_row:KIND",
     "factors": "weightsmith._features.adapters.factors:KIND",
     "changes": "weightsmith._features.adapters.changes:KIND",

@@ -30,11 +30,11 @@ def magnitudes(
     return Product(f"largest magnitudes of {of}", OP, outs, {"sets": [list(s) for s in sets]}, tuple(steps), needs=tuple(needs))
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    names = [step.out.name for step in bench.product.steps]
-    found = dict(zip(names, bench.largest(names), strict=True))
+def _compute(context: ProductContext) -> Arrays:
+    names = [step.out.name for step in context.product.steps]
+    found = dict(zip(names, context.largest(names), strict=True))
     return [
-        np.array([max(found[name] for name in names)], np.float32) for names in bench.product.settings["sets"] for _ in names
+        np.array([max(found[name] for name in names)], np.float32) for names in context.product.settings["sets"] for _ in names
     ]
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from weightsmith._base.options import RunOptions
 from weightsmith._execution import execute as execution
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._planning.planner import Prepared

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import Busy, Finding, WorkerLost
-from weightsmith._base.options import RunOptions, named
+from weightsmith._base.options import named
 from weightsmith._base.text import count
 from weightsmith._engine.local import Progress
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._execution.distributed.work import Answer, Done, Failed, Lost, Order, Share, Workers
 from weightsmith._execution.identity import facts, work_identity
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Helped, RunRequest, finished_steps, kept_products
 from weightsmith._files.collector import collector_paused
 from weightsmith._files.containers import GGUF

@@ -22,9 +22,10 @@ from typing import Any
 
 from weightsmith._base.errors import ParameterError, first_line
 from weightsmith._base.installation import install
-from weightsmith._base.options import RunOptions, named
+from weightsmith._base.options import named
 from weightsmith._base.redaction import know
 from weightsmith._execution.distributed.work import Answer, Lost, Order, Share, do
+from weightsmith._execution.options import RunOptions
 from weightsmith._methods.jobs.requires import named_device
 
 AUTO = "auto"

@@ -17,8 +17,8 @@ def changes(steps: Sequence[Step]) -> Product:
     return Product(NAME, "changes", (TensorSpec(NAME, DTYPES["F32"], (len(steps),)),), {}, tuple(steps))
 
 
-def _compute(bench: ProductContext) -> Arrays:
-    return [bench.largest([step.out.name for step in bench.product.steps])]
+def _compute(context: ProductContext) -> Arrays:
+    return [context.largest([step.out.name for step in context.product.steps])]
 
 
 def _check(product: Product) -> str:

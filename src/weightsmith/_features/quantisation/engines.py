@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.groups import grouped
-from weightsmith._base.options import QuantizeSettings, option_error
+from weightsmith._base.options import option_error
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import formats
 from weightsmith._models.formats.engines import (
     Engine,

@@ -13,3 +13,6 @@ folder.py     a model's folder behind https or in an object store
 
 The Hub itself is in `weightsmith._files.hub`, which uses these.
 """
+
+STREAM_CACHE_BYTES = 20_000_000_000
+"""On disk, for bytes of remote files, unless a run says otherwise."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import CheckpointError, StoreError
 from weightsmith._base.files import Extent
-from weightsmith._base.options import SPOOL_BYTES
+from weightsmith._files.remote import STREAM_CACHE_BYTES
 from weightsmith._files.remote.files import RemoteFile
 from weightsmith._files.remote.retries import Stopped, fetch, fetch_into
 from weightsmith._files.remote.spool import Spool, spool_folder
@@ -101,9 +101,9 @@ class Blocks:
             for extent in visit:
                 if extent.nbytes:
                     spans.setdefault(_remote(extent).key, []).append((extent.offset, extent.offset + extent.nbytes))
-        for key, own in spans.items():
+        for key, spans_of_file in spans.items():
             runs: list[list[int]] = []
-            for start, end in sorted(set(own)):
+            for start, end in sorted(set(spans_of_file)):
                 if runs and start <= runs[-1][1]:
                     runs[-1][1] = max(runs[-1][1], end)
                 else:
@@ -118,8 +118,8 @@ def _remote(extent: Extent) -> RemoteFile:
     return extent.file
 
 
-def _slots(spool_bytes: int) -> int:
-    return max(MIN_SLOTS, spool_bytes // BLOCK_BYTES)
+def _slots(cache_bytes: int) -> int:
+    return max(MIN_SLOTS, cache_bytes // BLOCK_BYTES)
 
 
 def _ahead(slots: int) -> int:
@@ -143,10 +143,10 @@ class TransferEstimate:
     passes: int
 
 
-def estimate(visits: Sequence[Visit], spool_bytes: int = SPOOL_BYTES) -> TransferEstimate:
+def estimate(visits: Sequence[Visit], cache_bytes: int = STREAM_CACHE_BYTES) -> TransferEstimate:
     """What travels for some visits. Cost: a few microseconds for each visit of a block."""
-    blocks, ahead = Blocks(visits), _ahead(_slots(spool_bytes))
-    room, kept = _slots(spool_bytes) - ahead, set[Block]()
+    blocks, ahead = Blocks(visits), _ahead(_slots(cache_bytes))
+    room, kept = _slots(cache_bytes) - ahead, set[Block]()
     needed = network = requests = passes = 0
     for place, block in enumerate(blocks.order):
         nbytes = block.end - block.start
@@ -173,11 +173,11 @@ class ReadAhead:
     fetched_bytes  so far
     """
 
-    def __init__(self, visits: Sequence[Visit], spool_bytes: int = SPOOL_BYTES) -> None:
+    def __init__(self, visits: Sequence[Visit], cache_bytes: int = STREAM_CACHE_BYTES) -> None:
         """visits: what will be read, in order."""
         self.fetched_bytes = 0
         self._blocks = Blocks(visits)
-        self._slots = _slots(spool_bytes)
+        self._slots = _slots(cache_bytes)
         self._condition = threading.Condition()
         self._stop = threading.Event()
         self._here: dict[Block, None] = {}
@@ -195,8 +195,8 @@ class ReadAhead:
             self._spool = Spool(BLOCK_BYTES, spool_folder())
             for file in self._files:
                 file.ahead = self
-            wanted = min(CONNECTIONS, len(self._blocks.order), self._slots)
-            self._threads = [threading.Thread(target=self._work, name=f"fetch-{i}", daemon=True) for i in range(wanted)]
+            n_threads = min(CONNECTIONS, len(self._blocks.order), self._slots)
+            self._threads = [threading.Thread(target=self._work, name=f"fetch-{i}", daemon=True) for i in range(n_threads)]
             for thread in self._threads:
                 thread.start()
         return self
@@ -329,13 +329,13 @@ class ReadAhead:
             late = bool(self._late)
             place = heapq.heappop(self._late) if late else self._pointer
             block = self._blocks.order[place]
-            wanted = block.state == "" and block.error is None and place in block.places and place >= self._past()
-            if wanted and (place > self._frontier + _ahead(self._slots) or not self._give_slot(block, urgent=False)):
+            is_needed = block.state == "" and block.error is None and place in block.places and place >= self._past()
+            if is_needed and (place > self._frontier + _ahead(self._slots) or not self._give_slot(block, urgent=False)):
                 if late:
                     heapq.heappush(self._late, place)
                 return None
             self._pointer += not late
-            if wanted:
+            if is_needed:
                 return block
         return None
 

@@ -3,7 +3,11 @@
 opening.py   how a model's weight files become plain tensors
 config.py    what config.json says of quantisation
 decoded.py   sources whose weights are decoded from codes on each read
-matrices.py  encodings of weight matrices, and scales that several formats share
+matrices.py  encodings of weight matrices, and what several formats share of them
+hessians.py  codes that suit what enters a weight
+unfused.py   a model with a step for each matrix, as programs with formats of their own load it
+reader_configs.py  config.json as such programs take it
+engines.py   which formats the programs that run models load
 
 To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES`; or a package with an entry point of the group
 `weightsmith.formats`.
@@ -11,10 +15,12 @@ To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES`; 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 from weightsmith._base.errors import Finding, PluginError, UnknownName, nearest
 from weightsmith._base.plugins import Plugins
+from weightsmith.abc.stored import CacheEncoding
 from weightsmith.abc.stored import Encoding as Encoding
 from weightsmith.abc.stored import StoredFormat as StoredFormat
 
@@ -42,8 +48,14 @@ def formats() -> tuple[StoredFormat, ...]:
     return (*_ours(), *(each for each in _installed().values() if isinstance(each, StoredFormat)))
 
 
+def each_format() -> Iterator[StoredFormat]:
+    """As `formats`, each imported when it is reached: most models are stored by the first."""
+    yield from map(FORMATS.get, FORMATS.builtin)
+    yield from (each for each in _installed().values() if isinstance(each, StoredFormat))
+
+
 def _ours() -> tuple[StoredFormat, ...]:
-    return tuple(map(FORMATS.get, FORMATS.own))
+    return tuple(map(FORMATS.get, FORMATS.builtin))
 
 
 def broken() -> tuple[Finding, ...]:
@@ -60,6 +72,8 @@ def installed_code() -> tuple[str, ...]:
 def _installed() -> dict[str, StoredFormat | Finding]:
     """The formats that installed packages bring, or why they cannot be used."""
     found: dict[str, StoredFormat | Finding] = {}
+    if not FORMATS.brought:
+        return found
     taken = {encoding.name for each in _ours() for encoding in each.encodings}
     for name in FORMATS.brought:
         try:
@@ -84,22 +98,26 @@ def encodings() -> dict[str, Encoding]:
     return {encoding.name: encoding for each in formats() for encoding in each.encodings}
 
 
+def find_cache(name: str) -> CacheEncoding | None:
+    """How keys and values are stored as `name`: `fp8`."""
+    return next((cache for stored_format in formats() for cache in stored_format.caches if cache.name == name), None)
+
+
 def find_encoding(name: str) -> Encoding:
     """The encoding of this name, which may have a setting: `exl2 4/g128`, `plain F16`. Raises UnknownName.
 
     >>> find_encoding("exl2 5@0.1/g128+4@0.9/g64").params.bits
     (5, 4)
     """
-    known = encodings()
-    if name in known:
-        return known[name]
     try:
-        found = next((made for each in formats() if (made := each.parse(name)) is not None), None)
+        for each in each_format():
+            named = next((encoding for encoding in each.encodings if encoding.name == name), None)
+            if (found := named or each.parse(name)) is not None:
+                return found
     except ValueError:
         family, _, setting = name.partition(" ")
         raise UnknownName(f"encoding '{family}' has no setting '{setting}'") from None
-    if found is not None:
-        return found
+    known = encodings()
     details = tuple(f"{each.where}: {each.what}" for each in broken())
     fix = f"write one of {', '.join(known)}"
     raise UnknownName(f"unknown encoding '{name}'{nearest(name, known)}", details=details, fix=fix)

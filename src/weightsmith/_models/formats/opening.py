@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from weightsmith._base.strict_json import parse_object, read_object
 from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
 from weightsmith._files.ranks import of_ranks
 from weightsmith._files.subfolders import within
-from weightsmith._models.formats import broken, formats
+from weightsmith._models.formats import FORMATS, broken, each_format, formats
 from weightsmith._models.formats.config import (
     DAMAGED_CHECKPOINT,
     SETTINGS_FILES,
@@ -28,9 +28,27 @@ from weightsmith.abc.stored import Config, Specs, Wrapped
 MAX_CONFIG_BYTES = 16 << 20
 
 
-def kinds() -> tuple[FileKind, ...]:
+_PLAIN_ENDS = (".weight", ".bias")
+_PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def kinds() -> Iterator[FileKind]:
     """File formats, in order of preference if a folder holds several."""
-    return tuple(kind for each in formats() for kind in each.files)
+    return (kind for each in each_format() for kind in each.files)
+
+
+def surely_plain(config: Config | None, specs: Specs) -> bool:
+    """Whether a look at names and dtypes is enough to say that no format stores these tensors. Formats are not imported then.
+
+    >>> from weightsmith._base.tensors import DTYPES, TensorSpec
+    >>> surely_plain({}, {"q.weight": TensorSpec("q.weight", DTYPES["BF16"], (8, 8))})
+    True
+    >>> surely_plain({}, {"q.scale": TensorSpec("q.scale", DTYPES["BF16"], (8, 8))})
+    False
+    """
+    if config_entries(config or {}) or FORMATS.brought:
+        return False
+    return all(name.endswith(_PLAIN_ENDS) and spec.dtype.name in _PLAIN_DTYPES for name, spec in specs.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +152,8 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
         method = entry.get("quant_method") or entry.get("mode") or "unnamed method"
         bits = f", {show(entry['bits'])} bits" if "bits" in entry else ""
         return f"{show(method)}{bits} ({where} in config.json)"
+    if surely_plain(config, specs):
+        return None
     marks = [mark for each in formats() for mark in each.marks.items()]
     suffixes = tuple(suffix for suffix, _ in marks)
     for name in specs:
@@ -206,13 +226,15 @@ def with_metadata(config: Config | None, opened: Opened, where: str) -> Config |
 
 def _is_quantised(config: Config, specs: Specs) -> bool:
     """A stored format recognises the model."""
-    return any(each.recognises(config, specs) for each in formats())
+    return not surely_plain(config, specs) and any(each.recognises(config, specs) for each in formats())
 
 
 def wrap(opened: Opened, config: Config | None, where: str) -> Wrapped:
     """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
     stays so."""
     source, described = opened.source, with_metadata(config, opened, where) or {}
+    if surely_plain(described, source.specs):
+        return Wrapped(source, config)
     for each in formats():
         if each.recognises(described, source.specs):
             found = each.read(source, described, where)

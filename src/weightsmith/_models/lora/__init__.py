@@ -7,11 +7,13 @@ files.py     adapters in single files without a config
 networks.py  which network of a pipeline a name is of, and where its modules are in a model
 opening.py   opens an adapter of any form
 inside.py    models that hold an adapter which was never merged
+
+`__init__.pyi` lists the names that others import from here. A module is imported when its name is first used: most models have
+no adapter.
 """
 
-from weightsmith._models.lora.adapter import Adapter
-from weightsmith._models.lora.apply import Names, apply_adapter, find_places
-from weightsmith._models.lora.inside import with_inner_adapter
-from weightsmith._models.lora.opening import open_adapter
+from __future__ import annotations
 
-__all__ = ["Adapter", "Names", "apply_adapter", "find_places", "open_adapter", "with_inner_adapter"]
+from weightsmith._base.exports import public_names
+
+__all__, __getattr__ = public_names(__name__, __file__, globals())

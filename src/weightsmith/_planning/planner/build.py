@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,11 +15,11 @@ from weightsmith import _methods as methods
 from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import exists, expand_user, is_folder
-from weightsmith._base.options import RecipeOptions
 from weightsmith._files.collector import collector_paused
 from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.companions import held_files, joined
 from weightsmith._planning.planner.inputs import missing_models, open_models
 from weightsmith._planning.planner.merges import (
@@ -83,8 +83,8 @@ def assemble_source(
 
 
 def _load(source: recipes.Source, command: recipes.Command | None, options: RecipeOptions) -> recipes.Loaded:
-    settings, names = dict(options.settings), parameter_names()
-    return recipes.load(source, command, settings=settings, lenient=options.lenient, parameter_names=names)
+    settings = dict(options.settings)
+    return recipes.load(source, command, settings=settings, lenient=options.lenient, parameter_names=PARAMETER_NAMES)
 
 
 def _recipe_of(loaded: recipes.Loaded, find_method: Callable[[str], Method]) -> Any:
@@ -344,6 +344,21 @@ def _in_order(recipe: Recipe) -> list[ModelRef]:
     return list(found.values())
 
 
-def parameter_names() -> list[str]:
-    """The names of all methods' parameters."""
-    return sorted({p.name for m in methods.all_methods() for p in m.parameters})
+class ParameterNames(Collection[str]):
+    """The names of all methods' parameters. They import every method, so they are looked up when they are first needed."""
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return sorted({parameter.name for method in methods.all_methods() for parameter in method.parameters})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+PARAMETER_NAMES = ParameterNames()

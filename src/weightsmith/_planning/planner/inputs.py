@@ -10,19 +10,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsmith._base.errors import Finding, NotFound, ShapeError, Unsupported, WeightsmithError, nearest
 from weightsmith._base.files import exists, expand_user, real_path
 from weightsmith._base.installation import install
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
-from weightsmith._models.lora import Names, apply_adapter, open_adapter, with_inner_adapter
+from weightsmith._models.lora.forms import find_factors
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.task_heads import is_other_head, is_task_head
 from weightsmith._planning.planner.loading import built_names, installed
 from weightsmith._planning.planner.patterns import is_pattern
 from weightsmith._planning.recipe import ModelRef, Recipe
+
+if TYPE_CHECKING:
+    from weightsmith._models.lora import Names
 
 Result = TypeVar("Result")
 
@@ -91,6 +94,21 @@ def _quantised(ref: ModelRef, checkpoint: Checkpoint) -> Unsupported:
     return Unsupported(what, where=ref.where, fix="name an unquantised checkpoint of the same model")
 
 
+def is_adapter(ref: ModelRef) -> bool:
+    """Whether a model is a local folder with an adapter in it, or a file of factors."""
+    if ref.lora is not None:
+        return False
+    try:
+        place = locate(ref.path, ref.revision or None)
+    except WeightsmithError:
+        return False
+    if not isinstance(place, Path) or exists(place / "config.json"):
+        return False
+    from weightsmith._models.lora.opening import is_adapter
+
+    return is_adapter(place)
+
+
 def missing_models(refs: Iterable[ModelRef]) -> list[WeightsmithError]:
     """Problems of the models of a broken recipe: names that are neither a local path nor a Hub id."""
     problems = []
@@ -130,9 +148,14 @@ def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | No
     stack.callback(checkpoint.close)
     if checkpoint.quantised is not None:
         return checkpoint
-    checkpoint = with_inner_adapter(checkpoint, built_names)
+    if find_factors(checkpoint.specs):
+        from weightsmith._models.lora import with_inner_adapter
+
+        checkpoint = with_inner_adapter(checkpoint, built_names)
     if ref.lora is None:
         return checkpoint
+    from weightsmith._models.lora import apply_adapter, open_adapter
+
     adapter = open_adapter(ref.lora.path, revision=ref.lora.revision or None)
     stack.callback(adapter.checkpoint.close)
     return asking(checkpoint, partial(apply_adapter, checkpoint, adapter, str(ref)))

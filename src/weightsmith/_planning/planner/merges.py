@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import Finding, MethodError, PlanError, RecipeError, WeightsmithError
-from weightsmith._base.options import RecipeOptions
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files.copied import left_out_findings
@@ -28,6 +27,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith._models.tokenizers.vocabulary import FILES
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.account import Account
 from weightsmith._planning.planner.agreement import Model, compared, disagreements, of_different_architectures
 from weightsmith._planning.planner.audit import Audit

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith._activations.rows import BUILT_IN
-from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import Finding, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._methods.base import Method, Requirement
@@ -214,6 +212,8 @@ def _without(names: Sequence[str]) -> Finding:
 
 
 def _files(texts: Iterable[TextSource]) -> list[Path]:
+    from weightsmith._activations.rows import BUILT_IN
+
     return [Path(source) for source in dict.fromkeys(text.source for text in texts) if source != BUILT_IN]
 
 
@@ -253,6 +253,8 @@ class _Reader:
         array = array_name(self._requests[read.model, required], read.tensor)
         if view is None:
             return StatisticRead(kind, i, Read(PRODUCTS, array))
+        from weightsmith._activations.statistics import find_statistic
+
         shape, (n, k) = find_statistic(kind).shape, self._inputs[read.model].specs[read.tensor].shape
         if not isinstance(view, Block) or not view.whole_rows:
             return None

@@ -45,7 +45,7 @@ from weightsmith._models.tokenizers import (
 )
 from weightsmith._models.tokenizers.convert import REPLACED, Converted, convert
 from weightsmith._models.tokenizers.files import (
-    TEMPLATES,
+    CHAT_TEMPLATES,
     choose_template,
     json_bytes,
     move_ids,
@@ -157,7 +157,7 @@ class _Placer:
     def _check(self, read: Read) -> None:
         """Note a tensor that cannot follow the vocabulary."""
         spec, rows = self.models[read.model].get(read.tensor), self.counts[read.model]
-        own = self.alignment.own[read.model]
+        own = self.alignment.model_rows[read.model]
         if spec is None or (len(own) == rows and np.array_equal(own, np.arange(rows))):
             return
         if why := vocabulary.obstacle(spec, rows, self.configs[read.model]):
@@ -221,7 +221,7 @@ class _Placer:
         """A model's table for a tensor of `height` rows, of which the output has `rows`."""
         key = (default, model, height, rows)
         if key not in self._limited:
-            found = (self.alignment.defaults if default else self.alignment.own)[model][:rows]
+            found = (self.alignment.defaults if default else self.alignment.model_rows)[model][:rows]
             self._limited[key] = np.where(found < height, found, np.int32(-1)).astype(np.int32)
         return self._limited[key]
 
@@ -528,7 +528,7 @@ class VocabularyPlanner:
         template, path = choose_template(asked, templates, self.folder, where)
         found.named = () if path is None else (path,)
         if asked == "auto" and not template:
-            fix = f"name one: {', '.join(TEMPLATES)}; or leave the line out"
+            fix = f"name one: {', '.join(CHAT_TEMPLATES)}; or leave the line out"
             found.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
             return
         made = Companions(self.labels, self.opened, self.donor, found.files)

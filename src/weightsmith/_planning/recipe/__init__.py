@@ -20,6 +20,7 @@ from weightsmith._planning.recipe.load import Template as Template
 from weightsmith._planning.recipe.load import Written as Written
 from weightsmith._planning.recipe.load import copy_of as copy_of
 from weightsmith._planning.recipe.load import load as load
+from weightsmith._planning.recipe.load import load_recipe as load_recipe
 from weightsmith._planning.recipe.load import parse as parse
 from weightsmith._planning.recipe.load import read_template as read_template
 from weightsmith._planning.recipe.misuse import HARMLESS as HARMLESS
@@ -40,8 +41,6 @@ from weightsmith._planning.recipe.records import TextRef as TextRef
 from weightsmith._planning.recipe.records import Tokenizer as Tokenizer
 from weightsmith._planning.recipe.records import TokenRule as TokenRule
 from weightsmith._planning.recipe.records import Upcycling as Upcycling
-from weightsmith._planning.recipe.schema import moe_schema as moe_schema
-from weightsmith._planning.recipe.schema import schema as schema
 from weightsmith._planning.recipe.tuning import Tunable as Tunable
 from weightsmith._planning.recipe.values import SCHEDULED as SCHEDULED
 from weightsmith._planning.recipe.values import Entry as Entry

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from weightsmith._activations.options import StatisticsSettings
 from weightsmith._activations.rows import text_source
 from weightsmith._activations.stored import is_stored, read_stored
 from weightsmith._base.errors import (
@@ -29,29 +30,22 @@ from weightsmith._base.errors import (
     WeightsmithError,
 )
 from weightsmith._base.files import expand_user, is_folder
-from weightsmith._base.options import (
-    AutoSettings,
-    QuantizeSettings,
-    RecipeOptions,
-    RunOptions,
-    StatisticsSettings,
-    lists_options,
-    option_error,
-    read_options,
-)
-from weightsmith._base.options.keywords import AutoKeywords
-from weightsmith._base.pages import write_page
+from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._execution.distributed import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.auto.choice import RowScores, Scores, choose, difference, score, strength, too_far
-from weightsmith._reports.auto.page import auto_page
+from weightsmith._reports.auto.options import AutoSettings
 from weightsmith._reports.auto.pool import Journal, Models, Pool
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
 from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
+from weightsmith._reports.keywords import AutoKeywords
 
 SUM_STRENGTHS, TSV_STRENGTHS = (0.6, 1.0), (0.4, 0.8)
 """Scored beside 0, which is the base, and for sums 1/N, which is the mean."""
@@ -117,14 +111,16 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
         search = _Search(one, models, names, pairs, folder, journal, bool(texts), running, shown)
         result = search.run()
-    recipe = search.recipe(result.choice.name)
     shown.say(f"writing {result.choice.name}")
-    with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
-        execute(prepared, out, running, Callbacks(*callbacks(shown, "merging")), began=began)
+    with prepare_any(search.recipe(result.choice.name), RecipeOptions(), QuantizeSettings()) as prepared:
         text = prepared.plan.recipe
+    # The recipe names the texts. This merge reads what was measured on them.
+    with prepare_any(search.recipe(result.choice.name, search.folders), RecipeOptions(), QuantizeSettings()) as prepared:
+        repeatable = replace(prepared, plan=replace(prepared.plan, recipe=text))
+        execute(repeatable, out, running, Callbacks(*callbacks(shown, "merging")), began=began)
     shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
     result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
-    write_page(folder / PAGE, auto_page(result))
+    result.report().write(folder / PAGE)
     return result
 
 
@@ -239,7 +235,10 @@ def _pairs(
 
 @dataclass(eq=False)
 class _Search:
-    """The candidates of one call, by name."""
+    """The candidates of one call, by name.
+
+    folders  statistics of the fine-tunes; [] while there are none
+    """
 
     one: Opened
     models: Models
@@ -256,6 +255,7 @@ class _Search:
         self._factors = dict[str, float]()
         self._scored = dict[str, Scores]()
         self._tokens = row_tokens(self.one)
+        self.folders: list[str] = []
 
     @property
     def measure(self) -> str:
@@ -301,12 +301,12 @@ class _Search:
         for name in (SUM, TSV):
             self.shown.say(f"strengths 3/5: {name} at {self._strengths[name]:g}")
             self._scored[name] = pool.scores(self.recipe(name))
-        folders = [self._statistics(i) for i in range(n)]
+        self.folders = [self._statistics(i) for i in range(n)]
         for name in (REGMEAN_TSV, REGMEAN_SUM):
             self.shown.say(f"candidates 5/5: {name}")
-            self._scored[name] = pool.scores(self.recipe(name, folders))
+            self._scored[name] = pool.scores(self.recipe(name, self.folders))
         if self.with_texts:
-            self._scale(pool, folders)
+            self._scale(pool)
 
     def _strength(self, pool: Pool, name: str, known: Mapping[float, Mapping[str, Any]], tried: Sequence[float]) -> float:
         """The best strength of `sum` or `tsv_m`, by a parabola."""
@@ -318,20 +318,20 @@ class _Search:
             points[place] = score(pool.scores(recipe, few=True), self.measure)
         return strength(points)
 
-    def _scale(self, pool: Pool, folders: Sequence[str]) -> None:
+    def _scale(self, pool: Pool) -> None:
         """RegMean's result times factors: with texts, the score sees deltas that are too long or too short."""
         points = {1.0: score(self._scored[REGMEAN_TSV], "nats")}
         for factor in FACTORS:
-            points[factor] = score(self._factored(pool, factor, folders), "nats")
+            points[factor] = score(self._factored(pool, factor), "nats")
         best = strength(points)
         if min(abs(best - factor) for factor in points) > 0.05:
-            self._factored(pool, best, folders)
+            self._factored(pool, best)
 
-    def _factored(self, pool: Pool, factor: float, folders: Sequence[str]) -> Scores:
+    def _factored(self, pool: Pool, factor: float) -> Scores:
         name = f"{REGMEAN_TSV}, times {factor:g}"
         self._factors[name] = factor
         self.shown.say(f"candidates 5/5: {name}")
-        self._scored[name] = pool.scores(self.recipe(name, folders))
+        self._scored[name] = pool.scores(self.recipe(name, self.folders))
         return self._scored[name]
 
     def recipe(self, name: str, statistics: Sequence[str] = ()) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from weightsmith._base.pages import Code, Column, Facts, Page, Table
-from weightsmith._base.pages.values import Block, Value
+from weightsmith._base.report import Code, Column, Facts, Report, Table
+from weightsmith._base.report.blocks import Block, Value
 from weightsmith._base.text import duration
 from weightsmith._reports.auto.result import Auto
 from weightsmith._reports.evaluate.values import Mean
 
 
-def auto_page(result: Auto) -> Page:
+def auto_report(result: Auto) -> Report:
     """What was measured, what was chosen and why."""
     source = "given" if result.with_texts else "written by the fine-tunes"
     facts: tuple[tuple[str, Value], ...] = (
@@ -26,7 +26,7 @@ def auto_page(result: Auto) -> Page:
     if result.recipe:
         about = "weightsmith merge repeats the merge with it, to the byte."
         blocks = (*blocks, Code("The recipe", result.recipe, about))
-    return Page(
+    return Report(
         f"{result.out.name}: a merge of {', '.join(tune.name for tune in result.fine_tunes)}",
         result.reading,
         blocks,

@@ -14,9 +14,8 @@ import numpy as np
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, ParameterError
 from weightsmith._base.files import write_whole
-from weightsmith._base.options import RunOptions
 from weightsmith._base.strict_json import JsonError, parse
-from weightsmith._execution.run import resources_of
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans.statistics import TextSource
 from weightsmith._reports.auto.choice import RowScores, Scores

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from weightsmith._base.pages import Shown
+from weightsmith._base.report import Report, Reported
 from weightsmith._reports.auto.choice import FAR_NATS, Choice
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
 from weightsmith._reports.look.models import json_values
@@ -49,7 +49,7 @@ class FineTune:
 
 
 @dataclass(frozen=True)
-class Auto(Shown):
+class Auto(Reported):
     """`weightsmith.auto` makes it.
 
     out         the folder that was written
@@ -72,8 +72,6 @@ class Auto(Shown):
     rows: tuple[int, ...]
     seconds: float
 
-    page_function: ClassVar[str] = "_reports.auto.page:auto_page"
-
     @property
     def reading(self) -> tuple[str, ...]:
         """The conclusions, in sentences."""
@@ -91,6 +89,11 @@ class Auto(Shown):
                 what = f"{each.name} hardly differs from the base ({each.distance:.3f} nats a token)"
                 lines.append(f"{what}, so what it wrote is the base's text.")
         return tuple(lines)
+
+    def report(self) -> Report:
+        from weightsmith._reports.auto.page import auto_report
+
+        return auto_report(self)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

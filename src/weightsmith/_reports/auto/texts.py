@@ -16,8 +16,9 @@ import numpy as np
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith._base.files import write_whole
-from weightsmith._base.options import RunOptions, WriteSettings
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter
+from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.auto.write import writer
 from weightsmith._reports.evaluate.opening import Opened, prepare_named
 

@@ -14,17 +14,17 @@ import numpy as np
 from weightsmith._activations.scored_rows import Cutter
 from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterError, PlanError, StoreError, Unsupported
 from weightsmith._base.files import expand_user, write_whole
-from weightsmith._base.options import RunOptions, WriteSettings, lists_options, read_options
-from weightsmith._base.options.keywords import WriteKeywords
-from weightsmith._engine.local import run
+from weightsmith._base.options import lists_options, read_options
+from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Workload
-from weightsmith._engine.unwritten import MemoryOutput
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
-from weightsmith._execution.run import resources_of
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
+from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
+from weightsmith._reports.keywords import WriteKeywords
 from weightsmith.abc.product_targets import WholeTensor
 
 if TYPE_CHECKING:

@@ -13,15 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsmith._base.files import expand_user
-from weightsmith._base.options import EvaluateSettings, QuantizeSettings, RecipeOptions, RunOptions
 from weightsmith._base.text import status
 from weightsmith._execution.execute import execute
 from weightsmith._execution.identity import work_identity
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.formats import prepare_copy
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command
 from weightsmith._reports.evaluate.opening import Asked, is_recipe, prepare_named
+from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.working import work_folder
 
 

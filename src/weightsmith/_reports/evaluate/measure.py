@@ -10,16 +10,15 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._activations.given_texts import GivenText, as_files
-from weightsmith._activations.rows import TOKENS, text_source
+from weightsmith._activations.losses import Known, Scored, scored
+from weightsmith._activations.rows import TOKENS, GivenText, as_files, text_source
 from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
-from weightsmith._activations.scoring import Known, Scored, scored
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
-from weightsmith._base.options import EvaluateSettings, RunOptions, assignment, lists_options, option_error, read_options
+from weightsmith._base.options import assignment, lists_options, option_error, read_options
 from weightsmith._base.options import named as named_option
-from weightsmith._base.options.keywords import EvaluateKeywords
 from weightsmith._base.text import count
 from weightsmith._engine.local import Progress
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, RunRequest, kept_products, staged
 from weightsmith._outputs.staging import Staging
@@ -38,8 +37,10 @@ from weightsmith._reports.evaluate.opening import (
     opened,
     prepare_named,
 )
+from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
 from weightsmith._reports.evaluate.working import work_folder
+from weightsmith._reports.keywords import EvaluateKeywords
 from weightsmith._reports.look.surveys import Watching
 from weightsmith.abc.product import Arrays
 

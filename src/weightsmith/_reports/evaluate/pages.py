@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from weightsmith._base.pages import Code, Column, Facts, Mark, Page, Table
-from weightsmith._base.pages.values import Block, Value
+from weightsmith._base.report import Code, Column, Facts, Mark, Report, Table
+from weightsmith._base.report.blocks import Block, Value
 from weightsmith._reports.evaluate.layers import worst_layers
 from weightsmith._reports.evaluate.values import Evaluation, Score, of_change
 
 
-def evaluation_page(found: Evaluation) -> Page:
+def evaluation_report(found: Evaluation) -> Report:
     """Models on texts."""
     facts: list[tuple[str, Value]] = [("tokens in a row", f"{found.row_tokens:,}")] if found.texts else []
     facts += [("reference", found.reference)] if found.reference is not None else []
@@ -30,7 +30,7 @@ def evaluation_page(found: Evaluation) -> Page:
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "eval", *found.models, *texts, *reference, *found.command])))
     by = f"on {', '.join(found.texts[:3])}" if found.texts else "by a command"
     title = f"{', '.join(found.models[:3])}{', …' if len(found.models) > 3 else ''} {by}"
-    return Page(title, found.reading, tuple(blocks), found.to_json())
+    return Report(title, found.reading, tuple(blocks), found.to_json())
 
 
 def score_table(title: str, found: Evaluation, scores: Sequence[Score], about: str = "") -> Table:

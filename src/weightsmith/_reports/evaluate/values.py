@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.pages import Shown
+from weightsmith._base.report import Report, Reported
 from weightsmith._base.text import count
 from weightsmith._reports.look.models import json_values
 
@@ -169,7 +169,7 @@ def _mean(means: Sequence[Mean]) -> Mean:
 
 
 @dataclass(frozen=True)
-class Evaluation(Shown):
+class Evaluation(Reported):
     """The scores of models on texts. Returned by `weightsmith.evaluate`.
 
     models     as they were given; the first is the baseline
@@ -193,8 +193,6 @@ class Evaluation(Shown):
     layers: tuple[tuple[float, ...] | None, ...] = ()
     command: tuple[str, ...] = ()
     measured: tuple[float, ...] = ()
-
-    page_function: ClassVar[str] = "_reports.evaluate.pages:evaluation_page"
 
     def __repr__(self) -> str:
         """Short: a dataclass's own would list every score."""
@@ -230,6 +228,11 @@ class Evaluation(Shown):
                 own = {"model": model, "text": text, **_columns(score)}
                 found.append({**own, "measured": self.measured[i]} if self.measured else own)
         return found
+
+    def report(self) -> Report:
+        from weightsmith._reports.evaluate.pages import evaluation_report
+
+        return evaluation_report(self)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

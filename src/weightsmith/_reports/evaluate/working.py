@@ -10,10 +10,11 @@ from pathlib import Path
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._base.installation import cache_home
-from weightsmith._base.options import EvaluateSettings, named
+from weightsmith._base.options import named
 from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.places import find_unfinished
+from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith.abc.output import Unfinished
 
 _OUTPUT = ("choose another output folder", "write to another disk")

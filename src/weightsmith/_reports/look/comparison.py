@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import ParameterError, nearest
-from weightsmith._base.pages import Shown
+from weightsmith._base.report import Report, Reported
 from weightsmith._base.text import count
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES, gram
@@ -24,8 +24,19 @@ from weightsmith._methods.jobs.combination import symmetric
 from weightsmith._plans import Product, Step
 from weightsmith._reports.look.differences import WIDTH, Floats, analyse_sketch, measured, sparse_signs
 from weightsmith._reports.look.models import Place, by_layer_and_part, is_floating, json_values, match, opened
-from weightsmith._reports.look.nonfinite import NonFinite, counted, decoded, of_rows, sentences, together
-from weightsmith._reports.look.surveys import Survey, Watching, added, survey_kind, survey_product
+from weightsmith._reports.look.surveys import (
+    NonFinite,
+    Survey,
+    Watching,
+    added,
+    counted,
+    decoded,
+    of_rows,
+    sentences,
+    survey_kind,
+    survey_product,
+    together,
+)
 from weightsmith.abc.job import Matrix, Tile
 
 # ---- The `alignments` product: how the task vectors of several models lie to each other.
@@ -245,7 +256,7 @@ class _Sums:
 
 
 @dataclass(frozen=True)
-class Comparison(Shown):
+class Comparison(Reported):
     """The task vectors of several models, side by side. Returned by `weightsmith.diff` with a base.
 
     base, names  as they were given
@@ -263,8 +274,6 @@ class Comparison(Shown):
     total: Alignment
     missing: tuple[str, ...]
     chosen: tuple[str, ...] = ()
-
-    page_function: ClassVar[str] = "_reports.look.pages:comparison_page"
 
     def __repr__(self) -> str:
         """Short: a dataclass's own would list every tensor."""
@@ -298,6 +307,11 @@ class Comparison(Shown):
                 row |= {f"{what} {pair}": value for pair, value in zip(pairs, values, strict=True)}
             found.append(row)
         return found
+
+    def report(self) -> Report:
+        from weightsmith._reports.look.reports import comparison_report
+
+        return comparison_report(self)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

@@ -12,13 +12,19 @@ from weightsmith._base.errors import ParameterError
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.tokenizers.vocabulary import Vocabulary
 from weightsmith._reports.look.comparison import Comparison, compare
+from weightsmith._reports.look.difference import Difference, Leading, MovedRow, TensorDifference, read_difference
 from weightsmith._reports.look.differences import VALUES, differences, measured
-from weightsmith._reports.look.files import compare_files, fetch_small, is_merge, lineage, vocabulary_of
-from weightsmith._reports.look.models import Matched, match, opened
-from weightsmith._reports.look.nonfinite import of_rows
-from weightsmith._reports.look.reading import read_difference
-from weightsmith._reports.look.surveys import Watching
-from weightsmith._reports.look.values import Difference, Leading, MovedRow, TensorDifference
+from weightsmith._reports.look.models import (
+    Matched,
+    compare_files,
+    fetch_small,
+    is_merge,
+    lineage,
+    match,
+    opened,
+    vocabulary_of,
+)
+from weightsmith._reports.look.surveys import Watching, of_rows
 from weightsmith.abc.product import Arrays
 
 Name = str | os.PathLike[str]

@@ -24,12 +24,14 @@ from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Product, Step
 from weightsmith._reports.look.models import Matched
-from weightsmith._reports.look.nonfinite import counted, decoded, differs
 from weightsmith._reports.look.surveys import (
     POWERS,
     Survey,
     Watching,
     added,
+    counted,
+    decoded,
+    differs,
     keep_largest,
     magnitudes,
     sampled,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
 from weightsmith._base.files import is_folder
 from weightsmith._base.groups import grouped
-from weightsmith._base.pages import Shown
+from weightsmith._base.report import Report, Reported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES
@@ -35,11 +35,21 @@ from weightsmith._models.tokenizers.files import template_of
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import COPY, Product, Read, Step
-from weightsmith._reports.look.files import fetch_small, licence, lineage, vocabulary_of
-from weightsmith._reports.look.models import Place, check_patterns, json_values, matches, opened, place_of
-from weightsmith._reports.look.nonfinite import NonFinite
+from weightsmith._reports.look.models import (
+    Place,
+    check_patterns,
+    fetch_small,
+    json_values,
+    licence,
+    lineage,
+    matches,
+    opened,
+    place_of,
+    vocabulary_of,
+)
 from weightsmith._reports.look.surveys import (
     POWERS,
+    NonFinite,
     Survey,
     Watching,
     added,
@@ -206,7 +216,7 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True)
-class Inspection(Shown):
+class Inspection(Reported):
     """A model's architecture, size, dtypes and files. Returned by `weightsmith.inspect`.
 
     name         as it was given
@@ -248,13 +258,16 @@ class Inspection(Shown):
     notes: tuple[str, ...]
     statistics: tuple[TensorStatistics, ...] | None
 
-    page_function: ClassVar[str] = "_reports.look.pages:inspection_page"
-
     def __repr__(self) -> str:
         """Short: a dataclass's own would list every tensor."""
         kind = f"{self.architecture}, " if self.architecture else ""
         dtypes = ", ".join(amount.name for amount in self.dtypes)
         return f"<Inspection of {self.name}: {kind}{self.elements:,} parameters in {len(self.tensors):,} tensors, {dtypes}>"
+
+    def report(self) -> Report:
+        from weightsmith._reports.look.reports import inspection_report
+
+        return inspection_report(self)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

@@ -7,37 +7,39 @@ a survey reads them, to compare them with the models.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.groups import grouped
-from weightsmith._base.options import QuantizeSettings, RecipeOptions, lists_options, read_options
-from weightsmith._base.options.keywords import PlanKeywords
-from weightsmith._base.pages import Shown
-from weightsmith._base.pages.values import finite_or_mark, written
+from weightsmith._base.options import lists_options, read_options
+from weightsmith._base.report import Report, Reported
+from weightsmith._base.report.blocks import finite_or_mark, written
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources
 from weightsmith._execution.distance import share_of
 from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import download
 from weightsmith._planning.planner.prepared import stream as stream_weights
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
+from weightsmith._reports.keywords import PlanKeywords
+from weightsmith._reports.look.difference import in_layers
 from weightsmith._reports.look.models import Place, by_layer_and_part, json_values, place_of
-from weightsmith._reports.look.nonfinite import NonFinite, of_rows, sentences, together
-from weightsmith._reports.look.reading import in_layers
 from weightsmith._reports.look.sampling import merging_leaves, sample, survivals
-from weightsmith._reports.look.surveys import Watching, survey
+from weightsmith._reports.look.surveys import NonFinite, Watching, of_rows, sentences, survey, together
 
 if TYPE_CHECKING:
     from weightsmith._planning.planner import Prepared
@@ -100,7 +102,7 @@ class GroupPreview:
 
 
 @dataclass(frozen=True)
-class Preview(Shown):
+class Preview(Reported):
     """The estimated effect of a merge. Returned by `weightsmith.preview`.
 
     method   of the merge
@@ -127,8 +129,6 @@ class Preview(Shown):
     stops: tuple[str, ...]
     plan: Plan
 
-    page_function: ClassVar[str] = "_reports.look.pages:preview_page"
-
     def __repr__(self) -> str:
         """Short: a dataclass's own would list every layer."""
         share = written(finite_or_mark(self.total.share), "share")
@@ -138,6 +138,12 @@ class Preview(Shown):
     def warnings(self) -> tuple[Finding, ...]:
         """What may be wrong with the merge, in words; besides the plan's own warnings."""
         return tuple(_warn(self))
+
+    def report(self, costs: Mapping[str, int] = MappingProxyType({})) -> Report:
+        """costs: bytes and threads of the merge, by name."""
+        from weightsmith._reports.look.reports import preview_report
+
+        return preview_report(self, costs)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined or infinite."""

@@ -21,8 +21,7 @@ from weightsmith._kernels.differences import SURVIVAL, survival
 from weightsmith._methods import get
 from weightsmith._planning.planner.decide import decide
 from weightsmith._plans import PLAIN, Block, Gather, Plan, PlanDraft, Product, Read, Step, Table
-from weightsmith._reports.look.nonfinite import counted, decoded, differs
-from weightsmith._reports.look.surveys import Survey, added, survey_kind, survey_product
+from weightsmith._reports.look.surveys import Survey, added, counted, decoded, differs, survey_kind, survey_product
 from weightsmith.abc.job import Matrix, Tile
 
 SAMPLE_ELEMENTS = 1 << 17

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.options import EvaluateSettings, RunOptions
 from weightsmith._execution.execute import execute
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter
 from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command, CommandFailed
+from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.tuning.candidates import Values
 from weightsmith._reports.tuning.journal import Trial
 from weightsmith._reports.tuning.result import Judged

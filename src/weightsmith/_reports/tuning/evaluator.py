@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -23,23 +24,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weightsmith._activations.decoder import Arithmetic, Base
+from weightsmith._activations.decoder import Arithmetic, Base, WeightSource
 from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at
 from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
-from weightsmith._base.tensors import DTYPES
-from weightsmith._engine.local import run
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
-from weightsmith._engine.unwritten import MemoryOutput
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
-from weightsmith._plans import Plan, Product, Step
+from weightsmith._plans import Plan, Step
+from weightsmith._plans.hashes import PartHashes
 from weightsmith._reports.evaluate.opening import Opened
-from weightsmith.abc.product import Arrays, ProductContext
+from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.product_targets import Target, WholeTensor
 
 MEMORY_BYTES = 4 << 30
@@ -91,41 +92,39 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A merge that is not written. signatures: of its tensors; equal ones have equal bytes."""
+    """A merge that is not written.
+
+    tensors  hashes of its tensors, by name: equal ones have equal bytes
+    hashes   of all its parts
+    """
 
     plan: Plan
     inputs: Sequence[Checkpoint]
-    signatures: Mapping[str, str]
+    tensors: Mapping[str, str]
+    hashes: PartHashes
 
     @classmethod
     def of(cls, plan: Plan, inputs: Sequence[Checkpoint]) -> Candidate:
         """From a plan and its open models."""
-        return cls(plan, inputs, _signatures(plan))
+        hashes = PartHashes(plan)
+        return cls(plan, inputs, hashes.tensors(), hashes)
 
 
-def _signatures(plan: Plan) -> dict[str, str]:
-    """Hash of everything that determines each tensor. Equal hashes mean equal bytes."""
-    whole = repr((plan.seed, plan.made.name, plan.made.code, [(model.identity, model.ref) for model in plan.models]))
-    products, known = {product.name: product for product in plan.products}, dict[str, str]()
+class _Weights:
+    """The weights of a candidate, for the decoder. take: merges tensors that are missing."""
 
-    def of_step(step: Step) -> str:
-        return repr((step.out, _settled(plan, step), [of_product(name) for name in sorted(plan.needs(step))]))
+    def __init__(self, specs: Mapping[str, TensorSpec], take: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> None:
+        self.specs = specs
+        self._take = take
 
-    def of_product(name: str) -> str:
-        if name not in known:
-            product = products[name]
-            facts = product.op, product.outs, product.settings, product.models, product.files
-            parts = [repr(facts), *map(of_step, product.steps), *(of_product(need) for need in product.needs)]
-            if not product.steps:  # it looks at the steps that need it
-                parts += [repr(_settled(plan, step)) for step in plan.steps if name in plan.needs(step)]
-            known[name] = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        return known[name]
+    def fill(self, arrays: Mapping[str, Floats]) -> None:
+        for name, tensor in self._take(list(arrays)).items():
+            arrays[name][...] = tensor.cpu().numpy()
 
-    return {step.out.name: hashlib.sha256(f"{whole}\n{of_step(step)}".encode()).hexdigest() for step in plan.steps}
-
-
-def _settled(plan: Plan, step: Step) -> object:
-    return [(replace(leaf, settings=0, pieces=()), plan.settings[leaf.settings]) for leaf in step.leaves]
+    def rows(self, name: str, numbers: Sequence[int]) -> Floats:
+        tensor = self._take([name])[name]
+        found: Floats = tensor[torch.tensor(numbers, device=tensor.device)].cpu().numpy()
+        return found
 
 
 class Evaluator:
@@ -163,7 +162,7 @@ class Evaluator:
         self._weights = dict[str, Tensor]()
         self._made_from = dict[str, str]()
         self._spare = dict[str, Tensor]()
-        self._products = dict[str, tuple[Product, Arrays]]()
+        self._products = dict[str, Arrays]()
         self._memory = dict[object, dict[object, Any]]()
         self._states = dict[str, dict[int, tuple[str, Tensor]]]()
 
@@ -199,7 +198,7 @@ class Evaluator:
             states = self._forward(candidate, rows, keep=keep)
             names = list(dict.fromkeys(self._decoder.head_weights.values()))
             given = self._take(candidate, names)
-            return self._score(self._context(candidate, ()), given, rows, states, reference)
+            return self._score(self._source(candidate, ()), given, rows, states, reference)
 
     def reference(self, candidate: Candidate, rows: Sequence[Rows]) -> Reference:
         """Run a model on these rows, to compare others with it."""
@@ -223,17 +222,17 @@ class Evaluator:
         with self._loaded(candidate):
             names = list(dict.fromkeys(self._decoder.head_weights.values()))
             states = self._forward(candidate, rows, keep=True)
-            context, given = self._context(candidate, ()), self._take(candidate, names)
-            leaving, outside = self._pull_head(context, given, rows, states, shares, reference)
+            source, given = self._source(candidate, ()), self._take(candidate, names)
+            leaving, outside = self._pull_head(source, given, rows, states, shares, reference)
             for i in reversed(range(layers)):
                 states = self._forward(candidate, rows, keep=True, last=i)
-                given, context = self._take(candidate, self._parts[i]), self._context(candidate, self._parts[i])
-                with self._decoder.layer(i, context, ids.shape[1], self.device, given) as layer:
+                given, source = self._take(candidate, self._parts[i]), self._source(candidate, self._parts[i])
+                with self._decoder.layer(i, source, ids.shape[1], self.device, given) as layer:
                     leaving, found = self._pull(layer, states, leaving)
                 yield found
-            context = self._context(candidate, self._parts[layers])
+            source = self._source(candidate, self._parts[layers])
             vocabulary = max(self._specs[name].shape[0] for name in names)
-            inner = self._decoder.pull_embedded(context, ids.tolist(), leaving, vocabulary)
+            inner = self._decoder.pull_embedded(source, ids.tolist(), leaving, vocabulary)
             for name, gradient in inner.items():
                 outside[name] = outside[name].cpu() + gradient if name in outside else gradient
             yield outside
@@ -258,7 +257,7 @@ class Evaluator:
 
     def _pull_head(
         self,
-        context: ProductContext,
+        source: WeightSource,
         given: Mapping[str, Tensor],
         rows: Rows,
         states: Tensor,
@@ -267,7 +266,7 @@ class Evaluator:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradients of the last layer's output, and of the weights of the head."""
         leaving = torch.zeros_like(states)
-        with self._decoder.head(context, self.device, given) as head, _head_of(reference, context, self.device) as other:
+        with self._decoder.head(source, self.device, given) as head, _head_of(reference, source, self.device) as other:
             weights = self._decoder.head_parameters
             for _, parameter in weights:
                 parameter.requires_grad_(True)
@@ -316,14 +315,14 @@ class Evaluator:
         if not self.fits(candidate.plan):
             what = "its tensors or its config.json are not those of the recipe at its start values"
             raise MismatchError(what, where=self.base.label, fix="let all choices be models of one shape and dtype")
-        signatures = candidate.signatures
-        for name in [name for name, made in self._made_from.items() if signatures[name] != made]:
+        hashes = candidate.tensors
+        for name in [name for name, made in self._made_from.items() if hashes[name] != made]:
             self._spare[name] = self._weights.pop(name)  # filled again: freed and new memory would leave gaps between the two
             del self._made_from[name]
         try:
             with torch.no_grad():
                 if self._holds_model:
-                    self._make(candidate, list(signatures))
+                    self._make(candidate, list(hashes))
                 yield
         except BaseException:
             self._decoder = _build(self.base)
@@ -338,7 +337,7 @@ class Evaluator:
         self._merge(candidate, arrays, self._products)
         for name, array in arrays.items():
             self._weights[name] = torch.from_numpy(array).to(self.device)
-            self._made_from[name] = candidate.signatures[name]
+            self._made_from[name] = candidate.tensors[name]
 
     def merged(self, candidate: Candidate, names: Sequence[str]) -> dict[str, npt.NDArray[np.float32]]:
         """Some tensors of a candidate, with its own dtypes; nothing is kept."""
@@ -347,36 +346,23 @@ class Evaluator:
             self._merge(candidate, arrays, {})
         return arrays
 
-    def _merge(
-        self, candidate: Candidate, arrays: Mapping[str, npt.NDArray[np.float32]], known: dict[str, tuple[Product, Arrays]]
-    ) -> None:
-        """Fill arrays with tensors of a candidate. known: products by their identity, in; those that were needed, out."""
-        plan, wanted = candidate.plan, set(arrays)
-        steps = [step for step in plan.steps if step.out.name in wanted]
-        results, products = Results(plan), {product.name: product for product in plan.products}
-        needed = dict[str, Product]()
-
-        def need(found: Sequence[str]) -> None:
-            for name in found:
-                if name not in needed:
-                    need(products[name].needs)
-                    needed[name] = products[name]
-
-        for step in steps:
-            need(sorted(plan.needs(step)))
-        identities = {name: _product_identity(plan, product) for name, product in needed.items()}
-        for name, product in needed.items():
-            if identities[name] in known:
-                results.put(product, known[identities[name]][1])
+    def _merge(self, candidate: Candidate, arrays: Mapping[str, npt.NDArray[np.float32]], known: dict[str, Arrays]) -> None:
+        """Fill arrays with tensors of a candidate. known: arrays of products by their hash, in; those that were needed, out."""
+        plan = candidate.plan
+        steps = [step for step in plan.steps if step.out.name in arrays]
+        results, products = Results(plan), plan.products_for(steps)
+        hashes = {product.name: candidate.hashes.product(product.name) for product in products}
+        for product in products:
+            if hashes[product.name] in known:
+                results.put(product, known[hashes[product.name]])
         targets: dict[str, Target] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
         folders = [model.folder for model in candidate.inputs]
-        work = Workload(steps, list(needed.values()), None, results, folders, self._allow_nonfinite, memory=self._memory)
+        work = Workload(steps, products, None, results, folders, self._allow_nonfinite, memory=self._memory)
         run(plan, candidate.inputs, MemoryOutput(targets), self._resources, work)
-        if needed:
-            kept = {name: product for name, product in needed.items() if results.finished(name)}
-            made = {identities[name]: (product, results.arrays(name)) for name, product in kept.items()}
+        if products:
+            kept = {hashes[each.name]: results.arrays(each.name) for each in products if results.finished(each.name)}
             known.clear()
-            known.update(made)
+            known.update(kept)
 
     def _array(self, name: str) -> npt.NDArray[np.float32]:
         """Memory for a tensor: that of the last candidate's, if the whole model is held."""
@@ -394,19 +380,9 @@ class Evaluator:
         self._make(candidate, names)
         return {name: self._weights[name] for name in names}
 
-    def _context(self, candidate: Candidate, names: Sequence[str]) -> ProductContext:
-        """A source of tensors for the decoder, as float32."""
-        steps = tuple(Step(replace(self._specs[name], dtype=DTYPES["F32"]), "copy", ()) for name in names)
-        product = Product("candidate", "states", (), {}, steps)
-
-        def make(targets: Mapping[str, Target]) -> None:
-            for name, tensor in self._take(candidate, list(targets)).items():
-                targets[name].take(0, tensor.cpu().numpy().reshape(-1).view(np.uint8))
-
-        folders = [model.folder for model in candidate.inputs]
-        return ProductContext(
-            product, self.device, self._resources.workers, None, folders, make, _nothing, _nothing, lambda done, total: None
-        )
+    def _source(self, candidate: Candidate, names: Sequence[str]) -> WeightSource:
+        """Some tensors of a candidate, for the decoder."""
+        return _Weights({name: self._specs[name] for name in names}, partial(self._take, candidate))
 
     # ---- the forward pass
 
@@ -416,15 +392,15 @@ class Evaluator:
         chain, before = [""] * (layers + 1), ""
         for i in range(layers + 1):
             names = self._parts[i - 1] if i else self._parts[-1]
-            before = hashlib.sha256("\n".join([before, *(candidate.signatures[n] for n in names)]).encode()).hexdigest()
+            before = hashlib.sha256("\n".join([before, *(candidate.tensors[n] for n in names)]).encode()).hexdigest()
             chain[i] = before
         kept = self._states.setdefault(rows.name, {})
         for i in [i for i, (made, _) in kept.items() if i <= layers and made != chain[i]]:
             del kept[i]
         first = max((i for i in kept if i <= layers), default=-1)
         if first < 0:
-            context = self._context(candidate, self._parts[-1])
-            found = [row.to(self.device) for row in self._decoder.embedded(context, ids.tolist())]
+            source = self._source(candidate, self._parts[-1])
+            found = [row.to(self.device) for row in self._decoder.embedded(source, ids.tolist())]
             states, first = torch.stack(found), 0
             if keep:
                 self._keep(rows.name, 0, chain[0], states)
@@ -434,8 +410,8 @@ class Evaluator:
             size = self._batch_rows(ids.shape[1])
             for i in range(first, layers):
                 given = self._take(candidate, self._parts[i])
-                context = self._context(candidate, self._parts[i])
-                with self._decoder.layer(i, context, ids.shape[1], self.device, given) as layer:
+                source = self._source(candidate, self._parts[i])
+                with self._decoder.layer(i, source, ids.shape[1], self.device, given) as layer:
                     states = torch.cat(list(pool.map(layer.batch, states.split(size))))
                 if keep:
                     self._keep(rows.name, i + 1, chain[i + 1], states)
@@ -454,14 +430,14 @@ class Evaluator:
             self._states[name][layer] = made, states
 
     def _score(
-        self, context: ProductContext, given: Mapping[str, Tensor], rows: Rows, states: Tensor, reference: Reference | None
+        self, source: WeightSource, given: Mapping[str, Tensor], rows: Rows, states: Tensor, reference: Reference | None
     ) -> tuple[Numbers, Numbers | None]:
         nats = np.zeros(len(rows.scored.ids))
         divergences = None if reference is None else np.zeros(len(nats))
         narrow = self.base.arithmetic if reference is None else "float32"  # a divergence is small beside what rounding does
         with (
-            self._decoder.head(context, self.device, given, narrow) as head,
-            _head_of(reference, context, self.device) as other,
+            self._decoder.head(source, self.device, given, narrow) as head,
+            _head_of(reference, source, self.device) as other,
         ):
 
             def measure(row: int) -> None:
@@ -487,16 +463,6 @@ def _nats(logs: Tensor, targets: Tensor) -> Tensor:
 
 def _divergence(logs: Tensor, expected: Tensor) -> Tensor:
     return torch.nn.functional.kl_div(logs, expected, reduction="none", log_target=True).double().sum()
-
-
-def _product_identity(plan: Plan, product: Product) -> str:
-    """Hash of everything that determines the arrays of a product."""
-    steps = product.steps or [step for step in plan.steps if product.name in plan.needs(step)]
-    others = {other.name: other for other in plan.products}
-    facts = product.op, product.outs, product.settings, product.models, product.files, plan.seed
-    models = [model.identity for model in plan.models]
-    inner = [_product_identity(plan, others[name]) for name in product.needs]
-    return hashlib.sha256(repr((facts, models, [_settled(plan, step) for step in steps], inner)).encode()).hexdigest()
 
 
 def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -530,13 +496,9 @@ def _build(base: Base) -> Decoder:
 
 
 @contextmanager
-def _head_of(reference: Reference | None, context: ProductContext, device: str) -> Iterator[_Head | None]:
+def _head_of(reference: Reference | None, source: WeightSource, device: str) -> Iterator[_Head | None]:
     if reference is None:
         yield None
     else:
-        with reference.decoder.head(context, device, reference.weights) as head:
+        with reference.decoder.head(source, device, reference.weights) as head:
             yield head
-
-
-def _nothing(*_: object) -> Arrays:
-    raise AssertionError("a candidate has no arrays of products")

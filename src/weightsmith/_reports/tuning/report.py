@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from weightsmith._base.pages import Code, Column, Curves, Facts, Page, Table
-from weightsmith._base.pages.values import Block, Value
+from weightsmith._base.report import Code, Column, Curves, Facts, Report, Table
+from weightsmith._base.report.blocks import Block, Value
 from weightsmith._base.text import duration
 from weightsmith._reports.evaluate.values import Score, of_change
 from weightsmith._reports.tuning.result import Tuning, total
 
 
-def tuning_page(found: Tuning) -> Page:
+def tuning_report(found: Tuning) -> Report:
     """Result of a search."""
     failed = sum(bool(trial.error) for trial in found.trials)
     facts: list[tuple[str, Value]] = [
@@ -26,7 +26,9 @@ def tuning_page(found: Tuning) -> Page:
     ]
     blocks: list[Block] = [Facts("Search", tuple(facts)), _judged(found)]
     blocks += [_values(found), *_curve(found), _front(found), _trials(found), Code("The recipe", found.recipe)]
-    return Page(f"{Path(found.out).name}: tuned on {', '.join(found.texts[:3])}", found.reading, tuple(blocks), found.to_json())
+    return Report(
+        f"{Path(found.out).name}: tuned on {', '.join(found.texts[:3])}", found.reading, tuple(blocks), found.to_json()
+    )
 
 
 def _judged(found: Tuning) -> Table:

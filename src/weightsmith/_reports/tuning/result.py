@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from weightsmith._base.report import Report, Reported
 from weightsmith._base.text import count
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.values import Change, Score, mean_score, of_change, perplexity
@@ -30,7 +31,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(Reported):
     """`weightsmith.tune` makes it.
 
     out         the recipe that was written
@@ -76,6 +77,11 @@ class Tuning:
     def values(self) -> tuple[Scalar, ...]:
         """The values of the recipe that was written."""
         return next(trial.values for trial in self.trials if trial.number == self.best)
+
+    @property
+    def totals(self) -> Mapping[str, Score]:
+        """The scores of `judged`, on all texts of the report together."""
+        return {name: total(scores) for name, scores in self.judged.items()}
 
     @cached_property
     def changes(self) -> Mapping[str, Change]:
@@ -131,6 +137,11 @@ class Tuning:
                 }
             )
         return found
+
+    def report(self) -> Report:
+        from weightsmith._reports.tuning.report import tuning_report
+
+        return tuning_report(self)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

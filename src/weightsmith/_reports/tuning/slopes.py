@@ -41,8 +41,8 @@ class Slopes:
         groups = [(group, self._candidate(_moved(self._tunables, values, group))) for group in self._groups()]
         slopes = dict.fromkeys(self._numbers, 0.0)
         for part in gradients:
-            found = {name: gradient for name, gradient in part.items() if name in still.signatures}
-            changes = [[name for name in found if moved.signatures[name] != still.signatures[name]] for _, moved in groups]
+            found = {name: gradient for name, gradient in part.items() if name in still.tensors}
+            changes = [[name for name in found if moved.tensors[name] != still.tensors[name]] for _, moved in groups]
             before = self._evaluator.merged(still, [name for name in found if any(name in names for names in changes)])
             for (group, moved), names in zip(groups, changes, strict=True):
                 after = self._evaluator.merged(moved, names)
@@ -67,8 +67,8 @@ class Slopes:
             return
         self._chosen = chosen
         for k in self._numbers:
-            moved = self._candidate(_moved(self._tunables, values, [k])).signatures
-            self._touched[k] = frozenset(name for name, own in still.signatures.items() if moved[name] != own)
+            moved = self._candidate(_moved(self._tunables, values, [k])).tensors
+            self._touched[k] = frozenset(name for name, own in still.tensors.items() if moved[name] != own)
 
     def _groups(self) -> list[list[int]]:
         """Group the numbers so that no two of a group change the same tensor."""

@@ -14,17 +14,18 @@ from weightsmith._activations.decoder import Arithmetic
 from weightsmith._activations.decoder.forward import has_bfloat16
 from weightsmith._activations.scored_rows import ScoredRows, together
 from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError
-from weightsmith._base.options import EvaluateSettings, RunOptions, TuneSettings
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter
-from weightsmith._execution.run import resources_of
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
+from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.values import RowLosses, score_of
 from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
 from weightsmith._reports.tuning.journal import Trial
+from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import Judged, combined
 from weightsmith._reports.tuning.slopes import Slopes
 from weightsmith._reports.tuning.texts import part, read_texts, stages

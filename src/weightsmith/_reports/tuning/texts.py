@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,11 @@ from weightsmith._activations.scored_rows import MAX_ROWS, Cutter, ScoredRows
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._base.text import count
-from weightsmith._reports.evaluate.opening import Opened
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._planning.recipe import Source
+from weightsmith._reports.evaluate.opening import Opened, opened
 
 ROWS = 16
 """Rows of each text to tune on, unless the user gives a number."""
@@ -80,6 +85,25 @@ class Fit:
     def enough(self) -> bool:
         """Whether it has enough rows."""
         return self.rows >= self.needed
+
+
+class RecipeTexts:
+    """Cuts texts into rows of tokens as a search for a recipe's result does, to tell whether they are long enough.
+
+    positions  the most tokens that a row may have
+    tokens     in each row, unless the user gives a number
+    """
+
+    def __init__(self, recipe: Source) -> None:
+        """Read the headers and the tokenizer of a recipe's models. Raises PlanError: the recipe, or one without a tokenizer."""
+        with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
+            opened_recipe = opened("the merge", prepared)
+        self._cutter, self.positions = opened_recipe.cutter, opened_recipe.positions
+        self.tokens = min(TOKENS, self.positions)
+
+    def fit(self, path: str | os.PathLike[str], tokens: int | None = None) -> Fit:
+        """How many rows a text has. path: a file that `text` of `weightsmith.tune` may name. Raises ParameterError."""
+        return fit(self._cutter, self.positions, os.fspath(path), tokens)
 
 
 def fit(cutter: Cutter, positions: int, path: str, tokens: int | None) -> Fit:

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from weightsmith._activations.given_texts import GivenText, as_files
+from weightsmith._activations.rows import GivenText, as_files
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     MethodError,
@@ -26,29 +26,23 @@ from weightsmith._base.errors import (
     WeightsmithError,
 )
 from weightsmith._base.files import expand_user, write_whole
-from weightsmith._base.options import (
-    EvaluateSettings,
-    RecipeOptions,
-    RunOptions,
-    TuneSettings,
-    assignment,
-    find_option,
-    named,
-    option_error,
-    read_options,
-)
-from weightsmith._base.options.keywords import TuneKeywords
+from weightsmith._base.options import assignment, find_option, named, option_error, read_options
 from weightsmith._base.tensors import DTYPES
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._planning.recipe import Scalar, Source
 from weightsmith._reports.command import Command, seconds_of
+from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.keywords import TuneKeywords
 from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.command_measure import CommandMeasure
 from weightsmith._reports.tuning.evolve import evolution
 from weightsmith._reports.tuning.journal import Journal, Trial
 from weightsmith._reports.tuning.measure import Measure
+from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import Tuning, combined
 from weightsmith._reports.tuning.search import searcher
 from weightsmith._reports.tuning.text_measure import TextMeasure
@@ -62,6 +56,10 @@ Scored = Callable[[Trial, float | None], None]
 """Takes a trial and its objective, as the report has it; None if it was not scored on all rows."""
 
 
+def _unwatched(_trial: Trial, _loss: float | None) -> None:
+    """Nobody is told of a trial."""
+
+
 def tune(
     recipe: Source,
     out: str | os.PathLike[str],
@@ -70,6 +68,7 @@ def tune(
     report_text: GivenText = (),
     reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     progress: bool | Meter = True,
+    on_trial: Scored | None = None,
     **options: Unpack[TuneKeywords],
 ) -> Tuning:
     """Find the values of a recipe with which the merge predicts texts best, and write the recipe with them.
@@ -81,7 +80,9 @@ def tune(
                  config names, or `command`
     report_text  the same, to judge the result on; none: the last third of the rows of each text
     reference    for `objective="kl"`: a model, or one for each text
-    progress     True: a bar in terminals and notebooks, False: none
+    progress     True: a bar in terminals and notebooks, False: none; or a `Meter`
+    on_trial     called with each trial when it is made, or found in the journal, and with its objective; None if it was not
+                 scored on all rows
     options      see `weightsmith._base.options`: `RecipeOptions`, `EvaluateSettings`, `TuneSettings` and `RunOptions`
 
     No candidate is written. The same call with the same seed makes the same trials, and resumes after a crash or a
@@ -104,7 +105,7 @@ def tune(
         given = {**files.paths, "reference": [os.fspath(model) for model in models], **options}
         planning, texts, settings, running = read_options("tune", given, *kinds)
         with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
-            found = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown)
+            found = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown, on_trial or _unwatched)
         return replace(found, texts=files.named(found.texts), report_texts=files.named(found.report_texts))
 
 

@@ -44,9 +44,12 @@ def calibrated_weights(plan: Plan) -> frozenset[str]:
     return frozenset(step.out.name for step in plan.steps if not makers.isdisjoint(step.needs))
 
 
+_CALIBRATION = "weightsmith._features.quantisation.calibration.", "weightsmith._activations."
+
+
 def of_calibration(product: Product) -> bool:
     """Whether a product belongs to a calibration, or to a measurement with a calibration text."""
-    return OWN.get(product.op, "").startswith((f"{__package__}.", "weightsmith._activations."))
+    return OWN.get(product.op, "").startswith(_CALIBRATION)
 
 
 def steps_read(product: Product) -> list[Step]:

@@ -1,13 +1,13 @@
 """The approximations of missing tokens, one file each.
 
-To add one, add its file here and its name to `_base/options/records.py`; or a package with an entry point of the group
+To add one, add its file here and its name to `../options.py`; or a package with an entry point of the group
 `weightsmith.approximations`. `abc/approximation.py` is the record of an approximation, and the problem that it solves.
 """
 
 from __future__ import annotations
 
-from weightsmith._base import options
 from weightsmith._base.plugins import Plugins
+from weightsmith._features.transplant import options
 from weightsmith.abc.approximation import Approximation
 
 APPROXIMATIONS = Plugins(

@@ -1,0 +1,184 @@
+"""The options of runs: how a plan is carried out, and where the result goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightsmith._base.options import option, option_record
+from weightsmith._files.remote import STREAM_CACHE_BYTES
+
+if TYPE_CHECKING:
+    from weightsmith._engine.resources import Resources
+    from weightsmith._plans import Plan
+
+WRITING = ("merge", "moe", "plan", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "run")
+LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
+RUNNING = (*WRITING, "evaluate", "statistics", "tune", "auto")
+
+
+@option_record(*WRITING, group="Output")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a plan is run. These options do not affect the weights, but for rounding on another type of device."""
+
+    threads: int | None = option(
+        None,
+        "--threads N",
+        "Number of threads",
+        unset="all available cores",
+        least=1,
+        commands=(*RUNNING, *LOOKING, "write"),
+        group="Resources",
+        setting=True,
+    )
+    max_memory_bytes: int | None = option(
+        None,
+        "--max-memory SIZE",
+        "Memory limit, such as 500MB or 2GiB; does not affect the output",
+        least=1,
+        commands=RUNNING,
+        group="Resources",
+        setting=True,
+    )
+    overwrite: bool = option(
+        False,
+        "--overwrite",
+        "Replace a checkpoint that weightsmith made",
+        more="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or changed "
+        "files, or is read, is never replaced: choose another name, or remove it yourself.",
+        commands=(*WRITING, "statistics", "write", "auto"),
+    )
+    resume: bool = option(
+        True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
+    )
+    fsync: bool = option(
+        True,
+        "--fsync/--no-fsync",
+        "Flush the data to disk before OUT is created",
+        commands=(*WRITING, "statistics", "auto"),
+        group="Advanced",
+    )
+    card: bool = option(
+        True,
+        "--card/--no-card",
+        "Write README.md, a model card",
+        setting=True,
+        brief=(),
+    )
+    report: str | None = option(
+        None,
+        "--report FILE",
+        "Also write the result to one HTML file, readable offline",
+        path=True,
+        more="Models, method, and distances by layer and part. `OUT/report.html` becomes part of the checkpoint, with "
+        "pictures in its model card. See [reports](look.md#reports).",
+    )
+    allow_nonfinite: bool = option(
+        False,
+        "--allow-nonfinite",
+        "Merge NaN and infinity like any number, instead of failing",
+        more="The error names model, tensor and element.",
+        group="Advanced",
+    )
+    device: str = option(
+        "cpu",
+        "--device DEVICE",
+        "Device for computation: cpu, cuda, cuda:1 or auto",
+        more="It computes whole matrices and hidden states; everything else runs on the CPU.",
+        commands=(*(each for each in RUNNING if each != "dequantize"), "write"),
+        group="Resources",
+        setting=True,
+    )
+    keep_stages: bool = option(
+        False,
+        "--keep-stages",
+        "Keep results of recipes used as models, as OUT.stage-NAME",
+        more="See [stages](recipe.md#stages).",
+        commands=("merge", "moe", "plan"),
+        group="Advanced",
+    )
+    stream: bool = option(
+        False,
+        "--stream",
+        "Read Hub models over the network instead of downloading them",
+        more="Only the needed byte ranges are read. See [remote models](remote.md).",
+        commands=(*RUNNING, *LOOKING, "write"),
+        group="Remote",
+    )
+    stream_cache_bytes: int = option(
+        STREAM_CACHE_BYTES,
+        "--stream-cache SIZE",
+        "Disk limit of streamed data; what does not fit is fetched again",
+        least=1,
+        commands=RUNNING,
+        group="Resources",
+        setting=True,
+        brief=(),
+    )
+    staging: str | None = option(
+        None,
+        "--staging FOLDER",
+        "Keep files for a bucket or the Hub here until they are uploaded",
+        more="The default is the current folder. The disk needs room for a few weight files.",
+        path=True,
+        commands=RUNNING,
+        group="Resources",
+        setting=True,
+        brief=(),
+    )
+    evaluate: str | None = option(
+        None,
+        "--evaluate FILE",
+        "Measure how well the result predicts a text",
+        path=True,
+        more="Before OUT is created: perplexity, and KL divergence from the source. The text is a txt, jsonl or parquet file, "
+        "or `built-in`: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",
+        commands=("merge", "moe", "quantize"),
+    )
+    push: str | None = option(
+        None,
+        "--push ORG/NAME[@BRANCH]",
+        "Upload OUT to the Hub when it is complete",
+        more="See [pushing](#pushing-to-the-hub).",
+        group="Remote",
+    )
+    public: bool = option(
+        False, "--public", "Create the Hub model as public; otherwise it is private", group="Remote", brief=()
+    )
+    commit_message: str | None = option(
+        None,
+        "--commit-message TEXT",
+        "Commit message on the Hub",
+        unset="the plan's title",
+        group="Remote",
+        brief=(),
+    )
+    ray: str | None = option(
+        None,
+        "--ray ADDRESS",
+        "Ray cluster to run on: HOST:PORT, auto or local",
+        more="`auto` is this machine's cluster, or a new one; `local` is a new one. Inputs and output are in a shared folder "
+        "or a bucket: [several machines](scale.md).",
+        group="Remote",
+        brief=("run",),
+    )
+
+
+def resources_of(plan: Plan, options: RunOptions) -> Resources:
+    """The engine's resources for a plan, by the options for threads (default: all available processors) and memory."""
+    from weightsmith._engine.resources import Resources, processors
+    from weightsmith._engine.schedule import RESIDENT_BYTES
+    from weightsmith._engine.tiles import ALIGNED_BYTES, fit_resident_bytes, fit_tile_bytes
+
+    threads, memory = options.threads or processors(), options.max_memory_bytes
+    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels)
+    return Resources(
+        threads,
+        fit_tile_bytes(memory, threads, plan.widest, plan.levels),
+        resident,
+        options.device,
+        ALIGNED_BYTES if memory is None else 0,
+        None if memory is None else resident,
+        options.stream_cache_bytes,
+    )

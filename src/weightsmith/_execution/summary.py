@@ -1,0 +1,282 @@
+"""The totals of a plan, from the headers of its inputs: `Plan.summary`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from weightsmith._activations.work import EmbeddingWork
+from weightsmith._base.groups import grouped
+from weightsmith._base.options import read_options
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._engine.computed import Computed
+from weightsmith._engine.local import visits, whole_passes
+from weightsmith._engine.product_graph import most_bytes
+from weightsmith._engine.reader import Reader
+from weightsmith._engine.results import Results
+from weightsmith._engine.tiles import peak_memory_bytes
+from weightsmith._execution.history import similar_time
+from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._features.quantisation.calibration.weights import (
+    CALIBRATED,
+    by_weight,
+    calibrated_weights,
+    of_calibration,
+    steps_read,
+)
+from weightsmith._files.remote.ahead import estimate
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure import analyse
+from weightsmith._models.structure.roles import role_of
+from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
+from weightsmith._planning.planner.encode import stored_plain
+from weightsmith._planning.planner.prepared import Prepared, stream
+from weightsmith._plans import PLAIN, PRODUCTS, Plan, Product, Read, Step
+from weightsmith._plans.summary import (
+    Download,
+    DroppedFacts,
+    KindFacts,
+    Memory,
+    ModuleFacts,
+    OpFacts,
+    StackFacts,
+    StageFacts,
+    StoredFacts,
+    Summary,
+    TextFacts,
+    config_changes,
+)
+
+TORCH_BYTES = 250 << 20
+"""Memory of torch, imported and at work, measured with the CPU build."""
+TENSOR_BYTES = 1_000
+"""Memory for one tensor of an input or of the output: header, step, place, journal. With 60,000 of four models it is 0.8 kB."""
+
+
+def summary_of(plan: Plan, options: Mapping[str, Any], *, allow_code: bool) -> Summary:
+    """See `Plan.summary`. options: keywords of `RunOptions`."""
+    from weightsmith._planning.planner.reopen import reopen
+
+    (running,) = read_options("run", options, RunOptions)
+    with reopen(plan, allow_code=allow_code) as prepared:
+        return summarise(prepared, running)
+
+
+def summarise(prepared: Prepared, options: RunOptions) -> Summary:
+    """The totals of a prepared plan. options: as for `merge`."""
+    plan, inputs = prepared.plan, prepared.inputs
+    if options.stream:
+        stream(inputs)
+    reader, shown = Reader(plan, inputs, Results(plan)), by_weight(plan)
+    reading = _Reading(prepared, reader)
+    steps = shown.steps if plan.then is None else _expected_steps(prepared)
+    write_bytes = plan.layout.total_bytes
+    return Summary(
+        tensors=len(shown.steps),
+        measured=plan.then is not None,
+        out_bytes=sum(out.nbytes for step in steps for out in step.outs),
+        write_bytes=write_bytes,
+        input_bytes=reading.input_bytes,
+        stored_bytes=round(reading.stored_bytes),
+        read_bytes=reading.read_bytes,
+        survey_bytes=reading.survey_bytes,
+        passes=reading.passes,
+        memory=_memory(prepared, options, reading.resident_bytes),
+        transfer=estimate(visits(reader, plan.steps, plan.products), options.stream_cache_bytes),
+        downloads=_downloads(prepared),
+        time=None if plan.then is not None else similar_time(plan, options, reading.read_bytes + write_bytes),
+        ops=_ops(shown),
+        stored=_stored(shown),
+        kinds=_kinds(steps) if plan.encodings or plan.then is not None else (),
+        modules=_modules(prepared, shown),
+        dropped=_dropped(plan),
+        changes=tuple(config_changes(inputs[plan.donor].config or {}, plan.config or {})),
+        stages=_stages(prepared),
+        texts=_texts(plan),
+        product_bytes=most_bytes(plan),
+        measuring_bytes=max((_measuring_bytes(product) for product in plan.products if product.op == "statistic"), default=0),
+    )
+
+
+class _Reading:
+    """Counts what a run reads of the models. The attributes are those of `Summary`.
+
+    resident_bytes  the most that the job of one matrix holds of it
+    """
+
+    def __init__(self, prepared: Prepared, reader: Reader) -> None:
+        plan, self._reader, self._inputs = prepared.plan, reader, prepared.inputs
+        self._shares = [_stored_share(model) for model in prepared.inputs]
+        self._once: dict[tuple[int, str], int] = {}
+        self._streamed = whole_passes(plan.products)
+        calibrating = [step for product in plan.products if of_calibration(product) for step in steps_read(product)]
+        leaves = [leaf for step in (*plan.steps, *calibrating) for leaf in step.leaves]
+        self.resident_bytes = max((reader.job_facts(leaf)[1] for leaf in leaves), default=0)
+        self.input_bytes = self.read_bytes = self.survey_bytes = self.passes = 0
+        self.stored_bytes = 0.0
+        for leaf in leaves if plan.then is None else [leaf for step in calibrating for leaf in step.leaves]:
+            self._add(leaf)
+        self.read_bytes += self.survey_bytes + sum(self._once.values())
+
+    def _add(self, leaf: Step) -> None:
+        sizes = [self._nbytes(read, leaf.out.size) for read in leaf.inputs]
+        times, nbytes = 1 + self._reader.job_facts(leaf)[0], sum(sizes)
+        self.passes = max(self.passes, times)
+        self.input_bytes += nbytes
+        self.stored_bytes += sum(
+            size * (1.0 if read.model == PRODUCTS else self._shares[read.model])
+            for read, size in zip(leaf.inputs, sizes, strict=True)
+        )
+        self.read_bytes += nbytes * times
+        self.survey_bytes += nbytes * sum(self._streamed.get(name, 0) for name in leaf.needs)
+
+    def _nbytes(self, read: Read, elements: int) -> int:
+        """Decoded bytes that are read for a number of elements: of the models behind a result that is computed on the way."""
+        source = None if read.model == PRODUCTS else self._inputs[read.model].source
+        if not isinstance(source, Computed):
+            return elements * self._reader.dtype(read).itemsize
+        again, self._once[read.model, read.tensor] = source.read_bytes(read.tensor)
+        return again * elements // max(1, source.specs[read.tensor].size)
+
+
+def _stored_share(model: Checkpoint) -> float:
+    """Bytes of the weight files for each byte of the decoded tensors; 1 for weights that are stored plain."""
+    if isinstance(model.source, Computed):
+        models = model.source.inputs
+        nbytes = [one.nbytes for one in models]
+        return sum(size * _stored_share(one) for one, size in zip(models, nbytes, strict=True)) / max(1, sum(nbytes))
+    if not model.decoded:
+        return 1.0
+    missing = model.missing
+    stored = sum(missing.get(path) or (path.stat().st_size if path.is_file() else 0) for path in model.paths)
+    if not stored:  # it is streamed
+        extents = (part for name, spec in model.specs.items() for part in model.extents(name, 0, spec.nbytes))
+        stored = sum(extent.nbytes for extent in extents)
+    return stored / max(1, model.nbytes)
+
+
+def _ops(plan: Plan) -> tuple[OpFacts, ...]:
+    steps_by_op = grouped((step.made_by, step) for step in plan.steps)
+    facts = [OpFacts(op, len(steps), sum(step.nbytes for step in steps)) for op, steps in steps_by_op.items()]
+    return tuple(sorted(facts, key=lambda op: -op.nbytes))
+
+
+def _expected_steps(prepared: Prepared) -> Sequence[Step]:
+    from weightsmith._features.quantisation.formats import expected_steps
+
+    return expected_steps(prepared)
+
+
+def _kinds(steps: Sequence[Step]) -> tuple[KindFacts, ...]:
+    facts = [
+        KindFacts(kind, len(own), sum(out.nbytes for step in own for out in step.outs), sum(step.out.size for step in own))
+        for kind, own in grouped((_kind(step.out), step) for step in steps).items()
+    ]
+    return tuple(sorted(facts, key=lambda each: -each.nbytes))
+
+
+def _kind(spec: TensorSpec) -> str:
+    """The kind of a weight, by its name.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> names = ("lm_head", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.3.up_proj", "model.norm")
+    >>> [_kind(TensorSpec(f"{name}.weight", DTYPES["BF16"], (8, 8))) for name in names]
+    ['head', 'attention', 'experts', 'norms, biases, routers and others']
+    """
+    if is_vocabulary(spec):
+        return "head" if is_head(spec) else "embedding"
+    parts = spec.name.split(".")
+    if "experts" in parts and len(spec.shape) > 1:
+        return "experts"
+    if role_of(spec) != "linear":
+        return "norms, biases, routers and others"
+    return "attention" if any("attn" in part or "attention" in part for part in parts) else "MLPs"
+
+
+def _stages(prepared: Prepared) -> tuple[StageFacts, ...]:
+    found = {stage.path: stage for stage in prepared.stages}.values()
+    return tuple(
+        StageFacts(
+            stage.label,
+            stage.plan.made.name,
+            tuple(model.ref for model in stage.plan.models),
+            len(stage.plan.steps),
+            sum(step.out.nbytes for step in stage.plan.steps),
+            stage.why,
+        )
+        for stage in found
+    )
+
+
+def _texts(plan: Plan) -> tuple[TextFacts, ...]:
+    wanted = {plan.maker[each.read.tensor] for step in plan.steps for leaf in step.leaves for each in leaf.statistics}
+    found: dict[str, TextFacts] = {}
+    chain: dict[str, str] = {}
+    for product in plan.products:  # a model's states come from one embedding, layer after layer
+        chain[product.name] = next((chain[need] for need in product.needs if need in chain), product.name)
+        if product.op == "embedding":
+            work = EmbeddingWork.of(product)
+            text, label = work.text, plan.models[work.base.model].ref
+            found[product.name] = TextFacts(label, text.source, text.rows, text.tokens, (), 0)
+        elif product.op == "stored_statistic":
+            label, folder = plan.models[product.settings["model"]].ref, product.settings["folder"]
+            chain[product.name] = f"{label} in {folder}"
+            found.setdefault(chain[product.name], TextFacts(label, folder, 0, 0, (), 0))
+        if product.name in wanted:
+            own, kind = found[chain[product.name]], product.settings["kind"]
+            kinds, nbytes = tuple(dict.fromkeys((*own.kinds, kind))), sum(out.nbytes for out in product.outs)
+            found[chain[product.name]] = replace(own, kinds=kinds, nbytes=own.nbytes + nbytes)
+    return tuple(facts for facts in found.values() if facts.kinds)
+
+
+def _measuring_bytes(product: Product) -> int:
+    return 4 * sum(step.out.size for step in product.steps) + sum(out.nbytes for out in product.outs)
+
+
+def _downloads(prepared: Prepared) -> tuple[Download, ...]:
+    repositories = [repository for checkpoint in prepared.inputs for repository in checkpoint.repositories]
+    found = {r.folder / name: Download(r.name, name, nbytes) for r in repositories for name, nbytes in r.missing.items()}
+    return tuple(found.values())
+
+
+def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
+    """Modules of the output, with aliases of the donor's modules. shown: the plan by weight."""
+    structure = analyse([step.out for step in shown.steps], prepared.plan.config)
+    return tuple(
+        ModuleFacts(
+            name,
+            tuple(StackFacts(s.prefix, s.n_layers) for s in structure.stacks_of(name)),
+            len(tensors),
+            tuple(alias for alias, owner in prepared.structure.aliases.items() if owner == name),
+        )
+        for name, tensors in structure.modules.items()
+    )
+
+
+def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
+    why = stored_plain(plan) | dict.fromkeys(calibrated_weights(plan), CALIBRATED)
+    steps = plan.steps if plan.encodings else ()
+    found = grouped(((step.encoding, why.get(step.out.name, "")), step) for step in steps)
+    facts = [
+        StoredFacts(*key, len(steps), sum(out.nbytes for step in steps for out in step.outs), steps[0].out.name)
+        for key, steps in found.items()
+    ]
+    return tuple(sorted(facts, key=lambda fact: (fact.encoding == PLAIN, -fact.nbytes)))
+
+
+def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
+    found = grouped(((d.model, d.reason), d.tensor) for d in plan.dropped)
+    return tuple(DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in found.items())
+
+
+def _memory(prepared: Prepared, options: RunOptions, matrix_bytes: int) -> Memory:
+    """matrix_bytes: that the job of the largest matrix holds."""
+    plan, resources = prepared.plan, resources_of(prepared.plan, options)
+    threads, tile_bytes = resources.workers, resources.tile_bytes
+    peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
+    peak += TENSOR_BYTES * (len(plan.all_steps) + sum(len(model.specs) for model in prepared.inputs))
+    if matrix_bytes:
+        # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
+        peak += max(matrix_bytes, min(resources.resident_bytes, matrix_bytes * threads)) + TORCH_BYTES
+    return Memory(peak, threads, tile_bytes, any(map(of_calibration, plan.products)))

@@ -1,0 +1,127 @@
+"""The options of quantised formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from weightsmith._base.options import option, option_record
+
+
+@option_record("merge", "moe", "plan", "quantize", group="Quantisation", brief=("quantize",))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSettings:
+    """Settings of quantised formats. Each format names those that it reads; any other is an error."""
+
+    bits: float | None = option(None, "--bits BITS", "EXL2, EXL3: average bits per weight", above=0)
+    size_bytes: int | None = option(
+        None,
+        "--size SIZE",
+        "EXL2, GGUF: as many bits as fit into weight files of this size, such as 4GB",
+        least=1,
+        more="See [EXL2](exl2.md#a-target-size) and [GGUF](gguf.md#a-target-size).",
+    )
+    target: str | None = option(
+        None,
+        "--target kl=X",
+        "EXL2, GGUF: smallest result with this KL divergence on the text of `evaluate`",
+        more="In nats per token. See [a target divergence](quantize.md#a-target-divergence).",
+    )
+    head_bits: int | None = option(
+        None,
+        "--head-bits BITS",
+        "EXL2, EXL3: bits per weight of the output head",
+        more="16 is float16.",
+        unset="6",
+        choices=(2, 3, 4, 5, 6, 8, 16),
+    )
+    calibration: str | None = option(
+        None,
+        "--calibration FILE",
+        "Calibration text: a file, built-in, or none",
+        unset="EXL2, EXL3, fp8-static, nvfp4, KV cache: built-in; others: none",
+        path=True,
+        more="The file is txt, jsonl or parquet; `none` rounds to nearest. See [calibration](calibration.md).",
+    )
+    calibration_rows: int | None = option(
+        None,
+        "--calibration-rows N",
+        "Number of rows of calibration text",
+        unset="at most 128",
+        least=1,
+        brief=(),
+    )
+    calibration_tokens: int | None = option(
+        None,
+        "--calibration-tokens N",
+        "Tokens in each row of calibration text",
+        unset="512",
+        least=1,
+        brief=(),
+    )
+    calibration_dtype: str | None = option(
+        None,
+        "--calibration-dtype DTYPE",
+        "Dtype in which linear layers multiply during a calibration",
+        more="`bfloat16` is [faster](calibration.md#faster-forward-passes) on processors that multiply it.",
+        unset="float32",
+        choices=("float32", "bfloat16"),
+        brief=(),
+    )
+    measure: str | None = option(
+        None,
+        "--measure METHOD",
+        "EXL2 only: how settings are measured",
+        more="`full` is ExLlamaV2's measurement, which is slow.",
+        unset="proxy",
+        choices=("proxy", "full"),
+        brief=(),
+    )
+    measurement: str | None = option(
+        None, "--measurement FILE", "EXL2 only: choose bits from this measurement.json", path=True, brief=()
+    )
+    uniform: bool = option(
+        False,
+        "--uniform",
+        "EXL2 only: use the same bits for every weight",
+        brief=(),
+    )
+    imatrix: str | None = option(None, "--imatrix FILE", "GGUF only: importance matrix of weightsmith or llama.cpp", path=True)
+    tensor_types: tuple[str, ...] = option(
+        (),
+        "--tensor-type REGEX=TYPE",
+        "GGUF only: type of tensors whose llama.cpp name matches, such as ffn_down=Q6_K (repeatable; the last one wins)",
+        more="See [GGUF](gguf.md#types-of-single-tensors).",
+    )
+    mmproj: bool = option(
+        True,
+        "--mmproj/--no-mmproj",
+        "GGUF only: write a model's vision half to OUT/mmproj.gguf",
+        more="See [models for images](gguf.md#models-for-images).",
+        brief=(),
+    )
+    group_size: int | None = option(
+        None, "--group-size N", "Number of weights that share a scale", unset="the format's", least=1
+    )
+    kv_cache: str | None = option(
+        None,
+        "--kv-cache DTYPE",
+        "compressed-tensors only: scales for a KV cache of this dtype",
+        unset="no scales",
+        choices=("fp8",),
+        more="They need a calibration text. See [the KV cache](quantize.md#the-kv-cache).",
+        brief=(),
+    )
+    engine: str | None = option(
+        None,
+        "--for ENGINE",
+        "Program that must load the result; what it cannot load is an error",
+        unset="a warning names programs that cannot",
+        choices="_models.formats.engines:ENGINE_NAMES",
+        more="One of `transformers`, `vllm`, `sglang`, `llama.cpp`, `exllamav2`, `exllamav3` and `mlx-lm`: [which loads "
+        "what](quantize.md#programs).",
+    )
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the fields that differ from their default."""
+        return tuple(each.name for each in fields(self) if getattr(self, each.name) != each.default)

@@ -1,0 +1,538 @@
+"""What `weightsmith.diff` returns: frozen values, sums of them, and their JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from statistics import median, median_low
+from typing import Any
+
+from weightsmith._base.report import Mark, Report, Reported
+from weightsmith._base.report.blocks import finite_or_mark, written
+from weightsmith._base.text import count
+from weightsmith._execution.distance import share_of
+from weightsmith._models.structure.vocabulary import EMBEDDINGS, HEADS
+from weightsmith._reports.look.differences import WIDTH
+from weightsmith._reports.look.models import NAMES_ONLY, FileDifference, Place, by_layer_and_part, json_values
+from weightsmith._reports.look.surveys import NonFinite, mark_of, sentences, together
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """The largest singular values of a difference.
+
+    values  estimates, descending; never larger than the true ones; () if they are beyond what float32 holds
+    upper   the true ones are at most so large, but for a probability of about 1 %
+    rank    how many are above the rounding noise of the stored weights; None if that is not known: more than half as many as
+            a sketch of a larger matrix has columns (128), without a gap after them; or hidden in the rounding
+    """
+
+    values: tuple[float, ...]
+    upper: tuple[float, ...]
+    rank: int | None
+
+    @property
+    def largest(self) -> float:
+        """The largest."""
+        return self.values[0] if self.values else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """A logical matrix in two models, A and B, and its delta: B - A.
+
+    elements   of the matrix
+    delta, a, b   Frobenius norms; nan where an element is NaN or infinite, or a sum is beyond what float64 holds. `delta` is 0
+               where nothing differs
+    cosine     of the two, as vectors; nan where a norm is zero or nan
+    changed    elements that differ; NaN is equal to NaN
+    largest    the largest magnitude of the delta; nan as for `delta`
+    noise      Frobenius norm of the error with which B's values were rounded to its dtype, as an estimate
+    linear     the weight of a linear layer
+    leading    of the weights of linear layers that differ in finite numbers; else None
+    nonfinite  NaN and infinities in A and in B
+    common_rows  of an embedding whose models have different numbers of tokens: the first rows, which are compared; else 0
+    magnitudes  elements of a sample of the delta by powers of two, from 2**-40 on; without zeros
+    """
+
+    name: str
+    place: Place
+    shape: tuple[int, ...]
+    dtypes: tuple[str, str]
+    elements: int
+    delta: float
+    a: float
+    b: float
+    cosine: float
+    changed: int
+    largest: float
+    noise: float
+    linear: bool
+    leading: Leading | None
+    nonfinite: tuple[NonFinite, NonFinite] = (NonFinite(), NonFinite())
+    common_rows: int = 0
+    magnitudes: tuple[int, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Norms and products are numbers: nothing is NaN, infinite, or beyond what float64 holds."""
+        return math.isfinite(self.a + self.b + self.delta)
+
+    @property
+    def share(self) -> float:
+        """delta / a; 0 if nothing differs, infinite if only a is zero, nan if either is."""
+        return share_of(self.delta, self.a)
+
+    @property
+    def rank(self) -> int | Mark:
+        """Of the delta; `Mark.FULL` if it is min(shape), `Mark.HIGH` if it is not known how high it is."""
+        if not self.changed:
+            return Mark.SAME
+        if not self.linear:
+            return Mark.NOTHING
+        if self.leading is None or not self.leading.values:
+            return mark_of(self.nonfinite) or Mark.UNDEFINED
+        if self.leading.rank is None:
+            return Mark.HIGH
+        return Mark.FULL if self.leading.rank == min(self.shape) else self.leading.rank
+
+    @property
+    def low_rank(self) -> bool:
+        """At most half of min(shape) singular values are above the rounding noise."""
+        return self.leading is not None and self.leading.rank is not None and 2 * self.leading.rank <= min(self.shape)
+
+    @property
+    def changed_share(self) -> float:
+        """Of the elements."""
+        return self.changed / self.elements
+
+    @property
+    def stable_rank(self) -> float:
+        """delta² over the square of the largest singular value, or a little more; nan where it is not known."""
+        return (self.delta / self.leading.largest) ** 2 if self.leading is not None and self.leading.largest else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDifference:
+    """Some matrices together: a layer, a part of all layers, or all. Fields as for `TensorDifference`.
+
+    measured   how many have norms and products that are numbers: `delta`, `a` and `cosine` are of them alone; nan without any
+    ranks      the smallest, the middle and the largest rank of the deltas whose rank is known and not full; None without any
+    full       how many deltas are of full rank
+    high       how many have a rank that is not known: see `Leading`
+    nonfinite  NaN and infinities in A and in B
+    """
+
+    name: str
+    tensors: int
+    elements: int
+    delta: float
+    a: float
+    cosine: float
+    changed: int
+    measured: int
+    ranks: tuple[int, int, int] | None
+    full: int
+    high: int
+    nonfinite: tuple[NonFinite, NonFinite]
+
+    @property
+    def share(self) -> float:
+        """As for `TensorDifference`."""
+        return share_of(self.delta, self.a)
+
+    @property
+    def changed_share(self) -> float:
+        """Of the elements; nan if there are none."""
+        return self.changed / self.elements if self.elements else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class MovedRow:
+    """A row of an embedding or head: its token, and ‖delta‖ / ‖row of A‖; infinite if the row of A is zero."""
+
+    tensor: str
+    row: int
+    token: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Difference(Reported):
+    """The differences between models A and B. Returned by `weightsmith.diff`.
+
+    names       of A and B, as they were given
+    files       config, tokenizer, chat template
+    tensors     in A's order
+    only_a, only_b   tensors that one of them has
+    different   tensors that cannot be compared: name, and shape and dtype of each
+    moved       rows of embeddings and heads that moved most, those that moved most first
+    quantised   what the weights of A and B are decoded from; "" for plain weights
+    merged_of   the models that B is a merge of, if its card says that it is one; else None
+    chosen      the globs of tensors that were compared; () for all
+    reading     what the difference probably is, in sentences
+    """
+
+    names: tuple[str, str]
+    files: FileDifference
+    tensors: tuple[TensorDifference, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    different: tuple[tuple[str, tuple[str, ...]], ...]
+    moved: tuple[MovedRow, ...]
+    quantised: tuple[str, str]
+    merged_of: tuple[str, ...] | None
+    chosen: tuple[str, ...] = ()
+    reading: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Short: a dataclass's own would list every tensor."""
+        changed = sum(1 for tensor in self.tensors if tensor.changed)
+        share = written(finite_or_mark(self.total.share), "share")
+        names = " and ".join(self.names)
+        return f"<Difference of {names}: {changed:,} of {len(self.tensors):,} tensors changed, {share} of the norm>"
+
+    @cached_property
+    def layers(self) -> tuple[GroupDifference, ...]:
+        """Each layer, in order, then what is outside."""
+        return tuple(_group(name, own) for name, own in by_layer_and_part(self.tensors)[0].items())
+
+    @cached_property
+    def parts(self) -> tuple[GroupDifference, ...]:
+        """Each part over all layers: `self_attn.q_proj`."""
+        return tuple(_group(name, own) for name, own in by_layer_and_part(self.tensors)[1].items())
+
+    @cached_property
+    def total(self) -> GroupDifference:
+        """All tensors."""
+        return _group("all", self.tensors)
+
+    def report(self) -> Report:
+        from weightsmith._reports.look.reports import difference_report
+
+        return difference_report(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; null for what is undefined or infinite."""
+        return json_values(
+            a=self.names[0],
+            b=self.names[1],
+            reading=self.reading,
+            files=asdict(self.files),
+            total=_group_json(self.total),
+            layers=[_group_json(group) for group in self.layers],
+            parts=[_group_json(group) for group in self.parts],
+            tensors=[_tensor_json(tensor) for tensor in self.tensors],
+            moved_rows=[asdict(row) for row in self.moved],
+            only_a=self.only_a,
+            only_b=self.only_b,
+            different_shapes={name: list(specs) for name, specs in self.different},
+        )
+
+
+def _tensor_json(tensor: TensorDifference) -> dict[str, Any]:
+    place = tensor.place
+    found = {"name": tensor.name, "stack": place.stack, "layer": place.layer, "part": place.part, "shape": list(tensor.shape)}
+    found |= {"dtypes": list(tensor.dtypes), "elements": tensor.elements}
+    found |= {
+        "delta_norm": tensor.delta,
+        "a_norm": tensor.a,
+        "b_norm": tensor.b,
+        "share": tensor.share,
+        "cosine": tensor.cosine,
+    }
+    found |= {"changed": tensor.changed, "largest": tensor.largest, "rounding_noise": tensor.noise}
+    found["nonfinite"] = _nonfinite_json(tensor.nonfinite)
+    found["magnitudes"] = list(tensor.magnitudes)
+    if tensor.leading is not None:
+        leading, full = tensor.leading, None if tensor.rank is Mark.HIGH else tensor.rank is Mark.FULL
+        found["singular_values"] = {"values": list(leading.values), "upper": list(leading.upper), "rank": leading.rank}
+        found["full_rank"] = full
+        found["stable_rank"] = tensor.stable_rank
+    return found
+
+
+def _group_json(group: GroupDifference) -> dict[str, Any]:
+    found = asdict(group) | {"nonfinite": _nonfinite_json(group.nonfinite)}
+    return {**found, "share": group.share, "changed_share": group.changed_share}
+
+
+def _nonfinite_json(found: tuple[NonFinite, NonFinite]) -> dict[str, Any]:
+    return {name: own.to_json() for name, own in zip("ab", found, strict=True)}
+
+
+def _group(name: str, tensors: Sequence[TensorDifference]) -> GroupDifference:
+    own = [tensor for tensor in tensors if tensor.measured]
+    delta, a, b = (_norm([getattr(tensor, what) for tensor in own]) for what in ("delta", "a", "b"))
+    products = math.fsum(tensor.cosine * tensor.a * tensor.b for tensor in own if tensor.a and tensor.b)
+    ranks = [tensor.rank for tensor in tensors]
+    low = [rank for rank in ranks if not isinstance(rank, Mark)]
+    return GroupDifference(
+        name,
+        len(tensors),
+        sum(tensor.elements for tensor in tensors),
+        delta,
+        a,
+        (1.0 if delta == 0 else max(-1.0, min(1.0, products / a / b))) if a > 0 and b > 0 else math.nan,
+        sum(tensor.changed for tensor in tensors),
+        len(own),
+        (min(low), median_low(low), max(low)) if low else None,
+        ranks.count(Mark.FULL),
+        ranks.count(Mark.HIGH),
+        (together(tensor.nonfinite[0] for tensor in tensors), together(tensor.nonfinite[1] for tensor in tensors)),
+    )
+
+
+def _norm(norms: Sequence[float]) -> float:
+    """Of some vectors together; nan of none."""
+    return math.hypot(*norms) if norms else math.nan
+
+
+MOST = 0.9
+"""What counts as nearly all."""
+
+ALIKE = 0.25
+"""Shares of rounding in matrices of one format differ at most so much, relative to their median."""
+
+KIN = 0.5
+"""The cosine of two models from which on one may be a fine-tune of the other. Of fine-tunes it is near 1."""
+
+COARSE = 0.65
+"""The largest share that rounding can be: of normal numbers, one bit for each weight leaves an error of 0.6 of their norm."""
+
+FLAT = 2.0
+"""The largest singular value of white noise [m, n] is 1/√m + 1/√n of its norm; up to so much of that counts as white."""
+
+
+def read_difference(found: Difference) -> tuple[str, ...]:
+    """The sentences, the most telling first."""
+    changed = [tensor for tensor in found.tensors if tensor.changed]
+    sentences = [*_unmeasured(found), *_kind(found, changed), *_vocabulary(found, changed), *_files(found)]
+    short = [tensor for tensor in found.tensors if tensor.common_rows]
+    if short:
+        sentences.append(f"Compared in the rows that both have, the first {short[0].common_rows:,}: {_names(short)}.")
+    if found.chosen:
+        sentences.append(f"Only tensors that match {_list([repr(glob) for glob in found.chosen])} were compared.")
+    if found.only_a or found.only_b or found.different:
+        counts = (
+            (len(found.only_a), "that only A has"),
+            (len(found.only_b), "that only B has"),
+            (len(found.different), "with another shape in B"),
+        )
+        sentences.append(f"Not compared: {_counted(counts, 'tensor')}.")
+    if found.merged_of is not None:
+        made_of = f" of {', '.join(found.merged_of)}" if found.merged_of else ""
+        sentences.append(f"The card of B says that it is a merge{made_of}.")
+    return tuple(sentences)
+
+
+def _unmeasured(found: Difference) -> list[str]:
+    """NaN and infinities in each model, and what is left out of norms and cosines."""
+    texts = sentences("AB", [(tensor.name, tensor.nonfinite) for tensor in found.tensors])
+    left_out = [tensor for tensor in found.tensors if not tensor.measured]
+    beyond = [tensor for tensor in left_out if not any(tensor.nonfinite)]
+    if beyond:
+        texts.append(f"Too large or too small to be measured: {count(len(beyond), 'tensor')}, the first {beyond[0].name}.")
+    if left_out and len(left_out) == len(found.tensors):
+        texts.append("No norm and no cosine is defined.")
+    elif left_out:
+        texts.append(f"Norms and cosines of several tensors leave {'it' if len(left_out) == 1 else 'them'} out.")
+    return texts
+
+
+def _kind(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
+    if not found.tensors:
+        return [f"The models have no {'such tensor' if found.chosen else 'tensor'} in common that can be compared."]
+    if not changed:
+        part = bool(found.chosen) or any(tensor.common_rows for tensor in found.tensors)
+        return [f"The same weights: every tensor that {'was compared' if part else 'both have'} is equal in every element."]
+    changed = [tensor for tensor in changed if tensor.measured]
+    if not changed:
+        return []
+    matrices = [tensor for tensor in changed if tensor.linear]
+    where = _where(found, changed)
+    for quantised, name in zip(found.quantised, ("A", "B"), strict=True):
+        if quantised:
+            share = _share(changed)
+            size = f" of {_percent(share)}" if math.isfinite(share) else ""
+            return [f"{name} is quantised ({quantised}): differences{size} have its rounding in them."]
+    low = [tensor for tensor in matrices if tensor.low_rank]
+    signal = [tensor.leading.rank for tensor in low if tensor.leading is not None and tensor.leading.rank]
+    if matrices and len(low) >= MOST * len(matrices) and signal:
+        ranks = f"about {round(median(signal))}" if max(signal) - min(signal) > 0 else str(signal[0])
+        where = _where(found, [tensor for tensor in low if tensor.rank])
+        text = f"A change of low rank, as LoRA makes it, or a merge of such models: rank {ranks} in {where}"
+        noise = math.sqrt(sum(t.noise**2 for t in matrices)) / math.sqrt(sum(t.delta**2 for t in matrices))
+        rounding = f", stored with rounding errors of {_percent(min(1.0, noise))} of its size" if noise > 0.1 else ""
+        others = [tensor for tensor in changed if not tensor.low_rank]
+        return [f"{text}{rounding}.", *([f"Not of low rank, or no linear layer: {_names(others)}."] if others else [])]
+    if matrices and len(low) >= MOST * len(matrices):
+        return [
+            f"Rounding, not training: nothing but what storing the weights in another dtype changes, in {_where(found, low)}."
+        ]
+    if matrices and not low and _is_rounding(found, matrices):
+        return [
+            f"White noise, as rounding makes it: about {_percent(median(t.share for t in matrices))} in {where}, and no "
+            "norm differs. B may be quantised and dequantised again, or A may be."
+        ]
+    if not matrices:
+        return [f"No linear layer differs, only {_names(changed)}."]
+    share, moved = sum(t.changed for t in changed) / sum(t.elements for t in changed), _share(changed)
+    by = f", by {_percent(moved)} in norm" if math.isfinite(moved) else ", from zero"
+    differ = f"{_percent(share)} of the elements of these tensors differ{by}."
+    cosine = found.total.cosine
+    unlike = ", as between models of which neither was made from the other" if cosine < KIN else ""
+    made = ", as full fine-tuning makes it" if cosine >= KIN else unlike
+    return [f"A change of {_ranks(matrices)}{made}: {where}; {differ}"]
+
+
+def _ranks(matrices: Sequence[TensorDifference]) -> str:
+    """`full rank`, or how many matrices are of what rank."""
+    ranks = [tensor.rank for tensor in matrices]
+    full, high, unknown = (ranks.count(mark) for mark in (Mark.FULL, Mark.HIGH, Mark.UNDEFINED))
+    if full >= MOST * len(ranks):
+        return "full rank"
+    if full + high >= MOST * len(ranks):
+        return f"full rank, or of a rank above {WIDTH // 2}" if high else "full rank"
+    low = sum(tensor.low_rank for tensor in matrices)
+    between = len(ranks) - full - high - unknown - low
+    counts = (
+        (low, "of low rank"),
+        (between, "of a higher rank"),
+        (full + high, "of full or high rank"),
+        (unknown, "of unknown rank"),
+    )
+    return f"mixed ranks ({_counted(counts, 'weight')})"
+
+
+def _is_rounding(found: Difference, matrices: Sequence[TensorDifference]) -> bool:
+    if not all(tensor.share <= COARSE and tensor.rank in (Mark.FULL, Mark.HIGH) for tensor in matrices):
+        return False
+    shares = [tensor.share for tensor in matrices]
+    middle = median(shares)
+    alike = sum(abs(share - middle) <= ALIKE * middle for share in shares) >= MOST * len(shares)
+    norms = any(tensor.changed for tensor in found.tensors if len(tensor.shape) == 1)
+    white = 0
+    for tensor in matrices:
+        edge = sum(1 / math.sqrt(side) for side in tensor.shape) * tensor.delta
+        white += tensor.leading is not None and 0 < tensor.leading.largest <= FLAT * edge
+    return alike and not norms and white >= MOST * len(matrices)
+
+
+def _share(tensors: Sequence[TensorDifference]) -> float:
+    a = math.sqrt(sum(tensor.a**2 for tensor in tensors))
+    return math.sqrt(sum(tensor.delta**2 for tensor in tensors)) / a if a else math.inf
+
+
+def _where(found: Difference, changed: Sequence[TensorDifference]) -> str:
+    """`self_attn.q_proj and v_proj of layers 12 to 23`."""
+    inside = [tensor for tensor in changed if tensor.place.stack]
+    if not inside:
+        return _names(changed)
+    texts = []
+    for stack in dict.fromkeys(tensor.place.stack for tensor in inside):
+        own = [tensor for tensor in inside if tensor.place.stack == stack]
+        every = [tensor for tensor in found.tensors if tensor.place.stack == stack]
+        layers, all_layers = {t.place.layer for t in own}, {t.place.layer for t in every}
+        linear = {t.place.part for t in every if t.linear or len(t.shape) == 2}
+        parts = list(dict.fromkeys(t.place.part for t in own))
+        what = _list(parts)
+        if set(parts) == linear:
+            what = "all linear layers"
+        elif set(parts) == {t.place.part for t in every}:
+            what = "all tensors"
+        where = "all layers" if layers == all_layers else in_layers(layers)
+        name = "" if len({t.place.stack for t in inside}) == 1 else f" of {stack.rstrip('.')}"
+        there = sum(t.place.part in parts and t.place.layer in layers for t in every)
+        some = (
+            f"{len(own):,} of the {there:,} tensors of " if len(own) < there else ""
+        )  # some experts, some parts of some layers
+        texts.append(f"{some}{what} of {where}{name}")
+    outside = [tensor for tensor in changed if not tensor.place.stack]
+    return "; ".join([*texts, *([_names(outside)] if outside else [])])
+
+
+def in_layers(numbers: Iterable[int]) -> str:
+    """Layers by their numbers.
+
+    >>> in_layers([29]), in_layers([0, 1])
+    ('layer 29', 'layers 0 to 1')
+    """
+    found = list(numbers)
+    return f"layer{'s' if len(found) > 1 else ''} {ranges(found)}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as runs.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0 to 2, 5, 7 to 8'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in runs)
+
+
+def _names(tensors: Sequence[TensorDifference]) -> str:
+    return _list(list(dict.fromkeys(tensor.place.part for tensor in tensors)))
+
+
+def _list(names: Sequence[str], most: int = 8) -> str:
+    shown = [*names[:most], *([f"{len(names) - most:,} more"] if len(names) > most else [])]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _vocabulary(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
+    """Of the embedding and the head, if anything else differs."""
+    names = {
+        name: [t for t in found.tensors if not t.place.stack and t.place.part.split(".")[-1] in names] for name, names in _KINDS
+    }
+    texts = []
+    for name, tensors in names.items():
+        if tensors and changed and not any(tensor.changed for tensor in tensors):
+            texts.append(f"The {name} is frozen: not one of its elements differs.")
+    return texts
+
+
+_KINDS = (("embedding", EMBEDDINGS), ("head", HEADS))
+
+
+def _files(found: Difference) -> list[str]:
+    files = found.files
+    keys = [change.key for change in files.config if change.key.split(".")[-1] not in NAMES_ONLY]
+    texts = [f"config.json differs in {_list(keys)}."] if keys else []
+    tokenizer = files.tokenizer
+    if tokenizer is not None and not tokenizer.same:
+        if 0 in tokenizer.sizes:
+            texts.append(f"Only {'B' if tokenizer.sizes[0] == 0 else 'A'} has a tokenizer.")
+        else:
+            counts = (
+                (len(tokenizer.added), "that only B has"),
+                (len(tokenizer.removed), "that only A has"),
+                (tokenizer.moved, "with another id"),
+            )
+            texts.append(f"The tokenizers differ: {_counted(counts, 'token')}.")
+    if files.templates is not None:
+        a, b = files.templates
+        texts.append("The chat templates differ." if a and b else f"Only {'A' if a else 'B'} has a chat template.")
+    return texts
+
+
+def _counted(counts: Iterable[tuple[int, str]], noun: str) -> str:
+    """Those that are not zero, with their nouns: `2 tensors that only A has`."""
+    return ", ".join(f"{count(n, noun)} {what}" for n, what in counts if n)
+
+
+def _percent(share: float) -> str:
+    """A share with two digits.
+
+    >>> _percent(0.123), _percent(0.000456), _percent(1)
+    ('12 %', '0.046 %', '100 %')
+    """
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"

@@ -1,0 +1,115 @@
+"""The totals of a plan, from Python and from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests.cli_help import Cli
+from tests.cli_help import cli as cli
+from tests.cli_help import work as work
+from tests.mini import write_checkpoint
+from weightsmith._execution import history
+from weightsmith._execution.options import RunOptions
+
+TIES = {
+    "merge_method": "ties",
+    "base_model": "a",
+    "models": [{"model": "b", "parameters": {"weight": 1, "density": 0.5}}],
+    "dtype": "float32",
+}
+LINEAR = {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}], "parameters": {"weight": 1}}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of past runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/weightsmith/runs.jsonl"
+
+
+def test_python_and_the_command_line_give_the_same_totals(cli: Cli, work: Path) -> None:
+    (work / "ties.yml").write_text(json.dumps(TIES))
+    summary = weightsmith.plan("ties.yml").summary(threads=3)
+    assert json.loads(cli("plan", "ties.yml", "--threads", "3", "--json").out)["summary"] == json.loads(
+        json.dumps(summary.to_json())
+    )
+    merged = weightsmith.merge("ties.yml", "out", progress=False)
+    assert summary.write_bytes == sum(path.stat().st_size for path in Path("out").glob("*.safetensors"))
+    assert summary.input_bytes <= merged.read_bytes <= summary.read_bytes
+    assert "with 3 threads" in str(summary)
+
+
+def test_a_quantised_model_is_read_as_it_is_stored_and_counted_as_it_is_decoded(work: Path) -> None:
+    write_checkpoint(work / "wide", {"model.layers.0.mlp.up_proj.weight": np.ones((256, 256), np.float32)}, config={})
+    weightsmith.quantize("wide", "narrow", "fp8-dynamic", progress=False)
+    summary = weightsmith.plan(LINEAR | {"models": [{"model": "narrow"}]}).summary()
+    stored = sum(path.stat().st_size for path in Path("narrow").glob("*.safetensors"))
+    assert (summary.input_bytes, summary.stored_bytes) == (weightsmith.open_checkpoint("narrow").nbytes, stored)
+    assert summary.stored_bytes < summary.input_bytes
+    assert "as stored" in str(summary)
+
+
+def test_plain_models_are_read_as_they_are_stored(work: Path) -> None:
+    summary = weightsmith.plan(LINEAR).summary()
+    assert summary.stored_bytes == summary.input_bytes
+    assert "as stored" not in str(summary)
+
+
+def test_tensors_take_memory(work: Path) -> None:
+    peaks = []
+    for number in (10, 2010):
+        write_checkpoint(work / f"m{number}", {f"layers.{i}.w": np.ones(2, np.float32) for i in range(number)}, config={})
+        recipe = LINEAR | {"models": [{"model": f"m{number}"}]}
+        peaks.append(weightsmith.plan(recipe).summary(threads=1).memory.peak_bytes)
+    assert peaks[1] - peaks[0] == 2 * 2000 * 1_000
+
+
+def test_models_that_have_changed_since_are_no_longer_those_of_the_plan(work: Path) -> None:
+    plan = weightsmith.plan(LINEAR)
+    write_checkpoint(work / "a", {"other": np.ones(2, np.float32)}, config={})
+    with pytest.raises(weightsmith.PlanError):
+        plan.summary()
+
+
+def test_similar_runs_give_the_time(work: Path, cache: Path) -> None:
+    plan = weightsmith.plan(LINEAR)
+    options = RunOptions(threads=2)
+    assert plan.summary(threads=2).time is None
+    for seconds in (10.0, 20.0, 60.0):
+        history.remember(history.past_run(plan, options, 10**6, seconds))
+    summary = plan.summary(threads=2)
+    assert summary.time is not None
+    moved = summary.read_bytes + summary.write_bytes
+    assert (summary.time.seconds, summary.time.runs) == (round(20e-6 * moved, 1), 3)
+    assert "by 3 similar runs on this machine" in str(summary)
+    assert plan.summary(threads=1).time is None
+    assert plan.summary(threads=2, device="cuda").time is None
+
+
+def test_a_short_run_says_nothing_of_the_speed(work: Path, cache: Path) -> None:
+    weightsmith.merge(LINEAR, "out", progress=False)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("damage", [b"\x00\xff", b"[1, 2]", b'{"method": 3}', b"[" * 100_000])
+def test_a_damaged_line_is_left_out(damage: bytes, work: Path, cache: Path) -> None:
+    plan = weightsmith.plan(LINEAR)
+    run = history.past_run(plan, RunOptions(threads=2), 10**6, 10.0)
+    history.remember(run)
+    cache.write_bytes(damage + b"\n" + cache.read_bytes())
+    summary = plan.summary(threads=2)
+    assert summary.time is not None
+    assert summary.time.runs == 1
+
+
+def test_the_oldest_runs_make_room(work: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_RUNS", 2)
+    plan = weightsmith.plan(LINEAR)
+    for seconds in (10.0, 20.0, 30.0):
+        history.remember(history.past_run(plan, RunOptions(threads=2), 10**6, seconds))
+    assert [json.loads(line)["seconds"] for line in cache.read_text().splitlines()] == [20.0, 30.0]
