@@ -100,7 +100,7 @@ def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monke
     Path("r.yml").write_text(SCALAR)
     made, ran = list[str](), list[int]()
     from weightsmith._activations.decoder.forward import Decoder
-    from weightsmith._reports.tuning import evaluator as module
+    from weightsmith._reports.tuning import merged_weights as module
 
     run, layer = module.run, Decoder.layer
 
