@@ -24,9 +24,9 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Merged
 from weightsmith._features.quantisation import quantised
-from weightsmith._features.quantisation.exl2 import blocks
-from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._models.formats.exl2 import blocks
+from weightsmith._models.formats.exl2.blocks import ATTENTION, MLP
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared, assemble
