@@ -21,7 +21,8 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.tuning.candidates import Candidates
-from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Rows
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator, Rows
+from weightsmith._reports.tuning.merged_weights import Candidate
 from weightsmith.abc.output import Output
 
 SCALAR = """merge_method: {choice: [ties, dare_ties, task_arithmetic]}

@@ -1,4 +1,4 @@
-"""A model, or a recipe whose result need not be written, with what cuts its texts into tokens; and the folder of unfinished work."""
+"""A model, or a recipe whose result need not be written, with what cuts its texts into tokens; where unfinished work is."""
 
 from __future__ import annotations
 
