@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from weightsmith._activations.rows import BUILT_IN, SUFFIXES
+from weightsmith._activations.rows import is_text
 
 GivenText = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A file, a text, or several of them."""
@@ -32,19 +32,6 @@ class TextFiles:
     def named(self, paths: Sequence[str]) -> tuple[str, ...]:
         """What results call these files."""
         return tuple(self.names.get(path, path) for path in paths)
-
-
-def is_text(given: str | os.PathLike[str]) -> bool:
-    r"""Whether it is a text itself, not the name of a file: it has a space or a line break, and no suffix of a text file.
-
-    >>> [is_text(given) for given in ("Hello, world.", "line\n", "my notes.txt", "notes.text", "built-in")]
-    [True, True, False, False, False]
-    """
-    if not isinstance(given, str) or given == BUILT_IN:
-        return False
-    if "\n" in given:
-        return True
-    return any(c.isspace() for c in given) and not given.endswith(SUFFIXES) and not os.path.lexists(given)
 
 
 @contextmanager

@@ -59,6 +59,19 @@ SPARE = 8
 """A text is read until it has so many times the tokens that the rows take."""
 
 
+def is_text(given: str | os.PathLike[str]) -> bool:
+    r"""Whether it is a text itself, not the name of a file: it has a space or a line break, and no suffix of a text file.
+
+    >>> [is_text(given) for given in ("Hello, world.", "line\n", "my notes.txt", "notes.text", "built-in")]
+    [True, True, False, False, False]
+    """
+    if not isinstance(given, str) or given == BUILT_IN:
+        return False
+    if "\n" in given:
+        return True
+    return any(c.isspace() for c in given) and not given.endswith(SUFFIXES) and not os.path.lexists(given)
+
+
 def text_source(path: str | None, rows: int | None, tokens: int | None, seed: int, option: str = "calibration") -> TextSource:
     """A text file, not yet cut by a tokenizer; None or `built-in`: the built-in text. rows: 0 until they are counted.
 
@@ -71,12 +84,18 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
     if path is None or path == BUILT_IN:
         digest = hashlib.sha256(b"\0".join(text.encode() for text in _built_in())).hexdigest()
         return TextSource(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
+    if is_text(path):
+        # A plan names its texts, so that it can be run again, on another day.
+        what = f"it is a text itself, and the name of a file is needed: {show(path)}"
+        fix = (
+            "save the text in a .txt file, and name that; only weightsmith.evaluate and weightsmith.tune take texts themselves"
+        )
+        raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     file = expand_user(path).absolute()
     if file.suffix not in _READERS:
         what = f"the text {show(path)} is of an unknown kind"
-        fix = (
-            f"use a file that ends in {', '.join(SUFFIXES)}, or {BUILT_IN}; in Python, a text itself has a space or line break"
-        )
+        itself = "; in Python, a text itself has a space or line break" if option == "text" else ""
+        fix = f"use a file that ends in {', '.join(SUFFIXES)}, or {BUILT_IN}{itself}"
         raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"
