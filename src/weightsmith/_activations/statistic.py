@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations import gradients, states
-from weightsmith._activations.sites import by_site
 from weightsmith._activations.states import FORWARD
 from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._activations.work import StatisticWork
 from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.statistic import Statistic
@@ -34,7 +34,7 @@ def shapes_of(
 def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
     from weightsmith._activations.sums import Forward, use_sums
-    from weightsmith._outputs.local.products import release_pages
+    from weightsmith._files.mapped import release_pages
 
     work = StatisticWork.of(context.product)
     statistic = find_statistic(work.kind)

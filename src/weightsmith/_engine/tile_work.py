@@ -10,10 +10,9 @@ import numpy as np
 from weightsmith._base.errors import MismatchError, NonFinite
 from weightsmith._base.tensors import GRAIN_ELEMENTS, TensorSpec
 from weightsmith._engine.active import ActiveStep, Gathered, LeafPass
-from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import UNPUBLISHED, Constants, Finite
 from weightsmith._engine.reader import Reader
-from weightsmith._engine.tiles import Cut
+from weightsmith._engine.tiles import Buffers, Cut
 from weightsmith._kernels.codecs import decode, first_nonfinite
 from weightsmith._kernels.delta import distance
 from weightsmith._kernels.records import Encoded
@@ -23,7 +22,7 @@ from weightsmith._outputs.local.disk import copies_by_reference
 from weightsmith._plans import CAST, Gather, Read, Step
 from weightsmith.abc.job import Bytes, Job, Tile
 from weightsmith.abc.output import Output
-from weightsmith.abc.stored import WHOLE, array_name
+from weightsmith.abc.stored import WHOLE, maximum_name
 
 _NO_NUMBERS = np.empty(0, np.float32)
 WHOLE_BYTES = 6
@@ -267,7 +266,7 @@ class Encoder:
         """The numbers of the whole tensor that its encoding needs: from the plan, or from a product."""
         if step.weighted >= 0:
             return self._reader.plan.tables[step.weighted].floats
-        return self._reader.results.array(array_name(encoding, step.out.name)) if encoding.product else _NO_NUMBERS
+        return self._reader.results.array(maximum_name(step.out.name)) if encoding.maxima else _NO_NUMBERS
 
 
 def _check_stored(step: Step, stored: TensorSpec, start: int, data: Bytes) -> None:

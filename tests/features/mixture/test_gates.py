@@ -18,10 +18,9 @@ from tests.activations.test_decoder import save_model
 from tests.zoo import SIZES
 from weightsmith._base.errors import PlanError
 from weightsmith._base.installation import install
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.mixture.routing.gates import MODES, Sample
 from weightsmith._features.mixture.routing.gates.hidden import average, last, summed
@@ -238,7 +237,7 @@ def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
     def rows(**more: Any) -> np.ndarray:
         arrays, report = made_router(recipe_of(models, told(0, 1), dtype="float32", **more))
         assert report is not None
-        assert report.routing.own(report.routing.first).mean() > 0.8
+        assert report.routing.of_own_expert(report.routing.first).mean() > 0.8
         return arrays["model.layers.0.block_sparse_moe.gate.weight"]
 
     np.testing.assert_allclose(rows(router_scale=3), 3 * rows(), rtol=1e-6)
@@ -372,6 +371,6 @@ def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path:
 def test_packages_that_are_missing_are_those_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsmith._features.mixture.routing.product import missing_packages
 
-    monkeypatch.setattr("weightsmith._activations.packages.find_spec", lambda name: None)
+    monkeypatch.setattr("weightsmith._base.installation.find_spec", lambda name: None)
     [found] = missing_packages()
     assert found.finding.fix == f"Run {install('moe')}; or use gate_mode: random, which needs no hidden states."

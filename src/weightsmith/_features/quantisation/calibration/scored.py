@@ -22,9 +22,11 @@ import numpy.typing as npt
 from weightsmith._activations.gradients import LAST_FIRST, predict
 from weightsmith._activations.rows import rows_of
 from weightsmith._activations.work import LayerWork
+from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.common import located
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, dequantise, quantise
+from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure.vocabulary import is_embedding, is_model_head
 from weightsmith._plans import Product
 from weightsmith._plans.statistics import TextSource
@@ -44,8 +46,8 @@ ROWS_AT_ONCE = 256
 TOKENS_AT_ONCE = 64
 """Tokens whose predictions are held in memory at once."""
 
-SCORED = frozenset(f"{PREFIX}{name.lower()}" for name in TYPES.keys() - {*PLAIN, *NEEDS_IMPORTANCES})
-"""Encodings of ggml's blocks that can do without importances."""
+NONE = np.empty(0, np.float32)
+"""No importances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +103,30 @@ def shape_of(candidates: Mapping[str, Sequence[str]], states: tuple[int, ...]) -
     return len(candidates), max(map(len, candidates.values()), default=0), states[0] * len(places(*states[:2]))
 
 
-def _error(part: Floats, encoding: str, importances: npt.NDArray[np.float32] | None) -> Floats:
-    """The error that an encoding makes in some rows of a weight."""
-    dtype = TYPES[encoding.removeprefix(PREFIX).upper()]
-    blocks = np.empty(part.size // dtype.block * dtype.itemsize, np.uint8)
-    quantise(dtype, part, blocks, importances)
-    return dequantise(dtype, blocks, part.size).reshape(part.shape) - part
+def can_score(encoding: Encoding) -> bool:
+    """Whether the errors of an encoding can be scored: it can do without importances, and is decoded."""
+    return encoding.kind == "blocks" and encoding.importances == "may"
 
 
-def _score_layer(bench: ProductContext) -> Arrays:
+def _error(part: Floats, encoding: Encoding, importances: Floats) -> Floats:
+    """The error that an encoding makes in some rows of a weight. importances: of each column; empty: all are equal."""
+    spec = TensorSpec("x.weight", DTYPES["F32"], part.shape)
+    blocks = [np.empty(out.nbytes, np.uint8) for out in encoding.outs(spec)]
+    encoding.encode(spec, part, 0, blocks, importances)
+    return encoding.dequantise(blocks, part.shape) - part
+
+
+def _score_layer(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import layer_rows, workers
     from weightsmith._activations.sums import Forward, Inputs
 
-    work = ScoreWork.of(bench.product)
-    leaving = bench.arrays(work.gradients)[0]
-    scores = np.zeros(bench.product.outs[0].shape, np.float32)
+    work = ScoreWork.of(context.product)
+    leaving = context.arrays(work.gradients)[0]
+    scores = np.zeros(context.product.outs[0].shape, np.float32)
     order = {name: i for i, name in enumerate(work.candidates)}
-    with layer_rows(bench, work, 0.3, 1, back=True) as rows:
+    with layer_rows(context, work, 0.3, 1, back=True) as rows:
         own = places(*rows.states.shape[:2])
         inputs = Inputs(rows, list(work.candidates), Forward(leaving=leaving))
         step = int(own[1]) if len(own) > 1 else 1
@@ -150,13 +157,13 @@ def _score_layer(bench: ProductContext) -> Arrays:
             importances = np.ascontiguousarray(x.square().mean(0).cpu().numpy(), np.float32)
             with located(f"{name}, {work.base.label}"), torch.no_grad():
                 for i, encoding in enumerate(work.candidates[name]):
-                    error = torch.from_numpy(_error(part, encoding, importances)).to(rows.device)
+                    error = torch.from_numpy(_error(part, find_encoding(encoding), importances)).to(rows.device)
                     partial[name, first, i] = at, ((x @ error.T) * g).sum(1).cpu().numpy()
 
         partial: dict[tuple[str, int, int], tuple[npt.NDArray[np.int64], Floats]] = {}
         heights = {name: rows.layer.linear(name).weight.shape[0] for name in work.candidates}
         tasks = [(name, first) for name, height in heights.items() for first in range(0, height, ROWS_AT_ONCE)]
-        with workers(bench.threads, rows.device) as pool:
+        with workers(context.threads, rows.device) as pool:
             for done, _ in enumerate(pool.map(score, tasks), 1):
                 rows.progress(done / len(tasks))
         for name, first in tasks:  # in order, so that the sums do not depend on threads
@@ -167,41 +174,41 @@ def _score_layer(bench: ProductContext) -> Arrays:
     return [scores]
 
 
-def _score_vocabulary(bench: ProductContext) -> Arrays:
+def _score_vocabulary(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import decoder_of, rows_of_states, workers
 
-    work = VocabularyWork.of(bench.product)
-    rows = rows_of_states(bench, work, 0, 0, back=True)
+    work = VocabularyWork.of(context.product)
+    rows = rows_of_states(context, work, 0, 0, back=True)
     count, tokens, _ = rows.states.shape
     own = places(count, tokens)
-    specs = {step.out.name: step.out for step in bench.product.steps}
-    scores = np.zeros(bench.product.outs[0].shape, np.float32)
+    specs = {step.out.name: step.out for step in context.product.steps}
+    scores = np.zeros(context.product.outs[0].shape, np.float32)
     decoder, cap = decoder_of(work.base), decoder_of(work.base).logit_cap
     table = next(spec for spec in specs.values() if is_embedding(spec))
     head = next((spec for spec in specs.values() if is_model_head(spec)), table)
-    embedded, gradients = bench.arrays(work.embedded)[0], bench.arrays(work.gradients)[0]
+    embedded, gradients = context.arrays(work.embedded)[0], context.arrays(work.gradients)[0]
 
     def flat(states: Floats) -> Floats:
         return np.ascontiguousarray(states[:, own]).reshape(-1, states.shape[-1])
 
     if table.name in work.candidates:
-        ids = rows_of(work.text, bench.folder(work.base.model), table.shape[0], work.bos)[:, own].reshape(-1)
+        ids = rows_of(work.text, context.folder(work.base.model), table.shape[0], work.bos)[:, own].reshape(-1)
         used, which = np.unique(ids, return_inverse=True)
-        stored, entering, back = bench.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
+        stored, entering, back = context.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
         plain = stored[which]
         scale = float((entering * plain).sum(dtype=np.float64) / (plain * plain).sum(dtype=np.float64))  # Gemma has one
         for i, encoding in enumerate(work.candidates[table.name]):
-            error = _error(np.ascontiguousarray(stored), encoding, None)[which]
+            error = _error(np.ascontiguousarray(stored), find_encoding(encoding), NONE)[which]
             scores[list(work.candidates).index(table.name), i] += (error * back).sum(1) * np.float32(scale)
     if head.name not in work.candidates:
         return [scores]
     numbers = np.empty(head.shape, np.float32)
-    bench.fill({head.name: numbers})
+    context.fill({head.name: numbers})
     weight = torch.from_numpy(numbers).to(rows.device)
     draws = np.stack([np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[own] for row in range(count)])
-    with decoder.final_norm(bench, rows.device) as norm, workers(bench.threads, rows.device) as pool, torch.no_grad():
+    with decoder.final_norm(context, rows.device) as norm, workers(context.threads, rows.device) as pool, torch.no_grad():
         final = torch.cat([norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[own] for row in range(count)])
         drawn = torch.from_numpy(draws.reshape(-1)).to(rows.device)
 
@@ -212,7 +219,7 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
 
         seen = list(pool.map(look, range(0, len(final), TOKENS_AT_ONCE)))
         labels, logs = torch.cat([each[0] for each in seen]), torch.cat([each[1] for each in seen])
-        tried = work.candidates[head.name]
+        tried = [find_encoding(name) for name in work.candidates[head.name]]
 
         def score(first: int) -> list[Floats]:
             part = weight[first : first + ROWS_AT_ONCE]
@@ -229,7 +236,7 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
             plain = np.ascontiguousarray(part.cpu().numpy())
             found = []
             for encoding in tried:
-                error = torch.from_numpy(_error(plain, encoding, None)).to(rows.device)
+                error = torch.from_numpy(_error(plain, encoding, NONE)).to(rows.device)
                 found.append(((of_logits @ error) * final).sum(1).cpu().numpy())
             return found
 
@@ -256,9 +263,13 @@ def _check_vocabulary(product: Product) -> str:
 def _check(product: Product, work: ScoreWork) -> str:
     specs = {step.out.name: step.out for step in product.steps}
     for name, tried in work.candidates.items():
-        if name not in specs or len(specs[name].shape) != 2 or not SCORED.issuperset(tried):
+        try:
+            encodings = [find_encoding(encoding) for encoding in tried]
+        except WeightsmithError as error:
+            return error.finding.what
+        if name not in specs or len(specs[name].shape) != 2 or not all(map(can_score, encodings)):
             return "it has no step for a weight, or cannot score its encoding"
-        if any(specs[name].shape[1] % TYPES[each.removeprefix(PREFIX).upper()].block for each in tried):
+        if any(encoding.refusal(specs[name]) for encoding in encodings):
             return "the rows of a weight have no whole blocks"
     made = [(out.dtype.name, out.shape[:2]) for out in product.outs]
     wanted = len(work.candidates), max(map(len, work.candidates.values()), default=0)
