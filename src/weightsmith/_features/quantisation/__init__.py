@@ -2,10 +2,8 @@
 
 base.py      `Format`: the interface
 formats.py   `FORMATS`: the list of all; those that need no data; `weightsmith quantize` and `dequantize`
-gguf.py      GGUF files
-mmproj.py    the vision half beside a GGUF file
+weighed.py   formats that know themselves how a whole model is written: GGUF
 unfused.py   a step for each matrix and the head: what EXL2 and EXL3 share
-token_row.py the product of a row of the embedding, which a vision half may have
 exl2/        EXL2: settings for each block, measurement, whole models
 exl3/        EXL3: rates, whole models, matrices encoded for their inputs
 calibration/ products that quantise layer by layer, for what a text makes of their inputs

@@ -16,7 +16,6 @@ from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError, undoing
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import assignment, named, option_error, read_options
-from weightsmith._features.quantisation import gguf
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.common import takes_hessian
 from weightsmith._features.quantisation.calibration.plan import (
@@ -33,6 +32,7 @@ from weightsmith._features.quantisation.exl3 import format as exl3
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.quantisation.stacked import stack_experts
 from weightsmith._features.quantisation.target import check_target, read_target
+from weightsmith._features.quantisation.weighed import format_of
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
 from weightsmith._models.formats.engines import formats_of
@@ -115,7 +115,8 @@ _STREAMED = [
     for stored in formats()
     for each in stored.writes
 ]
-FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS, *exl3.FORMATS)}
+_WHOLE = [format_of(each) for stored in formats() for each in stored.models()]
+FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)}
 """Every format, by name."""
 
 
