@@ -8,6 +8,8 @@ import pytest
 
 from scripts import mutants
 
+pytestmark = pytest.mark.repository
+
 SOURCES = mutants.ROOT / mutants.PACKAGE
 MODULES = sorted(path.relative_to(mutants.ROOT) for path in SOURCES.rglob("*.py") if path.stat().st_size)
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.script_help import load
 
+pytestmark = pytest.mark.repository
+
 ROOT = Path(__file__).parents[1]
 
 

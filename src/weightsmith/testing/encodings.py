@@ -103,7 +103,7 @@ def encoded(encoding: Encoding, rows: Any, cuts: Sequence[int] | None = None, fi
     spec = example_spec(encoding)
     stored = encoding.outs(spec)
     rowed = len(stored) - encoding.whole
-    numbers = np.full(1 if encoding.product else 0, np.abs(np.nan_to_num(rows)).max(), np.float32)
+    numbers = np.full(1 if encoding.maxima else 0, np.abs(np.nan_to_num(rows)).max(), np.float32)
     made = [b"" for _ in stored]
     for first, end in pairwise(cuts or [0, len(rows)]):
         sizes = [out.nbytes * (end - first) // len(rows) for out in stored[:rowed]] + [out.nbytes for out in stored[rowed:]]

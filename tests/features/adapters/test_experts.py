@@ -100,6 +100,7 @@ def test_experts_that_have_no_place_are_named(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors_of(made.out)[f"{P}{EXPERTS}.w"], changed(odd)[f"{EXPERTS}.w"])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_bytes_of_experts_do_not_depend_on_threads(tmp_path: Path) -> None:
     before = fused()

@@ -118,6 +118,7 @@ def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str) -> None
         assert computed(Path(f"once{threads}", "model.gguf")) == computed(twice.parent / "model.gguf")
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "pixtral", "qwen2-vl"])
 def test_in_parts_and_in_another_process(name: str) -> None:
@@ -194,6 +195,7 @@ SIDES = {
 """Side of a test image in pixels, chosen so that llama.cpp does not scale it."""
 
 
+@pytest.mark.reader
 @needs_mtmd
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIDES)

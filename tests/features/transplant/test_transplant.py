@@ -177,6 +177,7 @@ def test_transformers_loads_the_result_and_generates(tmp_path: Path) -> None:
     assert loaded.generate(input_ids=text["input_ids"], max_new_tokens=3, do_sample=False).shape[1] > text["input_ids"].shape[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APPROXIMATIONS)
 def test_every_approximation_makes_finite_rows_of_both_tables(tmp_path: Path, name: str) -> None:

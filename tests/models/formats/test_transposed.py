@@ -115,6 +115,7 @@ def random_model(folder: Path, seed: int) -> str:
     return str(write_checkpoint(folder, tensors, {"num_hidden_layers": 2, "dtype": "bfloat16"}))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_merge_stored_in_the_format_is_the_merge_and_then_the_format(name: str, tmp_path: Path) -> None:

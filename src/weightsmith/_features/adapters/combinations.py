@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightsmith._base.one_thread import one_thread
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.cores import Adapted
 from weightsmith._features.adapters.factors import decompose, prefers_exact
-from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._plans import Product, Step
 from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays

@@ -36,10 +36,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._methods.jobs.decompose import column_basis, thin_svd
-from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._plans import COPY, PRODUCTS, Product, Read, Step
 from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import MismatchError
+from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.cores import Adapted, row_norms, stored
 from weightsmith._methods.jobs.decompose import thin_svd
-from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._plans import Product, Step
 from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays

@@ -16,6 +16,7 @@ from functools import cache
 
 from weightsmith._base.errors import Finding, PluginError, UnknownName, nearest
 from weightsmith._base.plugins import Plugins, installed
+from weightsmith.abc.stored import CacheEncoding
 from weightsmith.abc.stored import Encoding as Encoding
 from weightsmith.abc.stored import StoredFormat as StoredFormat
 
@@ -99,6 +100,11 @@ def encodings() -> dict[str, Encoding]:
     ['plain', 'fp8-dynamic', 'fp8-static', 'fp8-block']
     """
     return {encoding.name: encoding for each in formats() for encoding in each.encodings}
+
+
+def find_cache(name: str) -> CacheEncoding | None:
+    """How keys and values are stored as `name`: `fp8`."""
+    return next((cache for stored_format in formats() for cache in stored_format.caches if cache.name == name), None)
 
 
 def find_encoding(name: str) -> Encoding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,10 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
-from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import Bytes, Modules, Rows
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith.abc.stored import ActivationScale, Bytes, Encoding, Kind, Modules, Rows, grouped_name
 
 SUFFIX = ".weight"
-
-CodesOf = Callable[[Rows, Rows], Rows]
-"""(weight [rows, cols], scales [rows, groups]) → codes that suit the weight's inputs, float32 [rows, cols]: integers of
--2^(bits - 1) … 2^(bits - 1) - 1."""
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 """Elements of a row that share a scale: a float8 (E4M3), or a power of two."""
@@ -29,31 +24,42 @@ _SMALLEST_SCALE = np.float32(2.0**-126)
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixEncoding:
-    """The `Encoding` of matrices `X.weight`, from the functions of one file. The other fields are those of `Encoding`.
+class MatrixEncoding(Encoding):
+    """An encoding of matrices `X.weight`, from the functions of one file. Other fields are as in `Encoding`.
 
+    family    its name, but for a group size that users choose
     parts     the stored tensors of a weight that is accepted
     fill      (weight, rows, buffers, numbers): `Encoding.encode`; the bytes of a row do not depend on its position
     settings  ignored modules → `Encoding.config`
-    group     elements of a row that share a scale; it divides the width
+    groups    the group sizes that users choose from, the default first; () for no choice
     stacks    in the names of matrices that are stacked: [stack, rows, columns]; "" if none are
     """
 
-    name: str
+    family: str
     parts: Callable[[TensorSpec], tuple[TensorSpec, ...]]
     fill: Callable[[TensorSpec, Rows, Sequence[Bytes], Rows], None]
     settings: Callable[[Sequence[str]], dict[str, Any]]
-    group: int = 1
+    groups: tuple[int, ...] = ()
+    stacks: str = ""
+    kind: Kind = field(kw_only=True)
+    bits: float = field(kw_only=True)
+    group: int | None = None
+    symmetric: bool = True
+    scale: DType | None = None
     align_rows: int = 1
     whole: int = 0
-    product: str = ""
     vocabulary: bool = False
-    stacks: str = ""
+    maxima: bool = False
+    inputs: ActivationScale | None = None
+
+    @property
+    def name(self) -> str:
+        return grouped_name(self.family, self.group, self.groups)
 
     def refusal(self, spec: TensorSpec) -> str:
         if self.stacks and self.stacks in spec.name and len(spec.shape) == 3:
             spec = replace(spec, shape=spec.shape[1:])
-        return matrix_refusal(spec, self.group)
+        return matrix_refusal(spec, self.group or 1)
 
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         if why := self.refusal(spec):
@@ -65,21 +71,6 @@ class MatrixEncoding:
 
     def config(self, modules: Modules) -> dict[str, Any]:
         return self.settings(modules.ignored)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedGroups:
-    """An encoding of integers with a scale for each row and each group of neighbouring columns, whose codes may be chosen for
-    the weight's inputs.
-
-    bits      of a code
-    quantise  weight, float32 [rows, cols] → its stored arrays; None: rounded to nearest
-    decode    stored arrays → the weight as readers compute it, float32 [rows, cols]
-    """
-
-    bits: int
-    quantise: Callable[[Rows, CodesOf | None], Arrays]
-    decode: Callable[[Arrays], Rows]
 
 
 def matrix_refusal(spec: TensorSpec, group: int = 1) -> str:

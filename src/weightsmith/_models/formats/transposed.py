@@ -9,7 +9,8 @@ in the dtype of the model. Below 2^-17, these are the multiples of 2^-24, to whi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,22 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import NonFinite, Unsupported, raised_at
 from weightsmith._base.files import show
-from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.matrices import SUFFIX, CodesOf, bf16_scales, matrix_refusal
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._models.formats.hessians import CodesOf, quantise_groups
+from weightsmith._models.formats.matrices import SUFFIX, bf16_scales, matrix_refusal
 from weightsmith._models.structure.projections import FUSED
-from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
+from weightsmith.abc.product import Arrays
+from weightsmith.abc.stored import (
+    WHOLE,
+    Bytes,
+    Encoding,
+    FactoredHessian,
+    Float16,
+    HessianForm,
+    Kind,
+    Rows,
+    Unread,
+)
 
 GROUPS = (128, 64, 32)
 """Group sizes, the default first."""
@@ -33,27 +46,46 @@ _FINE, _STEP = np.float32(2.0**-17), np.float32(2.0**-24)
 
 
 @dataclass(frozen=True, slots=True)
-class TransposedEncoding:
+class TransposedEncoding(Encoding):
     """Matrices `X.weight` → tensors of integers with a scale for each output and each group of inputs.
 
-    bits      of a code
-    group     inputs that share a scale
-    parts     the stored tensors of a weight that is accepted
-    fill      (weight, arrays of the stored tensors, `CodesOf`) fills them; None: codes are rounded to nearest. Raises NonFinite
-    settings  → `Encoding.config`
-    whole     number of stored tensors
+    A subclass has the stored tensors, and how they are filled and decoded.
     """
 
-    name: str
     bits: int
     group: int
-    parts: Callable[[TensorSpec], tuple[TensorSpec, ...]]
-    fill: Callable[[Rows, Sequence[npt.NDArray[Any]], CodesOf | None], None]
-    settings: Callable[[Modules], dict[str, Any]]
-    whole: int
-    align_rows: int = WHOLE
-    product: str = ""
-    vocabulary: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        return "integer"
+
+    @property
+    def scale(self) -> DType:
+        return DTYPES["F16"]
+
+    @property
+    def align_rows(self) -> int:
+        return WHOLE
+
+    @property
+    def whole(self) -> int:
+        return len(self._parts(TensorSpec(SUFFIX, DTYPES["F32"], (32, self.group))))
+
+    @property
+    def hessian(self) -> HessianForm:
+        return "sorted"
+
+    @property
+    def float16(self) -> Float16:
+        return "default"
+
+    @abstractmethod
+    def _parts(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """The stored tensors of a weight that is accepted."""
+
+    @abstractmethod
+    def _fill(self, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
+        """Fill the arrays of the stored tensors. codes_of: chooses the codes; None rounds to nearest. Raises NonFinite."""
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts matrices named `….weight` whose codes fill whole words."""
@@ -65,23 +97,23 @@ class TransposedEncoding:
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         if why := self.refusal(spec):
             raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
-        return self.parts(spec)
+        return self._parts(spec)
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
         """As `Encoding.encode`, for all rows at once. Raises NonFinite for a weight whose scale float16 cannot hold."""
-        arrays = [out.view(each.dtype.numpy).reshape(each.shape) for out, each in zip(outs, self.parts(spec), strict=True)]
+        arrays = [out.view(part.dtype.numpy).reshape(part.shape) for out, part in zip(outs, self._parts(spec), strict=True)]
         with raised_at(f"output tensor {show(spec.name)}"):
-            self.fill(rows, arrays, None)
+            self._fill(rows, arrays, None)
 
-    def quantise(self, weight: Rows, codes_of: CodesOf | None) -> list[npt.NDArray[Any]]:
-        """The stored arrays of a weight, in the order of `outs`. codes_of: chooses the codes; None rounds to nearest."""
-        parts = self.parts(TensorSpec(f"x{SUFFIX}", DTYPES["F32"], weight.shape))
-        arrays = [np.empty(each.shape, each.dtype.numpy) for each in parts]
-        self.fill(weight, arrays, codes_of)
+    def quantise(self, weight: Rows | Unread, hessian: Rows | FactoredHessian | None, threads: int) -> Arrays:
+        assert not isinstance(hessian, np.ndarray)
+        return quantise_groups(weight, hessian, self.bits, self._arrays)
+
+    def _arrays(self, weight: Rows, codes_of: CodesOf | None) -> Arrays:
+        parts = self._parts(TensorSpec(f"x{SUFFIX}", DTYPES["F32"], weight.shape))
+        arrays = [np.empty(part.shape, part.dtype.numpy) for part in parts]
+        self._fill(weight, arrays, codes_of)
         return arrays
-
-    def config(self, modules: Modules) -> dict[str, Any]:
-        return self.settings(modules)
 
 
 def half_scales(extents: npt.NDArray[np.float32], levels: float) -> npt.NDArray[np.float32]:

@@ -261,6 +261,7 @@ WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
 """Settings that come back as others with the same effect."""
 
 
+@pytest.mark.matrix("llama", "gemma3-text", "qwen3-next", "gpt-oss", "deepseek-v2", "granite-moe")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - WRITTEN_ONLY))
 def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
@@ -909,6 +910,7 @@ def test_types_that_cannot_be_read(asked: str, words: str, model: Path) -> None:
 # ---- llama.cpp itself
 
 
+@pytest.mark.matrix("-Q4_K_M", "-IQ4_NL", "-Q5_1", "-Q2_K", "-MXFP4_MOE", "imatrix-Q4_K_M", "imatrix-IQ4_XS")
 @needs_llama_cpp
 @pytest.mark.parametrize("mixture", NUMBERS)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "imatrix"])
@@ -949,6 +951,7 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.reader
 @needs_llama_cpp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
@@ -1101,6 +1104,7 @@ def test_published_config_files_rely_on_defaults(model: Path) -> None:
     assert (found["attention.sliding_window"], found["context_length"]) == (1024, 131072)
 
 
+@pytest.mark.reader
 @needs_llama_cpp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)

@@ -24,11 +24,11 @@ from weightsmith._activations.gradients import LAST_FIRST
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
+from weightsmith._models.formats import find_encoding
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
     from weightsmith._activations.sums import Inputs
-    from weightsmith._features.quantisation.exl2.matrix import FactoredHessian
 
 FEATURES = 128
 
@@ -72,24 +72,27 @@ def _compute(bench: ProductContext) -> Arrays:
         tokens = rows.states.shape[0] * rows.states.shape[1]
 
         def measure(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
-            own_weights = inputs.sites[site]
-            prepared = factors.prepare(inputs, site, finish)
-            for name in own_weights:
-                weighted = finish(name)
-                if weighted is not None:  # else no token reached it, and nothing depends on it
-                    weight, own = rows.layer.linear(name).weight.detach().cpu().numpy(), squares[places[name]]
-                    with common.located(f"{name}, {work.base.label}"):
-                        quantised = partial(_quantised, prepared=prepared)
-                        found = _losses(weight, quantised, weighted, own[: len(weight)], work.candidates[name])
-                    losses[places[name], : len(found)] = np.divide(found, tokens)
+            names = inputs.sites[site]
+            tried = [find_encoding(encoding) for name in names for encoding in work.candidates[name]]
+            with factors.hessian(inputs, site, finish, tried) as hessian:
+                for name in names:
+                    weighted = finish(name)
+                    if weighted is not None:  # else no token reached it, and nothing depends on it
+                        weight = rows.layer.linear(name).weight.detach().cpu().numpy()
+                        of_features = squares[places[name]][: len(weight)]
+                        with common.located(f"{name}, {work.base.label}"):
+                            quantised = partial(_quantised, hessian=hessian)
+                            changes = _losses(weight, quantised, weighted, of_features, work.candidates[name])
+                        losses[places[name], : len(changes)] = np.divide(changes, tokens)
 
         use_sums(rows, list(work.candidates), measure, forward=Forward(scales=scales))
     return [losses]
 
 
-def _quantised(part: Floats, encoding: str, *, prepared: FactoredHessian | None) -> Floats:
-    """Rows of a weight as loaders compute them. prepared: the Hessian of its inputs."""
-    return common.dequantise(common.quantise(part, encoding, prepared), encoding, part.shape)
+def _quantised(part: Floats, encoding: str, *, hessian: common.Hessian) -> Floats:
+    """Rows of a weight as loaders compute them. hessian: of its inputs."""
+    value = find_encoding(encoding)
+    return value.dequantise(value.quantise(part, hessian, 1), part.shape)
 
 
 def _losses(

@@ -7,7 +7,7 @@ the plain block is held in memory: as much as the states of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
+from weightsmith._models.formats import find_encoding
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from weightsmith._activations.decoder.forward import Layer
     from weightsmith._activations.running import LayerRows, NumberedRow
     from weightsmith._activations.sums import Inputs
-    from weightsmith._features.quantisation.exl2.matrix import FactoredHessian
 
 _QUANTISING = 0.3
 """The share of a block's progress that its Hessians take."""
@@ -69,29 +69,35 @@ def _compute(bench: ProductContext) -> Arrays:
         for number, options in enumerate(work.blocks.values()):
             first, share = number / len(work.blocks), 1 / len(work.blocks)
             measuring = first + share * _QUANTISING
-            prepared = _prepared(rows, work.layer, list(options[0]), (first, measuring))
+            hessians = _hessians(rows, work.layer, options, (first, measuring))
             with workers(bench.threads, rows.device) as pool, _block(rows.layer, options[0]) as plain:
-                errors[number, : len(options)] = _errors(plain, options, prepared, rows, pool, (measuring, first + share))
+                errors[number, : len(options)] = _errors(plain, options, hessians, rows, pool, (measuring, first + share))
     return [errors]
 
 
-def _prepared(rows: LayerRows, layer: int, weights: list[str], span: tuple[float, float]) -> dict[str, FactoredHessian | None]:
+def _hessians(
+    rows: LayerRows, layer: int, options: Sequence[Mapping[str, str]], span: tuple[float, float]
+) -> dict[str, common.Hessian]:
     """The Hessian of each weight, ready for all its settings. Raises ParameterError if they take too much memory together."""
     from weightsmith._activations.running import budget
     from weightsmith._activations.sums import use_sums
 
     limit = budget(rows.context)
+    weights = list(options[0])
     widths = {site_of(name): int(rows.layer.linear(name).in_features) for name in weights}
     nbytes = sum(4 * width**2 for width in widths.values())
     if nbytes > limit:
         what = f"the Hessians of layer {layer} take {nbytes:,} bytes, and the limit is {limit:,}"
         fix = "use --measure proxy, which needs one at a time, or a larger --max-memory"
         raise ParameterError(what, where=rows.base.label, fix=fix)
-    found: dict[str, FactoredHessian | None] = {}
+    found: dict[str, common.Hessian] = {}
     factors = common.Factors(limit)
 
     def use(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
-        found.update(dict.fromkeys(inputs.sites[site], factors.prepare(inputs, site, finish)))
+        names = inputs.sites[site]
+        tried = [find_encoding(option[name]) for name in names for option in options]
+        with factors.hessian(inputs, site, finish, tried) as hessian:
+            found.update(dict.fromkeys(names, hessian))
 
     use_sums(rows, weights, use, span=span)
     return found
@@ -136,7 +142,7 @@ def _run(layer: Layer, hidden: Tensor) -> Tensor:
 def _errors(
     weights: Mapping[str, Floats],
     options: tuple[Mapping[str, str], ...],
-    prepared: Mapping[str, FactoredHessian | None],
+    hessians: Mapping[str, common.Hessian],
     rows: LayerRows,
     pool: ThreadPoolExecutor,
     span: tuple[float, float],
@@ -152,8 +158,9 @@ def _errors(
 
     def give(item: tuple[str, str]) -> None:
         name, encoding = item
-        arrays = common.quantise(weights[name], encoding, prepared[name])
-        common.set_weight(rows.layer, name, common.dequantise(arrays, encoding, weights[name].shape))
+        value = find_encoding(encoding)
+        arrays = value.quantise(weights[name], hessians[name], 1)
+        common.set_weight(rows.layer, name, value.dequantise(arrays, weights[name].shape))
 
     share = (span[1] - span[0]) / (len(options) + 1)
     plain = [out for some in rows.batches((span[0], span[0] + share)) for out in pool.map(run, some)]

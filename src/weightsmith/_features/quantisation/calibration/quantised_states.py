@@ -9,8 +9,9 @@ from functools import partial
 from weightsmith._activations.states import check, run
 from weightsmith._activations.work import LayerWork
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration.common import dequantise, split
+from weightsmith._features.quantisation.calibration.common import split
 from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER
+from weightsmith._models.formats import find_encoding
 from weightsmith.abc.product import Arrays
 
 
@@ -34,13 +35,13 @@ class QuantisedStatesWork(LayerWork):
 def _compute(bench: ProductContext) -> Arrays:
     import torch
 
-    from weightsmith._outputs.local.products import release_pages
+    from weightsmith._files.mapped import release_pages
 
     work = QuantisedStatesWork.of(bench.product)
     specs = {step.out.name: step.out for step in bench.product.steps}
     given = {}
     for name, stored in split(work.weights, specs, bench.arrays(work.made)):
-        given[name] = torch.from_numpy(dequantise(stored, work.weights[name], specs[name].shape))
+        given[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
         for array in stored:
             release_pages(array)
     return run(bench, work, given)

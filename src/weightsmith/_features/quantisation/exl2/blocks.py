@@ -14,6 +14,7 @@ from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.exl2.layout import ROWS, Params, bits_of, groups_of, params, why_illegal
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
+from weightsmith._models.formats.exl2.writing import Exl2
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.projections import MIXTRAL, UNMIXTRAL
 
@@ -125,7 +126,7 @@ class Sublayer:
     def encodings(self) -> tuple[Mapping[str, str], ...]:
         """The encoding of each weight, for each option."""
         return tuple(
-            {spec.name: f"exl2 {option[role]}" for role, specs in self.linears.items() for spec in specs}
+            {spec.name: Exl2(option[role]).name for role, specs in self.linears.items() for spec in specs}
             for option in self.options
         )
 

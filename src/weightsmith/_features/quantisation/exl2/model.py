@@ -32,7 +32,7 @@ from weightsmith._models.formats.exl2.loader import (
     loader_config,
     quantization_config,
 )
-from weightsmith._models.formats.exl2.writing import encoding_name
+from weightsmith._models.formats.exl2.writing import Exl2
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._plans import Plan, PlanDraft, Step
@@ -112,9 +112,9 @@ def store(
     bits         for each weight, for config.json
     calibration  for config.json
     """
-    encodings = {name: encoding_name(setting, sort=name not in model.unsorted) for name, setting in params.items()}
+    encodings = {name: Exl2(setting, sort=name not in model.unsorted).name for name, setting in params.items()}
     if head_bits != PLAIN_HEAD:
-        encodings[model.head] = encoding_name(HEAD[head_bits])
+        encodings[model.head] = Exl2(HEAD[head_bits]).name
     steps = []
     for step in model.steps:
         spec = step.out

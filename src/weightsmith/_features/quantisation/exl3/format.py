@@ -27,7 +27,7 @@ from weightsmith._features.quantisation.unfused import (
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate, config_entry
 from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction, differences, loader_config
-from weightsmith._models.formats.exl3.writing import encoding_name
+from weightsmith._models.formats.exl3.writing import Exl3
 from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.encode import encodable
@@ -83,7 +83,7 @@ def _rates(draft: PlanDraft, bits: float) -> dict[str, Rate]:
 
     Raises PlanError.
     """
-    names = encodable(draft, encoding_name(RATES[0]))
+    names = encodable(draft, Exl3(RATES[0]).name)
     specs = {step.out.name: step.out for step in draft.steps}
     if not names:
         what = "nothing can be stored as EXL3: no decoder of this model has the weight of a linear layer"
@@ -125,7 +125,7 @@ def _order(names: Sequence[str]) -> Any:
 
 def _store(draft: PlanDraft, rates: Mapping[str, Rate], head_bits: int, *, tied: bool, calibration: dict[str, int]) -> None:
     """Make the draft that of the EXL3 model."""
-    encodings = {name: encoding_name(rate) for name, rate in rates.items()}
+    encodings = {name: Exl3(rate).name for name, rate in rates.items()}
     steps = []
     for step in draft.steps:
         spec = step.out
@@ -133,7 +133,7 @@ def _store(draft: PlanDraft, rates: Mapping[str, Rate], head_bits: int, *, tied:
             if head_bits == PLAIN_HEAD and tied:
                 continue
             if head_bits != PLAIN_HEAD and not _padded_bias(spec, draft):
-                encodings[spec.name] = encoding_name(Rate(2 * head_bits))
+                encodings[spec.name] = Exl3(Rate(2 * head_bits)).name
         steps.append(encoded(step, encodings.get(spec.name)))
     sizes = {step.out.name: step.out.size for step in draft.steps}
     bits = sum(sizes[name] * rate.bits for name, rate in rates.items()) / sum(sizes[name] for name in rates)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsmith._models.formats.exl3.layout import VERSION
-from weightsmith._models.formats.windows import window_difference
+from weightsmith._models.formats.reader_configs import window_difference
 
 _SILU, _TANH = {"hidden_act": "silu"}, {"hidden_act": "gelu_pytorch_tanh"}
 

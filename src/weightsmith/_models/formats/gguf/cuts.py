@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS
 from weightsmith._models.formats.gguf.tensors import LAYERS, SplitTensor
 from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PREFIX, TYPES, encode_matrix
-from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
+from weightsmith.abc.stored import WHOLE, Bytes, Encoding, Importances, Kind, Rows
 from weightsmith.abc.tensors import Tensors
 
 
@@ -111,7 +110,7 @@ def part_shape(pieces: Pieces, height: int, shape: tuple[int, ...], *, flat: boo
 
 
 @dataclass(frozen=True, slots=True)
-class CutEncoding:
+class CutEncoding(Encoding):
     """Bands of rows as several tensors.
 
     height  rows of a band
@@ -122,14 +121,31 @@ class CutEncoding:
     height: int
     parts: tuple[tuple[DType, Pieces], ...]
     flat: bool = False
-    product: str = ""
-    vocabulary: bool = True
 
     @property
     def name(self) -> str:
         """As in plans."""
         parts = (f"{dtype.name.lower()}{'+'.join(map(str, pieces))}" for dtype, pieces in self.parts)
         return f"{PREFIX}{self.height}{'+' if self.flat else ''}:{','.join(parts)}"
+
+    @property
+    def kind(self) -> Kind:
+        return "plain" if all(dtype.block == 1 for dtype, _ in self.parts) else "blocks"
+
+    @property
+    def bits(self) -> float:
+        """Of the parts, on average."""
+        return sum(8 * dtype.itemsize / dtype.block for dtype, _ in self.parts) / len(self.parts)
+
+    @property
+    def vocabulary(self) -> bool:
+        return True
+
+    @property
+    def importances(self) -> Importances:
+        if self.kind == "plain":
+            return "no"
+        return "must" if any(dtype.name in NEEDS_IMPORTANCES for dtype, _ in self.parts) else "may"
 
     @property
     def align_rows(self) -> int:
@@ -173,7 +189,7 @@ class CutEncoding:
             for i, (dtype, pieces) in enumerate(self.parts)
         )
 
-    def importances(self, spec: TensorSpec) -> tuple[int, ...]:
+    def importance_counts(self, spec: TensorSpec) -> tuple[int, ...]:
         """The number of importances that it takes: of each column of each matrix of each part."""
         return (sum(self._columns(spec)),)
 
@@ -199,10 +215,6 @@ class CutEncoding:
                     own = None if own is None or not (own.any() or dtype.name in NEEDS_IMPORTANCES) else own
                     encode_matrix(spec, dtype, matrix, out[start + i * nbytes : start + (i + 1) * nbytes], own)
                 start += len(part) * nbytes
-
-    def config(self, modules: Modules) -> dict[str, Any]:
-        """Nothing: the file says what its tensors are."""
-        return {}
 
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"

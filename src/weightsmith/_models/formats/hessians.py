@@ -1,11 +1,8 @@
-"""One matrix as EXL2: scale search, error compensation, packing, decoding. And GPTQ with fixed groups, on the same core.
+"""Codes that suit what enters a weight: GPTQ's rounding, for any format of integers with scales.
 
-The rounding is GPTQ's (Frantar et al. 2022, https://arxiv.org/abs/2210.17323) with the groups and scales of ExLlamaV2: input
-features are sorted by the diagonal of the Hessian, and each group of them gets a number of bits. The error of a feature is
-passed on to those after it, so that the layer's output changes least. Codes are chosen with the scales that the loader computes
-in float16.
-
-With a Hessian, torch computes the factorisation and the products of matrices.
+The rounding is GPTQ's (Frantar et al. 2022, https://arxiv.org/abs/2210.17323), over groups of input features that each have a
+number of bits, as in ExLlamaV2. The error of a feature is passed on to those after it, so that the layer's output changes
+least. With a Hessian, torch computes the factorisation and the products of matrices.
 
 **Determinism.** The result depends on the arguments alone: loops over elements are compiled kernels, and torch computes on one
 thread, on arrays that it aligns. Quantise several matrices at once to use several threads. Other processors and other versions
@@ -17,15 +14,33 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsmith._base.errors import NonFinite, ParameterError
-from weightsmith._methods.jobs.matrix import Tensor, one_thread
-from weightsmith._models.formats.exl2.layout import Floats, Group, Groups, Halves, padded
-from weightsmith._models.formats.exl2.reading import decode_columns, read_parameters
-from weightsmith._models.formats.exl2.writing import Codes, Exl2Matrix, Places, ScalesOf, round_plainly, rows_of, store
+from weightsmith._base.one_thread import Tensor, one_thread
+from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.stored import FactoredHessian, Unread
+
+CodesOf = Callable[[Floats, Floats], Floats]
+"""(weight [rows, cols], scales [rows, groups]) → codes that suit the weight's inputs, float32 [rows, cols]: integers of
+-2^(bits - 1) … 2^(bits - 1) - 1."""
+Places = npt.NDArray[np.int64]
+Codes = npt.NDArray[np.uint8]
+ScalesOf = Callable[[int, Floats], tuple[Floats, Places]]
+"""(number of a group, its rows [r, N']) → scales [s, N'], and which of them each row has."""
+
+
+class Group(NamedTuple):
+    """Some input features that share a number of bits, and for each output feature a scale."""
+
+    bits: int
+    rows: int
+
+
+Groups = tuple[Group, ...]
 
 TILE = 128
 """Rows whose errors are passed on to all later rows in one product of matrices; more if a group is larger."""
@@ -34,7 +49,9 @@ INVERTED = 512
 SORTED = 256
 """Rows of a Hessian that are put in order at once."""
 COPIED = 1024
-"""Output features whose inputs are put in order at once: a multiple of 32, to which N is padded."""
+"""Output features whose inputs are put in order at once: a multiple of `PADDED`."""
+PADDED = 32
+"""A multiple of it are the output features of codes for float16."""
 
 DAMPING = 0.12
 """Share of the Hessian's mean diagonal that is added to it."""
@@ -43,37 +60,6 @@ ATTEMPTS = 10
 
 PREPARE_BYTES = 13
 """For each number of a Hessian that `prepare` takes, besides the Hessian."""
-
-
-@dataclass(frozen=True, slots=True)
-class FactoredHessian:
-    """A Hessian, ready for any number of matrices with the same inputs (q, k and v; gate and up; all their candidates).
-
-    order   int64 [K]: input features, those with the largest diagonal first
-    factor  torch float32 [K, K], upper triangular: U with UᵀU = H⁻¹, in that order
-    """
-
-    order: Places
-    factor: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """A weight that is not in memory twice while it is put in order: heads can be larger than layers.
-
-    shape  [N, K]
-    fill   fills an array, float32
-    """
-
-    shape: tuple[int, int]
-    fill: Callable[[Floats], None]
-
-    def read(self) -> tuple[Floats, mmap.mmap]:
-        """The array, and the memory that it is in."""
-        pages = mmap.mmap(-1, 4 * self.shape[0] * self.shape[1])
-        array = np.frombuffer(pages, np.float32).reshape(self.shape)
-        self.fill(array)
-        return array, pages
 
 
 def prepare(hessian: Floats, *, sort: bool = True, threads: int = 1) -> FactoredHessian:
@@ -163,34 +149,6 @@ def _invert(lower: Tensor, threads: int) -> None:
             list(pool.map(substitute, [block for block in blocks if block.start >= column.stop]))
 
 
-def quantise_matrix(weight: Floats | Unread, hessian: FactoredHessian | None, groups: Groups) -> Exl2Matrix:
-    """Quantise the weight of a linear layer.
-
-    weight   float32 [N, K], or what reads it; rounded to float16 first; not modified
-    hessian  of its inputs; None: plain rounding, features in their own order
-    groups   bits and rows, in stored order (`formats.exl2.layout.groups_of`)
-
-    N is padded to a multiple of 32 with rows that decode to zeros.
-
-    Raises NonFinite for a weight that float16 cannot hold; Unsupported for groups or a shape that ExLlamaV2 cannot load
-    (`formats.exl2.layout.why_illegal`).
-
-    Cost: about 1,000 operations for each weight, most of them in the scale search; with a Hessian N K² more, and those of
-    `prepare`. Memory besides weight and result: one group of rows, and with a Hessian 4 N K bytes.
-    """
-    order = np.arange(weight.shape[1]) if hessian is None else hessian.order
-    return store(weight.shape, groups, order, lambda scales_of: _rounded(weight, hessian, groups, scales_of, half=True))
-
-
-def dequantise_matrix(matrix: Exl2Matrix) -> Halves:
-    """The weight as the loader decodes it: float16 [N, K], bit for bit.
-
-    Independent of `quantise_matrix`: nothing is used but the stored tensors. Raises FormatError if they contradict each other.
-    """
-    parameters = read_parameters(matrix.q_groups, matrix.q_scale_max, matrix.q_invperm, len(matrix.q_weight))
-    return decode_columns(matrix.q_weight, matrix.q_scale, parameters)[: matrix.out_features]
-
-
 def quantise_fixed_groups(weight: Floats, hessian: FactoredHessian, bits: int, scales: Floats) -> Floats:
     """GPTQ for symmetric integers with a scale for each output feature and each group of neighbouring inputs, as in w4a16.
 
@@ -213,21 +171,69 @@ def quantise_fixed_groups(weight: Floats, hessian: FactoredHessian, bits: int, s
     def scales_of(number: int, rows: Floats) -> tuple[Floats, Places]:
         return by_group, order[number * TILE :][: len(rows)] // size
 
-    for number, rounded in enumerate(_rounded(weight, hessian, groups, scales_of, half=False)):
-        codes[:, order[number * TILE :][: len(rounded)]] = rounded.T
+    for number, codes_of_group in enumerate(rounded(weight, hessian, groups, scales_of)):
+        codes[:, order[number * TILE :][: len(codes_of_group)]] = codes_of_group.T
     codes -= 1 << (bits - 1)
     return codes
+
+
+def quantise_groups(
+    weight: Floats | Unread, hessian: FactoredHessian | None, bits: int, encode: Callable[[Floats, CodesOf | None], Arrays]
+) -> Arrays:
+    """The stored arrays of a weight in fixed groups. encode: (weight, what chooses its codes) → them. Raises NonFinite."""
+    plain = weight if isinstance(weight, np.ndarray) else weight.read()[0]
+    if not np.isfinite(plain).all():
+        raise NonFinite("a weight is NaN or infinite", fix="repair the model")
+    if hessian is None:
+        return encode(plain, None)
+    return encode(plain, lambda rows, scales: quantise_fixed_groups(rows, hessian, bits, scales))
 
 
 # ---- rounding
 
 
-def _rounded(
-    weight: Floats | Unread, prepared: FactoredHessian | None, groups: Groups, scales_of: ScalesOf, *, half: bool
+def _padded(features: int) -> int:
+    return -(-features // PADDED) * PADDED
+
+
+def rows_of(weight: Floats, features: Places, *, half: bool) -> Floats:
+    """Some columns of a weight as rows: float32 [r, N'].
+
+    half  round them to float16, and pad N with zeros to a multiple of `PADDED`
+
+    Raises NonFinite for a number that float16 cannot hold.
+    """
+    part = weight[:, features].T
+    if not half:
+        return np.ascontiguousarray(part)
+    n = len(weight)
+    rows = np.zeros((len(part), _padded(n)), np.float32)
+    with np.errstate(over="ignore"):
+        rows[:, :n] = part.astype(np.float16)
+    if not np.isfinite(rows).all():
+        raise NonFinite("a weight is not a number that float16 can hold, and its values are float16", fix="repair the model")
+    return rows
+
+
+def round_plainly(weight: Floats, order: Places, groups: Groups, scales_of: ScalesOf, *, half: bool) -> Iterator[Codes]:
+    """The codes of each group, rounded to nearest, features in this order: uint8 [rows, N']. half: see `rows_of`."""
+    from weightsmith._kernels.exl2 import quantise_rows
+
+    none, first = np.empty((0, 0), np.float32), 0
+    for number, group in enumerate(groups):
+        rows = rows_of(weight, order[first : first + group.rows], half=half)
+        codes = np.empty(rows.shape, np.uint8)
+        quantise_rows(rows, *scales_of(number, rows), group.bits, half, none, codes, none)
+        yield codes
+        first += group.rows
+
+
+def rounded(
+    weight: Floats | Unread, prepared: FactoredHessian | None, groups: Groups, scales_of: ScalesOf, *, half: bool = False
 ) -> Iterator[Codes]:
     """The codes of each group: uint8 [rows, N']. `scales_of` sees rows with the errors of earlier groups taken into account.
 
-    half  EXL2: weights and values are rounded to float16, and N is padded
+    half  weights and values are rounded to float16, and N is padded
 
     A row's error is passed on to the rest of its group at once, to the rest of a run of up to `TILE` rows after the group, and
     to all later rows after the run.
@@ -241,7 +247,7 @@ def _rounded(
     from weightsmith._kernels.exl2 import quantise_rows
 
     order, factor = prepared.order, prepared.factor
-    cols = padded(len(plain)) if half else len(plain)
+    cols = _padded(len(plain)) if half else len(plain)
     w, errors = torch.empty(len(order), cols), torch.empty(max(TILE, *(group.rows for group in groups)), cols)
     for top in range(0, len(plain), COPIED):
         some = rows_of(plain[top : top + COPIED], order, half=half)

@@ -1,13 +1,18 @@
-"""config.json with the keys of transformers 4 beside those of transformers 5, for programs that read the older ones.
+"""config.json as programs with readers of their own take it: ExLlamaV2 0.3.2, exllamav3 1.6.5 and mlx-lm 0.32.2.
 
-ExLlamaV2 0.3.2 and most models of mlx-lm 0.32.2 know no `rope_parameters`: without `rope_theta` they take a default, and the
-model computes something else.
+**Older keys.** ExLlamaV2 and most models of mlx-lm know no `rope_parameters`: without `rope_theta` they take a default, and the
+model computes something else. So the keys of transformers 4 stand beside those of transformers 5.
+
+**Sliding windows.** ExLlamaV2 and exllamav3 have those of Gemma alone, and ignore others: read in ExLlamaV2's architecture.py,
+where `swa` is always false, and in exllamav3's architecture/, where gemma2.py alone reads the size of a window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from weightsmith._plans import PlanDraft
 
 _DROPPED = ("rope_theta", "type", "rope_type", "partial_rotary_factor")
 
@@ -74,3 +79,59 @@ def full_attention_every(kinds: Sequence[Any]) -> int | None:
     full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     pattern = full[0] if full else len(kinds) + 1
     return pattern if full == list(range(pattern, len(kinds) + 1, pattern)) else None
+
+
+def adapt_to_mlx_lm(draft: PlanDraft) -> None:
+    """Give a draft the older keys. Warn of a Gemma 3 whose full attention mlx-lm expects in other layers, as after layers were
+    stacked."""
+    config = draft.config = older_config(draft.config or {}, scaling_key="type")
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, Mapping) else config
+    kinds = text.get("layer_types")
+    if str(text.get("model_type")).startswith("gemma3") and isinstance(kinds, list) and full_attention_every(kinds) is None:
+        what = "full attention is not in every n-th layer, where mlx-lm expects it: it computes something else"
+        draft.warn(what, "layer_types in config.json")
+
+
+# ---- sliding windows
+
+_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
+_IF_USED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures with a window only if `use_sliding_window` says so; but for Qwen3-MoE, in some layers."""
+
+_MISTRAL_WINDOW = 4096
+_FULL_LAYERS = 28
+"""Defaults of transformers if config.json lacks `sliding_window` (Mistral) or `max_window_layers` (Qwen)."""
+
+
+def window_difference(config: Mapping[str, Any], reader: str) -> list[tuple[str, str, str]]:
+    """A finding if `reader` ignores a window that transformers applies: (what, where, fix), else nothing.
+
+    >>> config = {"architectures": ["MistralForCausalLM"], "sliding_window": 4096, "max_position_embeddings": 32768}
+    >>> [where for _, where, _ in window_difference(config, "ExLlamaV2 0.3.2")]
+    ['sliding_window in config.json']
+    """
+    window, longest = _window(config), config.get("max_position_embeddings")
+    if window is None or (isinstance(longest, int) and window >= longest):
+        return []
+    what = f"{reader} ignores the sliding window of {window:,} tokens, and transformers applies it"
+    return [(what, "sliding_window in config.json", f"keep texts within {window:,} tokens")]
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """The window of the layers that have one, in tokens, including the current one; None if no layer does."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    window = config.get("sliding_window", _MISTRAL_WINDOW if name == _WINDOWED[0] else None)
+    if not isinstance(window, int) or name not in (*_WINDOWED, *_IF_USED):
+        return None
+    if name in _IF_USED and not (config.get("use_sliding_window") and (name == _IF_USED[2] or _some_slide(config))):
+        return None
+    return window
+
+
+def _some_slide(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return "sliding_attention" in kinds
+    return bool(config.get("num_hidden_layers", 0) > config.get("max_window_layers", _FULL_LAYERS))
