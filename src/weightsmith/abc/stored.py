@@ -315,7 +315,7 @@ class ModelOrigin:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ModelFiles:
     """What is beside the weights of a draft.
 
     origins  the models that it is made from
@@ -363,7 +363,7 @@ class ModelFormat(ABC):
     measures: bool = False
 
     @abstractmethod
-    def prepare(self, draft: PlanDraft, beside: Beside, request: ModelRequest) -> Mapping[str, bytes]:
+    def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
         """Make a draft of plain tensors one of the format; return files to add to the output.
 
         Reads headers and small files only, never tensor data. Raises PlanError, Unsupported and FormatError.

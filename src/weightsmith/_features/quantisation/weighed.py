@@ -43,7 +43,7 @@ from weightsmith._planning.planner.companions import joined, lacking
 from weightsmith._planning.planner.subfolders import drop_subfolders
 from weightsmith._plans import PlanDraft, Product, Step
 from weightsmith.abc.product import Arrays, Floats
-from weightsmith.abc.stored import Beside, ModelFormat, ModelOrigin, ModelRequest
+from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelOrigin, ModelRequest
 
 _SIZES = frozenset({"size_bytes", "target"})
 
@@ -149,8 +149,8 @@ def _prepare(model_format: ModelFormat, assembled: Assembled, request: ModelRequ
     """`ModelFormat.prepare` of a draft, which then lists what the output lacks."""
     draft, held = assembled.draft, set[str]()
     origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
-    beside = Beside(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
-    files = model_format.prepare(draft, beside, request)
+    companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
+    files = model_format.prepare(draft, companions, request)
     draft.lacking = joined([draft.lacking, lacking(((each.ref, each.files) for each in assembled.inputs), held)])
     return files
 

@@ -19,26 +19,26 @@ from weightsmith._models.formats.gguf.layout import Value, ValueType
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith._models.tokenizers.files import settings_in
 from weightsmith._plans import PlanDraft
-from weightsmith.abc.stored import Beside, ModelOrigin
+from weightsmith.abc.stored import ModelFiles, ModelOrigin
 
 GENERATION = "generation_config.json"
 
 
 def keys_of_files(
-    draft: PlanDraft, beside: Beside, config: Mapping[str, Any], architecture: GgufArchitecture, rows: int
+    draft: PlanDraft, companions: ModelFiles, config: Mapping[str, Any], architecture: GgufArchitecture, rows: int
 ) -> tuple[dict[str, Value], list[Finding]]:
     """The keys that come from the files beside the weights, and warnings. rows: of the embedding."""
     templates = [name for name in dict.fromkeys([*draft.carried, *draft.files]) if NAMED_TEMPLATE.fullmatch(name)]
-    files = beside.read((*READ, GENERATION, MODULES, *templates))
-    keys = origin_keys(beside.origins)
+    files = companions.read((*READ, GENERATION, MODULES, *templates))
+    keys = origin_keys(companions.origins)
     name = str(keys["general.name"].value) if "general.name" in keys else ""  # a folder may be called "-"
     tokenizer, warnings = tokenizer_keys(files, config, architecture, rows, name)
-    pooling, others = pooling_keys(files.get(MODULES), architecture.name, beside.donor)
+    pooling, others = pooling_keys(files.get(MODULES), architecture.name, companions.donor)
     sampling = sampling_keys(settings_in(files[GENERATION])) if GENERATION in files else {}
     return {**keys, **sampling, **pooling, **tokenizer}, [*warnings, *others]
 
 
-def said_generation(draft: PlanDraft, beside: Beside, about: Mapping[str, Value]) -> list[str]:
+def said_generation(draft: PlanDraft, companions: ModelFiles, about: Mapping[str, Value]) -> list[str]:
     """generation_config.json, if it says nothing but what the keys and config.json say."""
     config, made_by = draft.config or {}, ("_from_model_config", "transformers_version")
     ends = [about[key].value for end in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{end}_token_id") in about]
@@ -48,7 +48,7 @@ def said_generation(draft: PlanDraft, beside: Beside, about: Mapping[str, Value]
             return all(stop in ends for stop in value)
         return key in made_by or is_said(key) or config.get(key) == value
 
-    settings = {name: settings_in(data) for name, data in beside.read((GENERATION,)).items()}
+    settings = {name: settings_in(data) for name, data in companions.read((GENERATION,)).items()}
     return [name for name, values in settings.items() if all(known(key, value) for key, value in values.items())]
 
 

@@ -33,7 +33,7 @@ from weightsmith._models.formats.gguf.values import Floats, GgufConfig
 from weightsmith._models.formats.gguf.vision import PROCESSOR
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Settings, Step, Table
-from weightsmith.abc.stored import Beside, ModelFormat, ModelRequest
+from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelRequest
 
 _NAMED = "names are llama.cpp's: blk.0.attn_q.weight, blk.0.ffn_down.weight, token_embd.weight, output.weight"
 _HEAD_IS_EMBEDDING = "the head is the embedding"
@@ -67,13 +67,13 @@ class GgufFormat(ModelFormat):
         self.measures = mixture.default not in ("F32", "F16", "BF16", "Q8_0")
         self.settings = frozenset({"tensor_types", "mmproj", *(["imatrix"] if self.measures else [])})
 
-    def prepare(self, draft: PlanDraft, beside: Beside, request: ModelRequest) -> Mapping[str, bytes]:
+    def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
         chosen, settings = _chosen(request), text_config(draft.config)
         model = _Model(self.mixture, architecture_of_config(settings), settings, GgufConfig(settings), chosen)
         importances: Importances = model.placed(request.importances)
         if (imatrix := request.settings.get("imatrix")) is not None:
             importances = read_imatrix(imatrix)
-        _prepare(model, draft, beside, importances, mmproj=bool(request.settings["mmproj"]))
+        _prepare(model, draft, companions, importances, mmproj=bool(request.settings["mmproj"]))
         return {"imatrix.dat": imatrix_bytes(importances)} if request.importances else {}
 
     def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
@@ -147,7 +147,7 @@ def _is_tied_head(name: str) -> bool:
 # ---- the draft
 
 
-def _prepare(model: _Model, draft: PlanDraft, beside: Beside, importances: Importances, *, mmproj: bool) -> None:
+def _prepare(model: _Model, draft: PlanDraft, companions: ModelFiles, importances: Importances, *, mmproj: bool) -> None:
     keys, factors = model.architecture.keys(model.settings, model.mixture.number)
     parts = _parts(model, draft)
     stored = _stored_as(parts.text, model)
@@ -160,8 +160,8 @@ def _prepare(model: _Model, draft: PlanDraft, beside: Beside, importances: Impor
     if problems:
         raise PlanError(problems)
     embedding = next(each.step for each in stored if each.specs[0].name == "token_embd.weight")
-    about, findings = keys_of_files(draft, beside, model.settings, model.architecture, embedding.out.shape[0])
-    vision, warnings = _vision(model, draft, beside, embedding, parts.others) if mmproj else (ImageFile(), [])
+    about, findings = keys_of_files(draft, companions, model.settings, model.architecture, embedding.out.shape[0])
+    vision, warnings = _vision(model, draft, companions, embedding, parts.others) if mmproj else (ImageFile(), [])
     constants, numbers = _constants(factors, len(draft.settings))
     dropped = [*parts.dropped, *_dropped(parts.predict, _PREDICTS)]
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(parts.others, _OTHER_PART)
@@ -169,7 +169,7 @@ def _prepare(model: _Model, draft: PlanDraft, beside: Beside, importances: Impor
     draft.products += vision.products
     draft.dropped += dropped
     draft.container, draft.header, draft.mmproj = GGUF, encode_metadata(keys | about), vision.header
-    _keep_files(model, draft, beside, about)
+    _keep_files(model, draft, companions, about)
     draft.warnings += [*_unused(importances, stored), *defaults, *_left_out(dropped), *warnings, *findings]
     draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps)]
 
@@ -217,14 +217,14 @@ def _unmatched(model: _Model, stored: Iterable[_Stored]) -> list[WeightsmithErro
     ]
 
 
-def _keep_files(model: _Model, draft: PlanDraft, beside: Beside, about: Mapping[str, Value]) -> None:
+def _keep_files(model: _Model, draft: PlanDraft, companions: ModelFiles, about: Mapping[str, Value]) -> None:
     """Leave out of the draft the files whose contents are in the keys, and those that only transformers reads."""
-    said = {"config.json", *READ, *said_generation(draft, beside, about), *filter(NAMED_TEMPLATE.fullmatch, draft.carried)}
+    said = {"config.json", *READ, *said_generation(draft, companions, about), *filter(NAMED_TEMPLATE.fullmatch, draft.carried)}
     said |= {*(PROCESSOR if draft.mmproj else ())}
     if f"{model.architecture.name}.pooling_type" in about:
         said |= {MODULES, *(name for name in draft.carried if name.endswith("_Pooling/config.json"))}
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py") and "/" not in name]
-    beside.held({*copied, "config.json", *said.intersection((*draft.carried, *draft.files))})
+    companions.held({*copied, "config.json", *said.intersection((*draft.carried, *draft.files))})
     draft.carried, draft.files = copied, {}
 
 
@@ -329,13 +329,13 @@ def _dropped(steps: Iterable[Step], reason: str) -> list[Dropped]:
 
 
 def _vision(
-    model: _Model, draft: PlanDraft, beside: Beside, embedding: Step, steps: Sequence[Step]
+    model: _Model, draft: PlanDraft, companions: ModelFiles, embedding: Step, steps: Sequence[Step]
 ) -> tuple[ImageFile, list[Finding]]:
     """The file for images, and the warning if there is none. steps: of parts for images and sounds."""
     if not steps:
         return ImageFile(), []
     try:
-        vision = vision_half(draft, embedding, steps, beside.read((*PROCESSOR, *TOKENIZER)), model.mixture.name)
+        vision = vision_half(draft, embedding, steps, companions.read((*PROCESSOR, *TOKENIZER)), model.mixture.name)
     except Unsupported as error:
         return ImageFile(), [left_out(error, len(steps))]
     if vision is not None:
