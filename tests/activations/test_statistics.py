@@ -34,7 +34,7 @@ from weightsmith._plans.statistics import StatisticRequest
 from weightsmith.abc.product import Arrays, ProductContext
 
 Found = dict[str, npt.NDArray[Any]]
-KINDS = tuple(STATISTICS.own)
+KINDS = tuple(STATISTICS.builtin)
 
 
 @pytest.fixture(autouse=True)

@@ -181,7 +181,7 @@ def built(**more: Any) -> Built:
         "modules": modules,
         "tensors": tensors,
         "names": {name: name for name in tensors if name != "head.weight"},
-        "made": {},
+        "operations": {},
         "tied": (("emb.weight", "head.weight"),),
         "redirected": frozenset(),
         "refused": frozenset(),

@@ -31,7 +31,7 @@ from weightsmith._features.quantisation.calibration.plan import (
     Chain,
     unused,
 )
-from weightsmith._features.quantisation.exl2.optimise import solve_together
+from weightsmith._features.quantisation.optimise import solve_together
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card

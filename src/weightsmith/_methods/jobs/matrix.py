@@ -50,9 +50,9 @@ class Deltas(Sequence[Tensor]):
 
     def weighted(self, weights: Vector) -> Deltas:
         """The same deltas with other factors."""
-        found = copy(self)
-        found._weights = weights
-        return found
+        deltas = copy(self)
+        deltas._weights = weights
+        return deltas
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -59,6 +59,6 @@ def joined_sets(names: Iterable[str]) -> list[list[str]]:
     """
     sets: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name in names:
-        parent, _, own = name.removesuffix(".weight").rpartition(".")
-        sets.setdefault((parent, JOINED.get(own, own)), []).append((_ORDER.get(own, 0), name))
-    return [[name for _, name in sorted(own)] for own in sets.values()]
+        parent, _, projection = name.removesuffix(".weight").rpartition(".")
+        sets.setdefault((parent, JOINED.get(projection, projection)), []).append((_ORDER.get(projection, 0), name))
+    return [[name for _, name in sorted(projection)] for projection in sets.values()]
