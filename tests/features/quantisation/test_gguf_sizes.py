@@ -87,7 +87,7 @@ def test_every_weight_is_measured_once_with_types_that_fit(tmp_path: Path) -> No
     names = [name for each in tried for name in each]
     assert len(names) == len(set(names)) == 2 * (4 + 4 * 3) + 2
     assert {each for found in tried for own in found.values() for each in own} == {
-        f"gguf-{kind.lower()}" for kind in gguf._NARROW
+        f"gguf-{kind.lower()}" for kind in prepare._NARROW
     }
     assert set(prepare._NARROW) | set(prepare._WIDE) <= set(TYPES)
 
