@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from weightsmith._activations.rows import BUILT_IN
-from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import keys_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import StatisticWork
@@ -37,6 +36,7 @@ from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding
+from weightsmith._models.structure.projections import site_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import joined, lacking
