@@ -161,6 +161,7 @@ def test_one_and_two_threads_choose_and_write_the_same(work: Path) -> None:
     assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", ["draw", "scores", "statistics"])
 def test_an_interrupted_call_is_resumed_with_the_same_result(stop: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
