@@ -36,7 +36,6 @@ from weightsmith._outputs.local.backend import FolderBackend
 from weightsmith._outputs.local.place import LocalFolder
 from weightsmith._planning.options import RecipeOptions
 
-
 __all__ = ["cli"]
 
 OUT = "hf://org/out"
