@@ -206,6 +206,7 @@ def _counting(function: Callable[..., Any], calls: list[object]) -> Callable[...
     return call
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_fine_tunes_far_from_their_base_get_the_mean_without_a_text(work: Path) -> None:
     for seed, name in enumerate("xy"):
