@@ -170,7 +170,7 @@ def without_sections(rope: dict[str, Any]) -> dict[str, Any]:
 def put_sections(config: GgufConfig, rope: dict[str, Any], turned: int, default: tuple[int, int, int], keys: GgufKeys) -> None:
     """How many pairs of a head RoPE turns by time, height and width. turned: numbers of a head that it turns."""
     sections = rope.get("mrope_section") or [*default]
-    if not isinstance(sections, list) or len(sections) != 3 or not all(type(each) is int and each >= 0 for each in sections):
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(pairs) is int and pairs >= 0 for pairs in sections):
         raise config.wrong("mrope_section", sections, "and not three whole numbers")
     config.need("sum of mrope_section", sum(sections), turned // 2)
     keys.put(_SECTIONS, "i32", [*sections, 0])
