@@ -48,11 +48,7 @@ _META, _MIXTRAL = ("wq", "wk", "wv"), ("w1", "w3", "w2")
 _ATTENTION_ROLES: tuple[Role, ...] = ("q", "k", "v")
 _MLP_ROLES: tuple[Role, ...] = ("gate", "up", "down")
 _ROLES: Mapping[str, Role] = {
-    **{
-        name: role
-        for names in (*ATTENTION.values(), ("wq", "wk", "wv"))
-        for role, name in zip(_ATTENTION_ROLES, names, strict=True)
-    },
+    **{name: role for names in (*ATTENTION.values(), _META) for role, name in zip(_ATTENTION_ROLES, names, strict=True)},
     "o_proj": "o",
     **{name: role for names in (*GATED.values(), _MIXTRAL) for role, name in zip(_MLP_ROLES, names, strict=True)},
 }
