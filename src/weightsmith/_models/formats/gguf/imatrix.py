@@ -114,8 +114,8 @@ def _of_gguf(path: Path) -> dict[str, Floats]:
                 if tensor.name.endswith(end):
                     values[tensor.name.removesuffix(end)] = _values(file.fileno(), tensor, path)
     sums, counts = by_end[_SUMS], by_end[_COUNTS]
-    for name, values in sums.items():
-        if name not in counts or values.size % counts[name].size:
+    for name, squares in sums.items():
+        if name not in counts or squares.size % counts[name].size:
             raise FormatError(f"{show(name)} has sums, but no counts that fit", where=str(path), fix=_FIX)
     return of_sums(sums, counts)
 
