@@ -257,7 +257,7 @@ class TestThePagesOutput(OutputTests):
             with zipfile.ZipFile(path, "a") as archive:
                 archive.writestr(name, data)
 
-        return OutputCase(lambda: zip_output.place(f"zip://{path}"), contents, put)
+        return OutputCase(lambda: zip_output.target(f"zip://{path}"), contents, put)
 
 
 def test_an_output_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
