@@ -22,7 +22,7 @@ from weightsmith._features.quantisation.calibration.common import dequantise
 from weightsmith._features.quantisation.calibration.common import quantise as quantised_arrays
 from weightsmith._features.quantisation.exl2 import blocks
 from weightsmith._features.quantisation.exl2.matrix import prepare
-from weightsmith._features.quantisation.formats import followed
+from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._plans import plan_from_json
 
@@ -113,8 +113,9 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, tmp_path: Pat
 def test_what_it_cannot_do_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "m")
     with prepared_for(folder, full(tmp_path)) as prepared:
+        zeros = {p.name: [np.zeros((2, 2))] for p in prepared.plan.products if p.op == "measured_blocks"}
         with pytest.raises(FormatError, match="it does not measure every weight"):
-            followed(prepared, {p.name: [np.zeros((2, 2))] for p in prepared.plan.products if p.op == "measured_blocks"})
+            FOLLOW_UP.follow(prepared, zeros, None, None)
         monkeypatch.setattr(running, "budget", lambda context: 30_000)
         with pytest.raises(ParameterError, match=r"the Hessians of layer 0 take .* and the limit is") as caught:
             execute(prepared, tmp_path / "out", RunOptions())

@@ -34,10 +34,8 @@ def merge(
     options.check_order(recipe, out)
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
-        from weightsmith._features.any_recipe import assemble_merge
-        from weightsmith._features.quantisation import quantised
+        from weightsmith._features.any_recipe import prepare_any
 
-        source = options.recipe_source(recipe)
-        with quantised(lambda: assemble_merge(source, planning), planning.quantize, settings).finish() as prepared:
+        with prepare_any(options.recipe_source(recipe), planning, settings, command="merge") as prepared:
             show_warnings(prepared)
             work.make(prepared, running, "merging")

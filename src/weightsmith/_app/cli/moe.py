@@ -49,13 +49,11 @@ def moe(
     options.check_order(recipe, out)
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
-        from weightsmith._features.mixture.build import assemble_moe
-        from weightsmith._features.quantisation import quantised
+        from weightsmith._features.any_recipe import prepare_any
 
         source = options.recipe_source(recipe)
         planning = replace(planning, routing_report=True) if routing_only else planning
-        assembled = quantised(lambda: assemble_moe(source, planning), planning.quantize, settings)
-        with assembled.finish(check=plan_only) as prepared:
+        with prepare_any(source, planning, settings, command="moe", check=plan_only) as prepared:
             show_warnings(prepared)
             if plan_only:
                 show_plan(prepared, running, as_json=as_json)

@@ -86,7 +86,7 @@ def _copy(
 ) -> None:
     options.check_out(out, plan=plan_only)
     with working("reading the model's headers", out=out, quiet=quiet, as_json=as_json) as work:
-        from weightsmith._features.quantisation.formats import prepare_copy
+        from weightsmith._features.any_recipe import prepare_copy
 
         with prepare_copy(model, planning, settings) as prepared:
             show_warnings(prepared)

@@ -64,7 +64,7 @@ from weightsmith._models.formats.gguf.tokenizer import READ
 from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._models.structure.vocabulary import is_vocabulary
-from weightsmith._planning.planner import Assembled
+from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.companions import joined, lacking
 from weightsmith._planning.planner.subfolders import drop_subfolders
 from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Product, Settings, Step, Table
@@ -85,7 +85,7 @@ _V = re.compile(r"blk\.([0-9]+)\.attn_(?:v|qkv)\.weight")
 Importances = Mapping[str, npt.NDArray[np.float32]]
 
 
-def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) -> None:
+def apply(mixture: Mixture, assembled: Prepared, settings: QuantizeSettings) -> None:
     """Make the draft one of a GGUF file. Raises PlanError."""
     sized = settings.size_bytes is not None or settings.target is not None
     if sized and settings.calibration is None:
@@ -138,7 +138,7 @@ def apply(mixture: Mixture, assembled: Assembled, settings: QuantizeSettings) ->
 
 def follow(
     mixture: Mixture,
-    assembled: Assembled,
+    assembled: Prepared,
     settings: QuantizeSettings,
     measured: Sequence[Product],
     arrays: Mapping[str, Arrays],
@@ -288,7 +288,7 @@ def _chosen(settings: QuantizeSettings) -> Chosen:
     return found
 
 
-def _fill(mixture: Mixture, assembled: Assembled, importances: Importances, chosen: Chosen, settings: QuantizeSettings) -> None:
+def _fill(mixture: Mixture, assembled: Prepared, importances: Importances, chosen: Chosen, settings: QuantizeSettings) -> None:
     from weightsmith._kernels.ggml import ENCODED
 
     draft = assembled.draft
@@ -423,7 +423,7 @@ def _dropped(steps: Iterable[Step], reason: str) -> list[Dropped]:
     return [Dropped(read.model, read.tensor, reason) for step in steps for read in step.reads if read.model >= 0]
 
 
-def _vision(mixture: Mixture, assembled: Assembled, embedding: Step, steps: Sequence[Step]) -> tuple[VisionHalf, list[Finding]]:
+def _vision(mixture: Mixture, assembled: Prepared, embedding: Step, steps: Sequence[Step]) -> tuple[VisionHalf, list[Finding]]:
     """The file for images, and the warning if there is none. steps: of parts for images and sounds."""
     files = files_of(assembled, (*PROCESSOR, *TOKENIZER))
     try:
@@ -662,7 +662,7 @@ def _format_name(mixture: Mixture) -> str:
 def _format(mixture: Mixture) -> Format:
     bits = TYPES[mixture.default].itemsize * 8 / TYPES[mixture.default].block
     about = f"{bits:g} bits a weight" if mixture.default == mixture.name else f"{bits:g}+ bits a weight"
-    run: Callable[[Assembled, QuantizeSettings], None] = partial(apply, mixture)
+    run: Callable[[Prepared, QuantizeSettings], None] = partial(apply, mixture)
     readers = "llama.cpp, Ollama, LM Studio"
     if mixture.default in ("F32", "F16", "BF16", "Q8_0"):
         return Format(_format_name(mixture), f"one GGUF file, {about}", readers, run, frozenset({"tensor_types", "mmproj"}))

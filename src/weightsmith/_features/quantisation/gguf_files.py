@@ -17,12 +17,12 @@ from weightsmith._models.formats.gguf.metadata import Origin, is_said, origin_ke
 from weightsmith._models.formats.gguf.pooling import MODULES, pooling_keys
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith._models.tokenizers.files import settings_in
-from weightsmith._planning.planner import Assembled
+from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.companions import GENERATION
 
 
 def keys_of_files(
-    assembled: Assembled, config: Mapping[str, Any], family: Family, rows: int
+    assembled: Prepared, config: Mapping[str, Any], family: Family, rows: int
 ) -> tuple[dict[str, Value], list[Finding]]:
     """The keys that come from the files beside the weights, and warnings. rows: of the embedding."""
     files = files_of(assembled, (*READ, GENERATION, MODULES, *_named_templates(assembled)))
@@ -57,13 +57,13 @@ def _origin(checkpoint: Checkpoint) -> Origin:
     return Origin(hub_id_of(str(folder)) or folder.name or "model", {} if checkpoint.alone else read_card(folder))
 
 
-def _named_templates(assembled: Assembled) -> list[str]:
+def _named_templates(assembled: Prepared) -> list[str]:
     """The files of templates with a name."""
     listed = dict.fromkeys([*assembled.draft.carried, *assembled.draft.files])
     return [name for name in listed if NAMED_TEMPLATE.fullmatch(name)]
 
 
-def files_of(assembled: Assembled, wanted: Sequence[str]) -> dict[str, bytes]:
+def files_of(assembled: Prepared, wanted: Sequence[str]) -> dict[str, bytes]:
     """Those of some files that the output has."""
     draft = assembled.draft
     donor = assembled.inputs[draft.donor]
@@ -73,7 +73,7 @@ def files_of(assembled: Assembled, wanted: Sequence[str]) -> dict[str, bytes]:
     return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in names} | written
 
 
-def said_generation(assembled: Assembled, about: Mapping[str, Value]) -> list[str]:
+def said_generation(assembled: Prepared, about: Mapping[str, Value]) -> list[str]:
     """generation_config.json, if it says nothing but what the keys and config.json say."""
     config, made_by = assembled.draft.config or {}, ("_from_model_config", "transformers_version")
     ends = [about[key].value for end in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{end}_token_id") in about]

@@ -27,6 +27,5 @@ state_dicts.py the same for models in memory, without a recipe
 
 from weightsmith._planning.planner.build import assemble as assemble
 from weightsmith._planning.planner.build import prepare as prepare
-from weightsmith._planning.planner.prepared import Assembled as Assembled
 from weightsmith._planning.planner.prepared import Prepared as Prepared
 from weightsmith._plans import Plan as Plan

@@ -50,7 +50,7 @@ from weightsmith._planning.planner.mismatch import of_vocabularies
 from weightsmith._planning.planner.outputs import Outputs, takes_head
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.patterns import match_patterns
-from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
+from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
 from weightsmith._planning.planner.segments import Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.statistics import Measured, measure
 from weightsmith._planning.planner.subfolders import foreign, foreign_findings, without_foreign
@@ -284,7 +284,7 @@ def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> 
     return sorted(steps, key=lambda step: natural_key(step.out.name))
 
 
-def assemble_matched(request: Request, opened: Opened, matched: Matched) -> Assembled:
+def assemble_matched(request: Request, opened: Opened, matched: Matched) -> Prepared:
     """The draft of the output. Raises PlanError with all problems of the recipe, the models and their tensors."""
     return _Assembler(request, opened, matched).assemble()
 
@@ -302,7 +302,7 @@ class _Assembler:
         self.warnings = [*request.warnings, *opened.warnings, *matched.warnings]
         self.warnings += [note for checkpoint in self.inputs for note in checkpoint.notes]
 
-    def assemble(self) -> Assembled:
+    def assemble(self) -> Prepared:
         request, opened, aligned, method = self.request, self.opened, self.matched.aligned, self.request.method
         placer = Placer(self.recipe, self.labels, self.matched.names, self.shape)
         placements = placer.place(request.regions)
@@ -367,7 +367,7 @@ class _Assembler:
         draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
-        return Assembled(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+        return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
 
     def _measured(self, method: Method, steps: Sequence[Step], resolver: Resolver) -> Measured:
         """The steps with what the method knows of the models from a text."""

@@ -29,7 +29,7 @@ from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate,
 from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction, differences, loader_config
 from weightsmith._models.formats.exl3.writing import encoding_name
 from weightsmith._models.structure.vocabulary import is_model_head
-from weightsmith._planning.planner import Assembled
+from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable
 from weightsmith._plans import PlanDraft
 
@@ -38,7 +38,7 @@ _FIRST = ("v_proj", "k_proj", "o_proj", "down_proj", "w2", "q_proj")
 """Projections that get more bits first: those with few weights, and those whose errors go straight to the residual stream."""
 
 
-def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
     """Make the draft one of an EXL3 model. Raises PlanError with all problems."""
     problems: list[WeightsmithError] = []
     if settings.bits is None:
